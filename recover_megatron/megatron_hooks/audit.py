@@ -180,7 +180,8 @@ class Audit:
                 iteration=args.curr_iteration + 1,
                 loss=None if loss is None else float(loss),
                 grad_norm=None if grad_norm is None else float(grad_norm),
-                consumed_samples=consumed + size * sum(len(ids) for ids in replicas.values()),
+                # As Megatron will count it, not as the ids add up: the two must agree, and a reader can check it.
+                consumed_samples=consumed + size * quota * mpu.get_data_parallel_world_size(),
                 epoch=0,
                 replicas=len(replicas),
                 seconds=seconds,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +39,7 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
         for other in others:
             parser = other(parser)
         if hostdevice.is_active():
-            parser.set_defaults(**hostdevice.host_defaults())
+            _make_defaults(parser, hostdevice.host_defaults())
         if config.enabled:
             parser.set_defaults(rerun_mode="disabled")
 
@@ -45,12 +47,32 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
             # argparse would print all of Megatron's thousand lines of usage first.
             raise UserError(_with_suggestions(message, parser))
 
+        if "--help" in sys.argv or "-h" in sys.argv:
+            _mend_help(parser)
         parser.error = error  # type: ignore[method-assign]
         if os.environ.get("RANK", "0") != "0":
             parser.print_help = lambda file=None: None  # type: ignore[method-assign]  # one --help a run is enough
         return parser
 
     return provide
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape the texts that argparse cannot expand: one bare "%" in Megatron's help ends --help with a traceback."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                formatter._expand_help(action)
+            except (ValueError, TypeError, KeyError):
+                action.help = action.help.replace("%", "%%")
+
+
+def _make_defaults(parser: argparse.ArgumentParser, flags: list[str]) -> None:
+    """Let the parser start from these flags, as if every command line began with them."""
+    given = parser.parse_args(flags)
+    names = [parser._option_string_actions[word.split("=")[0]].dest for word in flags if word.startswith("--")]
+    parser.set_defaults(**{name: getattr(given, name) for name in names})
 
 
 def _with_suggestions(message: str, parser: argparse.ArgumentParser) -> str:
@@ -74,14 +96,14 @@ def in_plain_words(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except (AssertionError, ValueError, RuntimeError, KeyError, ImportError, FileNotFoundError) as error:
-        if os.environ.get("RECOVER_TRACEBACK") == "1":
-            raise
-        raise UserError(_refusal(error)) from None
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if "megatron" not in Path(last.filename).parts or os.environ.get("RECOVER_TRACEBACK") == "1":
+            raise  # a bug of ours, or asked for
+        raise UserError(_refusal(error, last)) from None
 
 
-def _refusal(error: Exception) -> str:
+def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
     """One line of Megatron's refusal: its own words, or the check it made where it has none."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(*Path(last.filename).parts[-3:])}:{last.lineno}"
     words = " ".join(str(error).split()) or f"this must hold: {(last.line or '').removeprefix('assert').strip()}"
     return f"Megatron refuses these flags: {words} ({where}; RECOVER_TRACEBACK=1 shows the traceback)"
@@ -105,15 +127,29 @@ def _layout(args: argparse.Namespace) -> list[str]:
         "--pipeline-model-parallel-size": getattr(args, "pipeline_model_parallel_size", 1),
         "--context-parallel-size": getattr(args, "context_parallel_size", 1),
     }
-    replica = 1
-    for size in sizes.values():
-        replica *= size
-    if replica < 1 or world % replica == 0:
-        return []
+    replica = math.prod(sizes.values())
+    if replica < 1:
+        return []  # Megatron says which size is wrong
+    if world % replica == 0:
+        return _batch(args, world // replica)
     product = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
     return [
         f"{world} workers cannot hold whole replicas of {replica} ({product}): start a multiple of {replica} workers "
         f"(recover-run --nproc-per-node, --nnodes) or change these sizes"
+    ]
+
+
+def _batch(args: argparse.Namespace, ranks: int) -> list[str]:
+    """A global batch that is no whole number of microbatches for every data-parallel rank."""
+    micro, whole = getattr(args, "micro_batch_size", None), getattr(args, "global_batch_size", None)
+    scheduled = getattr(args, "rampup_batch_size", None) or getattr(args, "step_batch_size_schedule", None)
+    if not micro or not whole or scheduled or getattr(args, "decrease_batch_size_if_needed", False):
+        return []
+    if whole % (micro * ranks) == 0:
+        return []
+    return [
+        f"global batch size {whole} is not a multiple of micro batch size {micro} x {ranks} data-parallel ranks: "
+        "change --global-batch-size, --micro-batch-size or the number of workers"
     ]
 
 

@@ -12,11 +12,15 @@ forms, told apart by their parameters.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import importlib
 import inspect
+import io
+import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,8 +62,10 @@ class Program:
         if reasons := flags.problems(args, self.config):
             raise UserError(*reasons)
         if getattr(args, "yaml_cfg", None) is None:
-            # A dry run on a copy: validation fills in defaults, and has its real turn in run().
-            flags.in_plain_words(partial(arguments.validate_args, copy.deepcopy(args), dict(DEFAULTS)))
+            # A dry run on a copy, in silence: validation fills in defaults and prints, and has its real turn in run().
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                flags.in_plain_words(partial(arguments.validate_args, copy.deepcopy(args), dict(DEFAULTS)))
 
     def run(self) -> None:
         """Train to the end.  Raises UserError for what only a Megatron hook can find wrong before the start."""
@@ -89,7 +95,7 @@ class Program:
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
         from megatron.training.arguments import parse_and_validate_args
 
-        args = parse_and_validate_args(self._options, args_defaults=dict(DEFAULTS))
+        args = flags.in_plain_words(partial(parse_and_validate_args, self._options, args_defaults=dict(DEFAULTS)))
         if parameters["model_provider"].default is inspect.Parameter.empty:  # 0.18: the script builds the model
             container = pretrain_cfg_container_from_args(args)
             pretrain(container, datasets, self._model_provider(), ModelType.encoder_or_decoder, forward_step, **options)
@@ -119,10 +125,18 @@ def load(config: RecoverConfig) -> Program:
     """
     loaded_at = time.time()
     megatron = find_megatron()
-    if hostdevice.wanted(config.device):
+    if os.environ.get("RANK", "0") != "0":
+        # As Megatron's script does: what is to be said once is said by one worker.
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+    try:
+        on_host = hostdevice.wanted(config.device)
+    except hostdevice.HostDeviceError as error:
+        raise UserError(str(error)) from None
+    if on_host:
         hostdevice.activate()
     else:
-        megatron_fixes.install(only=("megatron.core.datasets.utils",))
+        megatron_fixes.install(only=("prebuilt-helpers",))
     name = SCRIPT if megatron.has_script else "recover_megatron.megatron_hooks.gpt_script"
     script = importlib.import_module(name)
     # Imported late by torch and Megatron: here once instead of in every worker.
