@@ -1,8 +1,8 @@
 """The ``--recover-*`` flags: one argparse group, one dataclass, one place that checks them.
 
-The flags join Megatron's own parser (``add_recover_arguments`` is an ``extra_args_provider``), so a user adds them to the
-command line that trains today.  Nothing here imports torch or Megatron: the launcher and the device layer read the same
-definitions before either is loaded.
+The flags join Megatron's own parser (``add_recover_arguments`` is an ``extra_args_provider``), so a user adds them to
+the command line that trains today.  Nothing here imports torch or Megatron: the launcher and the device layer read the
+same definitions before either is loaded.
 """
 
 from __future__ import annotations

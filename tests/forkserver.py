@@ -5,7 +5,7 @@ it is told: one JSON request a line on stdin, one JSON answer a line on stdout. 
 no process group; a run's rendezvous store lives in a child of its own.
 
     client (pytest) --request--> server --fork--> store
-                                        --fork--> worker 0 .. N-1   each: RANK etc., a log file, runs a script as __main__
+                                        --fork--> worker 0 .. N-1   each: RANK etc., a log file, the script as __main__
                     <--answer---        waits for all; when one fails, ends the others
 """
 
@@ -52,7 +52,11 @@ class ForkServer:
     def __init__(self) -> None:
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forkserver"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-m", "tests.forkserver"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def run(
@@ -99,7 +103,7 @@ class ForkServer:
         self._process.wait(30)
 
 
-# ---- the server's side ------------------------------------------------------------------------------------------------
+# ---- the server's side -------------------------------------------------------------------------------------------
 
 
 def _die_with_parent(parent: int) -> None:

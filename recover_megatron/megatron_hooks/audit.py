@@ -95,9 +95,7 @@ class Audit:
 
     def install(self) -> None:
         """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
-        seams.wrap(
-            training, "build_pretraining_data_loader", ("dataset", "consumed_samples"), self._loader_with_audit
-        )
+        seams.wrap(training, "build_pretraining_data_loader", ("dataset", "consumed_samples"), self._loader_with_audit)
         seams.wrap(DistributedDataParallel, "_make_backward_post_hook", ("self", "param"), self._counting_hook)
         seams.wrap(
             training,
@@ -106,7 +104,7 @@ class Audit:
             self._audited_step,
         )
 
-    # ---- the three seams ----------------------------------------------------------------------------------------------
+    # ---- the three seams ------------------------------------------------------------------------------------------
 
     def _loader_with_audit(self, build: Callable[..., Any]) -> Callable[..., Any]:
         train = "train"
@@ -153,7 +151,7 @@ class Audit:
 
         return audited_train_step
 
-    # ---- the end of an iteration --------------------------------------------------------------------------------------
+    # ---- the end of an iteration ----------------------------------------------------------------------------------
 
     def _iteration_done(self, model: list[Any], result: tuple[Any, ...], seconds: float) -> None:
         args = get_args()

@@ -24,14 +24,14 @@ from recover_megatron.errors import UserError
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
-# ---- parsing ----------------------------------------------------------------------------------------------------------
+# ---- parsing -----------------------------------------------------------------------------------------------------
 
 
 def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -> Provider:
     """An ``extra_args_provider`` for Megatron's parser: our group, the given others, and errors told in one line.
 
     It also changes defaults of Megatron's where they could not run: on the host device the fused kernels, and with
-    --recover the rerun machine, which replays whole steps.  A flag that the user gives wins, and is refused if it can't.
+    --recover the rerun machine, which replays whole steps.  A flag that the user gives wins; it is refused if it can't.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
     return f"Megatron refuses these flags: {words} ({where}; RECOVER_TRACEBACK=1 shows the traceback)"
 
 
-# ---- our own checks ---------------------------------------------------------------------------------------------------
+# ---- our own checks ----------------------------------------------------------------------------------------------
 
 
 def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
@@ -158,7 +158,11 @@ def _data(args: argparse.Namespace) -> list[str]:
     found = []
     sources = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "sft", "perform_rl_step")
     external = getattr(args, "dataloader_type", None) == "external"
-    if not getattr(args, "mock_data", False) and not external and not any(getattr(args, name, None) for name in sources):
+    if (
+        not getattr(args, "mock_data", False)
+        and not external
+        and not any(getattr(args, name, None) for name in sources)
+    ):
         found.append(
             "no training data: give --data-path PREFIX (files PREFIX.bin and PREFIX.idx, made by "
             "scripts/prepare_corpus.py or Megatron's tools/preprocess_data.py), or --mock-data"
@@ -214,13 +218,17 @@ def _cannot_recover(args: argparse.Namespace) -> list[str]:
         "hybrid_context_parallel": "--hybrid-context-parallel",
         "perform_rl_step": "--perform-rl-step",
     }
-    found = [f"--recover cannot be combined with {flag} yet" for name, flag in refused.items() if getattr(args, name, None)]
+    found = [
+        f"--recover cannot be combined with {flag} yet" for name, flag in refused.items() if getattr(args, name, None)
+    ]
     graphs = getattr(args, "cuda_graph_impl", None)
     if graphs not in (None, "none") or getattr(args, "enable_cuda_graph", False):
         found.append("--recover cannot be combined with CUDA graphs yet: leave --cuda-graph-impl at none")
     loader = getattr(args, "dataloader_type", None)
     if loader not in (None, "single"):
-        found.append(f"--recover needs --dataloader-type single (microbatch ids are defined by its order), not {loader}")
+        found.append(
+            f"--recover needs --dataloader-type single (microbatch ids are defined by its order), not {loader}"
+        )
     if getattr(args, "rerun_mode", "disabled") != "disabled":
         found.append("--recover needs --rerun-mode disabled: a re-run of a step would count its microbatches twice")
     return found

@@ -1,8 +1,8 @@
 """The parts of a GPT pre-training script, for the Megatron-Core wheel (0.19), which ships none.
 
 A Megatron-LM checkout has them in its pretrain_gpt.py, and `program` uses that file where there is one.  What is here
-gives Megatron's pretrain() the same five things: the batch, the loss, the forward step, the datasets, and the ranks that
-hold an embedding; tests/parity compares them with the checkout's, bitwise.
+gives Megatron's pretrain() the same five things: the batch, the loss, the forward step, the datasets, and the ranks
+that hold an embedding; tests/megatron_hooks/test_parity.py compares them with the checkout's, bitwise.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Batch = dict[str, Any]
 stimer = StragglerDetector()
 
 
-# ---- the batch --------------------------------------------------------------------------------------------------------
+# ---- the batch ---------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -144,7 +144,7 @@ def _packed_sequences(batch: Batch) -> PackedSeqParams | None:
     )
 
 
-# ---- the loss ---------------------------------------------------------------------------------------------------------
+# ---- the loss ----------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -152,7 +152,14 @@ def _distillation_loss(*settings: Any) -> Callable[..., Any]:
     """The loss against a teacher's stored logits (--logits-load-dir), whose reader is opened once per process."""
     from megatron.training.distillation import LossFuncCallable
 
-    names = ("logprobs_dir", "decode_threads", "prefetch_factor", "msc_prefetch_depth", "kd_loss_alpha", "ignore_errors")
+    names = (
+        "logprobs_dir",
+        "decode_threads",
+        "prefetch_factor",
+        "msc_prefetch_depth",
+        "kd_loss_alpha",
+        "ignore_errors",
+    )
     return LossFuncCallable(**dict(zip(names, settings, strict=True)))
 
 
@@ -220,14 +227,16 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: Any, return_sched
     losses = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
     with stimer:
         if return_schedule_plan:
-            assert get_args().overlap_moe_expert_parallel_comm, "a schedule plan is for --overlap-moe-expert-parallel-comm"
+            assert get_args().overlap_moe_expert_parallel_comm, (
+                "a schedule plan is for --overlap-moe-expert-parallel-comm"
+            )
             output = model.build_schedule_plan(*inputs, **losses)
         else:
             output = model(*inputs, **losses, packed_seq_params=packed)
     return output, partial(loss_func, batch["loss_mask"], model=model)
 
 
-# ---- the datasets -----------------------------------------------------------------------------------------------------
+# ---- the datasets ------------------------------------------------------------------------------------------------
 
 
 def _dataset_config(args: Any) -> GPTDatasetConfig:
@@ -298,9 +307,7 @@ def train_valid_test_datasets_provider(samples: list[int], vp_stage: int | None 
         return mpu.get_tensor_model_parallel_rank() == 0 and (args.sft or _needs_tokens(vp_stage))
 
     print_rank_0("> building train, validation, and test datasets for GPT ...")
-    datasets = BlendedMegatronDatasetBuilder(
-        _dataset_type(args), samples, reads_batches, _dataset_config(args)
-    ).build()
+    datasets = BlendedMegatronDatasetBuilder(_dataset_type(args), samples, reads_batches, _dataset_config(args)).build()
     print_rank_0("> finished creating GPT datasets ...")
     return datasets
 

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def audit_problem(step: Step) -> str | None:
     samples it consumed (`audit`).
     """
     counted = sorted(j for ids in step.microbatches.values() for j in ids)
-    twice = sorted({a for a, b in zip(counted, counted[1:], strict=False) if a == b})
+    twice = sorted({a for a, b in pairwise(counted) if a == b})
     if twice:
         return f"iteration {step.iteration}: microbatches {twice} were counted more than once"
     missing = sorted(set(range(counted[-1] + 1)) - set(counted)) if counted else []

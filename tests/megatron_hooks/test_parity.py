@@ -34,7 +34,10 @@ class Layout:
 
 
 STEPWISE = ("--train-iters", "20", "--lr-warmup-iters", "2")
-MOE = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2 --disable-bias-linear"
+MOE = (
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
+    "--disable-bias-linear"
+)
 LAYOUTS = [
     Layout("dp4", 4, replicas=4),
     Layout("dp4-dropout", 4, dropout=True, replicas=4),

@@ -63,9 +63,7 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
         ([*GOOD, "--context-parallel-size", "1", "--transformer-impl", "transformer_engine"], "transformer_engine"),
     ],
 )
-def test_bad_input_is_one_clear_message(
-    forkserver: ForkServer, tmp_path: Path, argv: list[str], reason: str
-) -> None:
+def test_bad_input_is_one_clear_message(forkserver: ForkServer, tmp_path: Path, argv: list[str], reason: str) -> None:
     assert reason in refusal(forkserver, tmp_path, argv)
 
 
@@ -103,7 +101,7 @@ def test_help_shows_the_group_recover(forkserver: ForkServer, tmp_path: Path) ->
     assert run.logs[1].read_text() == ""
 
 
-# ---- versions: no import of torch, so plain processes -----------------------------------------------------------------
+# ---- versions: no import of torch, so plain processes ------------------------------------------------------------
 
 
 def start_with(path: Path) -> subprocess.CompletedProcess[str]:
