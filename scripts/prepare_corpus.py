@@ -7,8 +7,8 @@
 
 Ids 0 to 255 are the bytes of the text (UTF-8, or whatever the files hold: bytes go through as they are), id 256 ends
 a document.  Written are ``train_document.{bin,idx}`` and ``valid_document.{bin,idx}`` in Megatron's own format, by its
-own writer, and last of all ``corpus.json``: a corpus is whole if and only if that file is there.  It holds the number of
-documents, bytes and tokens, the flags to train with, and the unigram entropy, the loss of the best model that knows
+own writer, and last of all ``corpus.json``: a corpus is whole if and only if that file is there.  It holds the number
+of documents, bytes and tokens, the flags to train with, and the unigram entropy: the loss of the best model that knows
 nothing but how frequent each byte is.
 """
 
