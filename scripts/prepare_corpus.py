@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Make a small corpus of real text that Megatron trains on: byte-level tokens, no tokenizer to download.
 
-    python scripts/prepare_corpus.py                                    Python's own standard library
-    python scripts/prepare_corpus.py --input book.txt notes/ --out data/mine
+    python scripts/prepare_corpus.py                                   Python's own standard library
+    python scripts/prepare_corpus.py --input book.txt notes/ --out data/books
     python scripts/prepare_corpus.py --input pages.jsonl --json-key body
 
 Ids 0 to 255 are the bytes of the text (UTF-8, or whatever the files hold: bytes go through as they are), id 256 ends
@@ -39,6 +39,8 @@ FORMAT = 1
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
 SPLITS = ("train", "valid")
+LIBRARY_OUT = Path(__file__).resolve().parents[1] / "data" / "stdlib"
+INPUT_OUT = LIBRARY_OUT.with_name("mine")
 
 
 @dataclass
@@ -210,7 +212,6 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    root = Path(__file__).resolve().parents[1]
     parser = argparse.ArgumentParser(
         description="Make a corpus of real text, byte-level, that Megatron trains on.",
         epilog="Text goes through byte by byte, whatever its encoding. In JSON lines (.jsonl, .ndjson) every line is a "
@@ -218,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--input", type=Path, nargs="+", metavar="PATH", help="text files, folders, .jsonl files")
     parser.add_argument("--json-key", default="text", help="where the text of a JSON line is (default: text)")
-    parser.add_argument("--out", type=Path, default=root / "data" / "quickstart", help="folder (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: data/stdlib, or data/mine with --input")
     parser.add_argument("--max-mib", type=float, help="take only so much text, in whole documents")
     parser.add_argument("--valid-percent", type=float, default=5, help="documents for validation (default: 5)")
     parser.add_argument("--binary", action="store_true", help="take binary files too")
@@ -230,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status: 0, or 1 for an error that is told on stderr."""
     parser = _parser()
     args = parser.parse_args(argv)
+    args.out = args.out or (INPUT_OUT if args.input else LIBRARY_OUT)
     if not 0 < args.valid_percent < 100:
         parser.error("--valid-percent must be between 0 and 100")
     if args.max_mib is not None and args.max_mib <= 0:
