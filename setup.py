@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 setup(
     name="recover-megatron",
     version="0.1.0",
-    description="Resilient LLM pre-training for Megatron-LM: GPUs die in the middle of a step, the step finishes anyway",
+    description="Resilient pre-training for Megatron-LM: GPUs die in the middle of a step, the step finishes anyway",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

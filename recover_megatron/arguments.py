@@ -1,8 +1,8 @@
 """The ``--recover-*`` flags: one argparse group, one dataclass, one place that checks them.
 
-The flags join Megatron's own parser (``add_recover_arguments`` is an ``extra_args_provider``), so a user adds them to the
-command line that trains today.  Nothing here imports torch or Megatron: the launcher and the device layer read the same
-definitions before either is loaded.
+The flags join Megatron's own parser (``add_recover_arguments`` is an ``extra_args_provider``), so a user adds them to
+the command line that trains today.  Nothing here imports torch or Megatron: the launcher and the device layer read the
+same definitions before either is loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from recover_megatron.errors import UserError
 
 LOG_DIR_VARIABLE = "RECOVER_LOG_DIR"
 """Environment variable by which ``recover-run --log-dir`` tells its workers the default of ``--recover-log-dir``."""
@@ -59,29 +61,17 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     return parser
 
 
-def device_from_argv(argv: Sequence[str]) -> str:
-    """The value of ``--recover-device`` in ``argv``, read alone.
+def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
+    """Read our flags alone out of a whole command line (without the program's name).
 
-    The device must be chosen before Megatron is imported, and Megatron's parser is part of Megatron.  A value that is
-    no choice counts as "auto" here; the full parser refuses it later with its proper message.
+    The device must be chosen before Megatron is imported, and Megatron's parser is part of Megatron; ``--yaml-cfg``
+    replaces Megatron's namespace by one that has none of our flags.  Raises UserError for a bad value of ours; flags
+    that are nobody's are refused later, by the whole parser.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--recover-device", default="auto")
     try:
-        known, _ = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError:
-        return "auto"
-    return known.recover_device if known.recover_device in DEVICES else "auto"
-
-
-def config_from_args(args: argparse.Namespace) -> RecoverConfig:
-    """Make the configuration from a parsed namespace.
-
-    A namespace without our flags (``--yaml-cfg`` replaces Megatron's) gives the defaults: recovery off.
-    """
-    log_dir = getattr(args, "recover_log_dir", None) or os.environ.get(LOG_DIR_VARIABLE)
-    return RecoverConfig(
-        enabled=bool(getattr(args, "recover", False)),
-        log_dir=Path(log_dir) if log_dir else None,
-        device=getattr(args, "recover_device", "auto"),
-    )
+        args, _ = add_recover_arguments(parser).parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from None
+    log_dir = args.recover_log_dir or os.environ.get(LOG_DIR_VARIABLE)
+    return RecoverConfig(enabled=args.recover, log_dir=Path(log_dir) if log_dir else None, device=args.recover_device)

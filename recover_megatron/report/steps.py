@@ -1,118 +1,115 @@
-"""Reading steps.jsonl: one line for each iteration that committed.
+"""steps.jsonl: one line per iteration, the audit that the invariant is judged by.
 
-A line is a JSON object: ``iteration``, ``loss`` (full precision), ``grad_norm``, ``consumed_samples``, ``epoch``,
-``replicas`` (how many), ``seconds``, ``microbatches`` (replica id -> the ids of the microbatches it counted).
+    {"iteration": 7, "loss": 3.0481903553009033, "grad_norm": 1.37, "consumed_samples": 224, "epoch": 0, "replicas": 4,
+     "seconds": 0.31, "microbatches": {"0": [0, 4], "1": [1, 5], "2": [2, 6], "3": [3, 7]}}
+
+A step is good when its microbatch ids, over all replicas, are exactly 0..M-1, each once (`audit_problem`).
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration that committed."""
+    """One committed iteration."""
 
     iteration: int
-    loss: float
-    grad_norm: float
+    """Counted from 1."""
+    loss: float | None
+    """The logged loss over the whole batch, all digits; None where the step was skipped (loss scaling)."""
+    grad_norm: float | None
+    """Before clipping; None where the step was skipped."""
     consumed_samples: int
+    """After this iteration."""
     epoch: int
+    """Generation of the membership that committed it."""
     replicas: int
+    """How many replicas counted microbatches."""
     seconds: float
-    microbatches: dict[str, tuple[int, ...]]
+    """From the start of the iteration to the end of its optimizer step."""
+    microbatches: Mapping[int, list[int]]
+    """Replica id -> the ids j whose gradients this replica accumulated."""
 
+    def to_json(self) -> str:
+        """One line, without its line end."""
+        return json.dumps(asdict(self))
 
-def parse_step(line: str | bytes) -> Step:
-    """Read one line.  Raises ValueError, which says what is wrong with it."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not a line of JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    try:
-        return Step(
-            iteration=int(record["iteration"]),
-            loss=_number(record["loss"]),
-            grad_norm=_number(record["grad_norm"]),
-            consumed_samples=int(record["consumed_samples"]),
-            epoch=int(record["epoch"]),
-            replicas=int(record["replicas"]),
-            seconds=float(record["seconds"]),
-            microbatches={str(replica): tuple(map(int, ids)) for replica, ids in record["microbatches"].items()},
-        )
-    except KeyError as error:
-        raise ValueError(f"no key {error}") from error
-    except (TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"a value of an unexpected kind ({error})") from error
-
-
-@dataclass(frozen=True)
-class StepsFile:
-    """The contents of a steps.jsonl."""
-
-    steps: tuple[Step, ...]
-    """In the order of the file; an iteration is there twice if the run went back to a checkpoint."""
-    unreadable: tuple[str, ...] = ()
-    """``line N: why`` for each line before the last one that could not be read."""
-    cut: bool = False
-    """The last line is incomplete: the writer was killed while it wrote."""
-
-    def last_of_each(self) -> list[Step]:
-        """The steps that count, by iteration: of those done twice, the later."""
-        return [step for _, step in sorted({step.iteration: step for step in self.steps}.items())]
-
-
-def read_steps(path: Path) -> StepsFile:
-    """Read the whole file.  Raises OSError if it cannot be read; bad lines are reported, not raised."""
-    lines = path.read_bytes().split(b"\n")
-    steps: list[Step] = []
-    unreadable: list[str] = []
-    cut = False
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    @classmethod
+    def from_json(cls, line: str) -> Step:
+        """The inverse of ``to_json``; raises ValueError for anything else."""
         try:
-            steps.append(parse_step(line))
-        except ValueError as error:
-            if number == len(lines):  # nothing ended it
-                cut = True
-            else:
-                unreadable.append(f"line {number}: {error}")
-    return StepsFile(tuple(steps), tuple(unreadable), cut)
+            fields: dict[str, Any] = json.loads(line)
+            microbatches = {int(replica): list(ids) for replica, ids in fields.pop("microbatches").items()}
+            return cls(microbatches=microbatches, **fields)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"no step: {line!r} ({error})") from None
 
 
-class Follower:
-    """Reads the steps of a run while it runs: ``new_steps()`` returns those written since the last call."""
+def audit_problem(step: Step) -> str | None:
+    """What is wrong with the microbatches of a step, in words; None if each of 0..M-1 was counted exactly once.
 
-    def __init__(self, path: Path, skip_existing: bool = False) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if skip_existing and path.exists() else 0
+    M itself is not in the line: it is the number of ids, so a step that lost its last ids shows only against the
+    samples it consumed (`audit`).
+    """
+    counted = sorted(j for ids in step.microbatches.values() for j in ids)
+    twice = sorted({a for a, b in pairwise(counted) if a == b})
+    if twice:
+        return f"iteration {step.iteration}: microbatches {twice} were counted more than once"
+    missing = sorted(set(range(counted[-1] + 1)) - set(counted)) if counted else []
+    if missing or not counted:
+        return f"iteration {step.iteration}: microbatches {missing or 'all'} were not counted"
+    return None
 
-    def new_steps(self) -> Sequence[Step]:
-        """Complete lines only; none while the file is not there.  Lines that cannot be read are left to the report."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return ()
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        found = []
-        for line in complete.splitlines():
+
+def read_steps(path: Path) -> Iterator[Step]:
+    """The steps of a file, in order.
+
+    A last line that was cut by a crash is left out; raises ValueError, naming the line, for a bad one before it.
+    """
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
             try:
-                found.append(parse_step(line))
-            except ValueError:
-                continue
-        return found
+                yield Step.from_json(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
 
 
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+class StepsFile:
+    """The writer of steps.jsonl: every line is whole on disk (as far as the kernel goes) when ``append`` returns."""
+
+    def __init__(self, path: Path, first_iteration: int) -> None:
+        """Open ``path`` to continue before ``first_iteration``.
+
+        Lines of a run before that reached ``first_iteration`` or further are superseded (it resumed from a checkpoint,
+        or started afresh): the old file is kept as path.1, path.2, ..., and the new one begins with what still holds.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [step for step in read_steps(path) if step.iteration < first_iteration]
+            text = "".join(step.to_json() + "\n" for step in kept)
+            if text.encode() != path.read_bytes():
+                _set_aside(path)
+                path.write_text(text, encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
+
+    def append(self, step: Step) -> None:
+        """Add one line and hand it to the kernel, so that a killed worker leaves it whole."""
+        self._file.write(step.to_json() + "\n")
+        self._file.flush()
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (old := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    os.rename(path, old)

@@ -1,0 +1,108 @@
+"""Seconds from the launch command to the end of the first iteration: recover-run cold, --warm, and torchrun.
+
+    python benchmarks/bench_startup.py --workers 1 4 8 --repeat 3
+
+Every launcher starts the same script with the same flags (a tiny GPT on the host device, mock data, data parallel), in
+turn within one run, so that a busy machine slows all of them alike.  Prints a table of medians with the ratio to
+torchrun and, with --json FILE, writes every measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
+FIRST_ITERATION = " iteration        1/"
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --lr-decay-style constant --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 --log-interval 1 "
+    "--eval-interval 1000 --eval-iters 0 --split 99,1,0 --num-workers 0 --distributed-backend gloo --recover-device cpu"
+).split()
+
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{workers}"],
+    "recover-run": ["-m", "recover_megatron.launch", "--nproc-per-node", "{workers}"],
+    "recover-run --warm": ["-m", "recover_megatron.launch", "--warm", "--nproc-per-node", "{workers}"],
+}
+
+
+def seconds_to_first_iteration(launcher: str, workers: int, timeout: float) -> float:
+    """Launch, wait for the log line of iteration 1, let the run end.  Raises RuntimeError if it does not get there."""
+    command = [sys.executable, *(part.format(workers=workers) for part in LAUNCHERS[launcher]), SCRIPT, *FLAGS]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    signal.alarm(int(timeout))
+    seen, last = None, []
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            last = [*last[-20:], line]
+            if seen is None and FIRST_ITERATION in line:
+                seen = time.perf_counter() - started
+        code = process.wait()
+    except TimeoutError:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise RuntimeError(f"{launcher} with {workers} workers: nothing after {timeout} s\n{''.join(last)}") from None
+    finally:
+        signal.alarm(0)
+    if seen is None or code != 0:
+        raise RuntimeError(f"{launcher} with {workers} workers: exit code {code}\n{''.join(last)}")
+    return seen
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the table has their median")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one run")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+
+    def time_is_up(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, time_is_up)
+    rows = []
+    for workers in options.workers:
+        for repeat in range(options.repeat):
+            for launcher in LAUNCHERS:
+                seconds = seconds_to_first_iteration(launcher, workers, options.timeout)
+                rows.append({"launcher": launcher, "workers": workers, "repeat": repeat, "seconds": seconds})
+                print(f"{launcher:20} {workers} workers: {seconds:6.2f} s", file=sys.stderr, flush=True)
+
+    print(f"\n| workers | {' | '.join(LAUNCHERS)} |\n|---{'|---' * len(LAUNCHERS)}|")
+    for workers in options.workers:
+        medians = {
+            launcher: statistics.median(
+                row["seconds"] for row in rows if (row["launcher"], row["workers"]) == (launcher, workers)
+            )
+            for launcher in LAUNCHERS
+        }
+        base = medians["torchrun"]
+        cells = (f"{seconds:.1f} s ({seconds / base:.2f})" for seconds in medians.values())
+        print(f"| {workers} | {' | '.join(cells)} |")
+    print(
+        f"\nmedians of {options.repeat}; in brackets the ratio to torchrun; "
+        f"{os.cpu_count()} cores, {platform.machine()}"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

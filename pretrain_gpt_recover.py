@@ -1,0 +1,40 @@
+"""Pre-train GPT with Megatron-LM, as its pretrain_gpt.py does, and survive the death of workers with --recover.
+
+    recover-run --nproc-per-node 8 pretrain_gpt_recover.py <Megatron's flags> --recover
+
+Takes every flag of Megatron's pretrain_gpt.py.  Without --recover it is that script: no hook is installed.  Runs from
+the Megatron-Core wheel (0.19), or with a Megatron-LM checkout (0.17 to 0.19) first on PYTHONPATH.  `--help` lists all
+flags, ours in the group "recover".
+"""
+
+from __future__ import annotations
+
+import sys
+
+from recover_megatron.arguments import config_from_argv
+from recover_megatron.errors import UserError, refuse
+from recover_megatron.megatron_hooks.program import load
+
+PROGRAM = "pretrain_gpt_recover.py"
+
+
+def preload(argv: list[str]) -> None:
+    """Import everything and check the flags, once for all workers of a warm start (recover-run --warm)."""
+    try:
+        load(config_from_argv(argv)).check()
+    except UserError as error:
+        refuse(PROGRAM, error.reasons)
+
+
+def main() -> None:
+    """Train; refuse with EXIT_USAGE, all reasons at once, what cannot run."""
+    try:
+        program = load(config_from_argv(sys.argv[1:]))
+        program.check()
+        program.run()
+    except UserError as error:
+        refuse(PROGRAM, error.reasons)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Errors for people: a mistake that its maker can mend is told in plain words, without a traceback.
+
+``UserError`` carries one or more reasons.  The entry script prints them all at once and ends with ``EXIT_USAGE``; any
+other exception is a fault of the program or the machine and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+EXIT_USAGE = 2
+"""Exit code of every refusal at start (argparse's own)."""
+
+
+class UserError(Exception):
+    """The run cannot start; ``reasons`` say why and what to do, one per line."""
+
+    def __init__(self, *reasons: str) -> None:
+        super().__init__("\n".join(reasons))
+        self.reasons = reasons
+
+
+def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
+    """Print the reasons and exit with ``EXIT_USAGE``.
+
+    All workers of a run refuse for the same reasons, so only worker 0 prints; the others exit silently.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        if len(reasons) == 1:
+            text = f"{program}: error: {reasons[0]}"
+        else:
+            text = f"{program}: {len(reasons)} errors:" + "".join(f"\n  - {reason}" for reason in reasons)
+        print(text, file=sys.stderr, flush=True)
+    sys.exit(EXIT_USAGE)

@@ -1,0 +1,89 @@
+"""Run Megatron-LM's own training loop on a machine without a GPU (docs/hostdevice.md).
+
+``wanted(device)`` decides, ``activate()`` does it: ``torch.cuda`` then describes one imaginary device whose memory is
+ordinary host memory.  Importing this package changes nothing and imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+
+from recover_megatron.hostdevice.detect import CudaBroken, usable_device_count
+from recover_megatron.hostdevice.flags import host_defaults, unsupported
+
+__all__ = ["HostDeviceError", "activate", "host_defaults", "is_active", "unsupported", "wanted"]
+
+_active = False
+
+
+class HostDeviceError(RuntimeError):
+    """The host device cannot be chosen or activated; the message says why and what to do."""
+
+
+def wanted(device: str) -> bool:
+    """Whether a run with ``--recover-device device`` is to use the host device.
+
+    "cpu": True.  "cuda": False.  "auto": True where there is no CUDA device that torch can use.  Initialises nothing:
+    the process can fork afterwards.  Raises ``HostDeviceError`` for "cuda" without such a device, and for "auto" and
+    "cuda" where a CUDA driver is installed but fails (a worker that silently went on without its GPU would make
+    the others wait for it).
+    """
+    if device not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"device must be auto, cuda or cpu, not {device!r}")
+    if device == "cpu":
+        return True
+    try:
+        count = usable_device_count()
+    except CudaBroken as problem:
+        raise HostDeviceError(
+            f"a CUDA driver is installed on this machine but does not work: {problem}. "
+            "Mend it (nvidia-smi shows its state), or run without a GPU with --recover-device cpu."
+        ) from None
+    if device == "auto":
+        return count == 0
+    if count == 0:
+        raise HostDeviceError(
+            "--recover-device cuda: there is no CUDA device that this process can use (no driver, no device in "
+            "CUDA_VISIBLE_DEVICES, or a torch built without CUDA). "
+            "Use --recover-device cpu, or auto, to run without a GPU."
+        )
+    return False
+
+
+def is_active() -> bool:
+    """Whether ``activate`` has run in this process (or in the one it was forked from)."""
+    return _active
+
+
+def activate() -> None:
+    """Make torch and Megatron of this process run on the host.  Idempotent; there is no way back.
+
+    Must come before anything of Megatron is imported, since Megatron keeps references to what is replaced:
+    ``HostDeviceError`` otherwise.  Prints one line in the process of rank 0 or without a rank.
+    """
+    global _active
+    if _active:
+        return
+    loaded = sorted(name for name in sys.modules if name.startswith("megatron."))
+    if loaded:
+        raise HostDeviceError(
+            f"the host device must be activated before Megatron is imported, but {loaded[0]} already is: "
+            "call recover_megatron.hostdevice.activate() first, at the top of the training script."
+        )
+    from recover_megatron.hostdevice import apex_standin, megatron_fixes, replacements
+
+    table = replacements.table()
+    for entry in table:
+        setattr(entry.owner, entry.name, entry.value)
+    apex_standin.install()
+    megatron_fixes.install()
+    _active = True
+    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
+        print(
+            "[hostdevice] no CUDA device in use: Megatron runs on the host (cpu), gloo instead of nccl; "
+            f"{len(table)} entry points of torch replaced (docs/hostdevice.md)",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,101 @@
+"""Stand-ins for the apex kernels that Megatron's path without TransformerEngine is written for.
+
+Without them Megatron falls back to ``torch.optim.AdamW``, whose per-parameter ``step`` its distributed optimizer cannot
+reload, and to ``torch.nn.LayerNorm``, which it refuses to combine with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam or AdamW with apex's interface: the step count belongs to the parameter group."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        capturable: bool = False,
+    ) -> None:
+        self.adam_w_mode = adam_w_mode
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(params, {**defaults, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step with the gradients in ``grad``; parameters without one are left alone."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        (beta1, beta2), lr, decay, grad, state = (
+            group["betas"],
+            group["lr"],
+            group["weight_decay"],
+            p.grad,
+            self.state[p],
+        )
+        correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
+        correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        if self.adam_w_mode:
+            p.mul_(1 - lr * decay)
+        else:
+            grad = grad.add(p, alpha=decay)
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        denominator = (state["exp_avg_sq"] / correction2).sqrt_().add_(group["eps"])
+        p.addcdiv_(state["exp_avg"], denominator, value=-lr / correction1)
+
+
+class FusedLayerNormAffineFunction:
+    """Layer norm with apex's calling convention; torch's own autograd does the backward pass."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[no-untyped-def]
+        """Never called: Megatron reads the names of its arguments."""
+        raise NotImplementedError
+
+    @staticmethod
+    def apply(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        normalized_shape: Any,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        """``F.layer_norm``; ``memory_efficient`` changes what apex keeps, not what it computes."""
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def install() -> None:
+    """Put the stand-ins where Megatron looks for apex, and hide TransformerEngine."""
+    members = {
+        "apex": {},
+        "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
+        "apex.normalization": {},
+        "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": FusedLayerNormAffineFunction},
+    }
+    for name, contents in members.items():
+        module = types.ModuleType(name, "stand-in of recover_megatron.hostdevice")
+        module.__path__ = []
+        vars(module).update(contents)
+        sys.modules[name] = module
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]

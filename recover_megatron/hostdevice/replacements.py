@@ -1,0 +1,206 @@
+"""The table of what the host device replaces in torch, each row with its reason.  Importing it imports torch.
+
+``torch.cuda`` is made to describe one imaginary device whose memory is ordinary host memory: what is placed "on cuda"
+stays a CPU tensor, streams and events are always finished.  All are plain function replacements, so they hold in every
+thread and cost nothing where they are not called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """``owner.name`` becomes ``value``, because of ``why``."""
+
+    owner: Any
+    name: str
+    value: Any
+    why: str
+
+    @property
+    def path(self) -> str:
+        """The dotted name, as in the documentation."""
+        owner = "torch.Tensor" if self.owner is torch.Tensor else self.owner.__name__
+        return f"{owner}.{self.name}"
+
+
+def _on_host(device: Any) -> Any:
+    """``device``, or the CPU where it means a CUDA device (an integer is the ordinal of one)."""
+    if isinstance(device, int) or (isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"):
+        return torch.device("cpu")
+    return device
+
+
+def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _on_host(kwargs["device"])
+        return function(*args, **kwargs)
+
+    return call
+
+
+class Stream:
+    """A stream whose work is always finished."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Any arguments of ``torch.cuda.Stream``."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has passed."""
+        return Event() if event is None else event
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class Event:
+    """A point in a stream: always passed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Any arguments of ``torch.cuda.Event``."""
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to mark."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always finished."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+def table() -> list[Replacement]:
+    """All replacements.  Call it once, before any of them is made: the values wrap what is there now."""
+    rows: list[Replacement] = []
+
+    def row(owner: Any, why: str, **values: Any) -> None:
+        rows.extend(Replacement(owner, name, value, why) for name, value in values.items())
+
+    _tensors(row)
+    _device(row)
+    _random(row)
+    row(
+        torch,
+        "Megatron compiles its fused functions where torch is new enough: needs a C++ compiler on the host",
+        compile=lambda model=None, **options: (lambda function: function) if model is None else model,
+    )
+    return rows
+
+
+def _tensors(row: Callable[..., None]) -> None:
+    for name in (
+        "tensor",
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "rand",
+        "randn",
+        "arange",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+    ):
+        row(torch, "device='cuda' or an ordinal means the host", **{name: _placed(getattr(torch, name))})
+    tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and isinstance(args[0], (str, int, torch.device)):
+            args = (_on_host(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _on_host(kwargs["device"])
+        return tensor_to(self, *args, **kwargs)
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = tensor_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    T = torch.Tensor
+    row(T, "device='cuda' or an ordinal means the host", to=to, new_empty=_placed(T.new_empty))
+    row(T, "the tensor is on the device already", cuda=lambda self, *args, **kwargs: self)
+    row(T, "optimizers sort parameters by the name 'torch.cuda.FloatTensor'", type=type_)
+    row(T, "asked before a copy to the host", is_cuda=property(lambda self: True))
+    row(T, "no stream holds the tensor's memory", record_stream=lambda self, stream: None)
+
+
+def _device(row: Callable[..., None]) -> None:
+    cuda = torch.cuda
+    only_stream = Stream()
+    properties = types.SimpleNamespace(name="host", major=10, minor=0, total_memory=1 << 34, multi_processor_count=1)
+    row(
+        cuda,
+        "there is one device, number 0",
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        set_device=lambda device: None,
+        get_device_properties=lambda device=None: properties,
+        get_device_capability=lambda device=None: (10, 0),
+    )
+    row(cuda.random, "torch.cuda.random holds its own reference", current_device=lambda: 0)
+    row(
+        cuda,
+        "its streams are always finished",
+        synchronize=lambda device=None: None,
+        Stream=Stream,
+        Event=Event,
+        current_stream=lambda device=None: only_stream,
+        default_stream=lambda device=None: only_stream,
+        stream=lambda stream: contextlib.nullcontext(),
+    )
+    row(torch.accelerator, "data loaders would pin memory for it", is_available=lambda: False)
+    row(cuda, "there is no cache", empty_cache=lambda: None)
+    row(cuda, "memory of the device is not counted", device_memory_used=lambda device=None: 0)
+    row(cuda.memory, "memory of the device is not counted", memory_stats_as_nested_dict=lambda device=None: {})
+
+
+def _random(row: Callable[..., None]) -> None:
+    # The kernels draw from torch.default_generator, so it is the device's; the host gets one of its own.
+    device_generator, host_generator = torch.default_generator, torch.Generator()
+    seed_both, random_ = torch.manual_seed, torch.Tensor.random_
+
+    def manual_seed(seed: int) -> torch.Generator:
+        host_generator.manual_seed(seed)
+        return seed_both(seed)
+
+    row(
+        torch.cuda,
+        "torch.cuda's RNG functions work as written with these two",
+        _initialized=True,
+        default_generators=(device_generator,),
+    )
+    row(
+        torch,
+        "the host's generator is not the device's",
+        get_rng_state=host_generator.get_state,
+        set_rng_state=host_generator.set_state,
+        manual_seed=manual_seed,
+    )
+    row(
+        torch.Tensor,
+        "data loaders and samplers draw their seeds with it, from the host's generator",
+        random_=lambda self, *args, generator=None, **kwargs: random_(
+            self, *args, generator=host_generator if generator is None else generator, **kwargs
+        ),
+    )

@@ -1,0 +1,20 @@
+"""How Megatron lays workers out: pure arithmetic, no state of Megatron's."""
+
+from __future__ import annotations
+
+from math import lcm
+
+
+def data_parallel_ranks_per_replica(*, tensor: int, context: int, expert: int, expert_tensor: int) -> int:
+    """How many of Megatron's data-parallel ranks one replica (the fault unit) holds.
+
+    Without experts spread over data-parallel ranks it is 1.  With them a replica is the smallest set of workers closed
+    under both kinds of groups: dense ones take ``tensor * context`` neighbouring workers of a pipeline stage, expert
+    ones ``expert_tensor * expert`` (Megatron's default order, tp-cp-ep-dp-pp), so the closed set is their least common
+    multiple.
+
+    >>> data_parallel_ranks_per_replica(tensor=2, context=1, expert=4, expert_tensor=1)
+    2
+    """
+    dense = tensor * context
+    return lcm(dense, expert * expert_tensor if expert > 1 else dense) // dense

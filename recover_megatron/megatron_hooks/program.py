@@ -1,0 +1,152 @@
+"""The training program: Megatron's pretrain(), with the parts that its GPT script gives it.
+
+    load        find Megatron, choose the device, import           (done once in the parent of a --warm start)
+    check       parse the flags, refuse what cannot run             (before any process group is made)
+    run         install hooks if --recover, call pretrain()
+
+A Megatron-LM checkout brings its own pretrain_gpt.py: its functions are used.  The wheel of 0.19 has none, so
+`gpt_script` stands in.  Megatron's pretrain() takes other arguments from version to version; `_pretrain` knows three
+forms, told apart by their parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib
+import inspect
+import io
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from recover_megatron import hostdevice
+from recover_megatron.arguments import RecoverConfig
+from recover_megatron.errors import UserError
+from recover_megatron.hostdevice import megatron_fixes
+from recover_megatron.megatron_hooks import flags
+from recover_megatron.megatron_hooks.versions import SCRIPT, Megatron, find_megatron
+
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+"""The defaults that Megatron's GPT script has of its own."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loaded Megatron and the script whose parts it trains with."""
+
+    megatron: Megatron
+    script: ModuleType
+    config: RecoverConfig
+    loaded_at: float
+    """Seconds since 1970 when loading began: Megatron's log counts start-up from there."""
+
+    @property
+    def _options(self) -> flags.Provider:
+        """What the parser gets besides Megatron's own flags."""
+        others = [self.script.add_modelopt_args] if getattr(self.script, "has_nvidia_modelopt", False) else []
+        return flags.arguments_provider(self.config, others)
+
+    def check(self) -> None:
+        """Parse ``sys.argv`` as Megatron will and raise UserError with every reason why the run cannot start."""
+        from megatron.training import arguments
+
+        args = flags.in_plain_words(partial(arguments.parse_args, self._options))
+        if reasons := flags.problems(args, self.config):
+            raise UserError(*reasons)
+        if getattr(args, "yaml_cfg", None) is None:
+            # A dry run on a copy, in silence: validation fills in defaults and prints, and has its real turn in run().
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                flags.in_plain_words(partial(arguments.validate_args, copy.deepcopy(args), dict(DEFAULTS)))
+
+    def run(self) -> None:
+        """Train to the end.  Raises UserError for what only a Megatron hook can find wrong before the start."""
+        from megatron.training import inprocess_restart, print_rank_0, set_startup_timestamps, training
+
+        if self.config.enabled:
+            from recover_megatron.megatron_hooks.audit import Audit
+
+            Audit(self.config).install()
+        _print_versions(self.megatron, print_rank_0)
+        set_startup_timestamps(program_start=self.loaded_at, main_entry=time.time())
+        self.script.train_valid_test_datasets_provider.is_distributed = True
+        pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
+        self._pretrain(pretrain, inspect.signature(training.pretrain).parameters, store=store)
+
+    def _pretrain(self, pretrain: Callable[..., None], parameters: Any, **options: Any) -> None:
+        """Call pretrain() in the form that this version has."""
+        from megatron.core.enums import ModelType
+
+        options |= {"get_embedding_ranks": self.script.get_embedding_ranks}
+        datasets = self.script.train_valid_test_datasets_provider
+        forward_step = self.script.forward_step
+        if "cfg_container" not in parameters:  # 0.17: pretrain() parses the flags
+            options |= {"extra_args_provider": self._options, "args_defaults": dict(DEFAULTS)}
+            pretrain(datasets, self._model_provider(), ModelType.encoder_or_decoder, forward_step, **options)
+            return
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+        from megatron.training.arguments import parse_and_validate_args
+
+        args = flags.in_plain_words(partial(parse_and_validate_args, self._options, args_defaults=dict(DEFAULTS)))
+        if parameters["model_provider"].default is inspect.Parameter.empty:  # 0.18: the script builds the model
+            container = pretrain_cfg_container_from_args(args)
+            pretrain(container, datasets, self._model_provider(), ModelType.encoder_or_decoder, forward_step, **options)
+            return
+        container = pretrain_cfg_container_from_args(args, self._model_config(args))  # 0.19: the configuration does
+        pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step, **options)
+
+    def _model_provider(self) -> Callable[..., Any]:
+        return partial(self.script.model_provider, self.script.gpt_builder)
+
+    def _model_config(self, args: argparse.Namespace) -> Any:
+        """The model's configuration; ModelOpt, which only a checkout can bring, has one of its own."""
+        from megatron.training.argument_utils import gpt_config_from_args
+
+        if getattr(self.script, "has_nvidia_modelopt", False):
+            self.script.maybe_enable_modelopt(args)
+            if getattr(args, "modelopt_enabled", False):
+                return gpt_config_from_args(args, model_config_cls=self.script.ModelOptModelConfig)
+        return gpt_config_from_args(args)
+
+
+def load(config: RecoverConfig) -> Program:
+    """Find Megatron, choose the device, import all that a run imports.
+
+    Starts no thread, opens no device and no connection: the parent of a warm start does it before it forks.  Raises
+    UserError for a missing or unsupported Megatron, or a device that is not there.
+    """
+    loaded_at = time.time()
+    megatron = find_megatron()
+    if os.environ.get("RANK", "0") != "0":
+        # As Megatron's script does: what is to be said once is said by one worker.
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+    try:
+        on_host = hostdevice.wanted(config.device)
+    except hostdevice.HostDeviceError as error:
+        raise UserError(str(error)) from None
+    if on_host:
+        hostdevice.activate()
+    else:
+        megatron_fixes.install(only=("prebuilt-helpers",))
+    name = SCRIPT if megatron.has_script else "recover_megatron.megatron_hooks.gpt_script"
+    script = importlib.import_module(name)
+    # Imported late by torch and Megatron: here once instead of in every worker.
+    for late in ("torch._dynamo", "megatron.training.training", "megatron.training.checkpointing"):
+        importlib.import_module(late)
+    return Program(megatron, script, config, loaded_at)
+
+
+def _print_versions(megatron: Megatron, say: Callable[[str], None]) -> None:
+    import torch
+
+    source = f"checkout {megatron.root}" if megatron.has_script else "wheel"
+    say(f"> PyTorch {torch.__version__}, Megatron-Core {megatron.version} ({source}), Python {sys.version.split()[0]}")

@@ -1,0 +1,94 @@
+"""Which Megatron this is: its version, and whether it came as a wheel or as a Megatron-LM checkout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from recover_megatron.errors import UserError
+
+OLDEST = (0, 17)
+NEWEST = (0, 19)
+TESTED = "0.19.2"
+SUPPORTED = f"supported: Megatron {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, tested: {TESTED}"
+
+SCRIPT = "pretrain_gpt"
+"""Name of the GPT script at the root of a Megatron-LM checkout."""
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """The Megatron that this process imports."""
+
+    version: str
+    root: Path
+    """The folder that holds ``megatron/``: site-packages or a checkout."""
+
+    @property
+    def release(self) -> tuple[int, int]:
+        return parse_release(self.version)
+
+    @property
+    def has_script(self) -> bool:
+        """Whether it came with its own training script: a Megatron-LM checkout, not a wheel."""
+        return (self.root / f"{SCRIPT}.py").is_file()
+
+
+def parse_release(version: str) -> tuple[int, int]:
+    """(major, minor) of a version string such as "0.19.2" or "0.20.0rc0"; raises UserError for anything else."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise UserError(f"cannot read Megatron's version {version!r} ({SUPPORTED})")
+    return int(match[1]), int(match[2])
+
+
+def find_megatron() -> Megatron:
+    """Find the Megatron of this process and check that it is one this package knows.
+
+    Nothing but Megatron's version file is executed, so the refusal of a wrong one takes no import of torch.  Raises
+    UserError when there is none, when it lacks ``megatron.training``, or when its version is not supported.
+    """
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"Megatron-Core is not installed for {sys.executable}: pip install megatron-core=={TESTED}, "
+            f"or put a Megatron-LM checkout first on PYTHONPATH ({SUPPORTED})"
+        )
+    core = Path(spec.origin).parent
+    version = _read_version(core / "package_info.py")
+    megatron = Megatron(version, core.parent.parent)
+    if not OLDEST <= megatron.release <= NEWEST:
+        raise UserError(
+            f"Megatron {version} in {megatron.root} is not supported ({SUPPORTED}): install another one, "
+            f"for instance pip install megatron-core=={TESTED}"
+        )
+    if importlib.util.find_spec("megatron.training") is None:
+        raise UserError(
+            f"Megatron {version} in {megatron.root} has no megatron.training: "
+            f"pip install megatron-core=={TESTED}, or put a whole Megatron-LM checkout first on PYTHONPATH"
+        )
+    if megatron.release < (0, 19) and not megatron.has_script:
+        raise UserError(
+            f"the wheel of Megatron {version} has no GPT builder: put a Megatron-LM checkout of that version first on "
+            f"PYTHONPATH, or pip install megatron-core=={TESTED}"
+        )
+    return megatron
+
+
+def _read_version(package_info: Path) -> str:
+    """Megatron's version without importing it (importing megatron.core imports torch)."""
+    try:
+        text = package_info.read_text(encoding="utf-8")
+    except OSError:
+        return importlib.metadata.version("megatron-core")
+    found = {name: value for name, value in re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", text, re.MULTILINE)}
+    if not {"MAJOR", "MINOR"} <= found.keys():
+        raise UserError(f"cannot read Megatron's version in {package_info} ({SUPPORTED})")
+    return f"{found['MAJOR']}.{found['MINOR']}.{found.get('PATCH', '0')}"

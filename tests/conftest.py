@@ -1,0 +1,16 @@
+"""Fixtures that several folders of tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.forkserver import ForkServer
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Iterator[ForkServer]:
+    """Megatron imported once for all runs of the session; see tests/forkserver.py."""
+    with ForkServer() as server:
+        yield server

@@ -1,0 +1,235 @@
+"""Start many Megatron runs for the price of one import.
+
+A server process imports torch and Megatron (on the host device) and then forks the workers of one run after another, as
+it is told: one JSON request a line on stdin, one JSON answer a line on stdout.  The server itself starts no thread and
+no process group; a run's rendezvous store lives in a child of its own.
+
+    client (pytest) --request--> server --fork--> store
+                                        --fork--> worker 0 .. N-1   each: RANK etc., a log file, the script as __main__
+                    <--answer---        waits for all; when one fails, ends the others
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Run:
+    """What a finished run left: exit codes by rank (negative: signal), and its logs."""
+
+    codes: list[int]
+    logs: list[Path]
+
+    @property
+    def ok(self) -> bool:
+        return not any(self.codes)
+
+    def tail(self, lines: int = 15) -> str:
+        """The end of the log of the first worker that failed, for an assertion's message."""
+        failed = [log for code, log in zip(self.codes, self.logs, strict=True) if code > 0] or self.logs
+        return f"codes {self.codes}, {failed[0]}:\n" + "\n".join(failed[0].read_text().splitlines()[-lines:])
+
+
+class ForkServer:
+    """The client's side; use as a context manager."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forkserver"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def run(
+        self,
+        workers: int,
+        argv: list[str],
+        log_dir: Path,
+        *,
+        environment: dict[str, str] | None = None,
+        losses: Path | None = None,
+        timeout: float = 300,
+        together: bool = True,
+    ) -> Run:
+        """Run ``argv`` (script first) in ``workers`` processes and wait for all of them.
+
+        When one fails the others are killed, unless ``together`` is False: then each ends as it will.
+
+        With ``losses`` the last rank writes what its train_step returned, one JSON line an iteration, to that file.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        log_dir.mkdir(parents=True, exist_ok=True)
+        request = {
+            "workers": workers,
+            "argv": argv,
+            "log_dir": str(log_dir),
+            "environment": environment or {},
+            "losses": str(losses) if losses else None,
+            "timeout": timeout,
+            "together": together,
+        }
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the fork server died"
+        return Run(json.loads(answer)["codes"], [log_dir / f"worker-{rank}.log" for rank in range(workers)])
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+# ---- the server's side -------------------------------------------------------------------------------------------
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _serve_store(listener: socket.socket, workers: int, parent: int) -> None:
+    from torch.distributed import TCPStore
+
+    _die_with_parent(parent)
+    store = TCPStore("127.0.0.1", listener.getsockname()[1], workers, True, wait_for_workers=False,
+                     master_listen_fd=listener.fileno())  # fmt: skip
+    signal.pause()
+    del store
+
+
+def _record_losses(path: str) -> None:
+    """Write what train_step returns, whoever's script runs: the same instrument for both sides of a comparison."""
+    from megatron.training import training
+
+    train_step = training.train_step
+
+    def recording_train_step(*args: Any, **kwargs: Any) -> Any:
+        result = train_step(*args, **kwargs)
+        loss, grad_norm = result[0].get("lm loss"), result[5]
+        with open(path, "a", encoding="utf-8") as file:
+            row = {"loss": None if loss is None else float(loss), "grad_norm": float(grad_norm)}
+            file.write(json.dumps(row) + "\n")
+        return result
+
+    # What --recover wraps is checked by its parameters: keep those of the original.
+    recording_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
+    training.train_step = recording_train_step
+
+
+def _work(rank: int, request: dict[str, Any], port: int, parent: int) -> None:
+    _die_with_parent(parent)
+    os.setsid()
+    log = os.open(f"{request['log_dir']}/worker-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    workers = request["workers"]
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        **request["environment"],
+    }  # fmt: skip
+    sys.argv = request["argv"]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    if "--save" in sys.argv:
+        # Megatron starts its checkpoint writer's helper by spawning, which would import everything once more a worker.
+        from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+        get_write_results_queue(mp_mode="fork")
+    code = 1
+    try:
+        if request["losses"] and rank == workers - 1:
+            _record_losses(request["losses"])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:  # noqa: BLE001  the whole worker: its log and its exit code say what happened
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _wait_for_all(children: dict[int, int], codes: list[int], timeout: float, together: bool) -> None:
+    """Fill ``codes`` (by rank); ends the others when the time is up or, ``together``, when one fails."""
+    deadline = time.monotonic() + timeout
+    handles = {os.pidfd_open(pid): pid for pid in children}
+    while handles:
+        ready, _, _ = select.select(list(handles), [], [], max(0.0, deadline - time.monotonic()))
+        for handle in ready:
+            pid = handles.pop(handle)
+            os.close(handle)
+            codes[children[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if not ready or (together and any(codes)):
+            for pid in handles.values():
+                os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + 60
+
+
+def _serve_run(request: dict[str, Any]) -> list[int]:
+    me = os.getpid()
+    codes = [0] * request["workers"]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(256)
+        port = listener.getsockname()[1]
+        if (store := os.fork()) == 0:
+            _serve_store(listener, request["workers"], me)
+            os._exit(0)
+    children = {}
+    for rank in range(request["workers"]):
+        if (pid := os.fork()) == 0:
+            _work(rank, request, port, me)
+        children[pid] = rank
+    _wait_for_all(children, codes, request["timeout"], request["together"])
+    os.kill(store, signal.SIGKILL)
+    os.waitpid(store, 0)
+    return codes
+
+
+def main() -> None:
+    """Import, then serve until stdin ends."""
+    import gc
+
+    from recover_megatron.arguments import RecoverConfig
+    from recover_megatron.megatron_hooks.program import load
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Megatron prints while importing is no answer
+    load(RecoverConfig(device="cpu"))
+    import recover_megatron.megatron_hooks.audit  # noqa: F401
+
+    gc.freeze()
+    for line in sys.stdin:
+        answers.write(json.dumps({"codes": _serve_run(json.loads(line))}) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The audit says what was accumulated: it must tell when that is not what should have been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.megatron_hooks.layout import data_parallel_ranks_per_replica
+from recover_megatron.report.steps import audit_problem, read_steps
+from tests.forkserver import ForkServer, Run
+from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
+
+GOOD = [*MODEL, *SCHEDULE, *MOCK, "--train-iters", "4", "--recover"]
+
+
+def sabotaged(forkserver: ForkServer, out: Path, what: str) -> Run:
+    script = str(Path(__file__).parent / "sabotage.py")
+    return forkserver.run(2, [script, what, *GOOD, "--recover-log-dir", str(out)], out, timeout=120)
+
+
+def test_a_backward_pass_left_out_ends_the_run_before_its_step_is_reported(
+    forkserver: ForkServer, tmp_path: Path
+) -> None:
+    run = sabotaged(forkserver, tmp_path, "lost-backward")
+    assert run.codes[1] == 1, run.tail()
+    assert "added the gradients of 3 microbatches, not of its 4" in run.logs[1].read_text()
+    assert [step.iteration for step in read_steps(tmp_path / "steps.jsonl")] == [1, 2]
+
+
+def test_samples_read_twice_are_in_the_audit_as_they_were(forkserver: ForkServer, tmp_path: Path) -> None:
+    run = sabotaged(forkserver, tmp_path, "same-data")
+    assert run.ok, run.tail()
+    for step in read_steps(tmp_path / "steps.jsonl"):
+        assert step.microbatches[1] == step.microbatches[0]
+        problem = audit_problem(step)
+        assert problem is not None
+        assert "more than once" in problem
+
+
+def test_worker_processes_that_prefetch_do_not_blur_the_audit(forkserver: ForkServer, tmp_path: Path) -> None:
+    argv = [OURS, *GOOD, "--num-workers", "2", "--recover-log-dir", str(tmp_path)]
+    run = forkserver.run(2, argv, tmp_path, timeout=120)
+    assert run.ok, run.tail()
+    steps = list(read_steps(tmp_path / "steps.jsonl"))
+    assert [step.microbatches for step in steps] == [{0: [0, 2, 4, 6], 1: [1, 3, 5, 7]}] * 4
+
+
+def test_a_resumed_run_audits_against_its_own_samples(forkserver: ForkServer, tmp_path: Path) -> None:
+    checkpoints = ["--save", str(tmp_path / "checkpoints"), "--load", str(tmp_path / "checkpoints")]
+    argv = [OURS, *GOOD, *checkpoints, "--recover-log-dir", str(tmp_path)]
+    for last in (2, 4):
+        run = forkserver.run(2, [*argv, "--exit-interval", "2", "--save-interval", "2"], tmp_path, timeout=120)
+        assert run.ok, run.tail()
+        steps = list(read_steps(tmp_path / "steps.jsonl"))
+        assert [step.iteration for step in steps] == list(range(1, last + 1))
+        assert steps[-1].consumed_samples == 16 * last
+        assert [audit_problem(step) for step in steps] == [None] * last
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({"tensor": 1, "context": 1, "expert": 1, "expert_tensor": 1}, 1),
+        ({"tensor": 4, "context": 2, "expert": 1, "expert_tensor": 4}, 1),
+        ({"tensor": 1, "context": 1, "expert": 8, "expert_tensor": 1}, 8),
+        ({"tensor": 2, "context": 1, "expert": 4, "expert_tensor": 1}, 2),
+        ({"tensor": 2, "context": 1, "expert": 4, "expert_tensor": 2}, 4),
+        ({"tensor": 4, "context": 1, "expert": 2, "expert_tensor": 1}, 1),
+    ],
+)
+def test_a_replica_is_closed_under_its_dense_and_its_expert_groups(sizes: dict[str, int], ranks: int) -> None:
+    assert data_parallel_ranks_per_replica(**sizes) == ranks

@@ -1,0 +1,108 @@
+"""Without --recover, pretrain_gpt_recover.py trains bitwise as Megatron-LM's own script does; with it, too.
+
+Each layout runs 20 iterations in both scripts, with a checkpoint after 10 that the other one resumes from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.report.steps import audit_problem, read_steps
+from tests.forkserver import ForkServer
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, STOCK, losses
+
+ITERATIONS = 20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to spread the model over workers, or a feature that changes the arithmetic."""
+
+    name: str
+    workers: int
+    flags: str = ""
+    schedule: tuple[str, ...] = tuple(SCHEDULE)
+    dropout: bool = False
+    replicas: int = 1
+
+    @property
+    def argv(self) -> list[str]:
+        return [*MODEL, *self.schedule, *MOCK, *([] if self.dropout else NO_DROPOUT), *self.flags.split()]
+
+
+STEPWISE = ("--train-iters", "20", "--lr-warmup-iters", "2")
+MOE = (
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
+    "--disable-bias-linear"
+)
+LAYOUTS = [
+    Layout("dp4", 4, replicas=4),
+    Layout("dp4-dropout", 4, dropout=True, replicas=4),
+    Layout("tp2-dp2", 4, "--tensor-model-parallel-size 2", replicas=2),
+    Layout("pp2-dp2", 4, "--pipeline-model-parallel-size 2", replicas=2),
+    Layout("tp2-pp2-dp2", 8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", replicas=2),
+    Layout("interleaved", 4, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", replicas=2),
+    Layout("sequence-parallel", 4, "--tensor-model-parallel-size 2 --sequence-parallel", dropout=True, replicas=2),
+    Layout("moe-ep2", 4, MOE, replicas=2),
+    Layout("distributed-optimizer", 2, "--use-distributed-optimizer", replicas=2),
+    Layout(
+        "distributed-optimizer-overlap",
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        replicas=2,
+    ),
+    Layout("bf16", 2, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", replicas=2),
+    Layout("per-token-loss", 2, "--calculate-per-token-loss", replicas=2),
+    Layout("ramp-up", 2, "--rampup-batch-size 8 4 96 --global-batch-size 16", schedule=STEPWISE, replicas=2),
+    Layout("step-schedule", 2, schedule=(*STEPWISE, "--step-batch-size-schedule", "0:8 80:16"), replicas=2),
+]
+
+
+def train(server: ForkServer, script: str, layout: Layout, out: Path, *flags: str) -> list[dict[str, float]]:
+    """One run to its end; returns the recorded iterations."""
+    run = server.run(layout.workers, [script, *layout.argv, *flags], out, losses=out / "losses.jsonl", timeout=240)
+    assert run.ok, run.tail()
+    return losses(out / "losses.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_losses_and_checkpoints_are_those_of_the_stock_script(
+    forkserver: ForkServer, tmp_path: Path, layout: Layout
+) -> None:
+    def save(name: str) -> list[str]:
+        return ["--save", str(tmp_path / name / "checkpoints"), "--save-interval", "10"]
+
+    def load(name: str) -> list[str]:
+        return ["--load", str(tmp_path / name / "checkpoints"), "--ckpt-step", "10"]
+
+    stock = train(forkserver, STOCK, layout, tmp_path / "stock", *save("stock"))
+    ours = train(forkserver, OURS, layout, tmp_path / "ours", *save("ours"))
+    assert len(stock) == ITERATIONS
+    assert ours == stock
+    assert train(forkserver, OURS, layout, tmp_path / "ours-resumes", *load("stock")) == stock[10:]
+    assert train(forkserver, STOCK, layout, tmp_path / "stock-resumes", *load("ours")) == stock[10:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_with_recover_and_no_failure_the_losses_are_the_stock_ones_and_the_audit_is_whole(
+    forkserver: ForkServer, tmp_path: Path, layout: Layout
+) -> None:
+    stock = train(forkserver, OURS, layout, tmp_path / "stock")
+    recover = train(forkserver, OURS, layout, tmp_path / "ours", "--recover", "--recover-log-dir", str(tmp_path))
+    assert recover == stock
+    steps = list(read_steps(tmp_path / "steps.jsonl"))
+    assert [step.iteration for step in steps] == list(range(1, ITERATIONS + 1))
+    assert [{"loss": step.loss, "grad_norm": step.grad_norm} for step in steps] == stock
+    consumed = 0
+    for step in steps:
+        assert audit_problem(step) is None
+        assert step.replicas == len(step.microbatches) == layout.replicas
+        consumed += 2 * sum(len(ids) for ids in step.microbatches.values())
+        assert step.consumed_samples == consumed
+    if "ramp" not in layout.name and "step" not in layout.name:
+        assert consumed == 16 * ITERATIONS

@@ -1,0 +1,33 @@
+"""The tiny GPT of the tests: flags, and what a run left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from tests.forkserver import REPOSITORY
+
+OURS = str(REPOSITORY / "pretrain_gpt_recover.py")
+CHECKOUT = os.environ.get("MEGATRON_LM_CHECKOUT")
+STOCK = f"{CHECKOUT}/pretrain_gpt.py" if CHECKOUT else str(Path(__file__).parent / "reference_gpt.py")
+"""Megatron-LM's own script where there is a checkout of tag core_v0.19.0, else the plain one beside this file."""
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --tokenizer-type NullTokenizer "
+    "--vocab-size 127 --make-vocab-size-divisible-by 1 --transformer-impl local --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
+    "--attention-softmax-in-fp32 --distributed-backend gloo --log-interval 1 --eval-interval 1000 --eval-iters 0 "
+    "--split 99,1,0 --num-workers 0"
+).split()
+"""Complete for Megatron's own script too: nothing here relies on defaults that recover_megatron changes."""
+
+SCHEDULE = "--global-batch-size 16 --train-iters 20 --lr-warmup-iters 2".split()
+MOCK = ["--mock-data"]
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
+
+
+def losses(path: Path) -> list[dict[str, float]]:
+    """What the fork server recorded: loss and grad norm of each iteration, all digits."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,93 @@
+"""steps.jsonl: what it promises to whoever reads it after a crash or a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.report.steps import Step, StepsFile, audit_problem, read_steps
+
+
+def step(iteration: int, **changes: object) -> Step:
+    whole = Step(
+        iteration=iteration,
+        loss=1.0 / 3.0 + iteration,
+        grad_norm=0.1,
+        consumed_samples=8 * iteration,
+        epoch=0,
+        replicas=2,
+        seconds=0.5,
+        microbatches={0: [0, 2], 1: [1, 3]},
+    )
+    return dataclasses.replace(whole, **changes)  # type: ignore[arg-type]
+
+
+def write(path: Path, iterations: range) -> None:
+    file = StepsFile(path, first_iteration=iterations.start)
+    for iteration in iterations:
+        file.append(step(iteration))
+
+
+def test_a_step_is_read_as_it_was_written_to_the_last_digit(tmp_path: Path) -> None:
+    write(tmp_path / "steps.jsonl", range(1, 4))
+    assert list(read_steps(tmp_path / "steps.jsonl")) == [step(1), step(2), step(3)]
+
+
+def test_every_appended_line_outlives_a_kill_of_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    if (pid := os.fork()) == 0:
+        write(path, range(1, 6))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert [s.iteration for s in read_steps(path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_last_line_cut_by_a_crash_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text(step(1).to_json() + "\n" + step(2).to_json()[:40])
+    assert [s.iteration for s in read_steps(path)] == [1]
+
+
+def test_a_bad_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text(step(1).to_json() + '\n{"iteration": 2}\n' + step(3).to_json() + "\n")
+    with pytest.raises(ValueError, match=r"steps\.jsonl:2:"):
+        list(read_steps(path))
+
+
+def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    write(path, range(1, 4))
+    write(path, range(4, 6))
+    assert [s.iteration for s in read_steps(path)] == [1, 2, 3, 4, 5]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_steps_that_a_resumed_run_repeats_are_superseded_and_the_old_file_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    write(path, range(1, 6))
+    path.write_text(path.read_text() + '{"cut')
+    write(path, range(4, 7))
+    assert [s.iteration for s in read_steps(path)] == [1, 2, 3, 4, 5, 6]
+    assert [s.iteration for s in read_steps(tmp_path / "steps.jsonl.1")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "problem"),
+    [
+        ({0: [0, 2], 1: [1, 3]}, None),
+        ({0: [3, 1, 2, 0]}, None),
+        ({0: [0, 2], 1: [2, 3]}, "[2] were counted more than once"),
+        ({0: [0, 2], 1: [3]}, "[1] were not counted"),
+        ({0: [], 1: []}, "all were not counted"),
+    ],
+)
+def test_the_audit_finds_what_was_counted_twice_or_not_at_all(
+    microbatches: dict[int, list[int]], problem: str | None
+) -> None:
+    found = audit_problem(step(7, microbatches=microbatches))
+    assert found == (problem and f"iteration 7: microbatches {problem}")

@@ -1,0 +1,75 @@
+"""The layer rule (docs/architecture.md): who may import what, read from the source of every module."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import REPOSITORY
+
+PACKAGE = "recover_megatron"
+ANYWHERE = {"arguments", "errors"}
+"""Modules of the package's root that every layer may use: they import nothing but the standard library."""
+
+ALLOWED: dict[str, set[str]] = {
+    # layer: the other layers of ours, and the libraries, that it may import
+    "arguments": set(),
+    "errors": set(),
+    "membership": set(),
+    "workload": set(),
+    "report": {"matplotlib"},
+    "collectives": {"membership", "torch"},
+    "instep": {"membership", "workload", "collectives", "torch"},
+    "hostdevice": {"torch"},
+    "launch": {"membership"},
+    "launch.store": {"torch"},
+    "chaos": {"membership", "report"},
+    "megatron_hooks": {
+        "membership", "workload", "collectives", "instep", "hostdevice", "report", "torch", "megatron", "numpy",
+    },
+}  # fmt: skip
+
+
+def modules() -> list[Path]:
+    return sorted((REPOSITORY / PACKAGE).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Every name that a module imports, wherever in the file, as the first part of its path; ours with its layer."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            if node.module == PACKAGE:
+                found |= {f"{PACKAGE}.{alias.name}" for alias in node.names}
+            else:
+                found.add(node.module)
+    return {name.split(".")[1] if name.startswith(PACKAGE + ".") else name.split(".")[0] for name in found}
+
+
+def allowed(path: Path) -> set[str]:
+    parts = path.relative_to(REPOSITORY / PACKAGE).with_suffix("").parts
+    layer = parts[0]
+    rules = ALLOWED.get(layer, set()) | ALLOWED.get(".".join(parts[:2]), set())
+    return rules | {layer} | ANYWHERE | set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
+    assert imported(path) - allowed(path) - {PACKAGE} == set()
+
+
+def test_only_the_megatron_hooks_import_megatron() -> None:
+    importers = {path.parent.name for path in modules() if "megatron" in imported(path)}
+    assert importers == {"megatron_hooks"}
+
+
+def test_every_layer_has_a_rule() -> None:
+    layers = {path.relative_to(REPOSITORY / PACKAGE).parts[0].removesuffix(".py") for path in modules()}
+    assert layers - {"__init__"} <= set(ALLOWED)
