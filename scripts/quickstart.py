@@ -21,7 +21,7 @@ import prepare_corpus
 from lib.progress import Progress
 
 from recover_megatron.report.__main__ import main as report
-from recover_megatron.report.steps import Follower
+from recover_megatron.report.follow import Follower
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENCE = 128
@@ -89,7 +89,7 @@ def claim(run: Path, resume: bool) -> Any:
         ) from None
     before = [path for path in run.iterdir() if path.name != ".lock"]
     if resume:
-        if not (run / "checkpoint" / "latest_checkpointed_iteration.txt").is_file():
+        if not checkpointed(run):
             raise Stop(f"--resume: there is no checkpoint in {run}; run without --resume to start afresh")
     elif before and not (run / "run.json").is_file():
         raise Stop(f"{run} holds something that is no quickstart run, and is left as it is; choose another with --out")
@@ -99,9 +99,15 @@ def claim(run: Path, resume: bool) -> Any:
     return held
 
 
+def checkpointed(run: Path) -> int:
+    """The iteration of the last checkpoint; 0: there is none."""
+    tracker = run / "checkpoint" / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.is_file() else 0
+
+
 def train(command: Sequence[str], run: Path, progress: Progress) -> int:
     """Run the training to its end, showing progress; returns its exit status.  Ends it when this process is told to."""
-    follower = Follower(run / "steps.jsonl", skip_existing=True)
+    follower = Follower(run / "steps.jsonl", after_iteration=checkpointed(run))
     environment = dict(os.environ)
     cores = len(os.sched_getaffinity(0))
     workers = int(command[command.index("--nproc-per-node") + 1])

@@ -34,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NotARun, OSError) as error:
         print(f"report: error: {error}", file=sys.stderr)
         return 2
-    found = violations(run.steps.steps, args.microbatches or run.settings.get("microbatches"))
+    found = violations(run.steps, args.microbatches or run.settings.get("microbatches"))
     print(summary(run, found))
     picture = args.run_dir / "loss.png"
-    if not args.no_plot and run.steps.steps:
+    if not args.no_plot and run.steps:
         try:
             drawn = plot_loss(run, picture)
             print(f"{'plot':<16}{picture if drawn else 'none: matplotlib is not installed'}")

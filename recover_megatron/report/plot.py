@@ -18,7 +18,7 @@ def plot_loss(run: Run, path: Path) -> bool:
     matplotlib.use("agg")  # no display
     pyplot = importlib.import_module("matplotlib.pyplot")
 
-    steps = run.steps.last_of_each()
+    steps = [step for step in run.steps if step.loss is not None]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot([s.iteration for s in steps], [s.loss for s in steps], linewidth=1, label="training")
     for split, losses in sorted(run.evaluations.items()):

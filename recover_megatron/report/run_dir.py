@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.report.steps import StepsFile, read_steps
+from recover_megatron.report.steps import Step, read_steps
 
 STEPS_FILE = "steps.jsonl"
 
@@ -27,7 +27,8 @@ class Run:
     """What is known of a run."""
 
     folder: Path
-    steps: StepsFile
+    steps: list[Step]
+    """In the order of their iterations; a last line that a crash cut short is not among them."""
     corpus: dict[str, Any] | None
     """corpus.json of scripts/prepare_corpus.py."""
     workers: dict[str, Any] | None
@@ -46,16 +47,18 @@ class Run:
 def read_run(folder: Path, corpus: Path | None = None) -> Run:
     """Read what is there.  ``corpus`` is the corpus.json to compare with (default: the one in ``folder``, if any).
 
-    Raises NotARun if there is no steps.jsonl, or no corpus at a path that was given.
+    Raises NotARun if there is no steps.jsonl, if a file of the run is damaged, or no corpus at a path that was given.
     """
     if not folder.is_dir():
         raise NotARun(f"{folder}: no such folder")
     try:
-        steps = read_steps(folder / STEPS_FILE)
+        steps = list(read_steps(folder / STEPS_FILE))
     except FileNotFoundError:
         raise NotARun(
             f"{folder} has no {STEPS_FILE}: no iteration has been committed there, or the run did not have --recover"
         ) from None
+    except ValueError as error:
+        raise NotARun(f"a line of {STEPS_FILE} cannot be read: {error}") from error
     if corpus is not None and not corpus.is_file():
         raise NotARun(f"{corpus}: no such file")
     return Run(

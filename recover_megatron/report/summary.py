@@ -18,7 +18,7 @@ _LAST = 10
 
 def summary(run: Run, violations: Sequence[str]) -> str:
     """The summary of ``run``; ``violations`` are what the audit found."""
-    steps = run.steps.last_of_each()
+    steps = run.steps
     rows: list[tuple[str, str]] = [("run", str(run.folder))]
     if not steps:
         rows.append(("iterations", f"none committed: {run.folder / 'steps.jsonl'} is empty"))
@@ -30,9 +30,6 @@ def summary(run: Run, violations: Sequence[str]) -> str:
         rows.append(("workers", fate))
     rows += _losses(run, steps)
     rows.append(("microbatches", _audit(run, steps, violations)))
-    if run.steps.cut:
-        rows.append(("note", "the last line of steps.jsonl is cut short (its writer was killed); it was left out"))
-    rows += [("note", f"steps.jsonl {line}") for line in run.steps.unreadable]
     if "exit_code" in run.settings:
         rows.append(("exit code", str(run.settings["exit_code"])))
     return _table(rows)
@@ -44,8 +41,6 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 def _iterations(run: Run, steps: Sequence[Step]) -> str:
     text = f"{len(steps)} ({steps[0].iteration} to {steps[-1].iteration})"
-    if again := len(run.steps.steps) - len(steps):
-        text += f", {again} of them done again after a restart from a checkpoint"
     text += f"; {steps[-1].consumed_samples:,} samples"
     if sequence := run.settings.get("seq_length"):
         text += f" = {steps[-1].consumed_samples * int(sequence):,} tokens"
@@ -74,12 +69,14 @@ def _workers(workers: dict[str, Any]) -> str:
 
 
 def _losses(run: Run, steps: Sequence[Step]) -> list[tuple[str, str]]:
-    tail = steps[-_LAST:]
-    rows = [("first loss", _nats(steps[0].loss)), ("training loss", _nats(fmean(s.loss for s in tail)))]
-    rows[-1] = (rows[-1][0], rows[-1][1] + f", mean of the last {len(tail)} iterations")
-    for split, losses in sorted(run.evaluations.items(), reverse=True):
-        iteration = max(losses)
-        rows.append((f"{split} loss", f"{_nats(losses[iteration])}, after iteration {iteration}"))
+    rows = []
+    if losses := [step.loss for step in steps if step.loss is not None]:  # None: the optimizer skipped the step
+        last = losses[-_LAST:]
+        rows.append(("first loss", _nats(losses[0])))
+        rows.append(("training loss", f"{_nats(fmean(last))}, mean of the last {len(last)} iterations"))
+    for split, points in sorted(run.evaluations.items(), reverse=True):
+        iteration = max(points)
+        rows.append((f"{split} loss", f"{_nats(points[iteration])}, after iteration {iteration}"))
     entropy = run.unigram_entropy
     if entropy is not None:
         rows.append(("unigram entropy", f"{_nats(entropy)}: what byte frequencies alone would give"))

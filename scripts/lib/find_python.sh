@@ -7,6 +7,12 @@
 # Versions for which torch and megatron-core publish wheels, and the ones this project is tested with.
 readonly PYTHON_WANTED='3.12 or 3.13'
 
+# Where Pythons are installed for everybody.
+system_python_folders=(
+    /opt/{conda,miniconda3,miniforge3}/{bin,envs/*/bin}
+    /opt/python*/bin /opt/python/*/bin /usr/local/bin /usr/bin /home/linuxbrew/.linuxbrew/bin
+)
+
 # Run inside the candidate.  Prints "ok <real path>", or "no <reason>".  The real path is the interpreter behind a shim
 # or a virtual environment, so that .venv does not depend on either.
 readonly PYTHON_PROBE='
@@ -54,8 +60,7 @@ list_pythons() {
         "${MISE_DATA_DIR:-${XDG_DATA_HOME:-$home/.local/share}/mise}"/installs/python/*/bin \
         "${CONDA_PREFIX:-$home/miniconda3}"/bin \
         "$home"/{miniconda3,anaconda3,miniforge3,mambaforge}/{bin,envs/*/bin} \
-        /opt/{conda,miniconda3,miniforge3}/{bin,envs/*/bin} \
-        /opt/python*/bin /opt/python/*/bin /usr/local/bin /usr/bin /home/linuxbrew/.linuxbrew/bin; do
+        "${system_python_folders[@]}"; do
         for path in "$folder"/python3.12 "$folder"/python3.13; do
             if [[ -x $path ]]; then printf '%s\n' "$path"; fi
         done

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from statistics import fmean, median
+from statistics import fmean
 
 from recover_megatron.report.steps import Step
 
@@ -34,8 +35,8 @@ class Progress:
                 self._since.clear()
 
     def _line(self, step: Step) -> str:
-        loss = fmean(s.loss for s in self._since)
-        seconds = median(s.seconds for s in self._since)
+        loss = fmean(math.nan if s.loss is None else s.loss for s in self._since)
+        seconds = fmean(s.seconds for s in self._since)
         left = round(seconds * (self._iterations - step.iteration))
         return (
             f"{step.iteration:>6}/{self._iterations:<4}  {loss:6.3f}  {seconds * 1000:7.0f}  "
