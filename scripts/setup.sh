@@ -36,7 +36,7 @@ die() {
 }
 
 # Sets made_root, made_base, made_torch, made_constraints (empty without a .venv), and from them and the environment
-# the choices of this run: torch, constraints.
+# the choices of this run: torch, own_constraints (empty: ours), constraints.
 read_choices() {
     made_root='' made_base='' made_torch='' made_constraints=''
     if [[ -f $choices ]]; then
@@ -44,8 +44,9 @@ read_choices() {
             <"$choices" || made_root=''
     fi
     torch=${RECOVER_TORCH-$made_torch}
-    constraints=${RECOVER_CONSTRAINTS-$made_constraints}
-    constraints=${constraints:-$scripts/constraints.txt}
+    own_constraints=${RECOVER_CONSTRAINTS-$made_constraints}
+    if [[ $own_constraints == [!/]* ]]; then own_constraints=$PWD/$own_constraints; fi
+    constraints=${own_constraints:-$scripts/constraints.txt}
 }
 
 # What .venv was made from.
@@ -162,7 +163,7 @@ main() {
         remake=yes
     fi
     printf 'installing\n' >"$state"
-    printf '%s\n' "$root" "$base" "$torch" "$constraints" >"$choices"
+    printf '%s\n' "$root" "$base" "$torch" "$own_constraints" >"$choices"
     if [[ $remake ]]; then make_venv "$base"; fi
     install
     fingerprint >"$state.new"

@@ -14,7 +14,7 @@ FINDER = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "find_python.
 
 SHIM = "#!/bin/sh\necho 'command not found; it exists in these versions: 3.12.1' >&2\nexit 127\n"
 # The probe is the fourth argument (-E -s -c PROBE): it is run with a changed idea of what Python this is.
-PRETENDS = "#!/bin/sh\nexec '{python}' -E -s -c \"import sys; {what}; exec(sys.argv[1])\" \"$4\"\n"
+PRETENDS = '#!/bin/sh\nexec \'{python}\' -E -s -c "import sys; {what}; exec(sys.argv[1])" "$4"\n'
 
 
 def put(path: Path, text: str) -> Path:
