@@ -1,0 +1,95 @@
+"""A run in a dozen lines of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from recover_megatron.report.audit import microbatches_per_iteration
+from recover_megatron.report.run_dir import Run
+from recover_megatron.report.steps import Step
+
+_LAST = 10
+"""The training loss of one iteration is noisy: the summary gives the mean over so many."""
+
+
+def summary(run: Run, violations: Sequence[str]) -> str:
+    """The summary of ``run``; ``violations`` are what the audit found."""
+    steps = run.steps
+    rows: list[tuple[str, str]] = [("run", str(run.folder))]
+    if not steps:
+        rows.append(("iterations", f"none committed: {run.folder / 'steps.jsonl'} is empty"))
+        return _table(rows)
+    rows.append(("iterations", _iterations(run, steps)))
+    rows.append(("time", _time(steps)))
+    rows.append(("replicas", _replicas(steps)))
+    if run.workers is not None and (fate := _workers(run.workers)):
+        rows.append(("workers", fate))
+    rows += _losses(run, steps)
+    rows.append(("microbatches", _audit(run, steps, violations)))
+    if "exit_code" in run.settings:
+        rows.append(("exit code", str(run.settings["exit_code"])))
+    return _table(rows)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"{name:<16}{text}" for name, text in rows)
+
+
+def _iterations(run: Run, steps: Sequence[Step]) -> str:
+    text = f"{len(steps)} ({steps[0].iteration} to {steps[-1].iteration})"
+    text += f"; {steps[-1].consumed_samples:,} samples"
+    if sequence := run.settings.get("seq_length"):
+        text += f" = {steps[-1].consumed_samples * int(sequence):,} tokens"
+    return text
+
+
+def _time(steps: Sequence[Step]) -> str:
+    seconds = [step.seconds for step in steps]
+    return f"{median(seconds):.3f} s an iteration (median), {sum(seconds):.0f} s in all iterations"
+
+
+def _replicas(steps: Sequence[Step]) -> str:
+    text = str(steps[0].replicas)
+    for before, step in pairwise(steps):
+        if step.replicas != before.replicas:
+            text += f", {step.replicas} from iteration {step.iteration}"
+    epochs = len({step.epoch for step in steps})
+    return text + (f" ({epochs} epochs)" if epochs > 1 else "")
+
+
+def _workers(workers: dict[str, Any]) -> str:
+    listed = workers.get("workers")
+    if not isinstance(listed, list):
+        return ""
+    return str(len(listed))
+
+
+def _losses(run: Run, steps: Sequence[Step]) -> list[tuple[str, str]]:
+    rows = []
+    if losses := [step.loss for step in steps if step.loss is not None]:  # None: the optimizer skipped the step
+        last = losses[-_LAST:]
+        rows.append(("first loss", _nats(losses[0])))
+        rows.append(("training loss", f"{_nats(fmean(last))}, mean of the last {len(last)} iterations"))
+    for split, points in sorted(run.evaluations.items(), reverse=True):
+        iteration = max(points)
+        rows.append((f"{split} loss", f"{_nats(points[iteration])}, after iteration {iteration}"))
+    entropy = run.unigram_entropy
+    if entropy is not None:
+        rows.append(("unigram entropy", f"{_nats(entropy)}: what byte frequencies alone would give"))
+    return rows
+
+
+def _nats(value: float) -> str:
+    return f"{value:.4f} nats ({value / math.log(2):.3f} bits) a token"
+
+
+def _audit(run: Run, steps: Sequence[Step], violations: Sequence[str]) -> str:
+    total = run.settings.get("microbatches") or microbatches_per_iteration(steps)
+    if not violations:
+        return f"in every iteration each of 0..{total - 1} was counted exactly once"
+    more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+    return f"NOT each counted exactly once: {violations[0]}{more}"

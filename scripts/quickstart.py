@@ -1,0 +1,245 @@
+"""The part of quickstart.sh that runs inside .venv: corpus, training, summary.  See quickstart.sh."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import prepare_corpus
+from lib.progress import Progress
+
+from recover_megatron.report.__main__ import main as report
+from recover_megatron.report.follow import Follower
+
+ROOT = Path(__file__).resolve().parents[1]
+SEQUENCE = 128
+MICRO_BATCH = 2
+LEAST_MICROBATCHES = 8
+POLL_SECONDS = 0.3
+TAIL_LINES = 25
+
+# Chosen by trial for the lowest loss in two minutes on two cores.
+MODEL = shlex.split(
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --position-embedding-type rope --disable-bias-linear "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+OPTIMIZER = shlex.split(
+    "--lr 4e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --adam-beta2 0.95 --weight-decay 0.1 "
+    "--clip-grad 1.0"
+)
+# What Megatron needs where neither TransformerEngine nor Apex is, on any device.
+WITHOUT_KERNELS = shlex.split(
+    "--recover-device cpu --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
+    "--no-rope-fusion --attention-softmax-in-fp32"
+)
+
+
+class Stop(Exception):
+    """The quickstart cannot go on; the message is for the user."""
+
+
+def microbatches(workers: int) -> int:
+    """Microbatches of an iteration: the same number for every worker, and enough to be shared out anew."""
+    return -(-LEAST_MICROBATCHES // workers) * workers
+
+
+def training_command(args: argparse.Namespace, run: Path, data_flags: Sequence[str]) -> list[str]:
+    """The whole command line of the training: what a user would type."""
+    batch = MICRO_BATCH * microbatches(args.workers)
+    launcher = [str(Path(sys.executable).with_name("recover-run")), "--nproc-per-node", str(args.workers), "--warm"]
+    command = [*launcher, "--log-dir", str(run), str(ROOT / "pretrain_gpt_recover.py"), "--recover"]
+    command += [*WITHOUT_KERNELS, *MODEL, *OPTIMIZER, *data_flags]
+    command += ["--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)]
+    command += ["--micro-batch-size", str(MICRO_BATCH), "--global-batch-size", str(batch)]
+    command += ["--train-iters", str(args.iters), "--log-interval", "10", "--num-workers", "0"]
+    # One evaluation, when the training is over, and one checkpoint in its middle.
+    command += ["--eval-interval", str(args.iters), "--eval-iters", "16"]
+    command += ["--save", str(run / "checkpoint"), "--save-interval", str(max(1, args.iters // 2))]
+    if args.resume:
+        command += ["--load", str(run / "checkpoint"), "--override-opt-param-scheduler"]
+    return [*command, *args.megatron]
+
+
+def claim(run: Path, resume: bool) -> Any:
+    """Make the run folder ready and keep other runs out of it: an open lock file, to be kept.  Raises Stop."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        held = (run / ".lock").open("a")
+    except OSError as error:
+        raise Stop(f"cannot write in {run}: {error.strerror}; choose another folder with --out") from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.close()
+        raise Stop(
+            f"another quickstart is running in {run}; wait for it, or choose another folder with --out"
+        ) from None
+    before = [path for path in run.iterdir() if path.name != ".lock"]
+    if resume:
+        if not checkpointed(run):
+            raise Stop(f"--resume: there is no checkpoint in {run}; run without --resume to start afresh")
+    elif before and not (run / "run.json").is_file():
+        raise Stop(f"{run} holds something that is no quickstart run, and is left as it is; choose another with --out")
+    else:
+        for path in before:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return held
+
+
+def checkpointed(run: Path) -> int:
+    """The iteration of the last checkpoint; 0: there is none."""
+    tracker = run / "checkpoint" / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.is_file() else 0
+
+
+def train(command: Sequence[str], run: Path, progress: Progress) -> int:
+    """Run the training to its end, showing progress; returns its exit status.  Ends it when this process is told to."""
+    follower = Follower(run / "steps.jsonl", after_iteration=checkpointed(run))
+    environment = dict(os.environ)
+    cores = len(os.sched_getaffinity(0))
+    workers = int(command[command.index("--nproc-per-node") + 1])
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    with (run / "console.log").open("ab") as console:
+        process = subprocess.Popen(  # its own session: it is stopped by us, once, not by the terminal too
+            command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        shown = False
+        while True:
+            ended = process.poll() is not None
+            for line in progress.lines(follower.new_steps()):
+                if not shown:
+                    print(progress.header())
+                    shown = True
+                print(line, flush=True)
+            if ended:
+                return process.returncode
+            time.sleep(POLL_SECONDS)
+    finally:
+        if process.poll() is None:
+            print("quickstart: stopping the workers", file=sys.stderr)
+            process.terminate()
+            process.wait()
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log."""
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
+
+
+def stopped(number: int, _frame: FrameType | None) -> None:
+    """SIGTERM and SIGHUP end the training as Ctrl-C does."""
+    raise SystemExit(128 + number)
+
+
+def corpus_of(folder: Path | None) -> dict[str, Any]:
+    """corpus.json of ``folder``, or of the default corpus, which is made if need be.  Raises Stop."""
+    if folder is None:
+        if prepare_corpus.main(["--out", str(prepare_corpus.LIBRARY_OUT)]) != 0:
+            raise Stop("no corpus to train on (see above)")
+        folder = prepare_corpus.LIBRARY_OUT
+    corpus = prepare_corpus.load_if_whole(folder)
+    if corpus is None:
+        raise Stop(
+            f"--corpus {folder}: no whole corpus is there; make one with\n"
+            f"  {sys.executable} {ROOT / 'scripts' / 'prepare_corpus.py'} --input TEXT... --out {folder}"
+        )
+    return corpus
+
+
+def settings_of(command: Sequence[str]) -> dict[str, Any]:
+    """What the report needs to know of the command: the last value of a flag counts, as in Megatron."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--seq-length", "--micro-batch-size", "--global-batch-size", "--train-iters"):
+        parser.add_argument(name, type=int)
+    known = parser.parse_known_args(list(command))[0]
+    return {
+        "command": list(command),
+        "seq_length": known.seq_length,
+        "iterations": known.train_iters,
+        "microbatches": known.global_batch_size // known.micro_batch_size,
+    }
+
+
+def quickstart(args: argparse.Namespace) -> int:
+    """Corpus, training, summary; returns the exit status.  Raises Stop."""
+    corpus = corpus_of(args.corpus)
+    run = args.out.resolve()
+    with claim(run, args.resume):
+        command = training_command(args, run, corpus["megatron_flags"])
+        settings = settings_of(command)
+        (run / "run.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        (run / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n", encoding="utf-8")
+        console = run / "console.log"
+        print(f"training: {args.workers} workers, {settings['iterations']} iterations; all output goes to {console}")
+        print(f"  {shlex.join(command)}\n", flush=True)
+        began = time.monotonic()
+        progress = Progress(settings["iterations"], corpus["unigram_entropy_nats"]["valid_under_train"])
+        status = train(command, run, progress)
+        settings |= {"exit_code": status, "seconds": round(time.monotonic() - began, 1)}
+        (run / "run.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        print()
+        if status != 0:
+            print(tail(console), file=sys.stderr)
+            print(f"quickstart: the training ended with exit code {status}; its last output is above", file=sys.stderr)
+            if not (run / "steps.jsonl").is_file():
+                return status
+        audit_status = report([str(run)])
+    names = ("console.log", "worker-0.log", "workers.json", "steps.jsonl", "checkpoint", "loss.png")
+    print(f"{'written':<16}{run}: " + ", ".join(name for name in names if (run / name).exists()))
+    return status or audit_status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of quickstart.sh."""
+    parser = argparse.ArgumentParser(
+        prog="quickstart.sh",
+        description="Train a small GPT on real text with recover_megatron, on this machine's CPU.",
+        epilog="Flags after -- are given to Megatron, after those chosen here. docs/quickstart.md says more.",
+    )
+    parser.add_argument("--iters", type=int, default=400, help="iterations (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=4, help="data-parallel workers (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="folder of the run")
+    parser.add_argument("--corpus", type=Path, help="a corpus made by prepare_corpus.py (default: Python's library)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder of the run")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns the exit status."""
+    own, megatron = list(argv), []
+    if "--" in own:
+        cut = own.index("--")
+        own, megatron = own[:cut], own[cut + 1 :]
+    options = parser()
+    args = options.parse_args(own)
+    args.megatron = megatron
+    if args.iters < 1 or args.workers < 1:
+        options.error("--iters and --workers must be 1 or more")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stopped)
+    try:
+        return quickstart(args)
+    except Stop as stop:
+        print(f"quickstart: error: {stop}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

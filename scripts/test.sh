@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Set-up, lint and tests.  Exit status 0: all of them passed.
+#
+#   scripts/test.sh                     everything
+#   scripts/test.sh --fast              without the tests marked slow
+#   scripts/test.sh [--fast] ARGS...    ARGS go to pytest: tests/scripts, -k NAME, -x, ...
+#
+# (The tests read no terminal; for a debugger run  .venv/bin/python -m pytest --pdb  yourself.)
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+"$root/scripts/setup.sh"
+cd -- "$root"
+export PATH=$root/.venv/bin:$PATH
+# The tests start small processes by the dozen: one thread each.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+arguments=()
+if [[ ${1:-} == --fast ]]; then
+    shift
+    arguments+=(-m 'not slow')
+fi
+
+failed=()
+lint() {
+    printf '== %s\n' "$*" >&2
+    python -m "$@" >&2 || failed+=("$*")
+}
+lint ruff format --check .
+lint ruff check .
+lint mypy
+if ((${#failed[@]})); then printf '== lint failed; the tests run all the same\n' >&2; fi
+
+printf '== pytest\n' >&2
+# A process group of its own, so that an interrupted run can be ended with everything that it started.
+set -m
+python -m pytest "${arguments[@]}" "$@" </dev/null &
+pytest=$!
+set +m
+trap 'kill -INT -- "-$pytest" 2>/dev/null || true' INT TERM HUP # pytest then cleans up as after Ctrl-C
+status=0
+wait "$pytest" || status=$?
+while kill -0 "$pytest" 2>/dev/null; do # a signal ended `wait`, not pytest
+    wait "$pytest" || status=$?
+done
+if kill -KILL -- "-$pytest" 2>/dev/null; then printf '== ended processes that the tests had left\n' >&2; fi
+
+if ((${#failed[@]})); then
+    printf '== lint failed (see above):%s\n' "$(printf ' [%s]' "${failed[@]}")" >&2
+    exit 1
+fi
+exit "$status"
