@@ -14,6 +14,7 @@ def host_defaults() -> list[str]:
         "--no-masked-softmax-fusion",
         "--no-bias-gelu-fusion",
         "--no-bias-dropout-fusion",
+        "--no-rope-fusion",
         "--attention-softmax-in-fp32",
         "--distributed-backend=gloo",
     ]
