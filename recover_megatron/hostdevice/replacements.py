@@ -124,12 +124,13 @@ def _tensors(row: Callable[..., None]) -> None:
 
     row(tensor, placed, new_empty=_placed(tensor.new_empty), to=to)
     row(tensor, "every tensor is on the device already", cuda=lambda self, *args, **kwargs: self)
+    row(tensor, "no stream holds its memory", record_stream=lambda self, stream: None)
     row(tensor, "Megatron's optimizers sort parameters by the name 'torch.cuda.FloatTensor'", type=type_)
 
 
 def _device(row: Callable[..., None]) -> None:
     cuda = torch.cuda
-    # Compute capability 10: from it on Megatron does not insist on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism.
+    # Capability 10: from it on Megatron does not insist on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism.
     properties = types.SimpleNamespace(name="host", major=10, minor=0)
     row(
         cuda,
