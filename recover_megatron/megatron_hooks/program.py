@@ -137,12 +137,23 @@ def load(config: RecoverConfig) -> Program:
         hostdevice.activate()
     else:
         megatron_fixes.install(only=("prebuilt-helpers",))
+    return Program(megatron, _import_all(megatron), config, loaded_at)
+
+
+def _import_all(megatron: Megatron) -> ModuleType:
+    """Import the script's parts and what torch and Megatron would import late, once for all workers of a warm start."""
     name = SCRIPT if megatron.has_script else "recover_megatron.megatron_hooks.gpt_script"
-    script = importlib.import_module(name)
-    # Imported late by torch and Megatron: here once instead of in every worker.
-    for late in ("torch._dynamo", "megatron.training.training", "megatron.training.checkpointing"):
-        importlib.import_module(late)
-    return Program(megatron, script, config, loaded_at)
+    late = ("torch._dynamo", "megatron.training.training", "megatron.training.checkpointing")
+    try:
+        script = importlib.import_module(name)
+        for module in late:
+            importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"Megatron {megatron.version} in {megatron.root} needs the Python package {error.name!r}, which is not "
+            f"installed for {sys.executable}: install what that Megatron requires (its pyproject.toml lists it)"
+        ) from error
+    return script
 
 
 def _print_versions(megatron: Megatron, say: Callable[[str], None]) -> None:
