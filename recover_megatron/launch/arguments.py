@@ -1,0 +1,270 @@
+"""The flags of recover-run, and every check that can be made before a process is started.
+
+All problems are collected and reported together: a user who waits in a queue for nodes should not learn of them one by
+one.  Everything after SCRIPT belongs to the script and is not looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DEFAULT_ADDR = "127.0.0.1"
+DEFAULT_PORT_SEVERAL_NODES = 29500
+MANUAL = "recover-run --help lists the options"
+
+_VALUE_OPTIONS = {
+    "--nproc-per-node": ("N", "workers on this node (default: 1)"),
+    "--nnodes": ("N", "nodes; one recover-run is started on each (default: 1)"),
+    "--node-rank": ("R", "which node this is, from 0; node 0 keeps the store (default: 0)"),
+    "--master-addr": ("A", f"address of node 0 (default: {DEFAULT_ADDR})"),
+    "--master-port": (
+        "P",
+        f"port of the store on node 0 (default: a free one; {DEFAULT_PORT_SEVERAL_NODES} for several nodes)",
+    ),
+    "--log-dir": ("DIR", "folder for worker-<id>.log and workers.json; made if missing"),
+    "--grace-seconds": ("S", "time between SIGTERM and SIGKILL when the launch is stopped (default: 15)"),
+    "--rendezvous-timeout": ("S", "how long the launchers of several nodes wait for each other (default: 300)"),
+}
+_SWITCHES = {
+    "--warm": "import once in one parent process, then fork the workers from it (not with a GPU)",
+    "--module": "SCRIPT is the name of a module, as with python -m",
+}
+_SHORT = {"-m": "--module"}
+_TORCHRUN_HINTS = {
+    "--standalone": "leave it out: one node with a free port is the default",
+    "--max-restarts": "leave it out: a worker that died is not started again, the others go on without it",
+    "--rdzv-endpoint": "use --master-addr and --master-port",
+    "--rdzv-backend": "leave it out; use --master-addr and --master-port",
+    "--rdzv-id": "leave it out: the launchers agree on an id by themselves",
+    "--redirects": "use --log-dir: output is shown and kept",
+    "--tee": "use --log-dir: output is shown and kept",
+}
+
+
+class UsageError(Exception):
+    """The command cannot be started; ``reasons`` says, one line each, what to change."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = list(reasons)
+
+
+@dataclass
+class Options:
+    """The parsed command line.  ``script`` is None only while reasons against it are collected."""
+
+    nproc_per_node: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = DEFAULT_ADDR
+    master_port: int = 0
+    """0: take a free one."""
+    log_dir: Path | None = None
+    grace_seconds: float = 15.0
+    rendezvous_timeout: float = 300.0
+    warm: bool = False
+    module: bool = False
+    script: str | None = None
+    script_args: list[str] = field(default_factory=list)
+
+    def command(self) -> tuple[str, ...]:
+        """What a cold worker executes."""
+        return (sys.executable, *(["-m"] if self.module else []), str(self.script), *self.script_args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser, for ``--help`` and for reading the launcher's part of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="recover-run",
+        description="Start the workers of a training job on this node and stay with them: a worker that dies does "
+        "not end the others, and no process outlives this one.",
+        epilog="Everything after SCRIPT belongs to the script. Manual: docs/launcher.md.",
+        allow_abbrev=False,
+    )
+    for name, (metavar, text) in _VALUE_OPTIONS.items():
+        parser.add_argument(name, _underscored(name), metavar=metavar, help=text, default=None)
+    for name, text in _SWITCHES.items():
+        shorts = [short for short, long in _SHORT.items() if long == name]
+        parser.add_argument(*shorts, name, action="store_true", help=text)
+    # Only for the help text: the command line is split at SCRIPT before the parser sees it.
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script (or module)")
+    parser.add_argument("script_args", metavar="...", nargs="*", help="arguments of the script")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Read the command line.  Returns the options and the reasons against them; ``--help`` prints and exits with 0."""
+    own, rest, reasons = _split(argv)
+    namespace = make_parser().parse_args(own)
+    options = Options(warm=namespace.warm, module=namespace.module)
+    read = _Numbers(namespace, reasons)
+    options.nproc_per_node = read.whole("--nproc-per-node", 1, minimum=1)
+    options.nnodes = read.whole("--nnodes", 1, minimum=1)
+    options.node_rank = read.whole("--node-rank", 0, minimum=0)
+    default_port = DEFAULT_PORT_SEVERAL_NODES if options.nnodes > 1 else 0
+    options.master_port = read.whole("--master-port", default_port, minimum=0, maximum=65535)
+    options.grace_seconds = read.seconds("--grace-seconds", 15.0)
+    options.rendezvous_timeout = read.seconds("--rendezvous-timeout", 300.0)
+    options.master_addr = namespace.master_addr or DEFAULT_ADDR
+    options.log_dir = Path(os.path.abspath(namespace.log_dir)) if namespace.log_dir else None
+    if rest:
+        options.script, options.script_args = rest[0], rest[1:]
+    if options.node_rank >= options.nnodes and not read.failed & {"--node-rank", "--nnodes"}:
+        reasons.append(
+            f"--node-rank {options.node_rank} is not below --nnodes {options.nnodes}: nodes are numbered from 0 to "
+            f"{options.nnodes - 1}"
+        )
+    if options.nnodes > 1 and options.master_port == 0 and "--master-port" not in read.failed:
+        reasons.append("--master-port 0 (any free port) works for one node only: name the same port on every node")
+    return options, reasons
+
+
+def check_files(options: Options) -> list[str]:
+    """The reasons against the script and the log folder, which is made if it is missing."""
+    reasons = []
+    if options.script is not None:
+        reasons += _check_module(options.script) if options.module else _check_script(options.script)
+    if options.log_dir is not None:
+        try:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=options.log_dir):
+                pass
+        except OSError as error:
+            reasons.append(
+                f"--log-dir {options.log_dir} cannot be written ({error.strerror or error}): "
+                "name a folder that you may write to"
+            )
+    return reasons
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Divide ``argv`` into the launcher's part (as ``--name=value``), SCRIPT with its arguments, and reasons."""
+    own: list[str] = []
+    index = 0
+    while index < len(argv):
+        token = argv[index]
+        index += 1
+        if token == "--":
+            break
+        if not token.startswith("-") or token == "-":
+            index -= 1
+            break
+        if token in ("-h", "--help"):
+            return ["--help"], [], []
+        name, equals, value = token.partition("=")
+        name = _SHORT.get(name, _dashed(name))
+        if name in _SWITCHES:
+            if equals:
+                return own, [], [f"{name} takes no value: write {name} alone"]
+            own.append(name)
+        elif name in _VALUE_OPTIONS:
+            if not equals:
+                if index == len(argv):
+                    return own, [], [f"{name} needs a value: {name} {_VALUE_OPTIONS[name][0]}; {MANUAL}"]
+                value = argv[index]
+                index += 1
+            own.append(f"{name}={value}")
+        else:
+            # Whether it takes a value is not known, so neither is where SCRIPT is: nothing after it can be checked.
+            return own, [], [_unknown(token)]
+    rest = list(argv[index:])
+    return own, rest, [] if rest else ["no SCRIPT given: recover-run [options] SCRIPT [its arguments]"]
+
+
+def _unknown(token: str) -> str:
+    name = _dashed(token.partition("=")[0])
+    if name in _TORCHRUN_HINTS:
+        return f"option {token} of torchrun is not one of recover-run: {_TORCHRUN_HINTS[name]}"
+    known = [*_VALUE_OPTIONS, *_SWITCHES]
+    nearest = [option for option in known if len(name) > 3 and option.startswith(name)]
+    nearest += difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if nearest:
+        return f"unknown option {token}: did you mean {nearest[0]}? (options of the script go after SCRIPT)"
+    return f"unknown option {token}: options of the script go after SCRIPT; {MANUAL}"
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def _underscored(name: str) -> str:
+    return "--" + name[2:].replace("-", "_")
+
+
+class _Numbers:
+    """Reads numbers out of the namespace, noting which could not be read."""
+
+    def __init__(self, namespace: argparse.Namespace, reasons: list[str]) -> None:
+        self._namespace = namespace
+        self._reasons = reasons
+        self.failed: set[str] = set()
+
+    def whole(self, name: str, default: int, minimum: int, maximum: int | None = None) -> int:
+        text = getattr(self._namespace, name[2:].replace("-", "_"))
+        if text is None:
+            return default
+        if text.strip().lstrip("-").isdecimal() and minimum <= int(text) <= (int(text) if maximum is None else maximum):
+            return int(text)
+        limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        return int(self._fail(name, f"{name} {text!r}: must be a whole number, {limits}", default))
+
+    def seconds(self, name: str, default: float) -> float:
+        text = getattr(self._namespace, name[2:].replace("-", "_"))
+        if text is None:
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if 0 <= value < 1e9:
+            return value
+        return self._fail(name, f"{name} {text!r}: must be a number of seconds, 0 or more", default)
+
+    def _fail(self, name: str, reason: str, default: float) -> float:
+        self.failed.add(name)
+        self._reasons.append(reason)
+        return default
+
+
+def _check_script(script: str) -> list[str]:
+    path = Path(script)
+    if path.is_dir():
+        return [] if (path / "__main__.py").is_file() else [f"script {script} is a folder without a __main__.py"]
+    if not path.exists():
+        nearest = difflib.get_close_matches(path.name, _names_in(path.parent), n=1)
+        hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+        return [f"script {script} does not exist (looked for {path.absolute()}){hint}"]
+    return [] if os.access(path, os.R_OK) else [f"script {script} cannot be read: check its permissions"]
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _check_module(module: str) -> list[str]:
+    """Look for ``module`` without importing anything, as ``python -m`` would: the current folder first."""
+    first, *rest = module.split(".")
+    spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd(), *sys.path])
+    if spec is None and first.isidentifier():
+        spec = importlib.util.find_spec(first)
+    name = first
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            break
+        name = f"{name}.{part}"
+        spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    if spec is None:
+        return [f"module {module} is not found: check its name, and that it is installed or in PYTHONPATH"]
+    return []

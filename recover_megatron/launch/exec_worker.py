@@ -1,0 +1,24 @@
+"""Runs in a new process: tie its life to the launcher's, then become the worker.
+
+Started as a file by an isolated interpreter (``python -I -S``), so it imports nothing of the package.  Arguments: the
+launcher's pid, then the command.  The parent-death signal survives exec; a launcher that died before it was set is
+noticed by the changed parent, so there is no moment at which the launcher's death goes unseen.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+if __name__ == "__main__":
+    launcher, command = int(sys.argv[1]), sys.argv[2:]
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        sys.exit(f"recover-run: prctl(PR_SET_PDEATHSIG) failed: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != launcher:
+        os._exit(1)
+    # The interpreter ignores these two, and exec would hand that down.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    os.execv(command[0], command)

@@ -1,0 +1,60 @@
+"""The exit code of recover-run, from what became of the workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+OK = 0
+LAUNCH_FAILED = 1
+"""The launch itself failed: the store could not be made, a node did not appear or was lost."""
+REFUSED = 2
+"""The command line, or its agreement with the other nodes, is wrong; no worker was started here."""
+RUN_VERDICTS = (10, 11, 12)
+"""Not enough live workers for one replica; lost the majority; state lost."""
+
+
+class Outcome(NamedTuple):
+    """The end of one worker: exactly one of ``exit_code`` and ``signal`` is set; ``ended`` orders the ends."""
+
+    worker_id: int
+    exit_code: int | None
+    signal: int | None
+    ended: float
+
+    @property
+    def code(self) -> int:
+        """As a shell would report it: the exit code, or 128 + the signal."""
+        return 128 + self.signal if self.signal is not None else self.exit_code or 0
+
+
+def run_exit_code(outcomes: Sequence[Outcome], fault_tolerant: bool) -> int:
+    """The exit code of a run that ended by itself (a run ended by signal S exits with 128 + S instead).
+
+    The first row that fits decides:
+
+    ===================================================  ==========================================================
+    the workers                                          exit code
+    ===================================================  ==========================================================
+    any exited with 10, 11 or 12                         that code (the earliest such)
+    all finished with 0 (or there were none)             0
+    some did not, fault_tolerant is false                that of the earliest that did not; 128 + S if killed by S
+    some finished with 0, fault_tolerant                 0: the survivors finished the run
+    none finished with 0, fault_tolerant                 the most frequent; of equally frequent ones the earliest
+    ===================================================  ==========================================================
+
+    ``fault_tolerant``: the script's arguments contain ``--recover``.
+    """
+    in_order = sorted(outcomes, key=lambda outcome: outcome.ended)
+    failures = [outcome.code for outcome in in_order if outcome.code]
+    verdicts = [outcome.exit_code for outcome in in_order if outcome.exit_code in RUN_VERDICTS]
+    if verdicts and verdicts[0] is not None:
+        return verdicts[0]
+    if not failures:
+        return OK
+    if not fault_tolerant:
+        return failures[0]
+    if len(failures) < len(in_order):
+        return OK
+    return Counter(failures).most_common(1)[0][0]  # Counter keeps the order of first appearance among equals

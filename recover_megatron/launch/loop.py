@@ -1,0 +1,129 @@
+"""One event loop on the main thread: descriptors, signals, timers, and calls from other threads.
+
+Nothing is polled: ``run_once`` sleeps until a descriptor is ready, a signal comes in, a timer is due or another thread
+calls.  Signals and calls from threads arrive as bytes in pipes, so they are events like all others, handled between two
+callbacks and never in the middle of one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import queue
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+Callback = Callable[[], None]
+
+
+class Timer:
+    """A call that is due later; ``cancel`` it while it is not."""
+
+    def __init__(self, due: float, callback: Callback) -> None:
+        self.due = due
+        self.callback: Callback | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class EventLoop:
+    """Make it in the main thread; ``close`` it there, too."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._calls: queue.SimpleQueue[Callback] = queue.SimpleQueue()
+        self._signal_callback: Callable[[int], None] | None = None
+        self._handlers_before: dict[int, object] = {}
+        self._wake_read, self._wake_write = _nonblocking_pipe()
+        self._signal_read, self._signal_write = _nonblocking_pipe()
+        self.watch(self._wake_read, self._on_wake)
+        self.watch(self._signal_read, self._on_signals)
+
+    def watch(self, descriptor: int, on_readable: Callback) -> None:
+        """Call ``on_readable`` whenever ``descriptor`` can be read (a pidfd: when the process has ended)."""
+        self._selector.register(descriptor, selectors.EVENT_READ, on_readable)
+
+    def watch_writable(self, descriptor: int, on_writable: Callback) -> bool:
+        """Call ``on_writable`` whenever ``descriptor`` can be written.  False: it always can (a file, /dev/null)."""
+        try:
+            self._selector.register(descriptor, selectors.EVENT_WRITE, on_writable)
+        except PermissionError:
+            return False
+        return True
+
+    def unwatch(self, descriptor: int) -> None:
+        """Forget ``descriptor``; do it before it is closed.  Raises KeyError if it is not watched."""
+        self._selector.unregister(descriptor)
+
+    def call_later(self, seconds: float, callback: Callback) -> Timer:
+        """Call ``callback`` once, ``seconds`` from now."""
+        timer = Timer(time.monotonic() + seconds, callback)
+        heapq.heappush(self._timers, (timer.due, next(self._order), timer))
+        return timer
+
+    def call_from_thread(self, callback: Callback) -> None:
+        """From any thread: have the loop call ``callback``."""
+        self._calls.put(callback)
+        try:
+            os.write(self._wake_write, b"\0")
+        except BlockingIOError:
+            return  # the pipe is full of wake-ups already
+
+    def handle_signals(self, signals: Iterable[int], callback: Callable[[int], None]) -> None:
+        """From now on call ``callback`` with the number of each of ``signals`` that arrives."""
+        numbers = list(signals)
+        self._signal_callback = callback
+        signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
+        for number in numbers:
+            # A handler in Python must exist for the wake-up descriptor to be written.
+            self._handlers_before[number] = signal.signal(number, lambda _number, _frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    def run_once(self) -> None:
+        """Sleep until something happens, then call what is due."""
+        while self._timers and self._timers[0][2].callback is None:
+            heapq.heappop(self._timers)
+        timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        for key, _ in self._selector.select(timeout):
+            # An earlier callback of this round may have unwatched it, and its number may mean another one by now.
+            current = self._selector.get_map().get(key.fd)
+            if current is not None and current.data is key.data:
+                key.data()
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            if timer.callback is not None:
+                timer.callback()
+
+    def close(self) -> None:
+        """Give signals back to the handlers of before, and close the loop's descriptors."""
+        if self._handlers_before:
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers_before.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+        self._selector.close()
+        for descriptor in (self._wake_read, self._wake_write, self._signal_read, self._signal_write):
+            os.close(descriptor)
+
+    def _on_wake(self) -> None:
+        os.read(self._wake_read, 4096)
+        while not self._calls.empty():
+            self._calls.get()()
+
+    def _on_signals(self) -> None:
+        for number in os.read(self._signal_read, 4096):
+            if self._signal_callback is not None:
+                self._signal_callback(number)
+
+
+def _nonblocking_pipe() -> tuple[int, int]:
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    return read, write

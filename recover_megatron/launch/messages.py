@@ -1,0 +1,79 @@
+"""The sentences that recover-run prints: pure functions of what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.states import Worker, WorkerState, describe_end
+
+
+def opening(plan: LaunchPlan, warm: str) -> str:
+    """What is started; ``warm`` is "warm", "cold", or "cold (why not warm)"."""
+    node = f" (node {plan.node_rank} of {plan.nnodes})" if plan.nnodes > 1 else ""
+    return (
+        f"starting {count(plan.nproc_per_node)} on {plan.host}{node}, "
+        f"store {plan.master_addr}:{plan.master_port}, "
+        f"log dir {plan.log_dir or 'none (--log-dir)'}, start {warm}"
+    )
+
+
+def worker_ended(worker: Worker, others: int, left_behind: int) -> str:
+    """One worker's death, or its end with leftovers; ``others`` workers of this node go on."""
+    end = describe_end(worker.exit_code, worker.signal)
+    how = {
+        WorkerState.FINISHED: "finished",
+        WorkerState.FAILED: f"failed with {end}",
+        WorkerState.KILLED: f"was killed by {end}",
+    }[worker.state]
+    swept = f"; {count(left_behind, 'process', 'processes')} it left behind ended" if left_behind else ""
+    if worker.state is WorkerState.FINISHED:
+        return f"worker {worker.worker_id} {how}{swept}"
+    now = f"the other {count(others)} here go on" if others > 1 else "the other worker here goes on"
+    if others == 0:
+        now = "no worker is left on this host"
+    log = f"its log: {worker.log}" if worker.log else "no log kept (--log-dir)"
+    who = f"worker {worker.worker_id} on {worker.host} (pid {worker.pid})"
+    return f"{who} {how} after {seconds(worker)}{swept}; {now}; {log}"
+
+
+def summary(workers: Sequence[Worker], code: int) -> str:
+    """One line on everybody's end; workers that ended alike are named once, together."""
+    finished = [worker for worker in workers if worker.state is WorkerState.FINISHED]
+    groups: dict[str, list[Worker]] = {}
+    never = [worker for worker in workers if worker.pid is None]
+    for worker in sorted(workers, key=lambda worker: worker.ended or 0.0):
+        if worker.state in (WorkerState.FAILED, WorkerState.KILLED) and worker.pid is not None:
+            groups.setdefault(describe_end(worker.exit_code, worker.signal), []).append(worker)
+    parts = [f"{len(finished)} of {count(len(workers))} finished"]
+    for end, group in groups.items():
+        noun = "worker" if len(group) == 1 else "workers"
+        after = seconds(group[0]) if len(group) == 1 else f"{seconds(group[0])} and later"
+        verb = "killed by" if group[0].signal is not None else "failed with"
+        parts.append(f"{noun} {ranges([worker.worker_id for worker in group])} {verb} {end} after {after}")
+    if never:
+        parts.append(f"{count(len(never))} never started")
+    return "; ".join(parts) + f"; exit code {code}"
+
+
+def count(number: int, one: str = "worker", several: str = "workers") -> str:
+    """ "1 worker", "3 workers"."""
+    return f"{number} {one if number == 1 else several}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """ "0-3, 7" for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def seconds(worker: Worker) -> str:
+    """How long ``worker`` ran."""
+    if worker.started is None or worker.ended is None:
+        return "0.0 s"
+    return f"{max(0.0, worker.ended - worker.started):.1f} s"

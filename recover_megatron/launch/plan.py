@@ -1,0 +1,93 @@
+"""What a launch is: how many workers, their ranks, the store's address; and the variables that tell a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from recover_megatron.arguments import LOG_DIR_VARIABLE
+
+LAUNCH_ID_VARIABLE = "RECOVER_LAUNCH_ID"
+WORKER_ID_VARIABLE = "RECOVER_WORKER_ID"
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One node's part of a launch.
+
+    ``launch_id`` is random and names what this launcher started; ``run_id`` names the whole launch: that of node 0
+    holds on all nodes.
+    """
+
+    nproc_per_node: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    launch_id: str
+    run_id: str
+    host: str
+    command: tuple[str, ...]
+    """The interpreter, the script (or ``-m``, module) and its arguments."""
+    fault_tolerant: bool
+    log_dir: Path | None = None
+    """Absolute."""
+    rendezvous_timeout: float = 300.0
+    grace_seconds: float = 15.0
+
+    @property
+    def world_size(self) -> int:
+        """Workers of all nodes together."""
+        return self.nnodes * self.nproc_per_node
+
+    def worker_id(self, local_rank: int) -> int:
+        """The global rank at launch of this node's ``local_rank``-th worker."""
+        return self.node_rank * self.nproc_per_node + local_rank
+
+    def log_file(self, worker_id: int) -> Path | None:
+        """Where the output of ``worker_id`` is kept; None without a log folder."""
+        return self.log_dir / f"worker-{worker_id}.log" if self.log_dir else None
+
+
+def sets_omp_threads(plan: LaunchPlan, inherited: Mapping[str, str]) -> bool:
+    """Whether the launcher limits OpenMP to one thread: several workers on the node and the user has not chosen."""
+    return plan.nproc_per_node > 1 and "OMP_NUM_THREADS" not in inherited
+
+
+def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that all workers of this node share: the inherited ones, torchrun's and ours."""
+    environment = dict(inherited)
+    environment.pop(LOG_DIR_VARIABLE, None)
+    environment |= {
+        "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_WORLD_SIZE": str(plan.nproc_per_node),
+        "GROUP_RANK": str(plan.node_rank),
+        "GROUP_WORLD_SIZE": str(plan.nnodes),
+        "ROLE_WORLD_SIZE": str(plan.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": plan.master_addr,
+        "MASTER_PORT": str(plan.master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "PYTHONUNBUFFERED": "1",
+        LAUNCH_ID_VARIABLE: plan.launch_id,
+    }
+    if plan.log_dir:
+        environment[LOG_DIR_VARIABLE] = str(plan.log_dir)
+    if sets_omp_threads(plan, inherited):
+        environment["OMP_NUM_THREADS"] = "1"
+    return environment
+
+
+def worker_variables(plan: LaunchPlan, local_rank: int, run_id: str) -> dict[str, str]:
+    """The environment variables that differ from worker to worker, or are not known when the launch starts."""
+    worker_id = str(plan.worker_id(local_rank))
+    return {
+        "RANK": worker_id,
+        "LOCAL_RANK": str(local_rank),
+        "ROLE_RANK": worker_id,
+        "TORCHELASTIC_RUN_ID": run_id,
+        WORKER_ID_VARIABLE: worker_id,
+    }

@@ -1,0 +1,242 @@
+"""Start processes that die with the launcher; find and kill whatever is left of them.
+
+A process belongs to a launch if any of these holds:
+
+- its initial environment (/proc/PID/environ) carries the launch id: inherited by every descendant, also by those that
+  called setsid or lost their parent;
+- it is in the session of a worker: each worker leads a session of its own;
+- its parent belongs to the launch, or it is in the session of a process that does.
+
+So a process escapes only if it cleared its environment, left the session *and* lost its parent.  While the launcher
+lives not even that helps: it is the subreaper of its descendants, so they become its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
+_RESET_SIGNALS = [
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGCHLD,
+    signal.SIGPIPE,
+    signal.SIGXFSZ,
+    signal.SIGQUIT,
+]
+
+
+class Process(NamedTuple):
+    """One line of the process table.  ``start`` (clock ticks since boot) tells two users of one pid apart."""
+
+    pid: int
+    state: str
+    parent: int
+    session: int
+    start: int
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still run: a zombie only waits for its parent."""
+        return self.state not in "ZX"
+
+
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, inherit: Sequence[int] = ()
+) -> int:
+    """Start ``command`` in a session of its own; the kernel kills it when the calling thread ends.
+
+    Call it from the main thread (the parent-death signal follows the thread).  stdin is /dev/null; of the caller's
+    other descriptors only ``inherit`` is passed on.  Returns the pid.  Raises OSError if it cannot be started.
+    """
+    for descriptor in inherit:
+        os.set_inheritable(descriptor, True)
+    try:
+        return os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-I", "-S", _EXEC_WORKER, str(os.getpid()), *command],
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, stdout, 1),
+                (os.POSIX_SPAWN_DUP2, stderr, 2),
+            ],
+            setsid=True,
+            setsigmask=[],
+            setsigdef=_RESET_SIGNALS,
+        )
+    finally:
+        for descriptor in inherit:
+            os.set_inheritable(descriptor, False)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when ``parent`` ends; end now if it has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Make descendants that lose their parent children of this process instead of init's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def process_table() -> dict[int, Process]:
+    """All processes of this machine (of this pid namespace) by pid."""
+    table = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (process := _read_process(int(name))):
+            table[process.pid] = process
+    return table
+
+
+def _read_process(pid: int) -> Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, in parentheses, may contain anything, also spaces and parentheses.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None  # it ended while we looked
+    if len(fields) < 20:
+        return None
+    return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def carries(pid: int, variables: Mapping[str, str]) -> bool:
+    """Whether the initial environment of ``pid`` contains all of ``variables``; False if it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return False
+    return all(f"{name}={value}".encode() in entries for name, value in variables.items())
+
+
+def belonging(
+    table: Mapping[int, Process], seeds: Iterable[int], sessions: Iterable[int], spared: Iterable[int]
+) -> set[int]:
+    """The closure described at the top of this module: pids of ``table`` that belong with ``seeds`` or ``sessions``.
+
+    ``spared`` are never included, nor anything that belongs only through them.
+    """
+    spared = set(spared)
+    sessions = set(sessions)
+    found = {pid for pid in seeds if pid in table} - spared
+    found |= {pid for pid, process in table.items() if process.session in sessions} - spared
+    while True:
+        led = sessions | {pid for pid in found if table[pid].session == pid}
+        more = {pid for pid, process in table.items() if process.parent in found or process.session in led}
+        more -= found | spared
+        if not more:
+            return found
+        found |= more
+
+
+def find_launch(launch_id: str, sessions: Iterable[int], spared: Iterable[int]) -> list[Process]:
+    """The living processes of a launch."""
+    table = process_table()
+    marked = {pid for pid in table if carries(pid, {LAUNCH_ID_VARIABLE: launch_id})}
+    return [table[pid] for pid in belonging(table, marked, sessions, spared) if table[pid].alive]
+
+
+def find_worker(launch_id: str, worker_id: int, session: int, spared: Iterable[int]) -> list[Process]:
+    """The living processes of one worker, its own included."""
+    table = process_table()
+    variables = {LAUNCH_ID_VARIABLE: launch_id, WORKER_ID_VARIABLE: str(worker_id)}
+    marked = {pid for pid in table if carries(pid, variables)}
+    return [table[pid] for pid in belonging(table, marked, [session], spared) if table[pid].alive]
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL the process group of ``leader``.  Its pid must not have been reaped, or it may mean another group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def kill_found(find: Callable[[], list[Process]], max_rounds: int = 100) -> set[Process]:
+    """SIGKILL what ``find`` returns, again while it returns processes not yet signalled.  Returns those signalled.
+
+    Killed processes may take a moment to disappear; processes that fork while we look are met in the next round.
+    """
+    signalled: set[Process] = set()
+    for _ in range(max_rounds):
+        new = [process for process in find() if _identity(process) not in {_identity(old) for old in signalled}]
+        if not new:
+            break
+        for process in new:
+            _kill(process)
+            signalled.add(process)
+    return signalled
+
+
+def kill_until_none_left(find: Callable[[], list[Process]], timeout: float) -> list[Process]:
+    """SIGKILL what ``find`` returns and wait until nothing is left.  Returns what is still there after ``timeout`` s.
+
+    A process in the middle of exec has no environment for a moment; so "nothing left" is believed when seen twice.
+    """
+    deadline = time.monotonic() + timeout
+    seen_none = 0
+    while True:
+        killed = kill_found(find)
+        left = [process for process in find() if process.alive]
+        seen_none = 0 if left or killed else seen_none + 1
+        if seen_none >= 2 or time.monotonic() >= deadline:
+            return left
+        _wait_for_exits([process.pid for process in left], timeout=1.0 if left else 0.02)
+
+
+def _identity(process: Process) -> tuple[int, int]:
+    return process.pid, process.start
+
+
+def _kill(process: Process) -> None:
+    """SIGKILL exactly ``process``, not a later user of its pid."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    try:
+        now = _read_process(process.pid)
+        if now and _identity(now) == _identity(process):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    finally:
+        os.close(pidfd)
+
+
+def _wait_for_exits(pids: Sequence[int], timeout: float) -> None:
+    """Wait until one of ``pids`` ends (at once if one has), at most ``timeout`` seconds."""
+    poll = select.poll()
+    descriptors = []
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                descriptors.append(os.pidfd_open(pid))
+                poll.register(descriptors[-1], select.POLLIN)
+        if pids and not descriptors:
+            return
+        poll.poll(timeout * 1000)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

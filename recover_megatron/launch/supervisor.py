@@ -1,0 +1,461 @@
+"""The supervisor: one launch on one node, from the first process to the last.
+
+Its states, and those of a worker, are drawn in states.py.  Everything here runs in the main thread, as callbacks of one
+event loop, so no two of them overlap.
+
+A worker's end, step by step: its pidfd becomes readable while it is still a zombie, so that its pid, process group and
+session cannot mean others yet; what is left of it is killed; only then it is reaped, its output drained, its end said.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+
+from recover_megatron.launch import messages
+from recover_megatron.launch.cold import ColdStart, WorkerEvents, WorkerSource
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome, run_exit_code
+from recover_megatron.launch.loop import EventLoop, Timer
+from recover_megatron.launch.nodes import NodeEvents, NodeThreads
+from recover_megatron.launch.output import Console, LogFile, Stream
+from recover_megatron.launch.plan import LaunchPlan, launch_environment, sets_omp_threads, worker_variables
+from recover_megatron.launch.processes import (
+    become_subreaper,
+    find_launch,
+    find_worker,
+    kill_found,
+    kill_group,
+    kill_until_none_left,
+)
+from recover_megatron.launch.states import LIVE, LaunchState, Worker, WorkerState
+from recover_megatron.launch.warden import Warden
+from recover_megatron.launch.warm_client import WarmEvents, WarmParent
+from recover_megatron.launch.workers_file import write_workers
+
+LAST_SWEEP_SECONDS = 10.0
+UNKILLABLE_SECONDS = 10.0
+REPORT_SECONDS = 10.0
+OUTPUT_SECONDS_WHEN_STOPPED = 5.0
+
+
+class Supervisor:
+    """Made once per launch; ``run`` returns the exit code."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        listener: socket.socket | None,
+        inherited: Mapping[str, str],
+        warm: bool,
+        cold_reason: str,
+    ) -> None:
+        self._plan = plan
+        self._listener = listener
+        self._inherited = inherited
+        self._environment = launch_environment(plan, inherited)
+        self._warm_wanted = warm
+        self._cold_reason = cold_reason
+        self._loop = EventLoop()
+        self._console = Console(self._loop, plan.world_size - 1)
+        self._state = LaunchState.STARTING
+        self._code: int | None = None
+        self._stop_signal_at = 0.0
+        self._joined = plan.node_rank == 0
+        self._warm: WarmParent | None = None
+        self._source: WorkerSource | None = None
+        self._run_id = plan.run_id
+        self._nodes = NodeThreads(self._loop, plan, self._node_events())
+        self._elsewhere: list[Outcome] = []
+        self._reports_missing = set(range(1, plan.nnodes)) if plan.node_rank == 0 else set()
+        self._lost_nodes: set[int] = set()
+        self._workers = {worker.worker_id: worker for worker in map(self._new_worker, range(plan.nproc_per_node))}
+        self._pidfds: dict[int, int] = {}
+        self._streams: dict[int, list[Stream]] = {}
+        self._logs: dict[int, LogFile] = {}
+        self._worker_events = WorkerEvents(self._on_worker_started, self._kill_remains, self._on_worker_reaped)
+        self._changed = True
+        self._orphans = False
+        self._rendezvous_timer: Timer | None = None
+
+    def run(self) -> int:
+        """Supervise until the end.  Returns the exit code of recover-run."""
+        self._loop.handle_signals(self._handled_signals(), self._on_signal)
+        become_subreaper()
+        self._warden = Warden(self._loop, self._plan.launch_id, self._on_warden_replaced)
+        warm = "warm" if self._warm_wanted else "cold" + (f" ({self._cold_reason})" if self._cold_reason else "")
+        self._console.say(messages.opening(self._plan, warm))
+        if sets_omp_threads(self._plan, self._inherited):
+            self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
+        if not self._joined:
+            self._nodes.join()
+            self._rendezvous_timer = self._loop.call_later(self._plan.rendezvous_timeout, self._on_rendezvous_timeout)
+        if self._warm_wanted:
+            self._start_warm_parent()
+            self._serve_store()
+        else:
+            self._source = ColdStart(self._plan, self._environment, self._worker_events)
+            self._start_workers_if_ready()
+        self._write_workers()
+        while self._state is not LaunchState.ENDED:
+            self._loop.run_once()
+            self._write_workers()
+            self._reap_orphans()
+        return self._close()
+
+    # --- starting ---
+
+    def _new_worker(self, local_rank: int) -> Worker:
+        plan = self._plan
+        worker_id = plan.worker_id(local_rank)
+        log = plan.log_file(worker_id)
+        return Worker(
+            worker_id,
+            None,
+            plan.host,
+            WorkerState.STARTING,
+            plan.node_rank,
+            local_rank,
+            log=str(log) if log else None,
+        )
+
+    def _start_warm_parent(self) -> None:
+        events = WarmEvents(
+            ready=self._on_warm_ready,
+            refused=self._on_warm_refused,
+            exited=self._on_warm_exited,
+            died=self._on_warm_died,
+        )
+        log = LogFile(self._plan.log_dir / "warm.log", self._console.say) if self._plan.log_dir else None
+        streams, stdout, stderr = self._console.attach("warm", 0, log)
+        self._warm = WarmParent(
+            self._loop, self._plan, self._environment, stdout, stderr, streams, events, self._worker_events
+        )
+        self._warden.add_session(self._warm.pid)
+        os.close(stdout)
+        os.close(stderr)
+
+    def _start_workers_if_ready(self) -> None:
+        """Start the workers once there is something to start them with and this node takes part."""
+        if self._source is None or not self._joined or self._state is not LaunchState.STARTING:
+            return
+        for worker in self._workers.values():
+            log = self._plan.log_file(worker.worker_id)
+            log_file = LogFile(log, self._console.say) if log else None
+            if log_file:
+                self._logs[worker.worker_id] = log_file
+            streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log_file)
+            self._streams[worker.worker_id] = streams
+            variables = worker_variables(self._plan, worker.local_rank, self._run_id)
+            try:
+                self._source.start(worker.worker_id, variables, stdout, stderr)
+            except OSError as error:
+                self._stop(f"worker {worker.worker_id} cannot be started: {error}", LAUNCH_FAILED)
+                return
+            finally:
+                os.close(stdout)
+                os.close(stderr)
+        self._serve_store()
+
+    def _serve_store(self) -> None:
+        """Node 0: have the store served, once; only after what imports for long was started beside it."""
+        if self._listener is not None:
+            self._nodes.serve(self._listener)
+            self._listener = None
+
+    def _on_worker_started(self, worker_id: int, pid: int, pidfd: int) -> None:
+        """The process exists."""
+        worker = self._workers[worker_id]
+        worker.pid, worker.started, worker.state = pid, time.time(), WorkerState.RUNNING
+        self._changed = True
+        self._pidfds[worker_id] = pidfd
+        self._warden.add_session(pid)
+        self._loop.watch(pidfd, lambda: self._on_worker_exit(worker))
+        if self._state is LaunchState.STOPPING:
+            self._signal_worker(worker, signal.SIGTERM)
+        elif all(other.state is not WorkerState.STARTING for other in self._workers.values()):
+            self._state = LaunchState.RUNNING
+
+    # --- a worker's end ---
+
+    def _on_worker_exit(self, worker: Worker) -> None:
+        assert worker.pid is not None
+        assert self._source is not None
+        self._loop.unwatch(self._pidfds[worker.worker_id])
+        self._source.reap(worker.worker_id, worker.pid)
+
+    def _kill_remains(self, worker_id: int, pid: int) -> int:
+        """Kill what is left of a worker that has ended and is not reaped yet.  Returns how many processes it was."""
+        kill_group(pid)
+        killed = kill_found(lambda: find_worker(self._plan.launch_id, worker_id, pid, self._spared()))
+        return len({process.pid for process in killed} - {pid})
+
+    def _on_worker_reaped(self, worker_id: int, status: int, left_behind: int) -> None:
+        """It is gone: ``status`` is its exit code or minus its signal."""
+        worker = self._workers[worker_id]
+        assert worker.pid is not None
+        worker.end(status, time.time())
+        self._changed = True
+        self._warden.remove_session(worker.pid)
+        os.close(self._pidfds.pop(worker_id))
+        for stream in self._streams.pop(worker_id):
+            stream.drain_and_close()
+        if log := self._logs.pop(worker_id, None):
+            log.close()
+        self._orphans = True
+        waited_for = (WorkerState.RUNNING,) if self._state is LaunchState.STOPPING else LIVE
+        others = sum(other.state in waited_for for other in self._workers.values())
+        if worker.state is not WorkerState.FINISHED or left_behind:
+            self._console.say(messages.worker_ended(worker, others, left_behind))
+        if others == 0:
+            self._own_workers_ended()
+
+    def _own_workers_ended(self) -> None:
+        if self._warm:
+            self._warm.finish()
+        if self._state is LaunchState.STOPPING:
+            self._end()
+        elif self._plan.node_rank > 0:
+            self._state = LaunchState.WAITING
+            self._nodes.deliver(self._outcomes())
+            self._loop.call_later(REPORT_SECONDS, self._end)
+        elif self._reports_missing:
+            self._state = LaunchState.WAITING
+            nodes = messages.ranges(sorted(self._reports_missing))
+            self._console.say(
+                f"the workers of this node have ended; the store stays up until node {nodes} has ended, too"
+            )
+        else:
+            self._end()
+
+    def _outcomes(self) -> list[Outcome]:
+        return [
+            Outcome(worker.worker_id, worker.exit_code, worker.signal, worker.ended or 0.0)
+            for worker in self._workers.values()
+        ]
+
+    # --- stopping ---
+
+    @staticmethod
+    def _handled_signals() -> list[int]:
+        signals: list[int] = [signal.SIGINT, signal.SIGTERM, signal.SIGCHLD]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            signals.append(signal.SIGHUP)
+        return signals
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            self._orphans = True
+            return
+        if self._state is not LaunchState.STOPPING:
+            name = signal.Signals(number).name
+            self._stop_signal_at = time.monotonic()
+            self._stop(f"{name} received", 128 + number)
+        elif self._stop_signal_at == 0.0:
+            self._stop_signal_at = time.monotonic()  # it was stopping for another reason: this signal is the first
+        elif number != signal.SIGHUP or time.monotonic() - self._stop_signal_at > 1.0:
+            # A closed terminal sends SIGHUP twice, by the kernel and by the shell: that is one wish, not two.
+            self._console.say("second signal: killing at once")
+            self._kill_everything()
+
+    def _stop(self, reason: str, code: int) -> None:
+        """Ask all workers to end, and see to it that they do.  The first code given stands."""
+        if self._state in (LaunchState.STOPPING, LaunchState.ENDED):
+            return
+        self._state = LaunchState.STOPPING
+        self._code = code
+        running = [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
+        then = f": SIGTERM to {messages.count(len(running))}, SIGKILL after {self._plan.grace_seconds:g} s"
+        self._console.say(reason + (then if running else ""))
+        self._loop.call_later(self._plan.grace_seconds, self._kill_everything)
+        for worker in running:
+            self._signal_worker(worker, signal.SIGTERM)
+        if not running:
+            self._own_workers_ended()
+
+    def _signal_worker(self, worker: Worker, number: int) -> None:
+        try:
+            signal.pidfd_send_signal(self._pidfds[worker.worker_id], number)
+        except ProcessLookupError:
+            return  # it has ended: its pidfd says so in a moment
+
+    def _kill_everything(self) -> None:
+        running = [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
+        if running:
+            ids = messages.ranges([worker.worker_id for worker in running])
+            self._console.say(f"SIGKILL to {'worker' if len(running) == 1 else 'workers'} {ids}")
+        for worker in running:
+            self._signal_worker(worker, signal.SIGKILL)
+        self._loop.call_later(UNKILLABLE_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        """A worker that SIGKILL does not end is blocked in the kernel; its log of states says "killed" all the same."""
+        if self._state is LaunchState.STOPPING:
+            self._end()
+
+    def _end(self) -> None:
+        self._state = LaunchState.ENDED
+
+    # --- other processes of ours ---
+
+    def _spared(self) -> tuple[int, ...]:
+        return (os.getpid(), self._warden.pid)
+
+    def _on_warden_replaced(self, killed: int) -> None:
+        self._console.say(f"the warden (pid {killed}) was killed; a new one (pid {self._warden.pid}) took its place")
+
+    def _reap_orphans(self) -> None:
+        """Reap descendants that lost their parent and became ours; ours by birth are reaped where they are watched."""
+        if not self._orphans:
+            return
+        self._orphans = False
+        own = {self._warden.pid, *([self._warm.pid] if self._warm else [])}
+        own |= {worker.pid for worker in self._workers.values() if worker.pid is not None and worker.live}
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            if ended.si_pid in own:
+                self._orphans = True  # it hides other zombies; once it is reaped, after its event, look again
+                return
+            os.waitpid(ended.si_pid, 0)
+
+    def _on_warm_ready(self) -> None:
+        self._source = self._warm
+        self._start_workers_if_ready()
+
+    def _on_warm_refused(self, reason: str) -> None:
+        assert self._warm is not None
+        self._console.say(f"no warm start: {reason}; starting cold")
+        self._warden.remove_session(self._warm.pid)
+        self._warm = None
+        self._source = ColdStart(self._plan, self._environment, self._worker_events)
+        self._start_workers_if_ready()
+
+    def _on_warm_exited(self, code: int, message: str) -> None:
+        self._warm = None
+        reason = f"the script ended with exit code {code} while it was loaded; no worker was started"
+        self._stop(message or reason, code)
+
+    def _on_warm_died(self, end: str) -> None:
+        if self._state is LaunchState.STARTING:
+            self._warm = None
+            self._stop(f"the parent process of the warm start {end} before the workers were forked", LAUNCH_FAILED)
+        else:
+            self._console.say(f"the parent process of the warm start {end}; its workers end with it")
+
+    # --- other nodes ---
+
+    def _node_events(self) -> NodeEvents:
+        return NodeEvents(
+            store_ready=lambda: None,
+            joined=self._on_joined,
+            all_joined=lambda: self._console.say(f"all {self._plan.nnodes} nodes take part"),
+            refused=lambda reason: self._stop(f"refused by node 0: {reason}", REFUSED),
+            note=self._console.say,
+            failed=lambda reason: self._stop(reason, LAUNCH_FAILED),
+            store_lost=self._on_store_lost,
+            report=self._on_report,
+            node_lost=self._on_node_lost,
+            delivered=self._on_delivered,
+        )
+
+    def _on_joined(self, run_id: str) -> None:
+        if self._rendezvous_timer:
+            self._rendezvous_timer.cancel()
+        self._joined = True
+        self._run_id = run_id
+        self._environment["TORCHELASTIC_RUN_ID"] = run_id
+        self._start_workers_if_ready()
+
+    def _on_rendezvous_timeout(self) -> None:
+        plan = self._plan
+        self._stop(
+            f"node 0 did not answer at {plan.master_addr}:{plan.master_port} within {plan.rendezvous_timeout:g} s "
+            "(--rendezvous-timeout): is its recover-run started, with the same --master-addr and --master-port?",
+            LAUNCH_FAILED,
+        )
+
+    def _on_store_lost(self, reason: str) -> None:
+        if self._state in (LaunchState.STARTING, LaunchState.RUNNING):
+            self._console.say(
+                f"the store of node 0 ({self._plan.master_addr}:{self._plan.master_port}) is gone: its launcher ended "
+                f"or its host is lost ({reason}); the workers here go on, but cannot use the store any more"
+            )
+
+    def _on_report(self, node_rank: int, outcomes: list[Outcome]) -> None:
+        self._elsewhere += outcomes
+        self._node_ended(node_rank)
+
+    def _on_node_lost(self, node_rank: int) -> None:
+        self._console.say(
+            f"node {node_rank} is lost: its launcher has not been heard of for a while; not waiting for it"
+        )
+        self._lost_nodes.add(node_rank)
+        self._node_ended(node_rank)
+
+    def _node_ended(self, node_rank: int) -> None:
+        self._reports_missing.discard(node_rank)
+        if self._state is LaunchState.WAITING and not self._reports_missing:
+            self._end()
+
+    def _on_delivered(self) -> None:
+        if self._state is LaunchState.WAITING:
+            self._end()
+
+    # --- the end ---
+
+    def _write_workers(self) -> None:
+        """Bring workers.json up to date, once for all changes of a round."""
+        if self._plan.log_dir is None or not self._joined or not self._changed:
+            return
+        self._changed = False
+        try:
+            write_workers(self._plan.log_dir, self._run_id, list(self._workers.values()))
+        except OSError as error:
+            self._console.say(f"workers.json cannot be written: {error}")
+
+    def _close(self) -> int:
+        """Nothing of the launch is left after this but the store, which ends with the process."""
+        for worker in self._workers.values():
+            if worker.live:
+                worker.end(-signal.SIGKILL, time.time())
+                self._changed = True
+        left = kill_until_none_left(
+            lambda: find_launch(self._plan.launch_id, (), self._spared()), timeout=LAST_SWEEP_SECONDS
+        )
+        if left:
+            self._console.say(
+                f"these processes cannot be killed (blocked in the kernel): {[item.pid for item in left]}"
+            )
+        self._write_workers()
+        code = self._exit_code()
+        if any(worker.pid is not None for worker in self._workers.values()):
+            self._console.say(messages.summary(list(self._workers.values()), code))
+        self._flush_output()
+        self._warden.finish()
+        self._loop.close()
+        return code
+
+    def _exit_code(self) -> int:
+        if self._code is not None:
+            return self._code
+        code = run_exit_code([*self._outcomes(), *self._elsewhere], self._plan.fault_tolerant)
+        if code == 0 and self._lost_nodes and not self._plan.fault_tolerant:
+            return LAUNCH_FAILED
+        return code
+
+    def _flush_output(self) -> None:
+        """Wait until our own reader has taken everything; after a stop, not for long."""
+        given_up: list[bool] = []
+        if self._code is not None:
+            self._loop.call_later(OUTPUT_SECONDS_WHEN_STOPPED, lambda: given_up.append(True))
+        self._state = LaunchState.STOPPING  # a signal from here on gives up the output
+        self._stop_signal_at = 0.0
+        while not self._console.flushed and not given_up and self._stop_signal_at == 0.0:
+            self._loop.run_once()
