@@ -11,6 +11,7 @@ no process group; a run's rendezvous store lives in a child of its own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -186,6 +187,8 @@ def _wait_for_all(children: dict[int, int], codes: list[int], timeout: float, to
             pid = handles.pop(handle)
             os.close(handle)
             codes[children[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what it left behind: loader workers, the checkpoint writer's helper
         if not ready or (together and any(codes)):
             for pid in handles.values():
                 os.kill(pid, signal.SIGKILL)

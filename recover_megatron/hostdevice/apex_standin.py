@@ -34,7 +34,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         """One step with the gradients in ``grad``; parameters without one are left alone."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
@@ -83,6 +83,23 @@ class FusedLayerNormAffineFunction:
     ) -> torch.Tensor:
         """``F.layer_norm``; ``memory_efficient`` changes what apex keeps, not what it computes."""
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm as Megatron constructs its norms (see megatron_fixes.py, "rms-norm")."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset))
+        # Megatron sums the gradients of such weights over the tensor-parallel group.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm over the last dimension."""
+        weight = self.weight + self.offset if self.offset else self.weight
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 def install() -> None:

@@ -1,27 +1,185 @@
-"""Megatron flags on the host device: which are needed, which cannot run."""
+"""Megatron flags on the host device: which it needs, which cannot run there.  Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 
 def host_defaults() -> list[str]:
-    """Megatron flags that a run on the host device needs, as argv items."""
+    """The Megatron flags without which a run on the host device ends with an error, as argv items.
+
+    For a script to put before the user's own flags, so that argparse lets the user's win.  Fusions that run on the
+    host as written are left at Megatron's default: they compute what the same command line computes on a GPU.
+    """
     return [
         "--transformer-impl=local",
-        "--no-gradient-accumulation-fusion",
-        "--no-persist-layer-norm",
-        "--no-masked-softmax-fusion",
-        "--no-bias-gelu-fusion",
-        "--no-bias-dropout-fusion",
-        "--attention-softmax-in-fp32",
         "--distributed-backend=gloo",
+        "--no-gradient-accumulation-fusion",
+        "--no-masked-softmax-fusion",
+        "--no-rope-fusion",
     ]
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """What cannot run: ``reason`` holds where ``applies(args)``."""
+
+    applies: Callable[[Any], bool]
+    reason: str
+
+
+def _set(name: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, name, None))
+
+
+def _is(name: str, *values: Any) -> Callable[[Any], bool]:
+    return lambda args: getattr(args, name, None) in values
+
+
+def _half(args: Any) -> bool:
+    return bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
+
+
+_TE = "needs TransformerEngine's GPU kernels"
+
+RULES = [
+    _Rule(
+        lambda args: getattr(args, "context_parallel_size", 1) > 1,
+        "--context-parallel-size above 1: only TransformerEngine's attention can split the context; use 1 "
+        "(megatron/core/transformer/dot_product_attention.py)",
+    ),
+    _Rule(
+        lambda args: getattr(args, "transformer_impl", "local") != "local",
+        f"--transformer-impl other than local: {_TE}; use --transformer-impl local "
+        "(megatron/core/models/gpt/gpt_layer_specs.py)",
+    ),
+    _Rule(
+        _is("distributed_backend", "nccl", "ucc"),
+        "--distributed-backend nccl: NCCL reaches GPU memory only; use --distributed-backend gloo "
+        "(megatron/training/initialize.py)",
+    ),
+    _Rule(
+        _set("gradient_accumulation_fusion"),
+        "gradient accumulation fusion: a CUDA extension; use --no-gradient-accumulation-fusion "
+        "(megatron/core/tensor_parallel/layers.py)",
+    ),
+    _Rule(
+        lambda args: _half(args) and bool(getattr(args, "masked_softmax_fusion", False)),
+        "masked softmax fusion with --bf16 or --fp16: a CUDA extension; use --no-masked-softmax-fusion "
+        "(megatron/core/fusions/fused_softmax.py)",
+    ),
+    _Rule(
+        lambda args: (
+            bool(getattr(args, "apply_rope_fusion", False))
+            and getattr(args, "position_embedding_type", None) in ("rope", "yarn", "mrope")
+        ),
+        f"rope fusion: {_TE}; use --no-rope-fusion (megatron/core/transformer/transformer_config.py)",
+    ),
+    _Rule(
+        _set("multi_latent_attention"),
+        "--multi-latent-attention: only TransformerEngine's attention takes keys and values of different widths; "
+        "leave it out (megatron/core/transformer/multi_latent_attention.py)",
+    ),
+    _Rule(
+        _set("fp8"),
+        "--fp8-format: the local transformer ignores it silently and would train at another precision; leave it out "
+        "(megatron/core/fp8_utils.py)",
+    ),
+    _Rule(_set("fp8_param_gather"), f"--fp8-param-gather: {_TE}; leave it out (megatron/core/fp8_utils.py)"),
+    _Rule(_set("fp4"), f"--fp4-format: {_TE}; leave it out (megatron/training/arguments.py)"),
+    _Rule(
+        lambda args: (
+            getattr(args, "cuda_graph_impl", "none") not in ("none", None)
+            or bool(getattr(args, "enable_cuda_graph", False) or getattr(args, "external_cuda_graph", False))
+        ),
+        "CUDA graphs: there is no CUDA; use --cuda-graph-impl none and neither --enable-cuda-graph nor "
+        "--external-cuda-graph (megatron/core/transformer/cuda_graphs.py)",
+    ),
+    _Rule(
+        _set("optimizer_cuda_graph"),
+        "--optimizer-cuda-graph: there is no CUDA; leave it out (megatron/core/optimizer/optimizer_cuda_graph.py)",
+    ),
+    _Rule(_set("nccl_ub"), "--use-nccl-ub: NCCL only; leave it out (megatron/core/nccl_allocator.py)"),
+    _Rule(_set("use_sharp"), "--use-sharp: NCCL only; leave it out (megatron/core/parallel_state.py)"),
+    _Rule(_set("tp_comm_overlap"), f"--tp-comm-overlap: {_TE}; leave it out (megatron/training/initialize.py)"),
+    _Rule(
+        _set("symmetric_ar_type"),
+        f"--symmetric-ar-type: {_TE}; leave it out (megatron/core/transformer/transformer_config.py)",
+    ),
+    _Rule(
+        lambda args: (
+            bool(getattr(args, "cross_entropy_loss_fusion", False))
+            and getattr(args, "cross_entropy_fusion_impl", "native") == "te"
+        ),
+        f"--cross-entropy-fusion-impl te: {_TE}; use native "
+        "(megatron/core/models/common/language_module/language_module.py)",
+    ),
+    _Rule(
+        _set("moe_permute_fusion"),
+        f"--moe-permute-fusion: {_TE}; leave it out (megatron/core/transformer/transformer_config.py)",
+    ),
+    _Rule(
+        _set("moe_router_fusion"),
+        f"--moe-router-fusion: {_TE}; leave it out (megatron/core/transformer/moe/moe_utils.py)",
+    ),
+    _Rule(
+        lambda args: (
+            bool(getattr(args, "moe_enable_deepep", False))
+            or getattr(args, "moe_token_dispatcher_type", None) == "flex"
+        ),
+        "--moe-token-dispatcher-type flex (DeepEP, HybridEP): GPU communication libraries; use alltoall or allgather "
+        "(megatron/core/transformer/moe/token_dispatcher.py)",
+    ),
+    _Rule(
+        _set("use_precision_aware_optimizer"),
+        "--use-precision-aware-optimizer: needs TransformerEngine's FusedAdam; leave it out "
+        "(megatron/core/optimizer/optimizer_config.py)",
+    ),
+    _Rule(
+        _set("optimizer_cpu_offload"),
+        "--optimizer-cpu-offload: there is no device to offload from; leave it out "
+        "(megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py)",
+    ),
+    _Rule(
+        _set("cpu_offloading_num_layers"),
+        f"--cpu-offloading-num-layers: {_TE}; leave it out (megatron/core/transformer/transformer_block.py)",
+    ),
+    _Rule(
+        _set("fine_grained_activation_offloading"),
+        f"--fine-grained-activation-offloading: {_TE}; leave it out (megatron/training/arguments.py)",
+    ),
+    _Rule(
+        _set("delay_wgrad_compute"),
+        f"--delay-wgrad-compute: {_TE}; leave it out (megatron/training/arguments.py)",
+    ),
+    _Rule(_set("qk_clip"), f"--qk-clip: {_TE}; leave it out (megatron/training/arguments.py)"),
+    _Rule(
+        _set("batch_invariant_mode"),
+        "--batch-invariant-mode: FlashAttention and Triton kernels; leave it out "
+        "(megatron/core/transformer/custom_layers/batch_invariant_kernels.py)",
+    ),
+    _Rule(
+        lambda args: bool(getattr(args, "profile", False)) and not getattr(args, "use_pytorch_profiler", False),
+        "--profile alone starts the CUDA profiler; add --use-pytorch-profiler (megatron/training/training.py)",
+    ),
+    _Rule(
+        _set("record_memory_history"),
+        "--record-memory-history: of CUDA memory; leave it out (megatron/training/utils/utils.py)",
+    ),
+    _Rule(
+        _set("log_straggler"),
+        "--log-straggler: reads the GPU's clock and power; leave it out (megatron/core/utils.py)",
+    ),
+]
+"""Each was seen to fail (or, --fp8-format, to be ignored) in a run of Megatron 0.19.2 on the host device."""
+
+
 def unsupported(args: Any) -> list[str]:
-    """What of ``args`` (Megatron's parsed namespace) cannot run without a GPU: one line each, naming the flag."""
-    problems = []
-    if getattr(args, "context_parallel_size", 1) > 1:
-        problems.append("--context-parallel-size above 1")
-    return problems
+    """What of ``args``, Megatron's parsed namespace, cannot run without a GPU; empty if everything can.
+
+    One line each: the flag, why, what to do, and the file of Megatron where it ends.  Works before and after Megatron's
+    own validation; an attribute that this version of Megatron lacks counts as not set.
+    """
+    return [rule.reason for rule in RULES if rule.applies(args)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -47,6 +48,15 @@ def _expect(module: ModuleType, path: str, parameters: list[str]) -> Any:
     return found
 
 
+def _minor_version() -> int:
+    """Megatron-Core's minor version, from its file: while its package is being imported it has no attributes yet."""
+    text = (Path(str(sys.modules["megatron.core"].__file__)).parent / "package_info.py").read_text(encoding="utf-8")
+    found = re.search(r"^MINOR = (\d+)", text, re.MULTILINE)
+    if found is None:
+        raise UnsupportedMegatron(f"megatron/core/package_info.py names no minor version; supported are {SUPPORTED}.")
+    return int(found[1])
+
+
 def _skip_make_in_wheel(module: ModuleType) -> None:
     compile_helpers = _expect(module, "compile_helpers", [])
     makefile = Path(str(module.__file__)).parent / "Makefile"
@@ -66,6 +76,49 @@ def _load_without_grad(module: ModuleType) -> None:
     module.DistributedOptimizer.load_state_dict = torch.no_grad()(load)
 
 
+def _splits_as_numpy(module: ModuleType) -> None:
+    _expect(module, "maybe_move_tensor_to_cpu", ["tensor", "as_numpy", "record_stream"])
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
+
+    module.maybe_move_tensor_to_cpu = on_host  # type: ignore[attr-defined]
+
+
+def _send_copies(module: ModuleType) -> None:
+    operands = ["tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"]
+    send = _expect(module, "_p2p_ops", [*operands, "group", "prev_pipeline_rank", "next_pipeline_rank"])
+    if _minor_version() >= 18:
+        return
+
+    @functools.wraps(send)
+    def send_copies(*, tensor_send_prev: Any, tensor_send_next: Any, **others: Any) -> Any:
+        prev, next_ = (None if t is None else t.clone() for t in (tensor_send_prev, tensor_send_next))
+        return send(tensor_send_prev=prev, tensor_send_next=next_, **others)
+
+    module._p2p_ops = send_copies  # type: ignore[attr-defined]
+
+
+def _with_rms_norm(class_name: str) -> Callable[[ModuleType], None]:
+    parameters = ["config", "hidden_size", "eps", "persist_layer_norm", "zero_centered_gamma", "normalization"]
+
+    def apply(module: ModuleType) -> None:
+        from recover_megatron.hostdevice.apex_standin import RMSNorm
+
+        original = _expect(module, class_name, parameters)
+
+        def new(cls: type, config: Any, hidden_size: Any, eps: float = 1e-5, **others: Any) -> Any:
+            if config.normalization == "RMSNorm":
+                return RMSNorm(config, hidden_size, eps)
+            if original.__new__ is object.__new__:
+                return object.__new__(cls)
+            return original.__new__(original, config, hidden_size, eps, **others)
+
+        setattr(module, class_name, type(class_name, (original,), {"__new__": new, "__module__": module.__name__}))
+
+    return apply
+
+
 FIXES = {
     "prebuilt-helpers": Fix(
         "megatron.core.datasets.utils",
@@ -78,6 +131,27 @@ FIXES = {
         _load_without_grad,
         "loading the distributed optimizer's float32 parameters writes to views of leaves with grad mode on, which "
         "autograd refuses",
+    ),
+    "splits-as-numpy": Fix(
+        "megatron.core.transformer.moe.moe_utils",
+        _splits_as_numpy,
+        "the all-to-all dispatcher makes its split sizes numpy arrays only of tensors whose is_cuda is true",
+    ),
+    "send-copies": Fix(
+        "megatron.core.pipeline_parallel.p2p_communication",
+        _send_copies,
+        "0.17 frees a pipeline tensor that is still being sent; a CUDA stream forgives that, gloo would send garbage "
+        "(0.18 waits first)",
+    ),
+    "rms-norm": Fix(
+        "megatron.core.fusions.fused_layer_norm",
+        _with_rms_norm("FusedLayerNorm"),
+        "the local transformer's final norm is FusedLayerNorm, which refuses --normalization RMSNorm",
+    ),
+    "rms-norm-in-layers": Fix(
+        "megatron.core.transformer.torch_norm",
+        _with_rms_norm("WrappedTorchNorm"),
+        "the local transformer's layers take torch's RMSNorm, which Megatron refuses with sequence parallelism",
     ),
 }
 

@@ -82,10 +82,6 @@ class Event:
     def wait(self, stream: Any = None) -> None:
         """Nothing to wait for."""
 
-    def query(self) -> bool:
-        """Always finished."""
-        return True
-
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
@@ -109,21 +105,11 @@ def table() -> list[Replacement]:
 
 
 def _tensors(row: Callable[..., None]) -> None:
-    for name in (
-        "tensor",
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "rand",
-        "randn",
-        "arange",
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-    ):
-        row(torch, "device='cuda' or an ordinal means the host", **{name: _placed(getattr(torch, name))})
-    tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
+    placed = "device='cuda' or a device's number means the host"
+    for name in ("arange", "empty", "ones", "rand", "tensor", "zeros"):
+        row(torch, placed, **{name: _placed(getattr(torch, name))})
+    tensor = torch.Tensor
+    tensor_to, tensor_type = tensor.to, tensor.type
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and isinstance(args[0], (str, int, torch.device)):
@@ -136,18 +122,16 @@ def _tensors(row: Callable[..., None]) -> None:
         answer = tensor_type(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
 
-    T = torch.Tensor
-    row(T, "device='cuda' or an ordinal means the host", to=to, new_empty=_placed(T.new_empty))
-    row(T, "the tensor is on the device already", cuda=lambda self, *args, **kwargs: self)
-    row(T, "optimizers sort parameters by the name 'torch.cuda.FloatTensor'", type=type_)
-    row(T, "asked before a copy to the host", is_cuda=property(lambda self: True))
-    row(T, "no stream holds the tensor's memory", record_stream=lambda self, stream: None)
+    row(tensor, placed, new_empty=_placed(tensor.new_empty), to=to)
+    row(tensor, "every tensor is on the device already", cuda=lambda self, *args, **kwargs: self)
+    row(tensor, "no stream holds its memory", record_stream=lambda self, stream: None)
+    row(tensor, "Megatron's optimizers sort parameters by the name 'torch.cuda.FloatTensor'", type=type_)
 
 
 def _device(row: Callable[..., None]) -> None:
     cuda = torch.cuda
-    only_stream = Stream()
-    properties = types.SimpleNamespace(name="host", major=10, minor=0, total_memory=1 << 34, multi_processor_count=1)
+    # Capability 10: from it on Megatron does not insist on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism.
+    properties = types.SimpleNamespace(name="host", major=10, minor=0)
     row(
         cuda,
         "there is one device, number 0",
@@ -156,23 +140,23 @@ def _device(row: Callable[..., None]) -> None:
         current_device=lambda: 0,
         set_device=lambda device: None,
         get_device_properties=lambda device=None: properties,
-        get_device_capability=lambda device=None: (10, 0),
     )
-    row(cuda.random, "torch.cuda.random holds its own reference", current_device=lambda: 0)
+    row(cuda.random, "torch.cuda's RNG functions ask this module's own reference", current_device=lambda: 0)
+    only_stream = Stream()
     row(
         cuda,
-        "its streams are always finished",
+        "what was given to the device is done when the call returns",
         synchronize=lambda device=None: None,
         Stream=Stream,
         Event=Event,
         current_stream=lambda device=None: only_stream,
-        default_stream=lambda device=None: only_stream,
         stream=lambda stream: contextlib.nullcontext(),
     )
+    row(cuda, "the host has no cache to empty, and a torch without CUDA no such function", empty_cache=lambda: None)
+    uncounted = "memory of the device is not counted: Megatron reports 0"
+    row(cuda, uncounted, device_memory_used=lambda device=None: 0)
+    row(cuda.memory, uncounted, memory_stats_as_nested_dict=lambda device=None: {})
     row(torch.accelerator, "data loaders would pin memory for it", is_available=lambda: False)
-    row(cuda, "there is no cache", empty_cache=lambda: None)
-    row(cuda, "memory of the device is not counted", device_memory_used=lambda device=None: 0)
-    row(cuda.memory, "memory of the device is not counted", memory_stats_as_nested_dict=lambda device=None: {})
 
 
 def _random(row: Callable[..., None]) -> None:

@@ -1,0 +1,91 @@
+"""``python warm.py JOBS.json``: several Megatron runs, torch and Megatron imported once for all.
+
+The parent activates the host device and imports everything, then forks the workers of one job after the other.  A job
+is ``{"workers": N, "flags": [...], "log": FILE}``; rank r writes to FILE.r.  Ends with the first job's status that is
+not 0.
+"""
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from recover_megatron import hostdevice
+
+DEADLINE_S = 240
+
+hostdevice.activate()  # not in main(): processes that the checkpoint writer spawns import this file
+
+
+def free_port():
+    """A port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def worker(rank, job, port):
+    """The life of one worker; does not return."""
+    import signal
+
+    import tiny_pretrain
+
+    signal.alarm(DEADLINE_S)
+    status = 1
+    try:
+        out = os.open(f"{job['log']}.{rank}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        size = str(job["workers"])
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size,
+            RANK=str(rank), LOCAL_RANK=str(rank),
+        )  # fmt: skip
+        sys.argv = ["tiny_pretrain.py", *job["flags"]]
+        tiny_pretrain.main()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run(job):
+    """Fork the workers of a job and wait for them; the first status that is not 0 ends the others."""
+    port, ranks, worst = free_port(), {}, 0
+    for rank in range(job["workers"]):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if (pid := os.fork()) == 0:
+            worker(rank, job, port)
+        ranks[pid] = rank
+    while ranks:
+        pid, status = os.wait()
+        ranks.pop(pid)
+        if status and not worst:
+            worst = abs(os.waitstatus_to_exitcode(status))
+            for other in ranks:
+                os.kill(other, 15)
+    return worst
+
+
+def main():
+    """All jobs of the file, in order."""
+    import tiny_pretrain  # noqa: F401
+    import torch._dynamo  # noqa: F401  (torch.optim would import it in every worker)
+    from megatron.training.models import gpt  # noqa: F401
+
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        if status := run(job):
+            sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What a user does: recover-run starts pretrain_gpt_recover.py, and the run folder holds what the README promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.report.steps import audit_problem, read_steps
+from tests.forkserver import REPOSITORY
+from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
+
+pytestmark = pytest.mark.slow
+
+PATIENCE = 240
+"""Seconds after which a run that should have moved counts as stuck (a loaded machine, two cores)."""
+
+
+def launch(out: Path, *argv: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "recover_megatron.launch", "--log-dir", str(out), *argv]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+def workers(out: Path) -> list[dict[str, object]]:
+    return json.loads((out / "workers.json").read_text())
+
+
+def wait_until_iteration(out: Path, iteration: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        path = out / "steps.jsonl"
+        if path.exists() and any(step.iteration >= iteration for step in read_steps(path)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"iteration {iteration} was not reached in {PATIENCE} s")
+
+
+@pytest.mark.parametrize("start", ["warm", "cold"])
+def test_a_run_leaves_its_audit_its_workers_and_their_logs(tmp_path: Path, start: str) -> None:
+    flags = ["--warm"] if start == "warm" else []
+    run = launch(tmp_path, *flags, "--nproc-per-node", "2", OURS, *MODEL, *SCHEDULE, *MOCK, "--recover")
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 0, said
+    steps = list(read_steps(tmp_path / "steps.jsonl"))
+    assert [step.iteration for step in steps] == list(range(1, 21))
+    assert [audit_problem(step) for step in steps] == [None] * 20
+    assert [(w["worker_id"], w["state"]) for w in workers(tmp_path)] == [(0, "finished"), (1, "finished")]
+    assert " iteration       20/      20 " in (tmp_path / "worker-1.log").read_text()
+    assert "[1] " in said
+
+
+def test_sigterm_ends_a_training_run_in_order(tmp_path: Path) -> None:
+    endless = [*MODEL, *SCHEDULE, *MOCK, "--train-iters", "100000", "--recover"]
+    run = launch(tmp_path, "--warm", "--grace-seconds", "5", "--nproc-per-node", "2", OURS, *endless)
+    wait_until_iteration(tmp_path, 3)
+    pids = [int(str(w["pid"])) for w in workers(tmp_path)]
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 128 + signal.SIGTERM, said
+    assert [w["state"] for w in workers(tmp_path)] == ["killed", "killed"]
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert all(audit_problem(step) is None for step in read_steps(tmp_path / "steps.jsonl"))
+
+
+@pytest.mark.parametrize("start", ["warm", "cold"])
+def test_refused_flags_are_told_once_and_nothing_is_left_running(tmp_path: Path, start: str) -> None:
+    flags = ["--warm"] if start == "warm" else []
+    bad = [*MODEL, *SCHEDULE, "--data-path", "/nowhere/corpus", "--tensor-model-parallel-size", "2"]
+    run = launch(tmp_path, *flags, "--nproc-per-node", "3", OURS, *bad)
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 2, said
+    assert said.count("cannot hold whole replicas of 2") == 1
+    assert said.count("no /nowhere/corpus.bin") == 1
+    assert "Traceback" not in said
