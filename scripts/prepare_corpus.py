@@ -122,7 +122,8 @@ def _write_parts(parts: Iterator[tuple[bytes, bool]], folder: Path) -> dict[str,
     for document, is_valid in parts:
         name = "valid" if is_valid else "train"
         tokens = made[name].add(document)
-        writers[name].add_document(torch.from_numpy(tokens), [len(tokens)])
+        writers[name].add_item(torch.from_numpy(tokens))
+        writers[name].end_document()
     for name, writer in writers.items():
         writer.finalize(get_idx_path(str(folder / f"{name}_document")))
     if not made["train"].documents:

@@ -1,0 +1,173 @@
+"""The report of a run: what it says, and that a run which broke the invariant does not pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.report.__main__ import main
+from recover_megatron.report.audit import microbatches_per_iteration, violations
+from recover_megatron.report.follow import Follower
+from recover_megatron.report.steps import Step
+
+M = 6
+
+
+def step(iteration: int, **changes: object) -> Step:
+    good = Step(
+        iteration=iteration,
+        loss=4.0 / iteration,
+        grad_norm=1.0,
+        consumed_samples=12 * iteration,
+        epoch=0,
+        replicas=2,
+        seconds=0.25,
+        microbatches={0: [0, 2, 4], 1: [1, 3, 5]},
+    )
+    return dataclasses.replace(good, **changes)  # type: ignore[arg-type]
+
+
+def write(folder: Path, steps: list[Step], end: str = "") -> Path:
+    (folder / "steps.jsonl").write_text("".join(s.to_json() + "\n" for s in steps) + end)
+    return folder
+
+
+GOOD = [step(n) for n in range(1, 9)]
+
+
+def test_uneven_quotas_of_fewer_replicas_are_no_violation() -> None:
+    later = step(9, epoch=1, replicas=1, microbatches={1: [3, 5, 1, 0, 2, 4]})
+    assert violations([*GOOD, later]) == []
+    assert microbatches_per_iteration(GOOD) == M
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"microbatches": {0: [0, 4], 1: [1, 3, 5]}}, "iteration 9: microbatches [2] were not counted"),
+        ({"microbatches": {0: [0, 2, 4], 1: [1, 3]}}, "iteration 9: microbatches [5] were not counted"),
+        (
+            {"microbatches": {0: [0, 2, 4], 1: [1, 3, 5, 2]}},
+            "iteration 9: microbatches [2] were counted more than once",
+        ),
+        ({"microbatches": {}}, "iteration 9: microbatches all were not counted"),
+        ({"consumed_samples": 9 * 12 - 2}, "iteration 9: 10 samples were consumed, in those before 12"),
+        ({"iteration": 10}, "iteration 10 follows iteration 8"),
+    ],
+)
+def test_each_kind_of_violation_is_found_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], said: str
+) -> None:
+    steps = [*GOOD, dataclasses.replace(step(9), **changes)]  # type: ignore[arg-type]
+    assert violations(steps)[0].startswith(said)
+    assert main([str(write(tmp_path, steps)), "--no-plot"]) == 1
+    out, err = capsys.readouterr()
+    assert f"NOT each counted exactly once: {said}" in out
+    assert said in err
+
+
+def test_ids_missing_from_every_iteration_are_found_where_their_number_is_known(tmp_path: Path) -> None:
+    assert violations(GOOD, expected=7)[0] == "iteration 1: microbatches [6] were not counted"
+    assert violations(GOOD, expected=5)[0] == "iteration 1: microbatches [5] were counted, the last one is 4"
+    (tmp_path / "run.json").write_text('{"microbatches": 7}')
+    assert main([str(write(tmp_path, GOOD)), "--no-plot"]) == 1
+    assert main([str(tmp_path), "--no-plot", "--microbatches", "6"]) == 0
+
+
+def test_a_last_line_cut_by_a_crash_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write(tmp_path, GOOD, end=step(9).to_json()[:40])), "--no-plot"]) == 0
+    assert "8 (1 to 8)" in capsys.readouterr().out
+
+
+def test_a_damaged_line_before_the_last_is_an_error_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(write(tmp_path, GOOD, end="{}\n" + step(9).to_json() + "\n")), "--no-plot"]) == 2
+    assert "steps.jsonl:9" in capsys.readouterr().err
+
+
+def test_the_summary_has_the_losses_beside_the_unigram_entropy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, [*GOOD, step(9, epoch=1, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]}, loss=None)])
+    (tmp_path / "corpus.json").write_text(json.dumps({"unigram_entropy_nats": {"valid_under_train": 3.25}}))
+    (tmp_path / "run.json").write_text(json.dumps({"seq_length": 100, "exit_code": 0}))
+    (tmp_path / "workers.json").write_text(json.dumps({"workers": [{}, {}]}))
+    (tmp_path / "worker-1.log").write_bytes(
+        b"\xff junk\n validation loss at iteration 4 on validation set | lm loss value: 2.5E+00 | lm loss PPL: 12 |\n"
+        b" validation loss at iteration 8 on validation set | lm loss value: 1.5E+00 | lm loss PPL: 4 |\n"
+        b" validation loss at iteration 8 on test set | lm loss value: 1.75E+00 | lm loss PPL: 5 |\n"
+    )
+    assert main([str(tmp_path), "--no-plot"]) == 0
+    said = capsys.readouterr().out
+    assert "108 samples = 10,800 tokens" in said
+    assert "2, 1 from iteration 9 (2 epochs)" in said
+    assert "first loss      4.0000 nats (5.771 bits)" in said
+    assert "1.3589 nats (1.961 bits) a token, mean of the last 8 iterations" in said  # 4 * (1 + 1/2 + ... + 1/8) / 8
+    assert "validation loss 1.5000 nats" in said
+    assert "test loss       1.7500 nats" in said
+    assert "unigram entropy 3.2500 nats" in said
+    assert "each of 0..5 was counted exactly once" in said
+    assert "exit code       0" in said
+
+
+def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert main([str(tmp_path)]) == 2
+    write(tmp_path, GOOD)
+    assert main([str(tmp_path), "--corpus", str(tmp_path / "no.json")]) == 2
+    (tmp_path / "corpus.json").write_text("{")
+    assert main([str(tmp_path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 4
+    assert all(line.startswith("report: error: ") for line in said)
+
+
+def test_a_run_without_a_step_is_told_and_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write(tmp_path, []))]) == 0
+    assert "none committed" in capsys.readouterr().out
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_the_loss_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "corpus.json").write_text(json.dumps({"unigram_entropy_nats": {"valid_under_train": 3.25}}))
+    write(tmp_path, [*GOOD, step(9, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]})])
+    assert main([str(tmp_path)]) == 0
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_follower_gives_each_new_step_once_and_never_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    write(tmp_path, GOOD[:2])
+    follower = Follower(path)
+    assert follower.new_steps() == []
+    line = step(3).to_json() + "\n"
+    with path.open("a") as file:
+        file.write(line[:30])
+        file.flush()
+        assert follower.new_steps() == []
+        file.write(line[30:])
+        file.flush()
+        assert follower.new_steps() == [step(3)]
+    assert follower.new_steps() == []
+
+
+def test_a_follower_of_a_resumed_run_leaves_out_what_was_there_before(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    follower = Follower(tmp_path / "steps.jsonl", after_iteration=4)
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.jsonl.1")
+    write(tmp_path, GOOD[:4])
+    assert follower.new_steps() == []
+    write(tmp_path, GOOD[:5])
+    assert follower.new_steps() == [step(5)]
+
+
+def test_a_follower_waits_for_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
+    follower = Follower(tmp_path / "steps.jsonl")
+    assert follower.new_steps() == []
+    write(tmp_path, GOOD)
+    assert follower.new_steps() == GOOD

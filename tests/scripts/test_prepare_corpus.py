@@ -1,0 +1,254 @@
+"""The corpus: the very bytes come back through Megatron's own reader, and what is wrong is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import prepare_corpus
+import pytest
+from lib.documents import CorpusError, at_most, split
+
+TEXTS = [f"document {n}: {'äöü ' * n}\r\n".encode() for n in range(1, 61)] + [b"\xff\xfe no UTF-8 \x80"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of text files whose order by name is that of TEXTS."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, text in enumerate(TEXTS):
+        (texts / f"{number:03}.txt").write_bytes(text)
+    return texts
+
+
+def prepare(out: Path, *arguments: Path | str) -> dict[str, Any]:
+    assert prepare_corpus.main(["--out", str(out), *map(str, arguments)]) == 0
+    return json.loads((out / "corpus.json").read_bytes())
+
+
+def read(out: Path, name: str) -> list[list[int]]:
+    """The documents of a split as Megatron's reader gives them."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(str(out / f"{name}_document"))
+    assert list(data.document_indices) == list(range(len(data) + 1))  # a sequence each
+    return [data[i].tolist() for i in range(len(data))]
+
+
+def refused(capsys: pytest.CaptureFixture[str], out: Path, *arguments: Path | str) -> str:
+    assert prepare_corpus.main(["--out", str(out), *map(str, arguments)]) == 1
+    assert not (out / "corpus.json").exists()
+    return capsys.readouterr().err
+
+
+def test_every_byte_comes_back_in_one_split_only(tmp_path: Path, folder: Path) -> None:
+    corpus = prepare(tmp_path / "out", "--input", folder, "--valid-percent", "20")
+    train, valid = read(tmp_path / "out", "train"), read(tmp_path / "out", "valid")
+    for document in train + valid:
+        assert document[-1] == 256
+        assert max(document[:-1]) <= 255
+    texts = {name: [bytes(d[:-1]) for d in documents] for name, documents in (("train", train), ("valid", valid))}
+    assert Counter(texts["train"] + texts["valid"]) == Counter(TEXTS)
+    assert set(texts["train"]).isdisjoint(texts["valid"])
+    for name in ("train", "valid"):
+        assert texts[name] == [t for t in TEXTS if t in set(texts[name])]  # in order
+        size = sum(map(len, texts[name]))
+        assert corpus[name] == {"documents": len(texts[name]), "bytes": size, "tokens": size + len(texts[name])}
+
+
+def test_the_split_has_about_the_share_asked_for_and_is_the_same_every_time() -> None:
+    documents = [b"%d" % n for n in range(5000)]
+    first = list(split(documents, 10))
+    assert first == list(split(documents, 10))
+    assert 400 < sum(is_valid for _, is_valid in first) < 600
+    # A longer input does not move the documents that were there before.
+    assert list(split(documents[:100], 10)) == first[:100]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_neither_split_is_empty_however_few_the_documents(count: int) -> None:
+    documents = [b"one line\nanother line\n" * 10 for _ in range(count)]
+    parts = list(split(documents, 5))
+    assert {is_valid for _, is_valid in parts} == {True, False}
+    assert b"".join(text for text, _ in parts) == b"".join(documents)
+    if count == 1:
+        assert parts[0][0].endswith(b"\n")
+
+
+def test_the_entropies_are_those_computed_directly(tmp_path: Path, folder: Path) -> None:
+    corpus = prepare(tmp_path / "out", "--input", folder)
+    train, valid = ([t for document in read(tmp_path / "out", name) for t in document] for name in ("train", "valid"))
+    counts = Counter(train)
+    cross = -sum(math.log((counts[t] + 1) / (len(train) + 257)) for t in valid) / len(valid)
+    plain = -sum(n / len(train) * math.log(n / len(train)) for n in counts.values())
+    nats, bits = corpus["unigram_entropy_nats"], corpus["unigram_entropy_bits"]
+    assert nats["valid_under_train"] == pytest.approx(cross, rel=1e-12)
+    assert nats["train"] == pytest.approx(plain, rel=1e-12)
+    assert bits["train"] == pytest.approx(plain / math.log(2), rel=1e-12)
+
+
+def test_the_flags_make_megatron_see_all_ids_and_the_end_of_a_document(tmp_path: Path, folder: Path) -> None:
+    from argparse import ArgumentParser
+
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    corpus = prepare(tmp_path / "out", "--input", folder)
+    parser = ArgumentParser()
+    for flag in ("--train-data-path", "--valid-data-path"):
+        parser.add_argument(flag)
+    parser.add_argument("--tokenizer-type")
+    for flag in ("--vocab-size", "--make-vocab-size-divisible-by"):
+        parser.add_argument(flag, type=int)
+    args = parser.parse_args(corpus["megatron_flags"])
+    vars(args).update(rank=0, tensor_model_parallel_size=1, pad_vocab_size=True, padded_vocab_size=None)
+    assert build_tokenizer(args).eod == corpus["end_of_document"] == 256
+    assert args.padded_vocab_size >= corpus["vocabulary"]
+    assert Path(args.train_data_path + ".bin").is_file()
+    assert Path(args.valid_data_path + ".idx").is_file()
+
+
+def test_json_lines_give_a_document_each(tmp_path: Path) -> None:
+    lines = [{"body": f"text {n} é", "id": n} for n in range(4)] + [{"body": "", "id": 5}]
+    source = tmp_path / "pages.jsonl"
+    source.write_text("\n\n".join(json.dumps(line) for line in lines) + "\n")
+    prepare(tmp_path / "out", "--input", source, "--json-key", "body")
+    documents = read(tmp_path / "out", "train") + read(tmp_path / "out", "valid")
+    assert sorted(bytes(d[:-1]).decode() for d in documents) == [f"text {n} é" for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"id": 7, "body": "x"}', "no key 'text' (its keys: body, id); choose one with --json-key"),
+        ('{"text": 7}', "the value of 'text' is no string but a int"),
+        ("[1, 2]", "a JSON object is expected"),
+        ('{"text": "cut', "not a line of JSON"),
+        (b'{"text": "\xff"}', "not a line of JSON"),
+    ],
+)
+def test_a_bad_json_line_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | bytes, said: str
+) -> None:
+    source = tmp_path / "pages.jsonl"
+    source.write_bytes(b'{"text": "fine"}\n\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    error = refused(capsys, tmp_path / "out", "--input", source)
+    assert f"{source}:3: " in error
+    assert said in error
+
+
+def test_an_input_that_is_not_there_or_empty_or_binary_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert "nowhere: no such file or folder" in refused(capsys, out, "--input", tmp_path / "nowhere")
+    (tmp_path / "empty.txt").touch()
+    assert "the input is empty" in refused(capsys, out, "--input", tmp_path / "empty.txt")
+    (tmp_path / "folder").mkdir()
+    assert "no text files in" in refused(capsys, out, "--input", tmp_path / "folder")
+    for name, start in {"program": b"\x7fELF\0\0", "text.gz": b"\x1f\x8b\x08"}.items():
+        (tmp_path / name).write_bytes(start + b"abc" * 9)
+        assert "this is not text" in refused(capsys, out, "--input", tmp_path / name)
+    assert list(out.iterdir()) in ([], [out / ".lock"])
+
+
+def test_binary_files_of_a_folder_are_left_out_and_told(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "picture.png").write_bytes(b"\x89PNG\0\0\0")
+    (folder / ".hidden").write_bytes(b"hidden")
+    corpus = prepare(tmp_path / "out", "--input", folder)
+    assert corpus["train"]["documents"] + corpus["valid"]["documents"] == len(TEXTS)
+    assert "left out 1 binary files, such as" in capsys.readouterr().err
+    corpus = prepare(tmp_path / "out", "--input", folder, "--binary")
+    assert corpus["train"]["documents"] + corpus["valid"]["documents"] == len(TEXTS) + 1
+
+
+def test_an_output_that_cannot_be_written_is_told(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert prepare_corpus.main(["--out", str(tmp_path / "file" / "out"), "--input", str(folder)]) == 1
+    assert "choose another folder with --out" in capsys.readouterr().err
+
+
+def test_the_cap_takes_whole_documents() -> None:
+    documents = [b"a" * 10, b"b" * 10, b"c" * 10]
+    assert list(at_most(documents, 25)) == documents[:2]
+    assert list(at_most(documents, None)) == documents
+    assert list(at_most(documents, 4)) == [b"aaaa"]
+
+
+def test_one_byte_cannot_be_split() -> None:
+    with pytest.raises(CorpusError, match="cannot be split"):
+        list(split([b"x"], 5))
+
+
+def test_a_corpus_is_made_again_only_if_something_changed(tmp_path: Path, folder: Path) -> None:
+    out = tmp_path / "out"
+
+    def made(*arguments: str) -> int:
+        prepare(out, "--input", folder, *arguments)
+        return (out / "train_document.bin").stat().st_ino
+
+    first = made()
+    assert made() == first
+    assert made("--force") != first
+    now = made()
+    os.utime(folder / "000.txt", (1, 1))
+    assert made() != now
+    now = made()
+    assert made("--max-mib", "0.001") != now
+
+
+@pytest.mark.parametrize("damage", ["corpus.json", "train_document.bin", "valid_document.idx"])
+def test_a_damaged_corpus_is_not_taken_for_a_whole_one(tmp_path: Path, folder: Path, damage: str) -> None:
+    out = tmp_path / "out"
+    prepare(out, "--input", folder)
+    whole = (out / damage).read_bytes()
+    (out / damage).write_bytes(whole[: len(whole) // 2])
+    assert prepare_corpus.load_if_whole(out) is None
+    prepare(out, "--input", folder)
+    assert (out / damage).read_bytes() == whole
+
+
+def test_a_run_that_fails_while_it_replaces_a_corpus_leaves_none(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    prepare(out, "--input", folder)
+    replace = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if Path(target).name == "valid_document.bin":
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    assert prepare_corpus.main(["--out", str(out), "--input", str(folder), "--force"]) == 1
+    assert prepare_corpus.load_if_whole(out) is None
+    assert not list(out.glob(".making-*"))
+
+
+def test_megatrons_sample_index_of_the_old_text_goes_with_it(tmp_path: Path, folder: Path) -> None:
+    out = tmp_path / "out"
+    prepare(out, "--input", folder)
+    index = out / "train_document" / "cache" / "GPTDataset_indices" / "0-sample_index.npy"
+    index.parent.mkdir(parents=True)
+    np.save(index, np.zeros(3))
+    prepare(out, "--input", folder)
+    assert index.exists()
+    prepare(out, "--input", folder, "--force")
+    assert not index.exists()
+
+
+def test_the_standard_library_is_the_text_without_an_input(tmp_path: Path) -> None:
+    corpus = prepare(tmp_path / "out", "--max-mib", "0.5")
+    assert corpus["source"].startswith("standard library of Python 3.")
+    assert 0.3 * 2**20 < corpus["train"]["bytes"] + corpus["valid"]["bytes"] <= 0.5 * 2**20
+    assert 2 < corpus["unigram_entropy_nats"]["valid_under_train"] < 4  # program text
