@@ -75,3 +75,11 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
         raise UserError(str(error)) from None
     log_dir = args.recover_log_dir or os.environ.get(LOG_DIR_VARIABLE)
     return RecoverConfig(enabled=args.recover, log_dir=Path(log_dir) if log_dir else None, device=args.recover_device)
+
+
+def device_from_argv(argv: Sequence[str]) -> str:
+    """The value of ``--recover-device`` in a script's command line; "auto" where it is bad, which the script refuses."""
+    try:
+        return config_from_argv(argv).device
+    except UserError:
+        return "auto"
