@@ -56,20 +56,31 @@ def microbatches(workers: int) -> int:
     return -(-LEAST_MICROBATCHES // workers) * workers
 
 
+def from_root(word: str | Path) -> str:
+    """A path inside the checkout as seen from its root, where the training runs; anything else as it is."""
+    path = Path(word)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(word)
+
+
 def training_command(args: argparse.Namespace, run: Path, data_flags: Sequence[str]) -> list[str]:
-    """The whole command line of the training: what a user would type."""
+    """The whole command line of the training: what a user would type in the root of the checkout."""
     batch = MICRO_BATCH * microbatches(args.workers)
-    launcher = [str(Path(sys.executable).with_name("recover-run")), "--nproc-per-node", str(args.workers), "--warm"]
-    command = [*launcher, "--log-dir", str(run), str(ROOT / "pretrain_gpt_recover.py"), "--recover"]
-    command += [*WITHOUT_KERNELS, *MODEL, *OPTIMIZER, *data_flags]
+    launcher = [
+        from_root(Path(sys.executable).with_name("recover-run")),
+        "--nproc-per-node",
+        str(args.workers),
+        "--warm",
+    ]
+    command = [*launcher, "--log-dir", from_root(run), "pretrain_gpt_recover.py", "--recover"]
+    command += [*WITHOUT_KERNELS, *MODEL, *OPTIMIZER, *map(from_root, data_flags)]
     command += ["--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)]
     command += ["--micro-batch-size", str(MICRO_BATCH), "--global-batch-size", str(batch)]
     command += ["--train-iters", str(args.iters), "--log-interval", "10", "--num-workers", "0"]
-    # One evaluation, when the training is over, and one checkpoint in its middle.
-    command += ["--eval-interval", str(args.iters), "--eval-iters", "16"]
-    command += ["--save", str(run / "checkpoint"), "--save-interval", str(max(1, args.iters // 2))]
+    # One evaluation, when the training is over; checkpoints in its middle and at its end.
+    command += ["--eval-interval", str(args.iters + 1), "--eval-iters", "16"]
+    command += ["--save", from_root(run / "checkpoint"), "--save-interval", str(max(1, args.iters // 2))]
     if args.resume:
-        command += ["--load", str(run / "checkpoint"), "--override-opt-param-scheduler"]
+        command += ["--load", from_root(run / "checkpoint"), "--override-opt-param-scheduler"]
     return [*command, *args.megatron]
 
 
@@ -186,7 +197,7 @@ def quickstart(args: argparse.Namespace) -> int:
         (run / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n", encoding="utf-8")
         console = run / "console.log"
         print(f"training: {args.workers} workers, {settings['iterations']} iterations; all output goes to {console}")
-        print(f"  {shlex.join(command)}\n", flush=True)
+        print(f"in {ROOT}:\n  {shlex.join(command)}\n", flush=True)
         began = time.monotonic()
         progress = Progress(settings["iterations"], corpus["unigram_entropy_nats"]["valid_under_train"])
         status = train(command, run, progress)

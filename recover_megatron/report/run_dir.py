@@ -31,8 +31,8 @@ class Run:
     """In the order of their iterations; a last line that a crash cut short is not among them."""
     corpus: dict[str, Any] | None
     """corpus.json of scripts/prepare_corpus.py."""
-    workers: dict[str, Any] | None
-    """workers.json of recover-run."""
+    workers: list[dict[str, Any]]
+    """workers.json of recover-run: an object for each worker; empty: there is none."""
     settings: dict[str, Any]
     """run.json of scripts/quickstart.sh; empty for other runs."""
     evaluations: dict[str, dict[int, float]]
@@ -64,22 +64,23 @@ def read_run(folder: Path, corpus: Path | None = None) -> Run:
     return Run(
         folder=folder,
         steps=steps,
-        corpus=_json_object(corpus or folder / "corpus.json"),
-        workers=_json_object(folder / "workers.json"),
-        settings=_json_object(folder / "run.json") or {},
+        corpus=_json(corpus or folder / "corpus.json", dict),
+        workers=_json(folder / "workers.json", list) or [],
+        settings=_json(folder / "run.json", dict) or {},
         evaluations=_evaluations(folder),
     )
 
 
-def _json_object(path: Path) -> dict[str, Any] | None:
+def _json[Content: (list[Any], dict[str, Any])](path: Path, kind: type[Content]) -> Content | None:
+    """What is in the file; None: there is no file.  Raises NotARun."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise NotARun(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise NotARun(f"{path} is not a JSON object")
+    if not isinstance(content, kind):
+        raise NotARun(f"{path} should hold a JSON {'object' if kind is dict else 'list'}")
     return content
 
 

@@ -26,8 +26,8 @@ def summary(run: Run, violations: Sequence[str]) -> str:
     rows.append(("iterations", _iterations(run, steps)))
     rows.append(("time", _time(steps)))
     rows.append(("replicas", _replicas(steps)))
-    if run.workers is not None and (fate := _workers(run.workers)):
-        rows.append(("workers", fate))
+    if run.workers:
+        rows.append(("workers", _workers(run.workers)))
     rows += _losses(run, steps)
     rows.append(("microbatches", _audit(run, steps, violations)))
     if "exit_code" in run.settings:
@@ -61,11 +61,16 @@ def _replicas(steps: Sequence[Step]) -> str:
     return text + (f" ({epochs} epochs)" if epochs > 1 else "")
 
 
-def _workers(workers: dict[str, Any]) -> str:
-    listed = workers.get("workers")
-    if not isinstance(listed, list):
-        return ""
-    return str(len(listed))
+def _workers(workers: Sequence[dict[str, Any]]) -> str:
+    """How many ended how, and which of them did not finish."""
+    states: dict[str, list[str]] = {}
+    for worker in workers:
+        states.setdefault(str(worker.get("state")), []).append(str(worker.get("worker_id")))
+    parts = [
+        f"{len(ids)} {state}" + ("" if state == "finished" else f" (worker {', '.join(ids)})")
+        for state, ids in states.items()
+    ]
+    return f"{len(workers)}: {', '.join(parts)}"
 
 
 def _losses(run: Run, steps: Sequence[Step]) -> list[tuple[str, str]]:

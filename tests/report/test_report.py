@@ -95,7 +95,9 @@ def test_the_summary_has_the_losses_beside_the_unigram_entropy(
     write(tmp_path, [*GOOD, step(9, epoch=1, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]}, loss=None)])
     (tmp_path / "corpus.json").write_text(json.dumps({"unigram_entropy_nats": {"valid_under_train": 3.25}}))
     (tmp_path / "run.json").write_text(json.dumps({"seq_length": 100, "exit_code": 0}))
-    (tmp_path / "workers.json").write_text(json.dumps({"workers": [{}, {}]}))
+    states = ["finished", "killed", "finished"]
+    workers = [{"worker_id": n, "state": state} for n, state in enumerate(states)]
+    (tmp_path / "workers.json").write_text(json.dumps(workers))
     (tmp_path / "worker-1.log").write_bytes(
         b"\xff junk\n validation loss at iteration 4 on validation set | lm loss value: 2.5E+00 | lm loss PPL: 12 |\n"
         b" validation loss at iteration 8 on validation set | lm loss value: 1.5E+00 | lm loss PPL: 4 |\n"
@@ -105,6 +107,7 @@ def test_the_summary_has_the_losses_beside_the_unigram_entropy(
     said = capsys.readouterr().out
     assert "108 samples = 10,800 tokens" in said
     assert "2, 1 from iteration 9 (2 epochs)" in said
+    assert "3: 2 finished, 1 killed (worker 1)" in said
     assert "first loss      4.0000 nats (5.771 bits)" in said
     assert "1.3589 nats (1.961 bits) a token, mean of the last 8 iterations" in said  # 4 * (1 + 1/2 + ... + 1/8) / 8
     assert "validation loss 1.5000 nats" in said
@@ -119,10 +122,11 @@ def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, capsys: pyte
     assert main([str(tmp_path)]) == 2
     write(tmp_path, GOOD)
     assert main([str(tmp_path), "--corpus", str(tmp_path / "no.json")]) == 2
-    (tmp_path / "corpus.json").write_text("{")
-    assert main([str(tmp_path)]) == 2
+    for content in ("{", "[]"):
+        (tmp_path / "corpus.json").write_text(content)
+        assert main([str(tmp_path)]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 4
+    assert len(said) == 5
     assert all(line.startswith("report: error: ") for line in said)
 
 
