@@ -54,7 +54,7 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     options, reasons = arguments.parse(argv)
     reasons += arguments.check_files(options)
     reserved = None
-    if options.node_rank > 0:
+    if 0 < options.node_rank < options.nnodes:
         _, reason = listener.resolve(options.master_addr)
     else:
         reserved, reason = listener.open_listener(options.master_addr, options.master_port, options.nnodes)

@@ -153,10 +153,14 @@ def belonging(
         found |= more
 
 
-def find_launch(launch_id: str, sessions: Iterable[int], spared: Iterable[int]) -> list[Process]:
-    """The living processes of a launch."""
+def find_launch(
+    launch_id: str, sessions: Iterable[int], spared: Iterable[int], subreaper: int | None = None
+) -> list[Process]:
+    """The living processes of a launch; ``subreaper``: the launcher, if it lives, all of whose children belong."""
     table = process_table()
     marked = {pid for pid in table if carries(pid, {LAUNCH_ID_VARIABLE: launch_id})}
+    if subreaper is not None:
+        marked |= {pid for pid, process in table.items() if process.parent == subreaper}
     return [table[pid] for pid in belonging(table, marked, sessions, spared) if table[pid].alive]
 
 

@@ -427,7 +427,7 @@ class Supervisor:
                 worker.end(-signal.SIGKILL, time.time())
                 self._changed = True
         left = kill_until_none_left(
-            lambda: find_launch(self._plan.launch_id, (), self._spared()), timeout=LAST_SWEEP_SECONDS
+            lambda: find_launch(self._plan.launch_id, (), self._spared(), os.getpid()), timeout=LAST_SWEEP_SECONDS
         )
         if left:
             self._console.say(
