@@ -123,6 +123,11 @@ def _read_process(pid: int) -> Process | None:
     return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
+def has_children() -> bool:
+    """Whether this process has children, ended or not."""
+    return any(process.parent == os.getpid() for process in process_table().values())
+
+
 def carries(pid: int, variables: Mapping[str, str]) -> bool:
     """Whether the initial environment of ``pid`` contains all of ``variables``; False if it cannot be read."""
     try:

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import alive, eventually, processes_with
+from conftest import DEADLINE, REPOSITORY, alive, eventually, processes_with
 
 UNTIL_TOLD = """
     import os, sys, time
@@ -213,3 +215,43 @@ def test_workers_json_follows_the_workers(bench):
         assert worker["node_rank"] == 0
         assert worker["local_rank"] == worker["worker_id"]
         assert Path(worker["log"]).is_file()
+
+
+def test_user_signals_are_passed_on_to_the_workers(bench):
+    script = bench.script(
+        """
+        import os, signal, sys, time
+        signal.signal(signal.SIGUSR1, lambda *_: (print("SAVED", os.environ["RANK"]), sys.exit(0)))
+        print("UP")
+        time.sleep(1000)
+        """
+    )
+    launch = bench.start("--nproc-per-node", 2, script)
+    launch.wait_for("UP", times=2)
+    launch.send(signal.SIGUSR1)
+    assert launch.wait() == 0
+    assert launch.out.count("SAVED") == 2
+
+
+@pytest.mark.parametrize("closed", ["0<&-", ">&-", "2>&-", "0<&- >&- 2>&-"])
+def test_closed_standard_streams_do_no_harm(bench, closed):
+    script = bench.script("open('ran', 'w').write('yes'); print('shown')")
+    command = f"exec {sys.executable} -m recover_megatron.launch --log-dir logs {script} {closed}"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(["sh", "-c", command], cwd=bench.folder, env=environment, timeout=DEADLINE, check=False)
+    assert done.returncode == 0
+    assert (bench.folder / "logs/worker-0.log").read_text() == "shown\n"
+
+
+def test_children_from_before_the_launch_are_left_alone(bench):
+    """A shell that started something and then became recover-run by exec."""
+    script = bench.script("print('RAN')")
+    command = f"sleep 1000 & echo $! > bystander; exec {sys.executable} -m recover_megatron.launch {script}"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(["sh", "-c", command], cwd=bench.folder, env=environment, timeout=DEADLINE, check=False)
+    bystander = int((bench.folder / "bystander").read_text())
+    try:
+        assert done.returncode == 0
+        assert alive(bystander)
+    finally:
+        os.kill(bystander, signal.SIGKILL)

@@ -175,7 +175,8 @@ def test_environment_and_session_of_a_warm_worker_are_those_of_a_cold_one(bench)
             variables = {name: value for name, value in os.environ.items() if name not in ignored}
             print("ENV", json.dumps(variables, sort_keys=True))
             print("SELF", os.getsid(0) == os.getpid(), sys.stdin.read() == "", sys.path[0], sys.argv, __name__)
-            print("INITIAL", f"RECOVER_WORKER_ID={os.environ['RANK']}" in open("/proc/self/environ").read().split(chr(0)))
+            initial = open("/proc/self/environ").read().split(chr(0))
+            print("INITIAL", f"RECOVER_WORKER_ID={os.environ['RANK']}" in initial)
             print("FILES", sorted(os.listdir("/proc/self/fd"))[:3], len(os.listdir("/proc/self/fd")))
         """
     )
@@ -231,8 +232,7 @@ def test_importing_numpy_and_torch_starts_no_thread(bench):
             print("RAN", "OPENBLAS_NUM_THREADS" in os.environ, torch.ones(300, 300).matmul(torch.ones(300, 300)).sum())
         """
     )
-    environment = {name: "" for name in ()}
-    code, launch = bench.run("--nproc-per-node", 2, "--warm", script, environment=environment)
+    code, launch = bench.run("--nproc-per-node", 2, "--warm", script)
     assert code == 0, launch.err
     assert "no warm start" not in launch.err
     assert launch.out.count("RAN False tensor(27000000.)") == 2
@@ -262,7 +262,12 @@ def test_a_signal_while_the_script_is_loaded_ends_the_launch(bench):
 
 def test_sigkill_of_the_launcher_while_the_script_is_loaded_leaves_nothing(bench):
     script = bench.script(
-        "import subprocess, time\nsubprocess.Popen(['setsid', 'sleep', '1000'])\nprint('LOADING', flush=True)\ntime.sleep(1000)\n"
+        """
+        import subprocess, time
+        subprocess.Popen(["setsid", "sleep", "1000"])
+        print("LOADING")
+        time.sleep(1000)
+        """
     )
     launch = bench.start("--nproc-per-node", 2, "--warm", script)
     launch.wait_for("LOADING")
