@@ -17,6 +17,7 @@ from recover_megatron.launch.supervisor import Supervisor
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line ``argv`` (default: this process's) and end the process with its exit code."""
+    _open_standard_streams()
     try:
         code = run(sys.argv[1:] if argv is None else argv)
     except Exception:  # noqa: BLE001 - a fault of recover-run itself: shown in full, and the warden ends the workers
@@ -27,6 +28,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stderr.flush()
     # Threads may be blocked in the store's C++ code, which the interpreter's shutdown would wait for or run into.
     os._exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Give a closed stdin, stdout or stderr to /dev/null: else the next file opened would be taken for it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
 
 
 def run(argv: Sequence[str]) -> int:
@@ -54,7 +64,7 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     options, reasons = arguments.parse(argv)
     reasons += arguments.check_files(options)
     reserved = None
-    if options.node_rank > 0:
+    if 0 < options.node_rank < options.nnodes:
         _, reason = listener.resolve(options.master_addr)
     else:
         reserved, reason = listener.open_listener(options.master_addr, options.master_port, options.nnodes)

@@ -179,15 +179,13 @@ class _Host:
         checked = time.monotonic()
         while self._missing or self._members:
             try:
-                message = _decode(self._store.queue_pop(PREFIX + "mail"))
+                if not self._handle(_decode(self._store.queue_pop(PREFIX + "mail"))):
+                    return
             except RuntimeError as error:
                 if not timed_out(error):
                     raise
-            except ValueError as error:
+            except (ValueError, TypeError, KeyError) as error:
                 self._tell(self._events.note, f"an unreadable message in the store was ignored: {_one_line(error)}")
-            else:
-                if not self._handle(message):
-                    return
             if time.monotonic() - checked >= BEAT_SECONDS:
                 checked = time.monotonic()
                 if not self._check_members():
@@ -202,7 +200,7 @@ class _Host:
             if not self._missing:
                 self._tell(self._events.all_joined)
         elif kind == "report" and rank in self._members:
-            outcomes = [Outcome(*fields) for fields in message["outcomes"]]
+            outcomes = [_outcome(*fields) for fields in message["outcomes"]]
             del self._members[rank]
             self._tell(self._events.report, rank, outcomes)
         elif kind == "refused":
@@ -255,6 +253,15 @@ def _decode(data: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("message is not an object")
     return message
+
+
+def _outcome(worker_id: int, exit_code: int | None, signal_number: int | None, ended: float) -> Outcome:
+    return Outcome(
+        int(worker_id),
+        None if exit_code is None else int(exit_code),
+        None if signal_number is None else int(signal_number),
+        float(ended),
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -123,6 +123,11 @@ def _read_process(pid: int) -> Process | None:
     return Process(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
+def has_children() -> bool:
+    """Whether this process has children, ended or not."""
+    return any(process.parent == os.getpid() for process in process_table().values())
+
+
 def carries(pid: int, variables: Mapping[str, str]) -> bool:
     """Whether the initial environment of ``pid`` contains all of ``variables``; False if it cannot be read."""
     try:
@@ -153,10 +158,14 @@ def belonging(
         found |= more
 
 
-def find_launch(launch_id: str, sessions: Iterable[int], spared: Iterable[int]) -> list[Process]:
-    """The living processes of a launch."""
+def find_launch(
+    launch_id: str, sessions: Iterable[int], spared: Iterable[int], subreaper: int | None = None
+) -> list[Process]:
+    """The living processes of a launch; ``subreaper``: the launcher, if it lives, all of whose children belong."""
     table = process_table()
     marked = {pid for pid in table if carries(pid, {LAUNCH_ID_VARIABLE: launch_id})}
+    if subreaper is not None:
+        marked |= {pid for pid, process in table.items() if process.parent == subreaper}
     return [table[pid] for pid in belonging(table, marked, sessions, spared) if table[pid].alive]
 
 

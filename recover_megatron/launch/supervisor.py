@@ -26,6 +26,7 @@ from recover_megatron.launch.processes import (
     become_subreaper,
     find_launch,
     find_worker,
+    has_children,
     kill_found,
     kill_group,
     kill_until_none_left,
@@ -35,6 +36,8 @@ from recover_megatron.launch.warden import Warden
 from recover_megatron.launch.warm_client import WarmEvents, WarmParent
 from recover_megatron.launch.workers_file import write_workers
 
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Batch systems send these ahead of a time limit; they are meant for the workers."""
 LAST_SWEEP_SECONDS = 10.0
 UNKILLABLE_SECONDS = 10.0
 REPORT_SECONDS = 10.0
@@ -78,11 +81,15 @@ class Supervisor:
         self._worker_events = WorkerEvents(self._on_worker_started, self._kill_remains, self._on_worker_reaped)
         self._changed = True
         self._orphans = False
+        self._store_lost = False
         self._rendezvous_timer: Timer | None = None
 
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
         self._loop.handle_signals(self._handled_signals(), self._on_signal)
+        # Children from before (of a shell that became recover-run by exec) are none of ours; once there are any, an
+        # orphan that we inherit might be theirs.
+        self._owns_all_children = not has_children()
         become_subreaper()
         self._warden = Warden(self._loop, self._plan.launch_id, self._on_warden_replaced)
         warm = "warm" if self._warm_wanted else "cold" + (f" ({self._cold_reason})" if self._cold_reason else "")
@@ -218,6 +225,9 @@ class Supervisor:
         if self._state is LaunchState.STOPPING:
             self._end()
         elif self._plan.node_rank > 0:
+            if self._store_lost:
+                self._end()
+                return
             self._state = LaunchState.WAITING
             self._nodes.deliver(self._outcomes())
             self._loop.call_later(REPORT_SECONDS, self._end)
@@ -240,7 +250,7 @@ class Supervisor:
 
     @staticmethod
     def _handled_signals() -> list[int]:
-        signals: list[int] = [signal.SIGINT, signal.SIGTERM, signal.SIGCHLD]
+        signals: list[int] = [signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, *PASSED_ON]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
             signals.append(signal.SIGHUP)
         return signals
@@ -248,6 +258,10 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
             self._orphans = True
+            return
+        if number in PASSED_ON:
+            for worker in self._running():
+                self._signal_worker(worker, number)
             return
         if self._state is not LaunchState.STOPPING:
             name = signal.Signals(number).name
@@ -266,7 +280,7 @@ class Supervisor:
             return
         self._state = LaunchState.STOPPING
         self._code = code
-        running = [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
+        running = self._running()
         then = f": SIGTERM to {messages.count(len(running))}, SIGKILL after {self._plan.grace_seconds:g} s"
         self._console.say(reason + (then if running else ""))
         self._loop.call_later(self._plan.grace_seconds, self._kill_everything)
@@ -275,6 +289,9 @@ class Supervisor:
         if not running:
             self._own_workers_ended()
 
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
+
     def _signal_worker(self, worker: Worker, number: int) -> None:
         try:
             signal.pidfd_send_signal(self._pidfds[worker.worker_id], number)
@@ -282,7 +299,7 @@ class Supervisor:
             return  # it has ended: its pidfd says so in a moment
 
     def _kill_everything(self) -> None:
-        running = [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
+        running = self._running()
         if running:
             ids = messages.ranges([worker.worker_id for worker in running])
             self._console.say(f"SIGKILL to {'worker' if len(running) == 1 else 'workers'} {ids}")
@@ -382,6 +399,7 @@ class Supervisor:
         )
 
     def _on_store_lost(self, reason: str) -> None:
+        self._store_lost = True
         if self._state in (LaunchState.STARTING, LaunchState.RUNNING):
             self._console.say(
                 f"the store of node 0 ({self._plan.master_addr}:{self._plan.master_port}) is gone: its launcher ended "
@@ -426,8 +444,9 @@ class Supervisor:
             if worker.live:
                 worker.end(-signal.SIGKILL, time.time())
                 self._changed = True
+        subreaper = os.getpid() if self._owns_all_children else None
         left = kill_until_none_left(
-            lambda: find_launch(self._plan.launch_id, (), self._spared()), timeout=LAST_SWEEP_SECONDS
+            lambda: find_launch(self._plan.launch_id, (), self._spared(), subreaper), timeout=LAST_SWEEP_SECONDS
         )
         if left:
             self._console.say(

@@ -6,8 +6,8 @@ kernel closes the pipe::
     WATCHING --end of file--> KILLING --none left--> exit
        `--"+PID", "-PID": a worker's session began, ended
 
-It runs in a session of its own, so that neither Ctrl-C nor a kill of the launcher's group reaches it, and it ignores
-every signal that can be ignored.  The launcher replaces a warden that was killed.
+It runs in a session of its own, so that neither Ctrl-C nor a kill of the launcher's group reaches it, and the
+signals that ask a process to end are blocked from its first moment.  The launcher replaces a warden that was killed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from recover_megatron.launch.processes import find_launch, kill_until_none_left
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from recover_megatron.launch.warden import main; main()"
+
+_DEAF_TO = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
 
 
 class Warden:
@@ -67,7 +69,7 @@ class Warden:
                 (os.POSIX_SPAWN_DUP2, 2, 2),
             ],
             setsid=True,
-            setsigmask=[],
+            setsigmask=_DEAF_TO,
         )
         os.close(read)
         self._pidfd = os.pidfd_open(self.pid)
@@ -92,8 +94,6 @@ class Warden:
 
 def main() -> None:
     """The process itself."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
     launcher = os.getppid()
     # A shell's job table or a terminal must not wait for the warden: after the launcher it holds nothing of theirs.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

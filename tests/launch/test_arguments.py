@@ -1,0 +1,132 @@
+"""The command line: what is accepted, and that every problem is said at once, before a process is started."""
+
+import socket
+import sys
+
+import pytest
+
+from recover_megatron.launch import arguments, listener
+
+
+def refused(bench, *argv):
+    """Run a command line that must be refused.  Returns what was said."""
+    code, launch = bench.run(*argv)
+    assert code == 2
+    assert "Traceback" not in launch.err
+    assert "starting" not in launch.err
+    assert launch.out == ""
+    return launch.err
+
+
+def test_everything_after_script_belongs_to_the_script(bench):
+    script = bench.script("import sys; print(sys.argv)")
+    code, launch = bench.run(script, "--nproc-per-node", "9", "--warm", "--help", "--unknown")
+    assert code == 0
+    assert f"{[script, '--nproc-per-node', '9', '--warm', '--help', '--unknown']}" in launch.out
+
+
+@pytest.mark.parametrize("words", [["--nproc-per-node", "2"], ["--nproc_per_node", "2"], ["--nproc_per_node=2"]])
+def test_dashes_and_underscores_are_the_same(words):
+    options, reasons = arguments.parse([*words, "train.py"])
+    assert (options.nproc_per_node, options.script, reasons) == (2, "train.py", [])
+
+
+def test_short_module_option(bench):
+    bench.script("import sys; print(__name__, sys.argv[1:])", "some_module.py")
+    code, launch = bench.run("-m", "some_module", "--flag")
+    assert code == 0
+    assert "[0] __main__ ['--flag']" in launch.out
+
+
+@pytest.mark.parametrize(
+    ("option", "nearest"),
+    [
+        ("--nproc-per-nod", "--nproc-per-node"),
+        ("--nproc", "--nproc-per-node"),
+        ("--log_dirs", "--log-dir"),
+        ("--master-prot", "--master-port"),
+        ("--standalone", "leave it out"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(bench, option, nearest):
+    said = refused(bench, option, "2", "train.py")
+    assert option in said
+    assert nearest in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--nproc-per-node", "0", "S"], "--nproc-per-node '0'"),
+        (["--nproc-per-node", "-1", "S"], "--nproc-per-node '-1'"),
+        (["--nproc-per-node", "gpu", "S"], "whole number"),
+        (["--master-port", "70000", "S"], "from 0 to 65535"),
+        (["--grace-seconds", "soon", "S"], "number of seconds"),
+        (["--grace-seconds", "nan", "S"], "number of seconds"),
+        (["--nnodes", "2", "--node-rank", "2", "S"], "--node-rank 2 is not below --nnodes 2"),
+        (["--warm=yes", "S"], "takes no value"),
+        (["--log-dir"], "needs a value"),
+        ([], "no SCRIPT"),
+        (["missing.py"], "missing.py does not exist"),
+        (["-m", "no_such_module_here"], "module no_such_module_here is not found"),
+        (["--log-dir", "S/logs", "S"], "cannot be written"),
+        (["--master-addr", "no-such-host.invalid", "S"], "is not known"),
+        (["--master-addr", "192.0.2.1", "S"], "not an address of this host"),
+        (["--nnodes", "2", "--master-addr", "192.0.2.1", "S"], "not an address of this host"),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid", "S"], "is not known"),
+    ],
+)
+def test_a_bad_command_line_is_one_clear_line(bench, argv, words):
+    script = bench.script("print('ran')")
+    said = refused(bench, *[word.replace("S", script) if word.startswith("S") else word for word in argv])
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_all_problems_are_said_together(bench):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = ["--nproc-per-node", "0", "--node-rank", "3", "--log-dir", "/proc/none", "--master-port", port]
+        said = refused(bench, *argv, "missing.py")
+    for words in ("--nproc-per-node", "--node-rank 3", "/proc/none", f"port {port}", "missing.py"):
+        assert words in said
+
+
+def test_a_port_in_use_is_refused_with_the_way_out(bench):
+    script = bench.script("print('ran')")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(bench, "--master-port", port, script)
+    assert f"port {port} on host 127.0.0.1 is in use by another process" in said
+    assert "choose another --master-port or leave it out for a free one" in said
+
+
+def test_the_port_is_held_from_the_check_on():
+    reserved, reason = listener.open_listener("127.0.0.1", 0, 1)
+    assert reason is None
+    with reserved:
+        second, reason = listener.open_listener("127.0.0.1", reserved.getsockname()[1], 1)
+    assert second is None
+    assert "in use" in reason
+
+
+def test_a_module_is_looked_for_without_importing_it(bench, monkeypatch):
+    package = bench.folder / "somepackage"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "train.py").write_text("")
+    monkeypatch.chdir(bench.folder)
+    for name, found in (("somepackage.train", True), ("somepackage.tran", False), ("json.tool", True)):
+        options, _ = arguments.parse(["-m", name])
+        assert (arguments.check_files(options) == []) is found
+    assert "somepackage" not in sys.modules
+
+
+def test_help_lists_every_option(bench):
+    code, launch = bench.run("--help")
+    assert code == 0
+    for option in ("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--log-dir"):
+        assert option in launch.out
+    for option in ("--warm", "--grace-seconds", "--rendezvous-timeout", "--module"):
+        assert option in launch.out

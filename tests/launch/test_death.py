@@ -1,0 +1,257 @@
+"""A worker dies, or the launcher is told to stop: who ends, who goes on, what is said and recorded."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import DEADLINE, REPOSITORY, alive, eventually, processes_with
+
+UNTIL_TOLD = """
+    import os, sys, time
+    print("UP", os.environ["RANK"], os.getpid())
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+    print("DONE", os.environ["RANK"])
+    """
+
+
+def test_one_workers_death_does_not_end_the_others(bench):
+    script = bench.script(UNTIL_TOLD)
+    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", script)
+    launch.wait_for("UP", times=3)
+    victim = bench.workers()[1]
+    os.kill(victim["pid"], signal.SIGKILL)
+    launch.wait_for("was killed by SIGKILL")
+    (bench.folder / "go").touch()
+    assert launch.wait() == 137
+    assert "DONE 0" in launch.out
+    assert "DONE 2" in launch.out
+    assert "DONE 1" not in launch.out
+    said = next(line for line in launch.err.splitlines() if "was killed by" in line)
+    assert f"worker 1 on {victim['host']} (pid {victim['pid']}) was killed by SIGKILL (signal 9)" in said
+    assert "the other 2 workers here go on" in said
+    assert str(bench.folder / "logs" / "worker-1.log") in said
+
+
+def test_survivors_that_finish_a_fault_tolerant_run_make_it_a_success(bench):
+    script = bench.script(UNTIL_TOLD)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", script, "--recover")
+    launch.wait_for("UP", times=2)
+    os.kill(bench.workers()[0]["pid"], signal.SIGSEGV)
+    launch.wait_for("SIGSEGV")
+    (bench.folder / "go").touch()
+    assert launch.wait() == 0
+
+
+@pytest.mark.parametrize("start", ["cold", "warm"])
+@pytest.mark.parametrize("end", ["killed", "exited"])
+def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench, start, end):
+    """A forked child that holds the worker's sockets, one in a session of its own, and a program it started."""
+    script = bench.script(
+        """
+        import os, signal, subprocess, sys, time
+
+        def main():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if os.fork() == 0:
+                time.sleep(1000)
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    time.sleep(1000)
+                os._exit(0)
+            os.wait()
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            print("UP", os.environ["RANK"])
+            while not os.path.exists("go" + os.environ["RANK"]):
+                time.sleep(0.05)
+
+        if __name__ == "__main__":
+            main()
+        """
+    )
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *(["--warm"] if start == "warm" else []), script)
+    launch.wait_for("UP", times=2)
+    dead, survivor = bench.workers()
+    eventually(lambda: len(processes_with("RECOVER_WORKER_ID=0")) >= 4, "worker 0 and its three children run")
+    mine = [pid for pid in processes_with("RECOVER_WORKER_ID=0") if pid in launch.left()]
+    others = [pid for pid in processes_with("RECOVER_WORKER_ID=1") if pid in launch.left()]
+    assert len(mine) == len(others) == 4
+    if end == "killed":
+        os.kill(dead["pid"], signal.SIGKILL)
+    else:
+        (bench.folder / "go0").touch()
+    launch.wait_for("it left behind ended")
+    eventually(lambda: not any(map(alive, mine)), "nothing is left of worker 0")
+    assert all(map(alive, others))
+    assert alive(survivor["pid"])
+    (bench.folder / "go1").touch()
+    assert launch.wait() == (137 if end == "killed" else 0)
+    assert launch.left() == []
+
+
+def test_the_launcher_does_not_wait_for_pipes_that_a_dead_workers_child_holds(bench):
+    """Even a child that cleared its environment, left the session and lost its parent delays nothing, and is found."""
+    script = bench.script(
+        """
+        import os, subprocess, time
+        subprocess.Popen(["env", "-i", "setsid", "sh", "-c", "echo $$ > writing; mv writing hidden; exec sleep 1000"])
+        print("LAST WORDS")
+        while not os.path.exists("hidden"):
+            time.sleep(0.05)
+        """
+    )
+    code, launch = bench.run(script)
+    assert code == 0
+    assert "LAST WORDS" in launch.out
+    hidden = int((bench.folder / "hidden").read_text())
+    assert not alive(hidden)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_workers_end_by_themselves(bench, number):
+    script = bench.script(
+        """
+        import os, signal, sys, time
+        def leave(*_):
+            print("SAVED", os.environ["RANK"])
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, leave)
+        print("UP")
+        time.sleep(1000)
+        """
+    )
+    launch = bench.start("--nproc-per-node", 2, script)
+    launch.wait_for("UP", times=2)
+    launch.send(number)
+    assert launch.wait() == 128 + number
+    assert launch.out.count("SAVED") == 2
+    assert "Traceback" not in launch.err
+    assert launch.left() == []
+
+
+STUBBORN = """
+    import os, signal, subprocess, time
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    subprocess.Popen(["setsid", "sleep", "1000"])
+    print("UP")
+    while True:
+        time.sleep(1000)
+    """
+
+
+def test_after_the_grace_time_workers_are_killed(bench):
+    launch = bench.start("--nproc-per-node", 2, "--grace-seconds", 0.5, "--log-dir", "logs", bench.script(STUBBORN))
+    launch.wait_for("UP", times=2)
+    told = time.monotonic()
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 128 + signal.SIGTERM
+    assert time.monotonic() - told >= 0.5
+    assert [worker["signal"] for worker in bench.workers()] == [signal.SIGKILL, signal.SIGKILL]
+    assert launch.left() == []
+    assert "Traceback" not in launch.err
+
+
+def test_a_second_signal_kills_at_once(bench):
+    launch = bench.start("--grace-seconds", 10_000, bench.script(STUBBORN))
+    launch.wait_for("UP")
+    launch.send(signal.SIGINT)
+    launch.wait_for("SIGTERM to 1 worker")
+    launch.send(signal.SIGINT)
+    assert launch.wait() == 128 + signal.SIGINT
+    assert launch.left() == []
+
+
+def test_a_stopped_worker_is_killed_after_the_grace_time(bench):
+    launch = bench.start("--grace-seconds", 0.2, "--log-dir", "logs", bench.script(UNTIL_TOLD))
+    launch.wait_for("UP")
+    os.kill(bench.workers()[0]["pid"], signal.SIGSTOP)
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 128 + signal.SIGTERM
+    assert launch.left() == []
+
+
+def test_a_process_that_outlived_the_run_is_found_and_killed_at_the_end(bench):
+    script = bench.script("import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])")
+    code, launch = bench.run(script)
+    assert code == 0
+    assert launch.left() == []
+
+
+def test_workers_json_follows_the_workers(bench):
+    script = bench.script(
+        """
+        import os, sys, time
+        print("UP")
+        rank = os.environ["RANK"]
+        if rank == "1":
+            sys.exit(3)
+        while not os.path.exists("go"):
+            time.sleep(0.05)
+        """
+    )
+    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", script)
+    launch.wait_for("failed with exit code 3")
+    launch.wait_for("UP", times=3)
+    eventually(lambda: bench.workers()[1]["state"] == "failed", "the failure is recorded")
+    running = bench.workers()
+    assert [worker["worker_id"] for worker in running] == [0, 1, 2]
+    assert [worker["state"] for worker in running] == ["running", "failed", "running"]
+    os.kill(running[2]["pid"], signal.SIGTERM)
+    launch.wait_for("SIGTERM")
+    (bench.folder / "go").touch()
+    assert launch.wait() == 3
+    ended = bench.workers()
+    assert [worker["state"] for worker in ended] == ["finished", "failed", "killed"]
+    assert [worker["exit_code"] for worker in ended] == [0, 3, None]
+    assert [worker["signal"] for worker in ended] == [None, None, signal.SIGTERM]
+    for worker in ended:
+        assert worker["started"] <= worker["ended"]
+        assert worker["node_rank"] == 0
+        assert worker["local_rank"] == worker["worker_id"]
+        assert Path(worker["log"]).is_file()
+
+
+def test_user_signals_are_passed_on_to_the_workers(bench):
+    script = bench.script(
+        """
+        import os, signal, sys, time
+        signal.signal(signal.SIGUSR1, lambda *_: (print("SAVED", os.environ["RANK"]), sys.exit(0)))
+        print("UP")
+        time.sleep(1000)
+        """
+    )
+    launch = bench.start("--nproc-per-node", 2, script)
+    launch.wait_for("UP", times=2)
+    launch.send(signal.SIGUSR1)
+    assert launch.wait() == 0
+    assert launch.out.count("SAVED") == 2
+
+
+@pytest.mark.parametrize("closed", ["0<&-", ">&-", "2>&-", "0<&- >&- 2>&-"])
+def test_closed_standard_streams_do_no_harm(bench, closed):
+    script = bench.script("open('ran', 'w').write('yes'); print('shown')")
+    command = f"exec {sys.executable} -m recover_megatron.launch --log-dir logs {script} {closed}"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(["sh", "-c", command], cwd=bench.folder, env=environment, timeout=DEADLINE, check=False)
+    assert done.returncode == 0
+    assert (bench.folder / "logs/worker-0.log").read_text() == "shown\n"
+
+
+def test_children_from_before_the_launch_are_left_alone(bench):
+    """A shell that started something and then became recover-run by exec."""
+    script = bench.script("print('RAN')")
+    command = f"sleep 1000 & echo $! > bystander; exec {sys.executable} -m recover_megatron.launch {script}"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(["sh", "-c", command], cwd=bench.folder, env=environment, timeout=DEADLINE, check=False)
+    bystander = int((bench.folder / "bystander").read_text())
+    try:
+        assert done.returncode == 0
+        assert alive(bystander)
+    finally:
+        os.kill(bystander, signal.SIGKILL)

@@ -1,0 +1,92 @@
+"""What a worker finds in its environment, and the line that says what is started."""
+
+import json
+import os
+
+SHOW = "import json, os, sys; print('ENV', json.dumps(dict(os.environ)))"
+
+
+def environments(launch):
+    found = {}
+    for line in launch.out.splitlines():
+        if " ENV " in line:
+            variables = json.loads(line.partition(" ENV ")[2])
+            found[variables["RANK"]] = variables
+    return found
+
+
+def test_workers_get_torchruns_variables_and_ours(bench):
+    script = bench.script(SHOW)
+    code, launch = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script, environment={"SOME_OF_MINE": "kept"})
+    assert code == 0
+    found = environments(launch)
+    assert set(found) == {"0", "1"}
+    for rank, variables in found.items():
+        expected = {
+            "LOCAL_RANK": rank,
+            "ROLE_RANK": rank,
+            "RECOVER_WORKER_ID": rank,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "ROLE_WORLD_SIZE": "2",
+            "ROLE_NAME": "default",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "RECOVER_LOG_DIR": str(bench.folder / "logs"),
+            "SOME_OF_MINE": "kept",
+        }
+        assert {name: variables.get(name) for name in expected} == expected
+        assert f":{variables['MASTER_PORT']}," in launch.err
+        assert variables["TORCHELASTIC_RUN_ID"]
+    assert found["0"]["RECOVER_LAUNCH_ID"] == found["1"]["RECOVER_LAUNCH_ID"]
+
+
+def test_omp_threads_are_limited_only_if_the_user_has_not_chosen(bench):
+    script = bench.script(SHOW)
+    chosen = bench.run("--nproc-per-node", 2, script, environment={"OMP_NUM_THREADS": "3"})[1]
+    assert environments(chosen)["0"]["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in chosen.err
+    limited = bench.run("--nproc-per-node", 2, script)[1]
+    assert limited.err.count("OMP_NUM_THREADS") == 1
+    alone = bench.run(script)[1]
+    assert environments(alone)["0"].get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
+
+
+def test_log_dir_variable_is_only_that_of_the_option(bench):
+    script = bench.script(SHOW)
+    launch = bench.run(script, environment={"RECOVER_LOG_DIR": "/of/another/launch"})[1]
+    assert "RECOVER_LOG_DIR" not in environments(launch)["0"]
+
+
+def test_two_launches_have_different_ids(bench):
+    script = bench.script(SHOW)
+    ids = {environments(bench.run(script)[1])["0"]["RECOVER_LAUNCH_ID"] for _ in range(2)}
+    assert len(ids) == 2
+
+
+def test_the_first_line_names_what_is_started(bench):
+    script = bench.script("")
+    first = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script)[1].err.splitlines()[0]
+    assert "2 workers" in first
+    assert "store 127.0.0.1:" in first
+    assert str(bench.folder / "logs") in first
+    assert first.endswith("cold")
+
+
+def test_a_worker_leads_a_session_of_its_own_and_reads_nothing(bench):
+    script = bench.script("import os, sys; print('LEADS', os.getsid(0) == os.getpid(), repr(sys.stdin.read()))")
+    assert "LEADS True ''" in bench.run(script)[1].out
+
+
+def test_the_script_runs_as_it_does_under_python(bench):
+    (bench.folder / "sub").mkdir()
+    bench.script("VALUE = 1", "sub/beside.py")
+    script = bench.script("import beside, sys; print('AT', __file__, __name__, sys.path[0])", "sub/script.py")
+    launch = bench.run(script)[1]
+    assert f"AT {bench.folder / 'sub/script.py'} __main__ {bench.folder / 'sub'}" in launch.out

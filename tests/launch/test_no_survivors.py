@@ -1,0 +1,135 @@
+"""No process outlives the launcher, however it ends."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import alive, children, eventually, processes_with
+
+# Each worker starts: a child that ignores SIGTERM, a grandchild in a session of its own whose parent is gone, a program
+# in a session of its own.  Every process but the program ignores what can be ignored.
+FAMILY = """
+    import os, signal, subprocess, time
+
+    def main():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        if os.fork() == 0:
+            time.sleep(1000)
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        subprocess.Popen(["setsid", "sleep", "1000"])
+        print("UP")
+        time.sleep(1000)
+
+    if __name__ == "__main__":
+        main()
+    """
+
+
+def warden_of(launch):
+    wardens = [
+        pid
+        for pid in children(launch.pid)
+        if b"recover_megatron.launch.warden" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(wardens) == 1
+    return wardens[0]
+
+
+def start_family(bench, start):
+    script = bench.script(FAMILY)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *(["--warm"] if start == "warm" else []), script)
+    launch.wait_for("UP", times=2)
+    # The launcher, per worker four, and the parent process of a warm start.
+    expected = 10 if start == "warm" else 9
+    eventually(lambda: len(launch.left()) == expected, f"{expected} processes run")
+    return launch
+
+
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_sigkill_of_the_launcher_leaves_nothing(bench, start):
+    launch = start_family(bench, start)
+    warden = warden_of(launch)
+    launch.send(signal.SIGKILL)
+    assert launch.wait() == -signal.SIGKILL
+    eventually(lambda: launch.left() == [], "every process of the launch has ended")
+    eventually(lambda: not alive(warden), "the warden has ended")
+
+
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_sigterm_of_the_launcher_leaves_nothing(bench, start):
+    script = bench.script(FAMILY)
+    argv = ["--nproc-per-node", 2, "--grace-seconds", 0.2, *(["--warm"] if start == "warm" else []), script]
+    launch = bench.start(*argv)
+    launch.wait_for("UP", times=2)
+    warden = warden_of(launch)
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 128 + signal.SIGTERM
+    assert launch.left() == []
+    assert not alive(warden)
+
+
+def test_sigkill_of_the_launchers_whole_group_leaves_nothing(bench):
+    launch = start_family(bench, "cold")
+    os.killpg(launch.pid, signal.SIGKILL)
+    launch.wait()
+    eventually(lambda: launch.left() == [], "every process of the launch has ended")
+
+
+def test_sigkill_of_the_launcher_in_the_middle_of_the_start_leaves_nothing(bench):
+    script = bench.script(FAMILY)
+    launch = bench.start("--nproc-per-node", 8, script)
+    launch.wait_for("starting 8 workers")
+    launch.send(signal.SIGKILL)
+    launch.wait()
+    eventually(lambda: launch.left() == [], "every process of the launch has ended")
+
+
+def test_a_killed_warden_is_replaced_and_the_new_one_does_its_work(bench):
+    launch = start_family(bench, "cold")
+    first = warden_of(launch)
+    os.kill(first, signal.SIGKILL)
+    launch.wait_for("took its place")
+    second = warden_of(launch)
+    assert second != first
+    launch.send(signal.SIGKILL)
+    launch.wait()
+    eventually(lambda: launch.left() == [], "every process of the launch has ended")
+    eventually(lambda: not alive(second), "the warden has ended")
+
+
+def test_the_warden_ignores_polite_signals(bench):
+    script = bench.script("import os, time\nprint('UP')\nwhile not os.path.exists('go'): time.sleep(0.05)")
+    launch = bench.start(script)
+    launch.wait_for("UP")
+    warden = warden_of(launch)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        os.kill(warden, number)
+    (bench.folder / "go").touch()
+    assert launch.wait() == 0
+    assert "took its place" not in launch.err
+    assert not alive(warden)
+
+
+def test_workers_json_is_whole_after_sigkill(bench):
+    launch = start_family(bench, "cold")
+    launch.send(signal.SIGKILL)
+    launch.wait()
+    assert [worker["worker_id"] for worker in bench.workers()] == [0, 1]
+
+
+def test_another_launch_on_the_machine_is_not_touched(bench):
+    other = start_family(bench, "cold")
+    before = sorted(other.left())
+    launch = start_family(bench, "cold")
+    launch.send(signal.SIGKILL)
+    launch.wait()
+    eventually(lambda: launch.left() == [], "every process of the launch has ended")
+    assert sorted(other.left()) == before
+    assert processes_with(f"LAUNCH_TEST_TOKEN={other.token}")

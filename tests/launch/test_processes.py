@@ -1,0 +1,62 @@
+"""Which processes belong to a launch."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from recover_megatron.launch.processes import Process, belonging, carries, find_launch, kill_found, process_table
+
+
+def table(*entries):
+    """(pid, parent, session) each."""
+    return {pid: Process(pid, "S", parent, session, 0) for pid, parent, session in entries}
+
+
+def test_descendants_and_sessions_of_a_seed_belong():
+    processes = table((10, 1, 10), (11, 10, 10), (12, 11, 12), (13, 1, 12), (20, 1, 20))
+    assert belonging(processes, seeds=[10], sessions=[], spared=[]) == {10, 11, 12, 13}
+
+
+def test_a_session_whose_leader_is_gone_belongs():
+    processes = table((11, 1, 10), (12, 11, 12), (20, 1, 20))
+    assert belonging(processes, seeds=[], sessions=[10], spared=[]) == {11, 12}
+
+
+def test_the_session_of_a_seed_that_does_not_lead_it_does_not_belong():
+    """A marked process in somebody's login session must not take the session with it."""
+    processes = table((10, 1, 10), (11, 10, 10), (12, 10, 10))
+    assert belonging(processes, seeds=[11], sessions=[], spared=[]) == {11}
+
+
+def test_the_spared_do_not_belong_nor_what_belongs_through_them():
+    processes = table((10, 1, 10), (11, 10, 10), (12, 11, 11), (13, 12, 11))
+    assert belonging(processes, seeds=[10], sessions=[], spared=[11]) == {10}
+
+
+def test_own_process_is_in_the_table_with_its_session():
+    mine = process_table()[os.getpid()]
+    assert (mine.parent, mine.session) == (os.getppid(), os.getsid(0))
+    assert mine.alive
+
+
+def test_an_environment_entry_matches_whole_or_not_at_all():
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    environment = {**os.environ, "SOME_MARK": "abc"}
+    with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert carries(child.pid, {"SOME_MARK": "abc"})
+        assert not carries(child.pid, {"SOME_MARK": "ab"})
+        assert not carries(child.pid, {"MARK": "abc"})
+        assert not carries(child.pid, {"SOME_MARK": "abc", "OTHER": "x"})
+        child.communicate(b"\n")
+
+
+def test_kill_found_kills_the_marked_and_reports_them():
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    environment = {**os.environ, "RECOVER_LAUNCH_ID": "test-kill-found"}
+    with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        killed = kill_found(lambda: find_launch("test-kill-found", [], [os.getpid()]))
+        assert {process.pid for process in killed} == {child.pid}
+        assert child.wait() == -signal.SIGKILL

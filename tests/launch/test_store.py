@@ -1,0 +1,211 @@
+"""The rendezvous store: served by the launcher of node 0, there for plain torch scripts, on one node and on several."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from conftest import eventually
+
+ALL_REDUCE = """
+    import os
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    print("TOTAL", dist.get_rank(), dist.get_world_size(), total.item(), os.environ["TORCHELASTIC_RUN_ID"])
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+
+UNTIL_TOLD = """
+    import os, time
+    print("UP", os.environ["RANK"], os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"])
+    while not os.path.exists("go" + os.environ["RANK"]):
+        time.sleep(0.05)
+    """
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def owners_of_listener(port):
+    """Processes that hold the socket listening on 127.0.0.1:``port``."""
+    address = f"0100007F:{port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {f"socket:[{row[9]}]" for row in rows if row[1] == address and row[3] == "0A"}
+    owners = set()
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                links = {os.readlink(f"/proc/{name}/fd/{fd}") for fd in os.listdir(f"/proc/{name}/fd")}
+            except OSError:
+                continue
+            if links & inodes:
+                owners.add(int(name))
+    return owners
+
+
+def test_the_store_listens_in_the_launcher_before_and_after_it_is_served(bench):
+    script = bench.script(
+        """
+        import os, time
+        print("PORT", os.environ["MASTER_PORT"])
+        from torch.distributed import TCPStore
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store.set("some", "thing")
+        print("SERVED", store.get("some"))
+        while not os.path.exists("go"):
+            time.sleep(0.05)
+        """
+    )
+    launch = bench.start(script)
+    launch.wait_for("PORT")
+    port = int(launch.out.split("PORT ")[1].split()[0])
+    assert owners_of_listener(port) == {launch.pid}
+    launch.wait_for("SERVED b'thing'")
+    assert owners_of_listener(port) == {launch.pid}
+    (bench.folder / "go").touch()
+    assert launch.wait() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_a_plain_torch_script_runs_unmodified(bench, start):
+    script = bench.script(ALL_REDUCE if start == "cold" else guarded(ALL_REDUCE))
+    code, launch = bench.run("--nproc-per-node", 2, *(["--warm"] if start == "warm" else []), script)
+    assert code == 0, launch.err
+    assert "[0] TOTAL 0 2 3.0" in launch.out
+    assert "[1] TOTAL 1 2 3.0" in launch.out
+
+
+def guarded(text):
+    lines = "\n".join("    " + line for line in text.splitlines())
+    return f"\n    import torch.distributed\n    if __name__ == '__main__':\n{lines}"
+
+
+@pytest.mark.slow
+def test_two_launchers_on_one_machine_make_one_job(bench):
+    script = bench.script(ALL_REDUCE)
+    nodes = ["--nnodes", 2, "--nproc-per-node", 1, "--master-port", free_port(), "--log-dir", "logs"]
+    first = bench.start(*nodes, "--node-rank", 0, script)
+    second = bench.start(*nodes, "--node-rank", 1, script)
+    assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
+    (total_0,) = [line for line in first.out.splitlines() if "TOTAL" in line]
+    (total_1,) = [line for line in second.out.splitlines() if "TOTAL" in line]
+    assert total_0.startswith("[0] TOTAL 0 2 3.0")
+    assert total_1.startswith("[1] TOTAL 1 2 3.0")
+    assert total_0.split()[-1] == total_1.split()[-1]  # one run id
+    workers = bench.workers()
+    assert [(worker["worker_id"], worker["node_rank"], worker["state"]) for worker in workers] == [
+        (0, 0, "finished"),
+        (1, 1, "finished"),
+    ]
+
+
+@pytest.mark.slow
+def test_ranks_of_several_nodes_and_the_store_stays_for_the_last(bench):
+    """Node 0's workers end first; its launcher waits for the other node, and judges all workers."""
+    script = bench.script(UNTIL_TOLD)
+    nodes = ["--nnodes", 2, "--nproc-per-node", 2, "--master-port", free_port()]
+    first = bench.start(*nodes, "--node-rank", 0, script)
+    second = bench.start(*nodes, "--node-rank", 1, script)
+    first.wait_for("UP", times=2)
+    second.wait_for("UP", times=2)
+    assert "[2] UP 2 1 0" in second.out
+    assert "[3] UP 3 1 1" in second.out
+    for rank in (0, 1):
+        (bench.folder / f"go{rank}").touch()
+    first.wait_for("the store stays up until node 1 has ended")
+    assert first.process.poll() is None
+    (bench.folder / "go2").touch()
+    second.wait_for("UP 3")
+    pid = next(pid for pid in second.left() if b"\0RANK=3\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(pid, signal.SIGKILL)
+    assert second.wait() == 137
+    assert first.wait() == 137
+
+
+@pytest.mark.slow
+def test_a_second_launcher_with_the_same_node_rank_is_refused_and_the_first_goes_on(bench):
+    script = bench.script(UNTIL_TOLD)
+    nodes = ["--nnodes", 2, "--master-port", free_port()]
+    first = bench.start(*nodes, "--node-rank", 0, script)
+    second = bench.start(*nodes, "--node-rank", 1, script)
+    second.wait_for("UP 1")
+    code, third = bench.run(*nodes, "--node-rank", 1, script)
+    assert code == 2
+    assert "node rank 1 has been taken by another launcher" in third.err
+    assert "Traceback" not in third.err
+    assert "UP" not in third.out
+    for rank in (0, 1):
+        (bench.folder / f"go{rank}").touch()
+    assert (first.wait(), second.wait()) == (0, 0)
+
+
+@pytest.mark.slow
+def test_launchers_that_disagree_end_with_the_reason_on_both_sides(bench):
+    script = bench.script(UNTIL_TOLD)
+    port = free_port()
+    first = bench.start("--nnodes", 2, "--nproc-per-node", 1, "--master-port", port, "--node-rank", 0, script)
+    second = bench.start("--nnodes", 2, "--nproc-per-node", 3, "--master-port", port, "--node-rank", 1, script)
+    assert second.wait() == 2
+    assert "--nproc-per-node is 3 here (node 1) but 1 on node 0" in second.err
+    assert "UP" not in second.out
+    assert first.wait() == 1
+    assert "--nproc-per-node is 3 here (node 1) but 1 on node 0" in first.err
+    assert first.left() == []
+
+
+def test_a_node_whose_node_0_never_appears_gives_up(bench):
+    script = bench.script(UNTIL_TOLD)
+    code, launch = bench.run(
+        "--nnodes", 2, "--node-rank", 1, "--master-port", free_port(), "--rendezvous-timeout", 0.5, script
+    )
+    assert code == 1
+    assert "node 0 did not answer" in launch.err
+    assert "Traceback" not in launch.err
+    assert "UP" not in launch.out
+
+
+@pytest.mark.slow
+def test_node_0_gives_up_when_a_node_never_appears(bench):
+    script = bench.script(UNTIL_TOLD)
+    code, launch = bench.run("--nnodes", 3, "--master-port", free_port(), "--rendezvous-timeout", 1, script)
+    assert code == 1
+    assert "node 1, 2 of 3 did not appear within 1 s" in launch.err
+    assert launch.left() == []
+
+
+@pytest.mark.slow
+def test_node_0_does_not_wait_for_ever_for_a_node_whose_launcher_was_killed(bench):
+    script = bench.script(UNTIL_TOLD)
+    nodes = ["--nnodes", 2, "--master-port", free_port()]
+    first = bench.start(*nodes, "--node-rank", 0, script, "--recover")
+    second = bench.start(*nodes, "--node-rank", 1, script, "--recover")
+    second.wait_for("UP 1")
+    second.send(signal.SIGKILL)
+    second.wait()
+    (bench.folder / "go0").touch()
+    first.wait_for("node 1 is lost")
+    assert first.wait() == 0
+
+
+@pytest.mark.slow
+def test_workers_go_on_when_the_launcher_of_node_0_is_lost(bench):
+    script = bench.script(UNTIL_TOLD)
+    nodes = ["--nnodes", 2, "--master-port", free_port()]
+    first = bench.start(*nodes, "--node-rank", 0, script)
+    second = bench.start(*nodes, "--node-rank", 1, script)
+    second.wait_for("UP 1")
+    first.wait_for("all 2 nodes take part")
+    first.send(signal.SIGKILL)
+    second.wait_for("the store of node 0")
+    eventually(lambda: first.left() == [], "node 0 is gone")
+    (bench.folder / "go1").touch()
+    assert second.wait() == 0
