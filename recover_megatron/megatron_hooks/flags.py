@@ -184,9 +184,8 @@ def _data(args: argparse.Namespace) -> list[str]:
 
 
 def _prefixes(blend: Sequence[str]) -> list[str]:
-    """The dataset prefixes in a blend: "PREFIX ..." or "WEIGHT PREFIX ..."; remote ones are left to Megatron."""
-    words = [word for item in blend for word in str(item).split()]
-    return [word for word in words if not _is_number(word) and "://" not in word]
+    """The dataset prefixes of a blend (PREFIX ... or WEIGHT PREFIX ...); remote ones are left to Megatron."""
+    return [word for word in map(str, blend) if not _is_number(word) and "://" not in word]
 
 
 def _is_number(word: str) -> bool:

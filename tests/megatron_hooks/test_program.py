@@ -60,7 +60,8 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
         ([*GOOD, "--hidden-size", "33"], "Megatron refuses these flags"),
         ([*GOOD, "--recover", "--dataloader-type", "cyclic"], "--recover needs --dataloader-type single"),
         ([*GOOD, "--recover", "--rerun-mode", "validate_results"], "--recover needs --rerun-mode disabled"),
-        ([*GOOD, "--context-parallel-size", "1", "--transformer-impl", "transformer_engine"], "transformer_engine"),
+        ([*GOOD, "--transformer-impl", "transformer_engine"], "needs TransformerEngine's GPU kernels"),
+        ([*GOOD, "--context-parallel-size", "1", "--data-path", "/no where/a"], "no /no where/a.bin"),
     ],
 )
 def test_bad_input_is_one_clear_message(forkserver: ForkServer, tmp_path: Path, argv: list[str], reason: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from recover_megatron.report.steps import Step, StepsFile, audit_problem, read_steps
+from tests.forkserver import REPOSITORY
 
 
 def step(iteration: int, **changes: object) -> Step:
@@ -39,10 +41,12 @@ def test_a_step_is_read_as_it_was_written_to_the_last_digit(tmp_path: Path) -> N
 
 def test_every_appended_line_outlives_a_kill_of_its_writer(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    if (pid := os.fork()) == 0:
-        write(path, range(1, 6))
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
+    code = (
+        "import os, signal, sys, pathlib; from tests.report.test_steps import write\n"
+        "write(pathlib.Path(sys.argv[1]), range(1, 6)); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=REPOSITORY, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
     assert [s.iteration for s in read_steps(path)] == [1, 2, 3, 4, 5]
 
 
