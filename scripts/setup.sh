@@ -95,7 +95,9 @@ pins() {
         cat -- "$constraints" >"$1"
         return
     fi
-    version=$("$python" -I -c 'import torch; print(torch.__version__)' </dev/null 2>/dev/null) ||
+    # pip's idea of the version: torch.__version__ may have a "+cu130" that its metadata lacks.
+    version=$("$python" -I -c 'import torch, importlib.metadata; print(importlib.metadata.version("torch"))' \
+        </dev/null 2>/dev/null) ||
         die "RECOVER_TORCH=keep, but the Python behind .venv has no torch that can be imported." \
             "Name the Python that has it: RECOVER_PYTHON=/path/to/python3 (not one of a virtual environment)."
     say "keeping torch $version"
@@ -158,8 +160,10 @@ main() {
     fi
     local base=$made_base remake=''
     if ! reusable; then
-        if [[ -f $state && $(<"$state") == installing ]]; then say "the last run was interrupted; starting afresh"; fi
-        base=$(find_python) || exit 1
+        if [[ -f $state && $(<"$state") == installing ]]; then say "the last run did not come to its end; starting afresh"; fi
+        if [[ -n ${RECOVER_PYTHON:-} || -z $base || $(probe_python "$base") != ok\ * ]]; then
+            base=$(find_python) || exit 1
+        fi
         remake=yes
     fi
     printf 'installing\n' >"$state"

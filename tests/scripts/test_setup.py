@@ -162,7 +162,7 @@ def test_what_a_killed_run_left_is_not_used(checkout: Checkout) -> None:
     left = checkout.root / ".venv" / "half-written"
     left.write_text("")
     checkout.calls()
-    assert "interrupted" in checkout.run()
+    assert "did not come to its end" in checkout.run()
     assert checkout.calls() == ["make", "pip"]
     assert not left.exists()
 
@@ -202,6 +202,17 @@ def test_choices_are_remembered(checkout: Checkout) -> None:
     assert checkout.calls() == []
     checkout.run(RECOVER_TORCH="")
     assert checkout.calls() == ["make", "pip"]
+
+
+def test_the_chosen_python_is_remembered_through_a_failed_installation(checkout: Checkout) -> None:
+    (checkout.fake / "status").write_text("1")
+    checkout.run(status=1)
+    (checkout.fake / "status").write_text("0")
+    environment = checkout.environment()
+    del environment["RECOVER_PYTHON"]
+    subprocess.run([checkout.root / "scripts" / "setup.sh"], env=environment, check=True, timeout=120)
+    assert checkout.calls() == ["make", "pip", "make", "pip"]
+    assert (checkout.root / ".venv" / ".setup-choices").read_text().splitlines()[1] == str(checkout.fake / "python")
 
 
 def test_kept_torch_replaces_the_pin_of_torch_alone(checkout: Checkout) -> None:
