@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from recover_megatron import hostdevice
 from recover_megatron.hostdevice import script
 
 USAGE = "usage: python -m recover_megatron.hostdevice [-m] SCRIPT [ARGUMENTS...]"
@@ -21,7 +20,6 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         print(USAGE, file=sys.stderr)
         return 2
-    hostdevice.activate()
     try:
         script.run(f"{kind}:{arguments[0]}", arguments[1:])
     except script.ScriptMissing as problem:

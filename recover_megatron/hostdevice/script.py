@@ -11,9 +11,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+
+from recover_megatron import hostdevice
 
 VARIABLE = "RECOVER_HOSTDEVICE_MAIN"
 """Environment variable by which spawned processes learn what to run: ``path:FILE`` or ``module:NAME``."""
@@ -44,21 +47,43 @@ def _load(target: str) -> tuple[CodeType, dict[str, Any]]:
     return code, {"__file__": spec.origin, "__package__": spec.parent}
 
 
+class _SpawnSpec(ModuleSpec):
+    """Names our module to processes that are spawned, and the user's package to the import system."""
+
+    def __init__(self, package: str | None) -> None:
+        super().__init__("recover_megatron.hostdevice.spawned", None)
+        self._package = package or ""
+
+    @property
+    def parent(self) -> str:
+        """The package against which the script's relative imports are resolved."""
+        return self._package
+
+
 def run(target: str, arguments: list[str]) -> None:
-    """Run ``path:FILE`` or ``module:NAME`` as ``__main__`` with ``arguments``.  Raises ``ScriptMissing``."""
+    """Activate the host device and run ``path:FILE`` or ``module:NAME`` as ``__main__`` with ``arguments``.
+
+    Raises ``ScriptMissing``.
+    """
     kind, _, name = target.partition(":")
     sys.path[0:1] = [os.path.dirname(os.path.abspath(name)) if kind == "path" else os.getcwd()]
-    code, attributes = _load(target)
+    if kind == "path":
+        code, attributes = _load(target)
+        hostdevice.activate()
+    else:  # finding a module imports the packages around it, Megatron's perhaps
+        hostdevice.activate()
+        code, attributes = _load(target)
     os.environ[VARIABLE] = target
     sys.argv[:] = [attributes["__file__"], *arguments]
     main = ModuleType("__main__")
-    vars(main).update(attributes, __spec__=importlib.util.find_spec("recover_megatron.hostdevice.spawned"))
+    vars(main).update(attributes, __spec__=_SpawnSpec(attributes["__package__"]))
     sys.modules["__main__"] = main
     exec(code, vars(main))
 
 
 def run_again(namespace: dict[str, Any]) -> None:
     """In a spawned process: run the parent's script in ``namespace``, which is that of ``__mp_main__``."""
+    hostdevice.activate()
     code, attributes = _load(os.environ[VARIABLE])
-    namespace.update(attributes)
+    namespace.update(attributes, __spec__=_SpawnSpec(attributes["__package__"]))
     exec(code, namespace)

@@ -1,0 +1,31 @@
+"""What every name of torch refers to, to compare before and after."""
+
+import sys
+
+import torch
+
+
+def snapshot():
+    """{dotted name: object} for the members of all loaded modules of torch and of the tensor class."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name == "torch" or name.startswith("torch."):
+            # Lazy modules make members when asked: only what is there counts.
+            found |= {f"{name}.{member}": value for member, value in list(vars(module).items())}
+    for owner in (torch.Tensor, torch._C.TensorBase):
+        found |= {f"torch.Tensor.{m}": getattr(torch.Tensor, m) for m in dir(owner) if not m.startswith("__")}
+    return found
+
+
+def changed(before, after):
+    """Names that were there before and now refer to something else."""
+    return {name for name, value in before.items() if name in after and not _same(value, after[name])}
+
+
+def _same(one, other):
+    # Bound methods and descriptors are made anew at each access: equal, not identical.
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return False
+    return not isinstance(one, (bool, dict, list, set)) and bool(one == other)

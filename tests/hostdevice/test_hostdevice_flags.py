@@ -1,0 +1,107 @@
+"""What cannot run without a GPU is named, all of it at once; what can is not."""
+
+import argparse
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.hostdevice import flags, host_defaults, unsupported
+
+CANNOT = {
+    "context_parallel_size": 2,
+    "transformer_impl": "transformer_engine",
+    "distributed_backend": "nccl",
+    "gradient_accumulation_fusion": True,
+    "multi_latent_attention": True,
+    "fp8": "hybrid",
+    "fp8_param_gather": True,
+    "fp4": "e2m1",
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "optimizer_cuda_graph": True,
+    "nccl_ub": True,
+    "use_sharp": True,
+    "tp_comm_overlap": True,
+    "symmetric_ar_type": "two_shot",
+    "moe_permute_fusion": True,
+    "moe_router_fusion": True,
+    "moe_token_dispatcher_type": "flex",
+    "moe_enable_deepep": True,
+    "use_precision_aware_optimizer": True,
+    "optimizer_cpu_offload": True,
+    "cpu_offloading_num_layers": 1,
+    "fine_grained_activation_offloading": True,
+    "delay_wgrad_compute": True,
+    "qk_clip": True,
+    "batch_invariant_mode": True,
+    "profile": True,
+    "record_memory_history": True,
+    "log_straggler": True,
+}
+
+
+def test_a_namespace_without_any_of_the_flags_can_run():
+    assert unsupported(argparse.Namespace()) == []
+
+
+@pytest.mark.parametrize(("name", "value"), CANNOT.items())
+def test_each_is_named_with_what_to_do_and_the_file(name, value):
+    (line,) = unsupported(argparse.Namespace(**{name: value}))
+    assert re.search(r"(leave it out|use|add) .*\(megatron/[\w/]+\.py\)$", line)
+
+
+@pytest.mark.parametrize(
+    ("values", "problems"),
+    [
+        ({"bf16": True, "masked_softmax_fusion": True}, 1),
+        ({"fp16": True, "masked_softmax_fusion": True}, 1),
+        ({"masked_softmax_fusion": True}, 0),
+        ({"apply_rope_fusion": True, "position_embedding_type": "rope"}, 1),
+        ({"apply_rope_fusion": True, "position_embedding_type": "learned_absolute"}, 0),
+        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, 1),
+        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}, 0),
+        ({"profile": True, "use_pytorch_profiler": True}, 0),
+        ({"cuda_graph_impl": "none", "context_parallel_size": 1, "moe_token_dispatcher_type": "alltoall"}, 0),
+    ],
+)
+def test_flags_that_matter_only_together(values, problems):
+    assert len(unsupported(argparse.Namespace(**values))) == problems
+
+
+def test_all_reasons_come_at_once():
+    together = argparse.Namespace(**CANNOT)
+    lines = unsupported(together)
+    graphs, flex = 2, 1  # three flags of CUDA graphs are one reason, two of the flex dispatcher too
+    assert len(set(lines)) == len(CANNOT) - graphs - flex
+
+
+def test_the_files_named_are_files_of_megatron():
+    (top,) = importlib.util.find_spec("megatron").submodule_search_locations
+    named = {m for rule in flags.RULES for m in re.findall(r"megatron/[\w/]+\.py", rule.reason)}
+    assert [name for name in named if not (Path(top).parent / name).is_file()] == []
+
+
+@pytest.mark.slow
+def test_megatrons_own_parser_knows_the_names_and_the_defaults_can_run(fresh_python):
+    code = f"""
+import sys
+from recover_megatron import hostdevice
+hostdevice.activate()
+from megatron.training.arguments import parse_args
+sys.argv = ["x", "--bf16", "--position-embedding-type", "rope"]
+stock = parse_args()
+missing = [name for name in {list(CANNOT)!r} if not hasattr(stock, name)]
+assert missing == ["moe_enable_deepep"] or missing == [], missing
+assert len(hostdevice.unsupported(stock)) == 5, hostdevice.unsupported(stock)
+sys.argv = ["x", *hostdevice.host_defaults(), *sys.argv[1:]]
+assert hostdevice.unsupported(parse_args()) == []
+sys.argv += ["--transformer-impl", "transformer_engine"]           # the user's own flag wins, and is named
+(line,) = hostdevice.unsupported(parse_args())
+assert "--transformer-impl" in line
+"""
+    done = fresh_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert len(host_defaults()) == 5

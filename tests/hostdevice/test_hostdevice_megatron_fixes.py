@@ -1,0 +1,127 @@
+"""Megatron is mended when its modules are imported, and only as its known versions are."""
+
+import pytest
+
+UTILS = """
+calls = []
+def compile_helpers():
+    calls.append("make")
+"""
+P2P = """
+def _p2p_ops(*, tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, prev_pipeline_rank,
+             next_pipeline_rank):
+    return tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next
+"""
+
+
+@pytest.fixture
+def megatron(tmp_path):
+    """A Megatron of a few functions; returns the folder to put on the path."""
+    top = tmp_path / "fake" / "megatron"
+
+    def write(version="MINOR = 19", **modules):
+        sources = {"core/__init__": "", "core/package_info": f"MAJOR = 0\n{version}\n"}
+        sources |= {f"core/{name}": source for name, source in modules.items()}
+        for name, source in sources.items():
+            file = top / f"{name}.py"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(source)
+        return top.parent
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("compiled", "makefile", "make"),
+    [(True, False, False), (True, True, True), (False, False, True), (False, True, True)],
+)
+def test_make_is_skipped_only_in_a_wheel_with_the_compiled_helpers(in_process, megatron, compiled, makefile, make):
+    path = megatron(**{"datasets/__init__": "", "datasets/utils": UTILS})
+    if compiled:
+        (path / "megatron/core/datasets/helpers_cpp.py").touch()
+    if makefile:
+        (path / "megatron/core/datasets/Makefile").touch()
+    in_process(
+        f"""
+        import sys
+        from recover_megatron.hostdevice import is_active, megatron_fixes
+        finders = list(sys.meta_path)
+        megatron_fixes.install(only=["prebuilt-helpers"])
+        from megatron.core.datasets import utils
+        assert sys.meta_path == finders, "the finder stays"
+        utils.compile_helpers()
+        assert utils.calls == {["make"] if make else []}
+        assert not is_active()
+        """,
+        path=[path],
+    )
+
+
+def test_a_fix_reaches_a_module_that_is_imported_already(in_process, megatron):
+    path = megatron(**{"datasets/__init__": "", "datasets/utils": UTILS, "datasets/helpers_cpp": ""})
+    in_process(
+        """
+        from megatron.core.datasets import utils
+        from recover_megatron.hostdevice import megatron_fixes
+        megatron_fixes.install(only=["prebuilt-helpers"])
+        megatron_fixes.install(only=["prebuilt-helpers"])
+        utils.compile_helpers()
+        assert utils.calls == []
+        """,
+        path=[path],
+    )
+
+
+def test_fixes_not_asked_for_are_not_made(in_process, megatron):
+    path = megatron(**{"pipeline_parallel/__init__": "", "pipeline_parallel/p2p_communication": "def other(): pass"})
+    in_process(
+        """
+        from recover_megatron.hostdevice import megatron_fixes
+        megatron_fixes.install(only=["prebuilt-helpers"])
+        import megatron.core.pipeline_parallel.p2p_communication   # not as known, and not looked at
+        """,
+        path=[path],
+    )
+
+
+@pytest.mark.parametrize("utils", ["def compile_helpers(jobs): pass", "def build(): pass"])
+def test_an_unknown_megatron_is_refused_by_name_and_version(in_process, megatron, utils):
+    path = megatron(**{"datasets/__init__": "", "datasets/utils": utils})
+    in_process(
+        """
+        from recover_megatron.hostdevice import megatron_fixes
+        megatron_fixes.install()
+        try:
+            import megatron.core.datasets.utils
+        except megatron_fixes.UnsupportedMegatron as error:
+            assert "megatron.core.datasets.utils.compile_helpers" in str(error) and "0.17 to 0.19" in str(error)
+        else:
+            raise AssertionError("not refused")
+        """,
+        path=[path],
+    )
+
+
+@pytest.mark.parametrize(("minor", "copies"), [(17, True), (18, False), (19, False)])
+def test_only_0_17_sends_copies_down_the_pipeline(in_process, megatron, minor, copies):
+    modules = {"pipeline_parallel/__init__": "", "pipeline_parallel/p2p_communication": P2P}
+    in_process(
+        f"""
+        import torch
+        from recover_megatron.hostdevice import megatron_fixes
+        megatron_fixes.install(only=["send-copies"])
+        from megatron.core.pipeline_parallel import p2p_communication as p2p
+        a, b = torch.ones(2), torch.ones(3)
+        sent = p2p._p2p_ops(tensor_send_prev=None, tensor_recv_prev=b, tensor_send_next=a, tensor_recv_next=None,
+                            group=None, prev_pipeline_rank=0, next_pipeline_rank=1)
+        assert sent[0] is None and sent[1] is b and torch.equal(sent[2], a) and (sent[2] is not a) is {copies}
+        """,
+        path=[megatron(f"MINOR = {minor}", **modules)],
+    )
+
+
+def test_an_unknown_fix_is_a_programming_error():
+    from recover_megatron.hostdevice import megatron_fixes
+
+    with pytest.raises(KeyError):
+        megatron_fixes.install(only=["no-such-fix"])

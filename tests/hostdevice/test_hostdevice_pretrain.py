@@ -1,0 +1,89 @@
+"""Megatron's own pretrain() runs on the host device, and resumes to the last bit."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.hostdevice import host_defaults
+
+pytestmark = pytest.mark.slow
+HERE = Path(__file__).parent
+ITERATIONS = 6
+MODEL = """
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+--lr-warmup-iters 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1
+--log-interval 1 --eval-interval 1000 --eval-iters 0 --split 90,9,1 --num-workers 0
+"""
+
+
+@pytest.fixture
+def pretrain(fresh_python, tmp_path):
+    """Run jobs (name, workers, flags) one after the other; {name: [(iteration, loss, grad norm), ...]}."""
+
+    def run(*jobs):
+        base = [*host_defaults(), *MODEL.split()]
+        listed = [
+            {"workers": workers, "flags": [*base, *flags.split()], "log": str(tmp_path / name)}
+            for name, workers, flags in jobs
+        ]
+        (tmp_path / "jobs.json").write_text(json.dumps(listed))
+        done = fresh_python(HERE / "warm.py", tmp_path / "jobs.json", timeout=400)
+        logs = {name: "".join(f.read_text() for f in tmp_path.glob(f"{name}.*")) for name, _, _ in jobs}
+        assert done.returncode == 0, done.stderr[-3000:] + "".join(log[-3000:] for log in logs.values())
+        pattern = r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+)"
+        return {name: re.findall(pattern, log) for name, log in logs.items()}
+
+    return run
+
+
+def falls(steps, count=ITERATIONS):
+    """Whether there are all the steps and the loss went down."""
+    return [int(i) for i, _, _ in steps] == list(range(1, count + 1)) and float(steps[-1][1]) < float(steps[0][1])
+
+
+def test_the_layouts_of_a_gpu_run_train_on_the_host(pretrain):
+    optimizer = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    experts = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --expert-model-parallel-size 2"
+    done = pretrain(
+        ("one", 1, "--num-workers 1 --eval-interval 3 --eval-iters 1 --timing-log-level 2 --log-memory-interval 2"),
+        ("recomputed", 1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        ("data", 2, ""),
+        ("sharded", 2, optimizer),
+        ("half", 2, f"--bf16 {optimizer}"),
+        ("scaled", 1, "--fp16 --initial-loss-scale 1024 --position-embedding-type rope"),
+        ("tensor", 2, "--tensor-model-parallel-size 2 --sequence-parallel --normalization RMSNorm --swiglu"),
+        ("pipeline", 2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4"),
+        ("experts", 2, f"{experts} --moe-token-dispatcher-type alltoall"),
+    )
+    assert {name: falls(steps) for name, steps in done.items()} == dict.fromkeys(done, True), done
+    assert done["recomputed"] == done["one"], "recomputation must see the same dropout"
+    assert done["sharded"] == done["data"], "float32 shards hold the same sums"
+    assert done["half"] != done["sharded"]
+
+
+@pytest.mark.parametrize("saving", ["", "--async-save --async-strategy mcore"], ids=["sync", "async"])
+def test_a_resumed_run_goes_on_to_the_last_bit(pretrain, tmp_path, saving):
+    flags = f"--bf16 --use-distributed-optimizer --ckpt-format torch_dist {saving}"
+    folder = tmp_path / "checkpoint"
+    done = pretrain(
+        ("whole", 2, flags),
+        ("first", 2, f"{flags} --save {folder} --save-interval 3 --exit-interval 3"),
+        ("second", 2, f"{flags} --load {folder}"),
+    )
+    assert falls(done["whole"])
+    assert done["first"] == done["whole"][:3]
+    assert done["second"] == done["whole"][3:]
+
+
+def test_float32_shards_and_a_persistent_writer_resume_too(pretrain, tmp_path):
+    flags = "--use-distributed-optimizer --async-save --async-strategy mcore --use-persistent-ckpt-worker"
+    folder = tmp_path / "checkpoint"
+    done = pretrain(
+        ("whole", 2, "--use-distributed-optimizer"),
+        ("first", 2, f"{flags} --save {folder} --save-interval 3 --exit-interval 3"),
+        ("second", 2, f"--use-distributed-optimizer --load {folder}"),
+    )
+    assert done["second"] == done["whole"][3:] != []

@@ -1,0 +1,164 @@
+"""hostdevice.activate: what differs afterwards, and only that."""
+
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.hostdevice import detect
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parent.parent / "docs" / "hostdevice.md"
+
+
+def test_after_activation_exactly_the_tables_names_differ(in_process):
+    in_process(
+        """
+        from snapshot import changed, snapshot
+        from recover_megatron import hostdevice
+        from recover_megatron.hostdevice import apex_standin, replacements
+        before, names = snapshot(), {entry.path for entry in replacements.table()}
+        hostdevice.activate()
+        differ = changed(before, snapshot())
+        assert hostdevice.is_active()
+        assert differ == names, (differ - names, names - differ)
+        """,
+        path=[HERE],
+    )
+
+
+def test_not_activated_every_name_of_torch_is_as_it_was(in_process):
+    in_process(
+        """
+        from snapshot import changed, snapshot
+        before = snapshot()
+        from recover_megatron import hostdevice
+        from recover_megatron.hostdevice import apex_standin, replacements
+        hostdevice.wanted("auto")
+        replacements.table()
+        assert changed(before, snapshot()) == set()
+        """,
+        path=[HERE],
+    )
+
+
+def test_where_cuda_exists_auto_replaces_nothing(in_process):
+    if detect.usable_device_count() == 0:
+        pytest.skip("NO CUDA DEVICE HERE: that the host device is inert beside one is not tested")
+    in_process(
+        """
+        import sys
+        from snapshot import changed, snapshot
+        before, finders = snapshot(), list(sys.meta_path)
+        from recover_megatron import hostdevice
+        if hostdevice.wanted("auto"):
+            hostdevice.activate()
+        assert not hostdevice.is_active()
+        assert changed(before, snapshot()) == set() and sys.meta_path == finders
+        import torch
+        assert torch.zeros(1, device="cuda").device.type == "cuda"
+        """,
+        path=[HERE],
+    )
+
+
+def test_activation_says_so_once_and_only_in_rank_0(in_process):
+    code = "from recover_megatron import hostdevice; hostdevice.activate(); hostdevice.activate()"
+    for text in (in_process(code), in_process(code, RANK="0")):
+        assert text.startswith("[hostdevice] ")
+        assert len(text.splitlines()) == 1
+    assert in_process(code, RANK="1") == ""
+
+
+def test_activation_after_megatron_is_refused(in_process):
+    in_process("""
+        import sys, types
+        sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+        from recover_megatron import hostdevice
+        try:
+            hostdevice.activate()
+        except hostdevice.HostDeviceError as error:
+            assert "before Megatron is imported" in str(error) and "megatron.core" in str(error)
+        else:
+            raise AssertionError("not refused")
+        import torch
+        assert not hostdevice.is_active() and torch.zeros.__module__ != "recover_megatron.hostdevice.replacements"
+    """)
+
+
+def test_tensors_put_on_cuda_stay_on_the_host_in_every_thread(in_process):
+    in_process("""
+        import threading
+        from recover_megatron import hostdevice
+        hostdevice.activate()
+        import torch
+        def place():
+            device = torch.cuda.current_device()
+            made = [torch.zeros(2, device="cuda"), torch.tensor([1.0], device=device), torch.empty(1, device="cuda:0")]
+            made += [torch.ones(2).cuda(device), torch.ones(2).to("cuda", torch.float64), torch.ones(2).to(device)]
+            made += [torch.ones(2).new_empty((3,), device=torch.device("cuda")), torch.nn.Linear(2, 2).cuda().weight]
+            places.append({t.device.type for t in made})
+            assert made[4].dtype == torch.float64
+        places = []
+        place()
+        thread = threading.Thread(target=place)
+        thread.start()
+        thread.join()
+        assert places == [{"cpu"}, {"cpu"}], places
+        assert torch.zeros(1, device="meta").device.type == "meta"
+        assert torch.ones(2).to(torch.int64).dtype == torch.int64
+        assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+        assert torch.ones(1).type(torch.float64).dtype == torch.float64
+    """)
+
+
+def test_the_devices_and_the_hosts_random_numbers_are_independent(in_process):
+    in_process("""
+        from recover_megatron import hostdevice
+        hostdevice.activate()
+        import torch
+        torch.manual_seed(7)
+        host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
+        first = torch.nn.functional.dropout(torch.ones(64))         # draws from the device's
+        assert torch.equal(torch.get_rng_state(), host) and not torch.equal(torch.cuda.get_rng_state(), device)
+        moved = torch.cuda.get_rng_state()
+        seeds = torch.empty(8, dtype=torch.int64).random_()         # draws from the host's
+        assert torch.equal(torch.cuda.get_rng_state(), moved) and not torch.equal(torch.get_rng_state(), host)
+        torch.cuda.set_rng_state(device)
+        assert torch.equal(torch.nn.functional.dropout(torch.ones(64)), first)
+        torch.set_rng_state(host)
+        assert torch.equal(torch.empty(8, dtype=torch.int64).random_(), seeds)
+        torch.cuda.manual_seed(11)
+        at_11 = torch.cuda.get_rng_state()
+        torch.rand(3)
+        torch.cuda.manual_seed(11)
+        assert torch.equal(torch.cuda.get_rng_state(), at_11)
+        torch.manual_seed(7)                                        # seeds both, as with a GPU
+        assert torch.equal(torch.get_rng_state(), host) and torch.equal(torch.cuda.get_rng_state(), device)
+        own = torch.Generator().manual_seed(1)
+        before = torch.get_rng_state()
+        torch.empty(8, dtype=torch.int64).random_(generator=own)
+        assert torch.equal(torch.get_rng_state(), before)
+    """)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_making_a_data_iterator_does_not_shift_the_devices_stream(in_process, workers):
+    in_process(f"""
+        from recover_megatron import hostdevice
+        hostdevice.activate()
+        import torch
+        device, host = torch.cuda.get_rng_state(), torch.get_rng_state()
+        loader = torch.utils.data.DataLoader(range(4), num_workers={workers}, pin_memory=True, shuffle=True)
+        assert sorted(int(x) for x in loader) == [0, 1, 2, 3]
+        assert torch.equal(torch.cuda.get_rng_state(), device)
+        assert not torch.equal(torch.get_rng_state(), host)
+    """)
+
+
+def test_the_document_lists_every_replaced_name(in_process):
+    text = in_process("""
+        from recover_megatron.hostdevice import replacements
+        print(*(entry.path for entry in replacements.table()), sep="\\n")
+    """)
+    documented = DOCUMENT.read_text()
+    assert [name for name in text.split() if f"`{name}`" not in documented] == []
