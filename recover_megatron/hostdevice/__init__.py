@@ -57,6 +57,12 @@ def is_active() -> bool:
     return _active
 
 
+def _spawned() -> bool:
+    """Whether multiprocessing started this process, also while it still imports its parent's main module."""
+    main = sys.modules.get("__mp_main__")  # in a process not spawned: another name of __main__
+    return multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
+
+
 def activate() -> None:
     """Make torch and Megatron of this process run on the host.  Idempotent; there is no way back.
 
@@ -80,7 +86,7 @@ def activate() -> None:
     apex_standin.install()
     megatron_fixes.install()
     _active = True
-    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
+    if os.environ.get("RANK", "0") == "0" and not _spawned():
         print(
             "[hostdevice] no CUDA device in use: Megatron runs on the host (cpu), gloo instead of nccl; "
             f"{len(table)} entry points of torch replaced (docs/hostdevice.md)",

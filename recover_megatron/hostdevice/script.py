@@ -77,7 +77,7 @@ def run(target: str, arguments: list[str]) -> None:
     sys.argv[:] = [attributes["__file__"], *arguments]
     main = ModuleType("__main__")
     vars(main).update(attributes, __spec__=_SpawnSpec(attributes["__package__"]))
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # the second: what children send back names it
     exec(code, vars(main))
 
 

@@ -39,6 +39,7 @@ def loss_of(mask, losses):
     mask = mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * mask)
     tokens = mask.sum().to(torch.int)
+    print("microbatch loss", total.item().hex())  # Megatron's log rounds
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
