@@ -87,7 +87,6 @@ RULES = [
         "--fp8-format: the local transformer ignores it silently and would train at another precision; leave it out "
         "(megatron/core/fp8_utils.py)",
     ),
-    _Rule(_set("fp8_param_gather"), f"--fp8-param-gather: {_TE}; leave it out (megatron/core/fp8_utils.py)"),
     _Rule(_set("fp4"), f"--fp4-format: {_TE}; leave it out (megatron/training/arguments.py)"),
     _Rule(
         lambda args: (
@@ -162,7 +161,12 @@ RULES = [
     ),
     _Rule(
         lambda args: bool(getattr(args, "profile", False)) and not getattr(args, "use_pytorch_profiler", False),
-        "--profile alone starts the CUDA profiler; add --use-pytorch-profiler (megatron/training/training.py)",
+        "--profile alone: starts the CUDA profiler; add --use-pytorch-profiler (megatron/training/training.py)",
+    ),
+    _Rule(
+        _set("use_torch_fsdp2"),
+        "--use-torch-fsdp2: torch shards parameters only where CUDA puts them; leave it out "
+        "(megatron/core/distributed/torch_fully_sharded_data_parallel.py)",
     ),
     _Rule(
         _set("record_memory_history"),

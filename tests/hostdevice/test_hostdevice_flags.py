@@ -16,7 +16,7 @@ CANNOT = {
     "gradient_accumulation_fusion": True,
     "multi_latent_attention": True,
     "fp8": "hybrid",
-    "fp8_param_gather": True,
+    "use_torch_fsdp2": True,
     "fp4": "e2m1",
     "cuda_graph_impl": "local",
     "enable_cuda_graph": True,
@@ -82,6 +82,13 @@ def test_the_files_named_are_files_of_megatron():
     (top,) = importlib.util.find_spec("megatron").submodule_search_locations
     named = {m for rule in flags.RULES for m in re.findall(r"megatron/[\w/]+\.py", rule.reason)}
     assert [name for name in named if not (Path(top).parent / name).is_file()] == []
+
+
+def test_the_document_lists_them_all():
+    documented = (Path(__file__).parent.parent.parent / "docs" / "hostdevice.md").read_text()
+    for rule in flags.RULES:
+        what, file = rule.reason.partition(": ")[0], re.search(r"megatron/[\w/]+\.py", rule.reason)[0]
+        assert re.search(rf"^\| {re.escape(what)} \|.*`{re.escape(file)}`", documented, re.MULTILINE), what
 
 
 @pytest.mark.slow
