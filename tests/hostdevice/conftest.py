@@ -1,7 +1,9 @@
 """Processes for the tests of the host device, which changes a process for good."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -47,14 +49,22 @@ def fresh_python(tmp_path):
     """Run a new interpreter with these arguments; the finished process."""
 
     def run(*arguments, timeout=120, **environment):
-        return subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            capture_output=True,
+        command = [sys.executable, *map(str, arguments)]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=timeout,
             cwd=tmp_path,
             env={**ENVIRONMENT, **environment},
-            check=False,
-        )
+            start_new_session=True,
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            finally:  # whatever it started ends with it
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     return run
