@@ -78,7 +78,7 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
 
 
 def device_from_argv(argv: Sequence[str]) -> str:
-    """The value of ``--recover-device`` in a script's command line; "auto" where it is bad, which the script refuses."""
+    """``--recover-device`` in a script's command line; "auto" where it is bad, which the script refuses."""
     try:
         return config_from_argv(argv).device
     except UserError:

@@ -56,6 +56,8 @@ def test_a_run_leaves_its_audit_its_workers_and_their_logs(tmp_path: Path, start
     assert [(w["worker_id"], w["state"]) for w in workers(tmp_path)] == [(0, "finished"), (1, "finished")]
     assert " iteration       20/      20 " in (tmp_path / "worker-1.log").read_text()
     assert "[1] " in said
+    assert f"start {start}" in said
+    assert "no warm start" not in said
 
 
 def test_sigterm_ends_a_training_run_in_order(tmp_path: Path) -> None:

@@ -75,8 +75,7 @@ def _preload(channel: socket.socket, script: Script) -> None:
 
 def why_not_fork() -> str:
     """The reason against forking this process; empty if there is none."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if _holds_a_gpu():
         return "CUDA was initialised while the script was loaded; a forked process cannot use it"
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
@@ -89,6 +88,17 @@ def why_not_fork() -> str:
             "OPENBLAS_NUM_THREADS=1 or OMP_NUM_THREADS=1 may prevent it"
         )
     return ""
+
+
+def _holds_a_gpu() -> bool:
+    """Whether this process has opened a GPU.  The kernel knows; torch.cuda may be one that stands in for a GPU."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia"):
+                return True
+        except FileNotFoundError:
+            continue  # the one that listdir itself used
+    return False
 
 
 def _serve(channel: socket.socket) -> None:

@@ -1,7 +1,14 @@
 """Processes for the tests of the host device, which changes a process for good."""
 
+<<<<<<< HEAD
 import json
 import os
+=======
+import contextlib
+import json
+import os
+import signal
+>>>>>>> hostdevice
 import subprocess
 import sys
 import textwrap
@@ -47,6 +54,7 @@ def fresh_python(tmp_path):
     """Run a new interpreter with these arguments; the finished process."""
 
     def run(*arguments, timeout=120, **environment):
+<<<<<<< HEAD
         return subprocess.run(
             [sys.executable, *map(str, arguments)],
             capture_output=True,
@@ -56,5 +64,24 @@ def fresh_python(tmp_path):
             env={**ENVIRONMENT, **environment},
             check=False,
         )
+=======
+        command = [sys.executable, *map(str, arguments)]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**ENVIRONMENT, **environment},
+            start_new_session=True,
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            finally:  # whatever it started ends with it
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+>>>>>>> hostdevice
 
     return run

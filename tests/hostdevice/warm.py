@@ -7,9 +7,9 @@ not 0.
 
 import json
 import os
+import signal
 import socket
 import sys
-import traceback
 from pathlib import Path
 
 from recover_megatron import hostdevice
@@ -27,34 +27,19 @@ def free_port():
 
 
 def worker(rank, job, port):
-    """The life of one worker; does not return."""
-    import signal
-
+    """The life of one worker, which ends as any Python process does: Megatron stops its checkpoint writer then."""
     import tiny_pretrain
 
     signal.alarm(DEADLINE_S)
-    status = 1
-    try:
-        out = os.open(f"{job['log']}.{rank}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        size = str(job["workers"])
-        os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size,
-            RANK=str(rank), LOCAL_RANK=str(rank),
-        )  # fmt: skip
-        sys.argv = ["tiny_pretrain.py", *job["flags"]]
-        tiny_pretrain.main()
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    out = os.open(f"{job['log']}.{rank}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    size = str(job["workers"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.argv = ["tiny_pretrain.py", *job["flags"]]
+    tiny_pretrain.main()
+    sys.exit(0)
 
 
 def run(job):
@@ -72,7 +57,7 @@ def run(job):
         if status and not worst:
             worst = abs(os.waitstatus_to_exitcode(status))
             for other in ranks:
-                os.kill(other, 15)
+                os.kill(other, signal.SIGTERM)
     return worst
 
 
