@@ -1,14 +1,9 @@
 """Processes for the tests of the host device, which changes a process for good."""
 
-<<<<<<< HEAD
-import json
-import os
-=======
 import contextlib
 import json
 import os
 import signal
->>>>>>> hostdevice
 import subprocess
 import sys
 import textwrap
@@ -54,17 +49,6 @@ def fresh_python(tmp_path):
     """Run a new interpreter with these arguments; the finished process."""
 
     def run(*arguments, timeout=120, **environment):
-<<<<<<< HEAD
-        return subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=tmp_path,
-            env={**ENVIRONMENT, **environment},
-            check=False,
-        )
-=======
         command = [sys.executable, *map(str, arguments)]
         with subprocess.Popen(
             command,
@@ -82,6 +66,5 @@ def fresh_python(tmp_path):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
->>>>>>> hostdevice
 
     return run
