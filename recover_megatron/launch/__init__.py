@@ -5,7 +5,7 @@ library only, except store.py, which imports torch when the store is made.
 
 Modules, from the outside in::
 
-    __main__                        the command: parse, check, supervise, exit
+    __main__, command               the command: parse, check, supervise, exit
     arguments, listener             every check that can be made before a process is started; the store's socket
     plan                            what is started: ranks, addresses, ids; the workers' environment variables
     supervisor                      the state machine of the launch and of its workers

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from recover_megatron.launch import __main__ as command
-from recover_megatron.launch import arguments, listener
+from recover_megatron.launch import arguments, command, listener
 
 
 @pytest.fixture

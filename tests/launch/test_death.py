@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import DEADLINE, REPOSITORY, alive, eventually, processes_with
+
+from .conftest import DEADLINE, REPOSITORY, alive, eventually, processes_with
 
 UNTIL_TOLD = """
     import os, sys, time
