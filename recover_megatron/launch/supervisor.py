@@ -90,8 +90,11 @@ class Supervisor:
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
         self._peers.join()
         if self._warm_wanted:
-            self._start_warm_parent()
-            self._peers.serve_store()
+            try:
+                self._start_warm_parent()
+                self._peers.serve_store()
+            except OSError as error:
+                self._stop(f"the parent process of the warm start cannot be started: {error}", LAUNCH_FAILED)
         else:
             self._source = ColdStart(self._plan, self._environment, self._worker_events)
             self._start_workers_if_ready()
@@ -140,22 +143,26 @@ class Supervisor:
         if self._source is None or not self._peers.joined or self._state is not LaunchState.STARTING:
             return
         for worker in self._workers.values():
-            log = self._plan.log_file(worker.worker_id)
-            log_file = LogFile(log, self._console.say) if log else None
-            if log_file:
-                self._logs[worker.worker_id] = log_file
-            streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log_file)
-            self._streams[worker.worker_id] = streams
-            variables = worker_variables(self._plan, worker.local_rank, self._peers.run_id)
             try:
-                self._source.start(worker.worker_id, variables, stdout, stderr)
+                self._start_worker(self._source, worker)
             except OSError as error:
                 self._stop(f"worker {worker.worker_id} cannot be started: {error}", LAUNCH_FAILED)
                 return
-            finally:
-                os.close(stdout)
-                os.close(stderr)
         self._peers.serve_store()
+
+    def _start_worker(self, source: WorkerSource, worker: Worker) -> None:
+        log = self._plan.log_file(worker.worker_id)
+        log_file = LogFile(log, self._console.say) if log else None
+        if log_file:
+            self._logs[worker.worker_id] = log_file
+        streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log_file)
+        self._streams[worker.worker_id] = streams
+        variables = worker_variables(self._plan, worker.local_rank, self._peers.run_id)
+        try:
+            source.start(worker.worker_id, variables, stdout, stderr)
+        finally:
+            os.close(stdout)
+            os.close(stderr)
 
     def _on_worker_started(self, worker_id: int, pid: int, pidfd: int) -> None:
         """The process exists."""
