@@ -3,97 +3,22 @@
 from __future__ import annotations
 
 import os
-import secrets
-import socket
+import signal
 import sys
-import traceback
 from collections.abc import Sequence
-
-from recover_megatron.launch import arguments, listener, warm_client
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
-from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.supervisor import Supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line ``argv`` (default: this process's) and end the process with its exit code."""
-    _open_standard_streams()
-    try:
-        code = run(sys.argv[1:] if argv is None else argv)
-    except Exception:  # noqa: BLE001 - a fault of recover-run itself: shown in full, and the warden ends the workers
-        traceback.print_exc()
-        print("recover-run: this is a fault of recover-run itself; all workers are killed", file=sys.stderr)
-        code = LAUNCH_FAILED
+    # Until the supervisor handles it, Ctrl-C ends the process without a traceback; nothing has been started then.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from recover_megatron.launch.command import run_guarded
+
+    code = run_guarded(sys.argv[1:] if argv is None else argv)
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads may be blocked in the store's C++ code, which the interpreter's shutdown would wait for or run into.
     os._exit(code)
-
-
-def _open_standard_streams() -> None:
-    """Give a closed stdin, stdout or stderr to /dev/null: else the next file opened would be taken for it."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
-    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
-
-
-def run(argv: Sequence[str]) -> int:
-    """As ``main``, but return the exit code."""
-    try:
-        options, reserved = _prepare(argv)
-    except arguments.UsageError as error:
-        if len(error.reasons) == 1:
-            print(f"recover-run: {error.reasons[0]}", file=sys.stderr)
-        else:
-            lines = "".join(f"\n  - {reason}" for reason in error.reasons)
-            print(f"recover-run: nothing was started, for these reasons:{lines}", file=sys.stderr)
-        return REFUSED
-    cold_reason = ""
-    if options.warm:
-        cold_reason = warm_client.why_cold(
-            str(options.script), options.script_args, os.environ, warm_client.has_gpu_devices()
-        )
-    warm = options.warm and not cold_reason
-    return Supervisor(_plan(options, reserved), reserved, os.environ, warm, cold_reason).run()
-
-
-def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:
-    """Make every check.  Returns the options and, on node 0, the store's listening socket; raises UsageError."""
-    options, reasons = arguments.parse(argv)
-    reasons += arguments.check_files(options)
-    reserved = None
-    if 0 < options.node_rank < options.nnodes:
-        _, reason = listener.resolve(options.master_addr)
-    else:
-        reserved, reason = listener.open_listener(options.master_addr, options.master_port, options.nnodes)
-    if reason:
-        reasons.append(reason)
-    if reasons:
-        if reserved:
-            reserved.close()
-        raise arguments.UsageError(reasons)
-    return options, reserved
-
-
-def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchPlan:
-    launch_id = secrets.token_hex(8)
-    return LaunchPlan(
-        nproc_per_node=options.nproc_per_node,
-        nnodes=options.nnodes,
-        node_rank=options.node_rank,
-        master_addr=options.master_addr,
-        master_port=reserved.getsockname()[1] if reserved else options.master_port,
-        launch_id=launch_id,
-        run_id=launch_id,
-        host=socket.gethostname(),
-        command=options.command(),
-        fault_tolerant="--recover" in options.script_args,
-        log_dir=options.log_dir,
-        rendezvous_timeout=options.rendezvous_timeout,
-        grace_seconds=options.grace_seconds,
-    )
 
 
 if __name__ == "__main__":

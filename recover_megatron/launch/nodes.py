@@ -43,8 +43,6 @@ _FOREVER = timedelta(days=365)
 class NodeEvents:
     """What the supervisor is told, in its own thread."""
 
-    store_ready: Callable[[], None]
-    """The store serves (node 0)."""
     joined: Callable[[str], None]
     """This node takes part; the argument is the run id (other nodes)."""
     all_joined: Callable[[], None]
@@ -103,7 +101,6 @@ class NodeThreads:
         plan = self._plan
         try:
             self._store = store = serve_store(plan.master_addr, listener)
-            self._tell(self._events.store_ready)
             if plan.nnodes > 1:
                 _Host(plan, store, self._events, self._tell).run()
         except (RuntimeError, ImportError, OSError) as error:

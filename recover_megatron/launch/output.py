@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recover_megatron.launch.loop import EventLoop, Timer
@@ -130,17 +130,19 @@ class Stream:
         self._timer: Timer | None = None
         self._watched = False
         self.open = True
+        self.wanted = False
+        """Whether it may be read."""
         os.set_blocking(pipe, False)
-        self.resume()
 
     def pause(self) -> None:
-        """Stop reading: the console is full."""
+        """Stop reading."""
         if self._watched:
             self._console.loop.unwatch(self._pipe)
             self._watched = False
 
     def resume(self) -> None:
-        if self.open and not self._watched:
+        """Read whenever there is something, once that is wanted."""
+        if self.open and self.wanted and not self._watched:
             self._console.loop.watch(self._pipe, self._on_readable)
             self._watched = True
 
@@ -231,17 +233,22 @@ class Console:
     def attach(self, label: str, colour: int, log: LogFile | None) -> tuple[list[Stream], int, int]:
         """Make the two pipes of a process.  Returns its streams, and the ends for its stdout and its stderr.
 
-        The caller closes these two ends once the process has them.
+        The caller closes these two ends once the process has them, and calls ``read`` when its output may be shown.
         """
         streams, ends = [], []
         for sink in (self._out, self._err):
             read, write = os.pipe()
             streams.append(Stream(self, read, sink, self._prefix(label, colour, sink.colour), log))
             ends.append(write)
-            if self._paused:
-                streams[-1].pause()
         self._streams = [stream for stream in self._streams if stream.open] + streams
         return streams, ends[0], ends[1]
+
+    def read(self, streams: Sequence[Stream]) -> None:
+        """Begin to read and show ``streams``."""
+        for stream in streams:
+            stream.wanted = True
+            if not self._paused:
+                stream.resume()
 
     def _check_pressure(self) -> None:
         """Stop reading the workers while the launcher's own reader is too slow; go on when it has caught up."""

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.cold import ColdStart, WorkerEvents, WorkerSource
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome, run_exit_code
-from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.nodes import NodeEvents, NodeThreads
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, Outcome, run_exit_code
+from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
+from recover_megatron.launch.peers import PeerEvents, Peers
 from recover_megatron.launch.plan import LaunchPlan, launch_environment, sets_omp_threads, worker_variables
 from recover_megatron.launch.processes import (
     become_subreaper,
@@ -40,7 +40,6 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 """Batch systems send these ahead of a time limit; they are meant for the workers."""
 LAST_SWEEP_SECONDS = 10.0
 UNKILLABLE_SECONDS = 10.0
-REPORT_SECONDS = 10.0
 OUTPUT_SECONDS_WHEN_STOPPED = 5.0
 
 
@@ -56,7 +55,6 @@ class Supervisor:
         cold_reason: str,
     ) -> None:
         self._plan = plan
-        self._listener = listener
         self._inherited = inherited
         self._environment = launch_environment(plan, inherited)
         self._warm_wanted = warm
@@ -66,14 +64,10 @@ class Supervisor:
         self._state = LaunchState.STARTING
         self._code: int | None = None
         self._stop_signal_at = 0.0
-        self._joined = plan.node_rank == 0
         self._warm: WarmParent | None = None
         self._source: WorkerSource | None = None
-        self._run_id = plan.run_id
-        self._nodes = NodeThreads(self._loop, plan, self._node_events())
-        self._elsewhere: list[Outcome] = []
-        self._reports_missing = set(range(1, plan.nnodes)) if plan.node_rank == 0 else set()
-        self._lost_nodes: set[int] = set()
+        peer_events = PeerEvents(self._start_workers_if_ready, self._stop, self._end, self._console.say)
+        self._peers = Peers(self._loop, plan, listener, peer_events)
         self._workers = {worker.worker_id: worker for worker in map(self._new_worker, range(plan.nproc_per_node))}
         self._pidfds: dict[int, int] = {}
         self._streams: dict[int, list[Stream]] = {}
@@ -81,8 +75,6 @@ class Supervisor:
         self._worker_events = WorkerEvents(self._on_worker_started, self._kill_remains, self._on_worker_reaped)
         self._changed = True
         self._orphans = False
-        self._store_lost = False
-        self._rendezvous_timer: Timer | None = None
 
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
@@ -96,12 +88,13 @@ class Supervisor:
         self._console.say(messages.opening(self._plan, warm))
         if sets_omp_threads(self._plan, self._inherited):
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
-        if not self._joined:
-            self._nodes.join()
-            self._rendezvous_timer = self._loop.call_later(self._plan.rendezvous_timeout, self._on_rendezvous_timeout)
+        self._peers.join()
         if self._warm_wanted:
-            self._start_warm_parent()
-            self._serve_store()
+            try:
+                self._start_warm_parent()
+                self._peers.serve_store()
+            except OSError as error:
+                self._stop(f"the parent process of the warm start cannot be started: {error}", LAUNCH_FAILED)
         else:
             self._source = ColdStart(self._plan, self._environment, self._worker_events)
             self._start_workers_if_ready()
@@ -141,36 +134,35 @@ class Supervisor:
             self._loop, self._plan, self._environment, stdout, stderr, streams, events, self._worker_events
         )
         self._warden.add_session(self._warm.pid)
+        self._console.read(streams)
         os.close(stdout)
         os.close(stderr)
 
     def _start_workers_if_ready(self) -> None:
         """Start the workers once there is something to start them with and this node takes part."""
-        if self._source is None or not self._joined or self._state is not LaunchState.STARTING:
+        if self._source is None or not self._peers.joined or self._state is not LaunchState.STARTING:
             return
         for worker in self._workers.values():
-            log = self._plan.log_file(worker.worker_id)
-            log_file = LogFile(log, self._console.say) if log else None
-            if log_file:
-                self._logs[worker.worker_id] = log_file
-            streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log_file)
-            self._streams[worker.worker_id] = streams
-            variables = worker_variables(self._plan, worker.local_rank, self._run_id)
             try:
-                self._source.start(worker.worker_id, variables, stdout, stderr)
+                self._start_worker(self._source, worker)
             except OSError as error:
                 self._stop(f"worker {worker.worker_id} cannot be started: {error}", LAUNCH_FAILED)
                 return
-            finally:
-                os.close(stdout)
-                os.close(stderr)
-        self._serve_store()
+        self._peers.serve_store()
 
-    def _serve_store(self) -> None:
-        """Node 0: have the store served, once; only after what imports for long was started beside it."""
-        if self._listener is not None:
-            self._nodes.serve(self._listener)
-            self._listener = None
+    def _start_worker(self, source: WorkerSource, worker: Worker) -> None:
+        log = self._plan.log_file(worker.worker_id)
+        log_file = LogFile(log, self._console.say) if log else None
+        if log_file:
+            self._logs[worker.worker_id] = log_file
+        streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log_file)
+        self._streams[worker.worker_id] = streams
+        variables = worker_variables(self._plan, worker.local_rank, self._peers.run_id)
+        try:
+            source.start(worker.worker_id, variables, stdout, stderr)
+        finally:
+            os.close(stdout)
+            os.close(stderr)
 
     def _on_worker_started(self, worker_id: int, pid: int, pidfd: int) -> None:
         """The process exists."""
@@ -179,6 +171,8 @@ class Supervisor:
         self._changed = True
         self._pidfds[worker_id] = pidfd
         self._warden.add_session(pid)
+        # From the next round of the loop on: whoever sees a worker's output finds it in workers.json, too.
+        self._console.read(self._streams[worker_id])
         self._loop.watch(pidfd, lambda: self._on_worker_exit(worker))
         if self._state is LaunchState.STOPPING:
             self._signal_worker(worker, signal.SIGTERM)
@@ -224,19 +218,8 @@ class Supervisor:
             self._warm.finish()
         if self._state is LaunchState.STOPPING:
             self._end()
-        elif self._plan.node_rank > 0:
-            if self._store_lost:
-                self._end()
-                return
+        elif self._peers.own_workers_ended(self._outcomes()):
             self._state = LaunchState.WAITING
-            self._nodes.deliver(self._outcomes())
-            self._loop.call_later(REPORT_SECONDS, self._end)
-        elif self._reports_missing:
-            self._state = LaunchState.WAITING
-            nodes = messages.ranges(sorted(self._reports_missing))
-            self._console.say(
-                f"the workers of this node have ended; the store stays up until node {nodes} has ended, too"
-            )
         else:
             self._end()
 
@@ -328,7 +311,7 @@ class Supervisor:
         if not self._orphans:
             return
         self._orphans = False
-        own = {self._warden.pid, *([self._warm.pid] if self._warm else [])}
+        own = {self._warden.pid, *([self._warm.pid] if self._warm and self._warm.alive else [])}
         own |= {worker.pid for worker in self._workers.values() if worker.pid is not None and worker.live}
         while True:
             try:
@@ -350,91 +333,28 @@ class Supervisor:
         assert self._warm is not None
         self._console.say(f"no warm start: {reason}; starting cold")
         self._warden.remove_session(self._warm.pid)
-        self._warm = None
         self._source = ColdStart(self._plan, self._environment, self._worker_events)
         self._start_workers_if_ready()
 
     def _on_warm_exited(self, code: int, message: str) -> None:
-        self._warm = None
         reason = f"the script ended with exit code {code} while it was loaded; no worker was started"
         self._stop(message or reason, code)
 
     def _on_warm_died(self, end: str) -> None:
         if self._state is LaunchState.STARTING:
-            self._warm = None
             self._stop(f"the parent process of the warm start {end} before the workers were forked", LAUNCH_FAILED)
         else:
             self._console.say(f"the parent process of the warm start {end}; its workers end with it")
-
-    # --- other nodes ---
-
-    def _node_events(self) -> NodeEvents:
-        return NodeEvents(
-            store_ready=lambda: None,
-            joined=self._on_joined,
-            all_joined=lambda: self._console.say(f"all {self._plan.nnodes} nodes take part"),
-            refused=lambda reason: self._stop(f"refused by node 0: {reason}", REFUSED),
-            note=self._console.say,
-            failed=lambda reason: self._stop(reason, LAUNCH_FAILED),
-            store_lost=self._on_store_lost,
-            report=self._on_report,
-            node_lost=self._on_node_lost,
-            delivered=self._on_delivered,
-        )
-
-    def _on_joined(self, run_id: str) -> None:
-        if self._rendezvous_timer:
-            self._rendezvous_timer.cancel()
-        self._joined = True
-        self._run_id = run_id
-        self._environment["TORCHELASTIC_RUN_ID"] = run_id
-        self._start_workers_if_ready()
-
-    def _on_rendezvous_timeout(self) -> None:
-        plan = self._plan
-        self._stop(
-            f"node 0 did not answer at {plan.master_addr}:{plan.master_port} within {plan.rendezvous_timeout:g} s "
-            "(--rendezvous-timeout): is its recover-run started, with the same --master-addr and --master-port?",
-            LAUNCH_FAILED,
-        )
-
-    def _on_store_lost(self, reason: str) -> None:
-        self._store_lost = True
-        if self._state in (LaunchState.STARTING, LaunchState.RUNNING):
-            self._console.say(
-                f"the store of node 0 ({self._plan.master_addr}:{self._plan.master_port}) is gone: its launcher ended "
-                f"or its host is lost ({reason}); the workers here go on, but cannot use the store any more"
-            )
-
-    def _on_report(self, node_rank: int, outcomes: list[Outcome]) -> None:
-        self._elsewhere += outcomes
-        self._node_ended(node_rank)
-
-    def _on_node_lost(self, node_rank: int) -> None:
-        self._console.say(
-            f"node {node_rank} is lost: its launcher has not been heard of for a while; not waiting for it"
-        )
-        self._lost_nodes.add(node_rank)
-        self._node_ended(node_rank)
-
-    def _node_ended(self, node_rank: int) -> None:
-        self._reports_missing.discard(node_rank)
-        if self._state is LaunchState.WAITING and not self._reports_missing:
-            self._end()
-
-    def _on_delivered(self) -> None:
-        if self._state is LaunchState.WAITING:
-            self._end()
 
     # --- the end ---
 
     def _write_workers(self) -> None:
         """Bring workers.json up to date, once for all changes of a round."""
-        if self._plan.log_dir is None or not self._joined or not self._changed:
+        if self._plan.log_dir is None or not self._peers.joined or not self._changed:
             return
         self._changed = False
         try:
-            write_workers(self._plan.log_dir, self._run_id, list(self._workers.values()))
+            write_workers(self._plan.log_dir, self._peers.run_id, list(self._workers.values()))
         except OSError as error:
             self._console.say(f"workers.json cannot be written: {error}")
 
@@ -464,8 +384,8 @@ class Supervisor:
     def _exit_code(self) -> int:
         if self._code is not None:
             return self._code
-        code = run_exit_code([*self._outcomes(), *self._elsewhere], self._plan.fault_tolerant)
-        if code == 0 and self._lost_nodes and not self._plan.fault_tolerant:
+        code = run_exit_code([*self._outcomes(), *self._peers.outcomes], self._plan.fault_tolerant)
+        if code == 0 and self._peers.any_lost and not self._plan.fault_tolerant:
             return LAUNCH_FAILED
         return code
 

@@ -85,7 +85,8 @@ class WarmParent:
         self._worker_events = worker_events
         self._left_behind: dict[int, int] = {}
         self._reaping: dict[int, int] = {}
-        self._alive = True
+        self.alive = True
+        """Whether the process has not been reaped yet."""
         self._listening = True
         self._concluded = False
         self._unset = {} if _BLAS_THREADS in environment else {_BLAS_THREADS: None}
@@ -112,7 +113,7 @@ class WarmParent:
     def reap(self, worker_id: int, pid: int) -> None:
         self._left_behind[worker_id] = self._worker_events.kill_remains(worker_id, pid)
         self._reaping[worker_id] = pid
-        if self._alive:
+        if self.alive:
             try:
                 send(self._channel, {"order": "reap", "worker_id": worker_id, "pid": pid})
             except (BrokenPipeError, ConnectionResetError):
@@ -122,7 +123,7 @@ class WarmParent:
 
     def finish(self) -> None:
         """End the process; no worker of it runs."""
-        if self._alive:
+        if self.alive:
             self._concluded = True
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             self._on_end()
@@ -170,7 +171,7 @@ class WarmParent:
         _, status = os.waitpid(self.pid, 0)
         os.close(self._pidfd)
         self._channel.close()
-        self._alive = False
+        self.alive = False
         for stream in self._streams:
             stream.drain_and_close()
         for worker_id in list(self._reaping):

@@ -5,7 +5,20 @@ import sys
 
 import pytest
 
-from recover_megatron.launch import arguments, listener
+from recover_megatron.launch import arguments, command, listener
+
+
+@pytest.fixture
+def refused_here(bench, monkeypatch, capsys):
+    """As ``refused``, but in this process: it fails if anything would be started."""
+
+    def refused_here(*argv):
+        monkeypatch.chdir(bench.folder)
+        monkeypatch.setattr(command, "Supervisor", lambda *_: pytest.fail("it would be started"))
+        assert command.run([str(word) for word in argv]) == 2
+        return capsys.readouterr().err
+
+    return refused_here
 
 
 def refused(bench, *argv):
@@ -48,8 +61,8 @@ def test_short_module_option(bench):
         ("--standalone", "leave it out"),
     ],
 )
-def test_an_unknown_option_names_the_nearest(bench, option, nearest):
-    said = refused(bench, option, "2", "train.py")
+def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
+    said = refused_here(option, "2", "train.py")
     assert option in said
     assert nearest in said
     assert len(said.splitlines()) == 1
@@ -77,9 +90,9 @@ def test_an_unknown_option_names_the_nearest(bench, option, nearest):
         (["--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid", "S"], "is not known"),
     ],
 )
-def test_a_bad_command_line_is_one_clear_line(bench, argv, words):
+def test_a_bad_command_line_is_one_clear_line(bench, refused_here, argv, words):
     script = bench.script("print('ran')")
-    said = refused(bench, *[word.replace("S", script) if word.startswith("S") else word for word in argv])
+    said = refused_here(*[word.replace("S", script) if word.startswith("S") else word for word in argv])
     assert words in said
     assert len(said.splitlines()) == 1
 

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import DEADLINE, REPOSITORY, alive, eventually, processes_with
+
+from .conftest import DEADLINE, REPOSITORY, alive, eventually, processes_with
 
 UNTIL_TOLD = """
     import os, sys, time
@@ -77,10 +78,13 @@ def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench
     launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *(["--warm"] if start == "warm" else []), script)
     launch.wait_for("UP", times=2)
     dead, survivor = bench.workers()
-    eventually(lambda: len(processes_with("RECOVER_WORKER_ID=0")) >= 4, "worker 0 and its three children run")
-    mine = [pid for pid in processes_with("RECOVER_WORKER_ID=0") if pid in launch.left()]
-    others = [pid for pid in processes_with("RECOVER_WORKER_ID=1") if pid in launch.left()]
-    assert len(mine) == len(others) == 4
+
+    def family(worker_id):
+        return set(processes_with(f"RECOVER_WORKER_ID={worker_id}")) & set(launch.left())
+
+    # A process in the middle of exec shows no environment for a moment.
+    eventually(lambda: len(family(0)) == len(family(1)) == 4, "each worker and its three children run")
+    mine, others = family(0), family(1)
     if end == "killed":
         os.kill(dead["pid"], signal.SIGKILL)
     else:
@@ -255,3 +259,14 @@ def test_children_from_before_the_launch_are_left_alone(bench):
         assert alive(bystander)
     finally:
         os.kill(bystander, signal.SIGKILL)
+
+
+def test_a_worker_that_cannot_be_started_ends_the_launch_with_the_reason(bench):
+    for name in ("worker-1.log", "worker-1.log.old"):  # neither can the log be opened nor the old one be put aside
+        (bench.folder / "logs" / name / "inside").mkdir(parents=True)
+    script = bench.script("import time; time.sleep(1000)")
+    code, launch = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script)
+    assert code == 1
+    assert "worker 1 cannot be started" in launch.err
+    assert "Traceback" not in launch.err
+    assert launch.left() == []

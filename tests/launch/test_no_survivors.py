@@ -5,7 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import alive, children, eventually, processes_with
+
+from .conftest import alive, children, eventually, processes_with
 
 # Each worker starts: a child that ignores SIGTERM, a grandchild in a session of its own whose parent is gone, a program
 # in a session of its own.  Every process but the program ignores what can be ignored.

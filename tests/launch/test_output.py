@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import DEADLINE, REPOSITORY, eventually
+
+from .conftest import DEADLINE, REPOSITORY, eventually
 
 
 def test_lines_are_prefixed_on_the_stream_they_came_from_and_kept_unprefixed(bench):

@@ -6,7 +6,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from conftest import eventually
+
+from .conftest import eventually
 
 ALL_REDUCE = """
     import os

@@ -5,9 +5,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import alive, children, eventually
 
 from recover_megatron.launch.warm_client import why_cold
+
+from .conftest import alive, children, eventually
 
 
 def test_what_the_script_imports_is_imported_once_for_all_workers(bench):

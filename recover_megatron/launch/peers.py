@@ -1,0 +1,137 @@
+"""This launcher among those of the other nodes: whether it takes part, and whom it waits for at the end.
+
+Runs in the main thread; nodes.py does the talking in threads of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from recover_megatron.launch import messages
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome
+from recover_megatron.launch.loop import EventLoop, Timer
+from recover_megatron.launch.nodes import NodeEvents, NodeThreads
+from recover_megatron.launch.plan import LaunchPlan
+
+REPORT_SECONDS = 10.0
+"""How long another node tries to deliver its report to node 0."""
+
+
+@dataclass
+class PeerEvents:
+    """What the supervisor is told."""
+
+    joined: Callable[[], None]
+    """This node takes part: ``Peers.joined`` and ``Peers.run_id`` are set."""
+    stop: Callable[[str, int], None]
+    """The launch cannot go on here: the reason, and the exit code."""
+    waited: Callable[[], None]
+    """Nobody needs this launcher any more; called only after ``own_workers_ended`` returned True."""
+    say: Callable[[str], None]
+
+
+class Peers:
+    """Made once per launch, also for one node."""
+
+    def __init__(self, loop: EventLoop, plan: LaunchPlan, listener: socket.socket | None, events: PeerEvents) -> None:
+        self._loop = loop
+        self._plan = plan
+        self._listener = listener
+        self._events = events
+        self.joined = plan.node_rank == 0
+        self.run_id = plan.run_id
+        self.outcomes: list[Outcome] = []
+        """Of the workers of other nodes (known to node 0 only)."""
+        self.any_lost = False
+        """Whether a node's launcher was lost (known to node 0 only)."""
+        self._unreported = set(range(1, plan.nnodes)) if plan.node_rank == 0 else set()
+        self._store_lost = False
+        self._waiting = False
+        self._timer: Timer | None = None
+        self._threads = NodeThreads(
+            loop,
+            plan,
+            NodeEvents(
+                joined=self._on_joined,
+                all_joined=lambda: events.say(f"all {plan.nnodes} nodes take part"),
+                refused=lambda reason: events.stop(f"refused by node 0: {reason}", REFUSED),
+                note=events.say,
+                failed=lambda reason: events.stop(reason, LAUNCH_FAILED),
+                store_lost=self._on_store_lost,
+                report=self._on_report,
+                node_lost=self._on_node_lost,
+                delivered=self._on_waited,
+            ),
+        )
+
+    def join(self) -> None:
+        """Another node than 0: ask node 0 to take part."""
+        if not self.joined:
+            self._threads.join()
+            self._timer = self._loop.call_later(self._plan.rendezvous_timeout, self._on_timeout)
+
+    def serve_store(self) -> None:
+        """Node 0: have the store served, once; call it only after what imports for long was started beside it."""
+        if self._listener is not None:
+            self._threads.serve(self._listener)
+            self._listener = None
+
+    def own_workers_ended(self, outcomes: list[Outcome]) -> bool:
+        """Report them.  Whether the launcher must stay until ``waited`` is called."""
+        if self._plan.node_rank > 0 and not self._store_lost:
+            self._threads.deliver(outcomes)
+            self._loop.call_later(REPORT_SECONDS, self._on_waited)
+            self._waiting = True
+        elif self._unreported:
+            nodes = messages.ranges(sorted(self._unreported))
+            self._events.say(
+                f"the workers of this node have ended; the store stays up until node {nodes} has ended, too"
+            )
+            self._waiting = True
+        return self._waiting
+
+    def _on_joined(self, run_id: str) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self.joined, self.run_id = True, run_id
+        self._events.joined()
+
+    def _on_timeout(self) -> None:
+        plan = self._plan
+        self._events.stop(
+            f"node 0 did not answer at {plan.master_addr}:{plan.master_port} within {plan.rendezvous_timeout:g} s "
+            "(--rendezvous-timeout): is its recover-run started, with the same --master-addr and --master-port?",
+            LAUNCH_FAILED,
+        )
+
+    def _on_store_lost(self, reason: str) -> None:
+        self._store_lost = True
+        if not self._waiting:
+            plan = self._plan
+            self._events.say(
+                f"the store of node 0 ({plan.master_addr}:{plan.master_port}) is gone: its launcher ended or its host "
+                f"is lost ({reason}); the workers here go on, but cannot use the store any more"
+            )
+
+    def _on_report(self, node_rank: int, outcomes: list[Outcome]) -> None:
+        self.outcomes += outcomes
+        self._node_ended(node_rank)
+
+    def _on_node_lost(self, node_rank: int) -> None:
+        self._events.say(
+            f"node {node_rank} is lost: its launcher has not been heard of for a while; not waiting for it"
+        )
+        self.any_lost = True
+        self._node_ended(node_rank)
+
+    def _node_ended(self, node_rank: int) -> None:
+        self._unreported.discard(node_rank)
+        if not self._unreported:
+            self._on_waited()
+
+    def _on_waited(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self._events.waited()
