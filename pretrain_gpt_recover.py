@@ -13,7 +13,7 @@ import sys
 
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.errors import UserError, refuse
-from recover_megatron.megatron_hooks.program import load
+from recover_megatron.megatron_hooks.program import choose_device, load
 
 PROGRAM = "pretrain_gpt_recover.py"
 
@@ -38,3 +38,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    choose_device(config_from_argv(sys.argv[1:]))

@@ -60,6 +60,25 @@ def test_a_run_leaves_its_audit_its_workers_and_their_logs(tmp_path: Path, start
     assert "no warm start" not in said
 
 
+@pytest.mark.parametrize("start", ["warm", "cold"])
+def test_checkpoints_written_by_a_spawned_writer_are_whole(tmp_path: Path, start: str) -> None:
+    flags = ["--warm"] if start == "warm" else []
+    save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "3", "--train-iters", "6"]
+    writer = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
+    argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *save, *writer, "--recover"]
+    run = launch(tmp_path, *flags, "--nproc-per-node", "2", *argv)
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 0, said
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "6"
+    before = list(read_steps(tmp_path / "steps.jsonl"))
+    again = [*argv, "--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3"]
+    run = launch(tmp_path, *flags, "--nproc-per-node", "2", *again)
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 0, said
+    after = list(read_steps(tmp_path / "steps.jsonl"))
+    assert [(step.iteration, step.loss) for step in after] == [(step.iteration, step.loss) for step in before]
+
+
 def test_sigterm_ends_a_training_run_in_order(tmp_path: Path) -> None:
     endless = [*MODEL, *SCHEDULE, *MOCK, "--train-iters", "100000", "--recover"]
     run = launch(tmp_path, "--warm", "--grace-seconds", "5", "--nproc-per-node", "2", OURS, *endless)

@@ -129,6 +129,16 @@ def load(config: RecoverConfig) -> Program:
         # As Megatron's script does: what is to be said once is said by one worker.
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
+    choose_device(config)
+    return Program(megatron, _import_all(megatron), config, loaded_at)
+
+
+def choose_device(config: RecoverConfig) -> None:
+    """Make Megatron, which must not be imported yet, run on a GPU or on the host.
+
+    All that a process needs which a worker spawned (Megatron's persistent checkpoint writer imports Megatron anew).
+    Raises UserError for a device that is not there.
+    """
     try:
         on_host = hostdevice.wanted(config.device)
     except hostdevice.HostDeviceError as error:
@@ -136,8 +146,7 @@ def load(config: RecoverConfig) -> Program:
     if on_host:
         hostdevice.activate()
     else:
-        megatron_fixes.install(only=("prebuilt-helpers",))
-    return Program(megatron, _import_all(megatron), config, loaded_at)
+        megatron_fixes.install(only=["prebuilt-helpers"])
 
 
 def _import_all(megatron: Megatron) -> ModuleType:
