@@ -85,6 +85,19 @@ def _splits_as_numpy(module: ModuleType) -> None:
     module.maybe_move_tensor_to_cpu = on_host  # type: ignore[attr-defined]
 
 
+def _preload_copies(module: ModuleType) -> None:
+    preload = _expect(module, "FileSystemWriterAsync.preload_tensors", ["write_buckets", "non_blocking"])
+
+    @functools.wraps(preload)  # by whose name it is pickled for the writer process
+    def preload_copies(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
+        return [
+            (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+            for file, key, (data, tensors) in preload(write_buckets, non_blocking)
+        ]
+
+    module.FileSystemWriterAsync.preload_tensors = staticmethod(preload_copies)  # type: ignore[attr-defined]
+
+
 def _send_copies(module: ModuleType) -> None:
     operands = ["tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"]
     send = _expect(module, "_p2p_ops", [*operands, "group", "prev_pipeline_rank", "next_pipeline_rank"])
@@ -125,6 +138,12 @@ FIXES = {
         _skip_make_in_wheel,
         "Megatron runs `make` in its datasets folder at start; the wheel brings the compiled extension but no "
         "Makefile, and the run would end there",
+    ),
+    "checkpoint-copies": Fix(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        _preload_copies,
+        "an asynchronous checkpoint copies the device's tensors to the host before training goes on; tensors that are "
+        "on the host already are not copied, and the writer would save what training makes of them meanwhile",
     ),
     "load-without-grad": Fix(
         "megatron.core.optimizer.distrib_optimizer",
