@@ -95,7 +95,7 @@ def _preload_copies(module: ModuleType) -> None:
             for file, key, (data, tensors) in preload(write_buckets, non_blocking)
         ]
 
-    module.FileSystemWriterAsync.preload_tensors = staticmethod(preload_copies)  # type: ignore[attr-defined]
+    module.FileSystemWriterAsync.preload_tensors = staticmethod(preload_copies)
 
 
 def _send_copies(module: ModuleType) -> None:
