@@ -1,7 +1,12 @@
-"""The audit of a whole run: every microbatch of every iteration was counted exactly once."""
+"""The audit of a whole run: every microbatch of every iteration was counted exactly once.
+
+How many microbatches an iteration has follows from the samples it consumed, so a batch size that changes by design
+(ramp-up, a step schedule) is judged like a constant one.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -9,39 +14,60 @@ from recover_megatron.report.steps import Step, audit_problem
 
 
 def microbatches_per_iteration(steps: Sequence[Step]) -> int:
-    """M as the steps themselves show it: one more than the highest id that was counted in any of them."""
+    """The largest M as the steps themselves show it: one more than the highest id that was counted in any of them."""
     return 1 + max((j for step in steps for ids in step.microbatches.values() for j in ids), default=-1)
+
+
+def samples_per_microbatch(steps: Sequence[Step]) -> int | None:
+    """The micro batch size as most of the steps show it; None where none of them can (a single line, a bad run)."""
+    sizes: Counter[int] = Counter()
+    for before, step in pairwise(steps):
+        consumed = step.consumed_samples - before.consumed_samples
+        counted = sum(len(ids) for ids in step.microbatches.values())
+        if step.iteration == before.iteration + 1 and counted and consumed % counted == 0:
+            sizes[consumed // counted] += 1
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def violations(steps: Sequence[Step], expected: int | None = None) -> list[str]:
     """What is wrong, a sentence each, in the order of the iterations; empty: the invariant was kept.
 
-    ``expected`` is M.  Without it M is taken from the steps, so that the loss of the highest ids goes unnoticed if they
-    are missing from every iteration.  Checked besides the ids: no iteration is left out, and each consumed as many
-    samples as the others.  (So a run that changes its batch size by design cannot be judged by this.)
+    ``expected`` is M where it is known and constant.  Without it M is taken from the samples an iteration consumed;
+    for the first line, which has nothing before it, from its own ids.  Checked besides: no iteration is left out.
     """
-    total = microbatches_per_iteration(steps) if expected is None else expected
-    return [*_counts(steps, total), *_sequence(steps)]
+    return [*_first(steps[:1], expected), *_others(steps, expected)]
 
 
-def _counts(steps: Sequence[Step], total: int) -> Iterator[str]:
-    for step in steps:
-        counted = {j for ids in step.microbatches.values() for j in ids}
-        if problem := audit_problem(step):
-            yield problem
-        elif missing := sorted(set(range(total)) - counted):
-            yield f"iteration {step.iteration}: microbatches {missing} were not counted"
-        elif foreign := sorted(counted - set(range(total))):
-            yield f"iteration {step.iteration}: microbatches {foreign} were counted, the last one is {total - 1}"
+def _first(first: Sequence[Step], expected: int | None) -> Iterator[str]:
+    for step in first:
+        yield from _counts(step, microbatches_per_iteration([step]) if expected is None else expected)
 
 
-def _sequence(steps: Sequence[Step]) -> Iterator[str]:
-    batch: int | None = None
+def _others(steps: Sequence[Step], expected: int | None) -> Iterator[str]:
+    size = samples_per_microbatch(steps)
     for before, step in pairwise(steps):
+        consumed = step.consumed_samples - before.consumed_samples
+        total = microbatches_per_iteration([step]) if expected is None else expected
         if step.iteration != before.iteration + 1:
             yield f"iteration {step.iteration} follows iteration {before.iteration} in steps.jsonl"
-            continue
-        consumed = step.consumed_samples - before.consumed_samples
-        batch = consumed if batch is None else batch
-        if consumed != batch:
-            yield f"iteration {step.iteration}: {consumed} samples were consumed, in those before {batch}"
+        elif size is None:
+            # No line fits its own samples: ids are missing everywhere.
+            yield f"iteration {step.iteration}: {consumed} samples cannot be those of the microbatches counted"
+        elif consumed % size:
+            yield f"iteration {step.iteration}: {consumed} samples are no whole number of microbatches of {size}"
+        elif expected is None:
+            total = consumed // size
+        elif consumed != total * size:
+            yield f"iteration {step.iteration}: {consumed} samples were consumed, not {total} microbatches of {size}"
+        yield from _counts(step, total)
+
+
+def _counts(step: Step, total: int) -> Iterator[str]:
+    """What is wrong with the ids of a step that has ``total`` microbatches."""
+    counted = {j for ids in step.microbatches.values() for j in ids}
+    if problem := audit_problem(step):
+        yield problem
+    elif missing := sorted(set(range(total)) - counted):
+        yield f"iteration {step.iteration}: microbatches {missing} were not counted"
+    elif foreign := sorted(counted - set(range(total))):
+        yield f"iteration {step.iteration}: microbatches {foreign} were counted, the last one is {total - 1}"

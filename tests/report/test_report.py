@@ -44,6 +44,18 @@ def test_uneven_quotas_of_fewer_replicas_are_no_violation() -> None:
     assert microbatches_per_iteration(GOOD) == M
 
 
+def test_a_batch_size_that_changes_by_design_is_no_violation_but_a_lost_id_in_it_is() -> None:
+    grown = step(9, consumed_samples=12 * 8 + 16, microbatches={0: [0, 2, 4, 6], 1: [1, 3, 5, 7]})
+    assert violations([*GOOD, grown]) == []
+    lost = dataclasses.replace(grown, microbatches={0: [0, 2, 4, 6], 1: [1, 3, 5]})
+    assert violations([*GOOD, lost]) == ["iteration 9: microbatches [7] were not counted"]
+
+
+def test_highest_ids_missing_from_every_iteration_show_against_the_samples() -> None:
+    lossy = [dataclasses.replace(s, microbatches={0: [0, 2, 4], 1: [1, 3]}) for s in GOOD]
+    assert violations(lossy)[0] == "iteration 2: 12 samples cannot be those of the microbatches counted"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -54,7 +66,8 @@ def test_uneven_quotas_of_fewer_replicas_are_no_violation() -> None:
             "iteration 9: microbatches [2] were counted more than once",
         ),
         ({"microbatches": {}}, "iteration 9: microbatches all were not counted"),
-        ({"consumed_samples": 9 * 12 - 2}, "iteration 9: 10 samples were consumed, in those before 12"),
+        ({"consumed_samples": 9 * 12 - 1}, "iteration 9: 11 samples are no whole number of microbatches of 2"),
+        ({"consumed_samples": 9 * 12 - 2}, "iteration 9: microbatches [5] were counted, the last one is 4"),
         ({"iteration": 10}, "iteration 10 follows iteration 8"),
     ],
 )
