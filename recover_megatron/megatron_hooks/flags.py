@@ -116,7 +116,7 @@ def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen."""
     found = [*_layout(args), *_data(args), *_device(args)]
     if config.enabled:
-        found += _cannot_recover(args)
+        found += [*_cannot_recover(args), *_log_dir(config.log_dir)]
     return found
 
 
@@ -205,6 +205,19 @@ def _device(args: argparse.Namespace) -> list[str]:
     here = torch.cuda.device_count()
     if local > here:
         return [f"{local} workers on this machine, but {here} CUDA devices: lower --nproc-per-node to {here}"]
+    return []
+
+
+def _log_dir(folder: Path | None) -> list[str]:
+    """A folder for steps.jsonl that cannot be made or written, found before the first iteration has been trained."""
+    if folder is None:
+        return []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return [f"--recover-log-dir {folder}: {error.strerror}; choose a folder that can be written"]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [f"--recover-log-dir {folder} cannot be written: choose another folder, or change its permissions"]
     return []
 
 
