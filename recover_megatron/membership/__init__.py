@@ -1,0 +1,1 @@
+"""Control plane: coordinator, sessions, epochs, revoke, agree. Standard library only."""
