@@ -23,6 +23,7 @@ loses no decision, and a decision that a single worker has received is never tak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -508,6 +509,7 @@ class Coordinator(Roster):
 
     def _stop(self, code: int, reason: str) -> None:
         self.state = State.STOPPED
+        self.deadline = math.inf
         self._changes = []
         self._log("stop", code=code, reason=reason)
         self._send(sorted(self._sessions), {"type": "stop", "code": code, "reason": reason[:2000]})

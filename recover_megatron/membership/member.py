@@ -18,6 +18,7 @@ the process has ended, and the partition rule rests on that being true.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -114,7 +115,7 @@ class Follower:
         self._tick(now)
 
     def _tick(self, now: float) -> None:
-        if self.stage is not Stage.FOLLOWING and now - self._alone_since >= self._patience:
+        if self.stage is not Stage.FOLLOWING and now >= self._alone_since + self._patience:
             since = f"for {self._patience:.0f} s"
             self._leave_with(CoordinatorLost(f"no coordinator that may go on was found {since}: {self._complaint}"))
             return
@@ -141,7 +142,7 @@ class Follower:
             times.append(self._move_at)
         if self.stage is not Stage.FOLLOWING:
             times.append(self._alone_since + self._patience)
-        self.deadline = min(times)
+        self.deadline = min(times) if self.stage is not Stage.OUT else math.inf
 
     def _attach_message(self) -> dict[str, Any]:
         return {**self._hello, **presentation_to_wire(self.presentation)}

@@ -8,6 +8,7 @@ silently sends no end of file. Every plan and commit that anybody fixes or recei
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -191,20 +192,21 @@ class World:
             self.settle(c.candidate)
 
     def settle(self, candidate: int) -> None:
-        if candidate in self.coordinators:
-            self._to_coordinator(candidate, Settle())
+        self._to_coordinator(candidate, Settle())
 
     def advance(self, seconds: float) -> None:
         """Let time pass, tick by tick."""
         end = self.now + seconds
-        while True:
+        for _ in range(10_000):
             due = [c.deadline for k, c in self.coordinators.items() if f"c{k}" not in self.frozen]
             due += [m.deadline for n, m in self.members.items() if self.running(n) and m.stage is not Stage.OUT]
-            at = min(due, default=end)
+            at = min(due, default=math.inf)
             if at > end:
                 break
             self.now = max(self.now, at)
             self._ticks()
+        else:
+            raise AssertionError(f"a deadline never moves at {self.now}: {due}")
         self.now = end
         self._ticks()
 
@@ -238,18 +240,23 @@ class World:
         """Everybody does what it can, in round-robin order, while time passes."""
         end = self.now + seconds
         while self.now < end:
-            for _ in range(100):
-                for number in list(self.unreported):
-                    self.report_death(number)
+            for number in list(self.unreported):
+                self.report_death(number)
+            for _ in range(2):
                 for w in self.node_of:
                     self.act(w)
-                pairs = self.deliverable()
-                for number, direction in pairs:
-                    if (number, direction) in self.deliverable():
-                        self.deliver(number, direction)
-                if not pairs:
-                    break
-            self.advance(0.5)
+                for _ in range(200):
+                    pairs = self.deliverable()
+                    for number, direction in pairs:
+                        connection = self.connections.get(number)
+                        if connection is not None and (connection.up if direction == "up" else connection.down):
+                            self.deliver(number, direction)
+                    if not pairs:
+                        break
+            self.connections = {
+                n: c for n, c in self.connections.items() if c.member_uses or c.coordinator_uses or c.up or c.down
+            }
+            self.advance(1.0)
 
     # -- carrying out effects -----------------------------------------------------------------------------------------
 
@@ -261,6 +268,9 @@ class World:
             current = self.current[name]
             match effect:
                 case Dial(candidate):
+                    if current is not None:  # an attempt that got nowhere: nobody is attached by it
+                        current.member_uses = False
+                        current.up.append(EOF)
                     c = Connection(next(self._numbers), name, candidate)
                     self.connections[c.number] = c
                     self.current[name] = c
@@ -289,7 +299,9 @@ class World:
                         self._committed(member.committed, member.presentation.formed.epoch)
 
     def _to_coordinator(self, candidate: int, event: Any) -> None:
-        coordinator = self.coordinators[candidate]
+        coordinator = self.coordinators.get(candidate)
+        if coordinator is None:
+            return
         for effect in coordinator.handle(event, self.now):
             match effect:
                 case Send(sessions, message):
@@ -310,6 +322,7 @@ class World:
                         self._committed(record["iteration"], record["epoch"])
                 case Exit():
                     assert coordinator.state is State.STOPPED
+                    self.kill_coordinator(candidate)  # its process ends
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
