@@ -201,6 +201,12 @@ class Follower:
     def _say(self, message: Mapping[str, Any]) -> None:
         self._effects.append(Say(message))
 
+    def give_up(self, reason: MembershipError) -> list[MemberEffect]:
+        """Be out, for a reason that the owner knows better."""
+        self._effects = []
+        self._leave_with(reason)
+        return self._effects
+
     def _leave_with(self, reason: MembershipError) -> None:
         self.stage = Stage.OUT
         self.out = reason

@@ -317,7 +317,9 @@ class World:
                 case Log(record):
                     self.log.append({"time": self.now, "candidate": candidate, **record})
                     if record["event"] == "plan":
-                        self._formed(record["epoch"], coordinator.term, from_runs(record["members"]), record["committed"])
+                        self._formed(
+                            record["epoch"], coordinator.term, from_runs(record["members"]), record["committed"]
+                        )
                     elif record["event"] == "commit":
                         self._committed(record["iteration"], record["epoch"])
                 case Exit():
@@ -336,13 +338,17 @@ class World:
                 raise PropertyViolated(f"epoch {epoch} (term {term}) was formed after {last} (term {last_term})")
             alive = {w for w in last_members if f"w{w}" not in self.dead}
             if not members <= last_members and alive:
-                raise PropertyViolated(f"two lineages: {sorted(last_members)}, of which {alive} live, and {sorted(members)}")
+                raise PropertyViolated(
+                    f"two lineages: {sorted(last_members)}, of which {alive} live, and {sorted(members)}"
+                )
         self.formed[epoch] = (term, members)
         self.order.append(epoch)
         for iteration, where in self.commits.items():
             knowers = {w for w in self.formed[where][1] if f"w{w}" not in self.dead} if where in self.formed else set()
             if iteration > committed and knowers:
-                raise PropertyViolated(f"iteration {iteration}, committed in epoch {where}, is decided again in {epoch}")
+                raise PropertyViolated(
+                    f"iteration {iteration}, committed in epoch {where}, is decided again in {epoch}"
+                )
 
     def _committed(self, iteration: int, epoch: int) -> None:
         new = [t for t in range(1, iteration + 1) if t not in self.commits]

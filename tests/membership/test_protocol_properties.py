@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulation import SETTINGS, PropertyViolated, World
+from simulation import SETTINGS, World
 
-from recover_megatron.membership import coordinator as coordinator_module
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.member import Stage
-from recover_megatron.membership.quorum import majority
 
 MOVES = st.lists(
     st.one_of(
@@ -28,6 +23,10 @@ MOVES = st.lists(
         st.tuples(st.just("thaw"), st.just(0), st.just(0)),
         st.tuples(st.just("block"), st.integers(0, 2), st.integers(0, 2)),
         st.tuples(st.just("heal"), st.integers(0, 8), st.just(0)),
+        st.tuples(st.just("partition"), st.integers(0, 7), st.integers(0, 2)),
+        st.tuples(st.just("work"), st.integers(1, 31), st.just(0)),
+        st.tuples(st.just("upwards"), st.integers(0, 31), st.just(0)),
+        st.tuples(st.just("downwards"), st.integers(0, 31), st.just(0)),
     ),
     min_size=5,
     max_size=60,
@@ -68,6 +67,23 @@ def play(world: World, move: tuple[str, int, int]) -> None:
             world.frozen.clear()
         case "block":
             world.blocked.add((f"node{a}", b))
+        case "partition":  # the nodes of the set reach all candidates but b, the others only b
+            for node in range(3):
+                for candidate in range(3):
+                    link = (f"node{node}", candidate)
+                    (world.blocked.add if (a >> node & 1) == (candidate == b) else world.blocked.discard)(link)
+        case "work":
+            for w in range(workers):
+                if a >> w & 1:
+                    world.act(w)
+        case "upwards" | "downwards":  # for the workers of the set
+            for number, direction in world.deliverable():
+                owner = world.connections[number].owner
+                chosen = owner.startswith("w") and a >> int(owner[1:]) & 1
+                if direction == kind.removesuffix("wards") and chosen:
+                    queue = getattr(world.connections[number], direction)
+                    while queue and (number, direction) in world.deliverable():
+                        world.deliver(number, direction)
         case "heal":
             if world.blocked:
                 world.blocked.remove(sorted(world.blocked)[a % len(world.blocked)])
