@@ -1,0 +1,36 @@
+"""Control plane: coordinator, sessions, epochs, revoke, agree. Standard library only.
+
+docs/membership.md has the protocol. A worker uses ``Session``, a launcher ``Witness`` and ``recover-coordinator``
+(``python -m recover_megatron.membership``).
+"""
+
+from recover_megatron.membership.auth import Secret, find_secret
+from recover_megatron.membership.errors import (
+    AuthenticationError,
+    CoordinatorLost,
+    EpochRevoked,
+    Fenced,
+    MembershipError,
+    NoPlan,
+    SecretError,
+)
+from recover_megatron.membership.records import Plan, PlanRequest, Settings
+from recover_megatron.membership.session import Session
+from recover_megatron.membership.witness import Witness
+
+__all__ = [
+    "AuthenticationError",
+    "CoordinatorLost",
+    "EpochRevoked",
+    "Fenced",
+    "MembershipError",
+    "NoPlan",
+    "Plan",
+    "PlanRequest",
+    "Secret",
+    "SecretError",
+    "Session",
+    "Settings",
+    "Witness",
+    "find_secret",
+]

@@ -1,0 +1,128 @@
+"""``recover-coordinator``: one candidate coordinator as a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
+from recover_megatron.membership.coordinator import Coordinator
+from recover_megatron.membership.errors import SecretError
+from recover_megatron.membership.journal import Journal
+from recover_megatron.membership.lease import Lease
+from recover_megatron.membership.records import MAX_WORKERS, Planner, Settings, members_only
+from recover_megatron.membership.server import CoordinatorServer
+
+EXIT_USAGE = 2
+BACKLOG = 4096
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    defaults = Settings()
+    parser = argparse.ArgumentParser(
+        prog="recover-coordinator",
+        description="One candidate coordinator of a run. All candidates get the same options; the members turn to "
+        "them in the order of their address list, and one at a time leads.",
+        epilog=f"The job's secret comes from the environment: {SECRET_VARIABLE}, or {SECRET_FILE_VARIABLE} (a file of "
+        "mode 0600). Exit codes: 0 all workers have left, 10 no worker or no plan left, 11 may not go on here.",
+    )
+    parser.add_argument("--world", type=int, required=True, metavar="N", help="number of workers of the run")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: loopback, any free port")
+    where.add_argument("--listen-fd", type=int, metavar="FD", help="a bound socket that this process inherited")
+    parser.add_argument("--secret-file", type=Path, metavar="PATH", help="instead of the environment; mode 0600")
+    parser.add_argument("--events", type=Path, metavar="PATH", help="event log, JSON lines (default: stderr)")
+    parser.add_argument("--planner", metavar="MODULE:FUNCTION", help="makes the plans (default: list the members)")
+    parser.add_argument("--lease", type=Path, metavar="PATH", help="lease file on shared storage, as arbiter")
+    for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "start_timeout"):
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=float, default=getattr(defaults, name), metavar="S", help="default: %(default)s")
+    return parser
+
+
+def load_planner(name: str | None) -> Planner:
+    """The function that ``--planner`` names; ``ValueError`` says what is wrong with it."""
+    if name is None:
+        return members_only
+    module_name, _, function_name = name.partition(":")
+    try:
+        planner = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--planner {name}: {error}") from error
+    if not callable(planner):
+        raise ValueError(f"--planner {name} is not a function")
+    return planner
+
+
+def make_listener(listen: str, descriptor: int | None) -> socket.socket:
+    """The listening socket. ``ValueError`` or ``OSError`` if there can be none."""
+    if descriptor is not None:
+        listener = socket.socket(fileno=descriptor)
+        listener.listen(BACKLOG)
+        return listener
+    host, separator, port = listen.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ValueError(f"--listen {listen}: give HOST:PORT")
+    return socket.create_server((host, int(port)), backlog=BACKLOG, reuse_port=False)
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """The protocol's times; ``ValueError`` if they contradict each other."""
+    settings = Settings(
+        heartbeat_interval=args.heartbeat_interval,
+        heartbeat_timeout=args.heartbeat_timeout,
+        hang_timeout=args.hang_timeout,
+        start_timeout=args.start_timeout,
+    )
+    if not 0 < settings.heartbeat_interval * 2 <= settings.heartbeat_timeout:
+        raise ValueError("--heartbeat-timeout must be at least twice --heartbeat-interval")
+    if settings.hang_timeout < settings.heartbeat_interval or settings.start_timeout <= 0:
+        raise ValueError("--hang-timeout must not be below --heartbeat-interval, --start-timeout must be positive")
+    return settings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until the run is over; the exit code."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if not 0 < args.world <= MAX_WORKERS:
+        parser.error(f"--world must be between 1 and {MAX_WORKERS}")
+    try:
+        settings = settings_from(args)
+        secret = find_secret(path=args.secret_file)
+        planner = load_planner(args.planner)
+        journal = Journal(args.events)
+        listener = make_listener(args.listen, args.listen_fd)
+    except (SecretError, ValueError, OSError) as error:
+        parser.error(str(error))
+    salt = secrets.randbits(32)
+    core = Coordinator(args.world, settings, salt, planner, arbiter=args.lease is not None, now=time.monotonic())
+    leases: list[Lease] = []
+    server = CoordinatorServer(core, listener, secret, journal, lambda term: leases[0].ask(term))
+    if args.lease is not None:
+        leases.append(Lease(args.lease, f"{salt:08x}", 2 * settings.heartbeat_timeout, server.post))
+    host, port = listener.getsockname()[:2]
+    print(json.dumps({"listening": f"{host}:{port}"}), flush=True)
+    journal({"event": "listening", "address": f"{host}:{port}", "world": args.world})
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        return server.serve_forever()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        for lease in leases:
+            lease.close()
+        server.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""The members' I/O: a thread that keeps the connection to the coordinator. All decisions are ``Follower``'s.
+
+    Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (has sent our proof, waits for theirs) -> OPEN
+
+A socket is closed only after the other side has closed it, or while nobody is attached by it (see ``member``). One that
+was abandoned is kept, drained and closed when its other end is.
+
+Processes that the owner forks (data loader workers) inherit the sockets, and the kernel tells the coordinator of the
+owner's death only when the last copy is closed. So the child closes them right after the fork, and a fork waits for a
+moment at which no socket is being made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from recover_megatron.membership import wire
+from recover_megatron.membership.auth import Secret, nonce
+from recover_megatron.membership.errors import AuthenticationError
+from recover_megatron.membership.events import (
+    Abandon,
+    Connected,
+    Dial,
+    Hangup,
+    Heard,
+    Lost,
+    MemberEffect,
+    Notify,
+    Say,
+    Tick,
+)
+from recover_megatron.membership.member import Follower, Stage
+
+Address = tuple[str, int]
+MAX_REJECTIONS = 10
+"""So many refused proofs in a row, with none ever accepted, mean that the secret is wrong."""
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+_held: list[Client] = []
+
+
+class Client:
+    """Runs ``core`` over TCP in a daemon thread; ``notify`` gets its ``Notify`` effects, in that thread, unlocked.
+
+    ``condition`` guards the core: hold it to read or call the core, wait on it for a change.
+    """
+
+    def __init__(
+        self, core: Follower, addresses: Sequence[Address], secret: Secret, notify: Callable[[Notify], None]
+    ) -> None:
+        self.core = core
+        self.condition = threading.Condition(threading.RLock())
+        self._addresses = list(addresses)
+        self._secret = secret
+        self._notify = notify
+        self._sock: socket.socket | None = None
+        self._state = ""
+        self._nonces = ("", "")
+        self._decoder = wire.Decoder(0, {})
+        self._out = bytearray()
+        self._abandoned: list[socket.socket] = []
+        self._rejections = 0
+        self._notices: list[Notify] = []
+        self._forked = False
+        self._closed = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        _clients.add(self)
+        self._thread = threading.Thread(target=self._run, name="recover-session", daemon=True)
+        self._thread.start()
+
+    # -- for the owner, any thread ------------------------------------------------------------------------------------
+
+    def perform(self, effects: Sequence[MemberEffect]) -> None:
+        """Carry out what a call of the core asked for; hold ``condition``."""
+        if self._forked:
+            raise RuntimeError("this session belongs to the parent process: a forked child cannot use it")
+        for effect in effects:
+            assert isinstance(effect, Say)
+            self._say(effect.message)
+        if self._out:
+            self._wake()
+
+    def close(self, flush_seconds: float = 2.0) -> None:
+        """Send what is queued, then end the thread. The socket stays open: its end is the end of the process."""
+        until = time.monotonic() + flush_seconds
+        with self.condition:
+            while self._out and self._sock is not None and (left := until - time.monotonic()) > 0:
+                self.condition.wait(left)
+            self._closed = True
+            self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=flush_seconds)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed and self.core.stage is not Stage.OUT:
+            with self.condition:
+                timeout = max(0.0, self.core.deadline - time.monotonic())
+            ready = self._selector.select(timeout)
+            with self.condition:
+                for key, mask in ready:
+                    self._ready(key.fileobj, mask)
+                now = time.monotonic()
+                if now >= self.core.deadline and not self._closed:
+                    self._carry_out(self.core.handle(Tick(), now))
+                self.condition.notify_all()
+                notices, self._notices = self._notices, []
+            for notice in notices:
+                self._notify(notice)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: it will wake anyway
+            os.write(self._wake_out, b"x")
+
+    def _ready(self, fileobj: Any, mask: int) -> None:
+        if fileobj == self._wake_in:
+            os.read(self._wake_in, 4096)
+            self._watch()
+        elif fileobj is not self._sock:
+            self._drain(fileobj)
+        elif self._state == "connecting":
+            self._connected()
+        else:
+            if mask & selectors.EVENT_WRITE:
+                self._flush()
+            if mask & selectors.EVENT_READ:
+                self._read()
+
+    def _handle(self, event: Connected | Lost | Heard) -> None:
+        self._carry_out(self.core.handle(event, time.monotonic()))
+
+    def _carry_out(self, effects: Sequence[MemberEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Say(message):
+                    self._say(message)
+                case Dial(candidate):
+                    self._drop()
+                    self._dial(candidate)
+                case Abandon(reason):
+                    self._abandon(reason)
+                case Hangup():
+                    self._drop()
+                case Notify():
+                    self._notices.append(effect)
+
+    # -- connecting ---------------------------------------------------------------------------------------------------
+
+    def _dial(self, candidate: int) -> None:
+        host, port = self._addresses[candidate]
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:
+            self._handle(Lost(f"{host}:{port}: {error.strerror}"))
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock, self._state = sock, "connecting"
+        self._out.clear()
+        self._selector.register(sock, selectors.EVENT_WRITE)
+        with contextlib.suppress(BlockingIOError):
+            try:
+                sock.connect(address)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                self._fail(f"{host}:{port}: {error.strerror}")
+
+    def _connected(self) -> None:
+        assert self._sock is not None
+        if error := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._fail(os.strerror(error))
+            return
+        self._state = "challenged"
+        self._decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_MEMBER)
+        self._watch()
+
+    def _shake_hands(self, message: Mapping[str, Any]) -> None:
+        if self._state == "challenged" and message["type"] == "challenge":
+            if message["version"] != wire.PROTOCOL_VERSION:
+                self._fail(f"the coordinator speaks version {message['version']}, this is {wire.PROTOCOL_VERSION}")
+                return
+            self._nonces = (message["nonce"], nonce())
+            self._state = "proving"
+            mac = self._secret.mac("member", *self._nonces)
+            self._say({"type": "auth", "nonce": self._nonces[1], "mac": mac})
+        elif self._state == "proving" and message["type"] == "proof":
+            if not self._secret.proves(message["mac"], "coordinator", *self._nonces):
+                self._fail("the coordinator does not know the job's secret")
+                return
+            self._state, self._rejections = "open", -(1 << 30)
+            self._decoder.limit, self._decoder.schemas = wire.MAX_TO_MEMBER, wire.TO_MEMBER
+            self._handle(Connected())
+        else:
+            raise wire.WireError(f"{message['type']} is not expected here")
+
+    def _fail(self, reason: str) -> None:
+        """The connection is of no use any more: ended by the other side, or not made."""
+        if self._state == "proving":
+            self._rejections += 1
+            reason = f"{reason} (at the proof of the secret: is it the same for all?)"
+        self._drop()
+        if self._rejections >= MAX_REJECTIONS:
+            self._carry_out(self.core.give_up(AuthenticationError(f"the coordinator refuses this process: {reason}")))
+        else:
+            self._handle(Lost(reason))
+
+    # -- the socket ---------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        sock = self._sock
+        assert sock is not None
+        try:
+            data = sock.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._fail(f"the connection to the coordinator failed: {error.strerror}")
+            return
+        if not data:
+            self._fail("the coordinator closed the connection")
+            return
+        self._decoder.feed(data)
+        try:
+            while self._sock is sock and (message := self._decoder.next()) is not None:
+                if self._state == "open":
+                    self._handle(Heard(message))
+                else:
+                    self._shake_hands(message)
+        except wire.WireError as error:
+            if self._state == "open":
+                self._abandon(f"malformed message: {error}")
+                self._handle(Lost(f"the coordinator sent something malformed: {error}"))
+            else:
+                self._fail(f"no coordinator: {error}")
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        if self._sock is None:
+            return
+        self._out += wire.encode(message, wire.MAX_TO_COORDINATOR)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._sock is None:
+            return
+        try:
+            sent = self._sock.send(self._out)
+            del self._out[:sent]
+        except BlockingIOError:
+            pass  # the selector tells when
+        except OSError:
+            self._out.clear()  # reading tells why
+        if threading.current_thread() is self._thread:
+            self._watch()
+
+    def _watch(self) -> None:
+        if self._sock is not None and self._state != "connecting":
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+            self._selector.modify(self._sock, mask)
+
+    def _abandon(self, reason: str) -> None:
+        if self._sock is None:
+            return
+        self._say({"type": "abandon", "reason": reason[:2000]})
+        self._selector.modify(self._sock, selectors.EVENT_READ)
+        self._abandoned.append(self._sock)
+        self._sock = None
+
+    def _drain(self, sock: socket.socket) -> None:
+        """Read what an abandoned coordinator still says, until it closes."""
+        try:
+            if sock.recv(1 << 18):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # the other side has reset it: as good as an end of file
+        self._selector.unregister(sock)
+        self._abandoned.remove(sock)
+        sock.close()
+
+    def _drop(self) -> None:
+        if self._sock is not None:
+            self._selector.unregister(self._sock)
+            self._sock.close()
+            self._sock = None
+
+    # -- fork ---------------------------------------------------------------------------------------------------------
+
+    def _close_in_child(self) -> None:
+        self._forked = True
+        self.condition = threading.Condition(threading.RLock())
+        for sock in [*self._abandoned, *([self._sock] if self._sock else [])]:
+            sock.close()  # no shutdown: that would reach the parent's connection
+        self._selector.close()
+        os.close(self._wake_in)
+        os.close(self._wake_out)
+
+
+def _before_fork() -> None:
+    for client in list(_clients):
+        client.condition.acquire()
+        _held.append(client)
+
+
+def _after_fork_in_parent() -> None:
+    while _held:
+        _held.pop().condition.release()
+
+
+def _after_fork_in_child() -> None:
+    while _held:
+        _held.pop()._close_in_child()
+    _clients.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,0 +1,51 @@
+"""What can end a wait on the control plane other than its result."""
+
+from __future__ import annotations
+
+EXIT_NO_REPLICA = 10
+"""Exit code of a run that has too few live workers left for one replica."""
+EXIT_LOST_MAJORITY = 11
+"""Exit code of a worker or a run that no coordinator may continue."""
+EXIT_FENCED = 13
+"""Exit code of a worker that finds itself out of the run; the run itself goes on without it."""
+
+
+class MembershipError(Exception):
+    """Base of everything this package raises for a state of the run (never for a programming error)."""
+
+
+class EpochRevoked(MembershipError):
+    """The epoch in which the operation was started is over; ``join`` the next one with your status."""
+
+    def __init__(self, epoch: int, reason: str = "") -> None:
+        super().__init__(f"epoch {epoch} was revoked" + (f": {reason}" if reason else ""))
+        self.epoch = epoch
+        self.reason = reason
+
+
+class Fenced(MembershipError):
+    """This worker is out of the run for good: end the process (exit code ``EXIT_FENCED``), the others go on."""
+
+
+class CoordinatorLost(MembershipError):
+    """No coordinator may continue the run for this worker; ``code`` is the exit code to end with."""
+
+    def __init__(self, message: str, code: int = EXIT_LOST_MAJORITY) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class SecretError(MembershipError):
+    """The job's secret is missing, unreadable, too short, or readable by others; the message says what to do."""
+
+
+class AuthenticationError(MembershipError):
+    """The other side of a connection does not know the job's secret."""
+
+
+class NoPlan(Exception):
+    """Raised by a planner when the survivors cannot go on; the run stops with ``code`` and the message."""
+
+    def __init__(self, message: str, code: int = EXIT_NO_REPLICA) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,177 @@
+"""What goes into a state machine (events) and what comes out (effects). ``session`` is the number of a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recover_megatron.membership.records import Json
+
+# -- into the coordinator ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Received:
+    """A checked message arrived. The first one of a session is ``attach`` or ``attach_witness``."""
+
+    session: int
+    message: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A session ended.
+
+    ``ended`` tells that the other side's kernel closed it (end of file or reset): a process that runs does not let that
+    happen without an ``abandon`` or ``bye`` before. False for what this side did or suffered: a malformed message, a
+    full buffer, an unreachable network.
+    """
+
+    session: int
+    ended: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """Answer to ``Probe``: for how many seconds the other host's kernel has acknowledged nothing of what we sent."""
+
+    session: int
+    silence: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Answer to ``AskArbiter``, again on each renewal: until when, by its own clock, it holds the lease (0: not)."""
+
+    held_until: float
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed: ``Coordinator.deadline`` was reached."""
+
+
+@dataclass(frozen=True)
+class Settle:
+    """All events that were ready are handled: act on them together (a hundred deaths at once make one new epoch)."""
+
+
+CoordinatorEvent = Received | Closed | Acknowledged | Verdict | Tick | Settle
+
+# -- out of the coordinator -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send one message to each of the sessions (encoded once)."""
+
+    sessions: tuple[int, ...]
+    message: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Close:
+    """Flush and close a session; no ``Closed`` event follows."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Ask the kernel when the other host last acknowledged anything (``Acknowledged`` follows)."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class AskArbiter:
+    """Ask the arbiter for the lease, and from then on keep it renewed (``Verdict`` follows each time)."""
+
+    term: int
+
+
+@dataclass(frozen=True)
+class Log:
+    """One record of the event log."""
+
+    record: Mapping[str, Json]
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The coordinator's work is over; flush, then end with this code."""
+
+    code: int
+    reason: str
+
+
+CoordinatorEffect = Send | Close | Probe | AskArbiter | Log | Exit
+
+# -- into a member ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The candidate that was dialed is connected, and both sides have proved that they know the secret."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The connection, or the attempt to make one, has failed or was ended by the other side."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A checked message arrived on the current connection."""
+
+    message: Mapping[str, Any]
+
+
+MemberEvent = Connected | Lost | Heard | Tick
+
+
+# -- out of a member --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Connect to candidate ``candidate`` (and abort any attempt in progress)."""
+
+    candidate: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Send a message on the current connection."""
+
+    message: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Give up the current connection, telling why.
+
+    It must not be closed while the other side may still read it: a close looks like a death.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Hangup:
+    """The other side has closed or will: just close."""
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Something the owner may be waiting for has changed; ``kind`` is "revoke", "plan", "commit", "out" or "kill"."""
+
+    kind: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+MemberEffect = Dial | Say | Abandon | Hangup | Notify

@@ -1,0 +1,343 @@
+"""The members' side as a state machine without I/O: ``handle(event, now) -> effects``.
+
+                connected              revoke of a term not below mine         fenced, stopped, given up
+    SEEKING ---------------> ATTACHED --------------------------> FOLLOWING ------------------------> OUT
+       ^  refused, silent,      |                                    |
+       |  does not lead         |         connection lost, silent    |
+       '------------------------'------------------------------------'
+
+SEEKING     dials the candidates in turn, beginning after the one it lost.
+ATTACHED    has presented what it follows and holds, to a candidate that does not lead (yet).
+FOLLOWING   obeys the coordinator of ``presentation.term``. Revokes and plans of a lower term are never obeyed.
+OUT         for good; ``out`` says why.
+
+``Follower`` is what workers and witnesses have in common; ``Member`` is a worker, ``Watcher`` a launcher's witness.
+A connection is given up only with ``Abandon`` (a message first, no close): the kernel's closing of a session means that
+the process has ended, and the partition rule rests on that being true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from recover_megatron.membership.errors import CoordinatorLost, Fenced, MembershipError
+from recover_megatron.membership.events import (
+    Abandon,
+    Connected,
+    Dial,
+    Hangup,
+    Heard,
+    Lost,
+    MemberEffect,
+    MemberEvent,
+    Notify,
+    Say,
+    Tick,
+)
+from recover_megatron.membership.records import Formed, Json, Opened, Plan, Presentation, Settings, from_runs
+from recover_megatron.membership.succession import presentation_to_wire
+
+
+class Stage(Enum):
+    """See the drawing above."""
+
+    SEEKING = "seeking"
+    ATTACHED = "attached"
+    FOLLOWING = "following"
+    OUT = "out"
+
+
+class Follower:
+    """Finds and follows the coordinator. ``hello``: the fields of the attach message that tell who this is."""
+
+    beat: Mapping[str, Any] = {"type": "beat"}
+
+    def __init__(self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float) -> None:
+        self.settings = settings
+        self.stage = Stage.SEEKING
+        self.out: MembershipError | None = None
+        self.presentation = Presentation()
+        self.deadline = now
+        self._hello = dict(hello)
+        self._candidates = candidates
+        self._candidate = -1
+        self._connected = False
+        self._heard = now
+        self._beat_at = now
+        self._alone_since = now
+        self._move_at: float | None = now  # when to try the next candidate
+        self._failures = 0
+        self._complaint = "no candidate was tried"
+        self._effects: list[MemberEffect] = []
+
+    def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
+        """Apply one event. ``Tick`` is due at ``deadline``."""
+        self._effects = []
+        if self.stage is Stage.OUT:
+            return self._effects
+        match event:
+            case Connected():
+                self._connected, self._failures = True, 0
+                self._heard = self._beat_at = now
+                self._move_at = None
+                self.stage = Stage.ATTACHED
+                self._say(self._attach_message())
+            case Lost(reason):
+                self._complaint = reason
+                self._seek(now)
+            case Heard(message):
+                self._heard = now
+                self._on(message, now)
+            case Tick():
+                self._tick(now)
+        self._set_deadline()
+        return self._effects
+
+    # -- finding a coordinator ----------------------------------------------------------------------------------------
+
+    @property
+    def _patience(self) -> float:
+        return self.settings.lost_timeout if self.presentation.term else self.settings.start_timeout
+
+    def _seek(self, now: float) -> None:
+        """Try the next candidate: at once, or after a pause when all have just failed."""
+        if self.stage is Stage.FOLLOWING:
+            self._alone_since = now
+            self._failures = 0
+        self.stage = Stage.SEEKING
+        self._connected = False
+        self._failures += 1
+        pause = self.settings.heartbeat_interval / 5 if self._failures % self._candidates == 0 else 0.0
+        self._move_at = now + pause
+        self._tick(now)
+
+    def _tick(self, now: float) -> None:
+        if self.stage is not Stage.FOLLOWING and now >= self._alone_since + self._patience:
+            since = f"for {self._patience:.0f} s"
+            self._leave_with(CoordinatorLost(f"no coordinator that may go on was found {since}: {self._complaint}"))
+            return
+        if self._connected and now - self._heard > self.settings.heartbeat_timeout:
+            self._complaint = f"the coordinator was silent for {now - self._heard:.1f} s"
+            self._effects.append(Abandon(self._complaint))
+            self._seek(now)
+        elif self._move_at is not None and now >= self._move_at:
+            if self._connected:
+                self._complaint = "candidates were reached, but too few members have turned to any of them"
+                self._effects.append(Abandon("you do not lead"))
+                self._connected = False
+                self.stage = Stage.SEEKING
+            self._candidate = (self._candidate + 1) % self._candidates
+            self._move_at = now + self.settings.heartbeat_timeout / 2  # a host that does not answer
+            self._effects.append(Dial(self._candidate))
+        elif self._connected and now >= self._beat_at:
+            self._beat_at = now + self.settings.heartbeat_interval
+            self._say(self.beat)
+
+    def _set_deadline(self) -> None:
+        times = [self._beat_at, self._heard + self.settings.heartbeat_timeout + 0.001] if self._connected else []
+        if self._move_at is not None:
+            times.append(self._move_at)
+        if self.stage is not Stage.FOLLOWING:
+            times.append(self._alone_since + self._patience)
+        self.deadline = min(times) if self.stage is not Stage.OUT else math.inf
+
+    def _attach_message(self) -> dict[str, Any]:
+        return {**self._hello, **presentation_to_wire(self.presentation)}
+
+    # -- following it -------------------------------------------------------------------------------------------------
+
+    def _on(self, message: Mapping[str, Any], now: float) -> None:
+        match message["type"]:
+            case "standby":
+                first = self.presentation.term == 0 and self._candidate == 0
+                dwell = self.settings.start_timeout / 2 if first else self.settings.heartbeat_timeout
+                self._move_at = now + dwell if self._candidates > 1 else None
+            case "refused":
+                self._complaint = message["reason"]
+                self._effects.append(Hangup())
+                self._failures = self._candidates - 1  # pause before the next
+                self._seek(now)
+            case "fenced":
+                self._leave_with(Fenced(message["reason"]))
+            case "stop":
+                self._leave_with(CoordinatorLost(message["reason"], message["code"]))
+            case "revoke" if message["term"] >= self.presentation.term:
+                self._follow(message)
+                self._revoked(message)
+            case "plan" if self._is_open(message):
+                presentation = self.presentation
+                presentation.formed = Formed(message["epoch"], from_runs(message["members"]), message["term"])
+                presentation.opened = None
+                presentation.committed = max(presentation.committed, message["committed"])
+                self._planned(message)
+            case "commit" if message["epoch"] == self.presentation.formed.epoch and not self.presentation.opened:
+                self.presentation.committed = max(self.presentation.committed, message["iteration"])
+                self._effects.append(Notify("commit"))
+            case "kill":
+                self._effects.append(Notify("kill", message))
+
+    def _is_open(self, message: Mapping[str, Any]) -> bool:
+        opened = self.presentation.opened
+        return opened is not None and (opened.term, opened.epoch) == (message["term"], message["epoch"])
+
+    def _follow(self, message: Mapping[str, Any]) -> None:
+        self.stage = Stage.FOLLOWING
+        self._move_at = None
+        presentation = self.presentation
+        presentation.term = message["term"]
+        presentation.opened = Opened(message["epoch"], from_runs(message["members"]), message["term"])
+        presentation.dead |= from_runs(message["dead"])
+        presentation.left |= from_runs(message["left"])
+
+    def _revoked(self, message: Mapping[str, Any]) -> None:
+        """A rendezvous was opened."""
+
+    def _planned(self, message: Mapping[str, Any]) -> None:
+        """Its plan was fixed."""
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._effects.append(Say(message))
+
+    def give_up(self, reason: MembershipError) -> list[MemberEffect]:
+        """Be out, for a reason that the owner knows better."""
+        self._effects = []
+        self._leave_with(reason)
+        return self._effects
+
+    def _leave_with(self, reason: MembershipError) -> None:
+        self.stage = Stage.OUT
+        self.out = reason
+        if self._connected:
+            self._effects.append(Abandon(str(reason)))
+            self._connected = False
+        self._effects.append(Notify("out"))
+
+
+class Watcher(Follower):
+    """A launcher: speaks for the processes of its node, kills those that are put out."""
+
+    def __init__(self, node: str, incarnation: str, candidates: int, settings: Settings, now: float) -> None:
+        hello = {"type": "attach_witness", "node": node, "incarnation": incarnation}
+        super().__init__(hello, candidates, settings, now)
+        self._ended: dict[int, str] = {}
+
+    def ended(self, worker: int, how: str) -> list[MemberEffect]:
+        """Report that a worker's process has ended; every coordinator attached to from now on is told."""
+        self._ended[worker] = how
+        self._effects = []
+        if self._connected:
+            self._say({"type": "ended", "worker": worker, "how": how})
+        return self._effects
+
+    def spawned(self, worker: int, pid: int) -> list[MemberEffect]:
+        """Report a worker's process, for the log."""
+        return [Say({"type": "spawned", "worker": worker, "pid": pid})] if self._connected else []
+
+    def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
+        """As ``Follower.handle``; the deaths seen are told to each coordinator anew."""
+        effects = super().handle(event, now)
+        if isinstance(event, Connected):
+            for worker, how in self._ended.items():
+                self._say({"type": "ended", "worker": worker, "how": how})
+        return effects
+
+    def _revoked(self, message: Mapping[str, Any]) -> None:
+        self._say({"type": "ack", "epoch": message["epoch"], "term": message["term"]})
+
+
+class Member(Follower):
+    """A worker."""
+
+    def __init__(self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float) -> None:
+        super().__init__({"type": "attach", **hello}, candidates, settings, now)
+        self.plan: Plan | None = None
+        self.done = 0
+        self.mark(0, "", None, False, 0.0)
+        self._status: tuple[Json] | None = None
+        self._present_plan = False
+
+    @property
+    def revoked(self) -> bool:
+        """Whether the epoch of ``plan`` is over (or none has been formed yet)."""
+        return self.plan is None or self.presentation.opened is not None
+
+    @property
+    def committed(self) -> int:
+        """The last iteration known to be committed."""
+        return self.presentation.committed
+
+    def mark(
+        self, iteration: int, phase: str, microbatch: int | None, waiting: bool, allow: float
+    ) -> Mapping[str, Any]:
+        """Set the progress that the next heartbeat tells."""
+        count = self.beat.get("count", -1) + 1
+        beat = {
+            "type": "heartbeat",
+            "count": count,
+            "iteration": iteration,
+            "phase": phase,
+            "waiting": waiting,
+            "allow": allow,
+        }
+        if microbatch is not None:
+            beat["microbatch"] = microbatch
+        self.beat = beat
+        return beat
+
+    def join(self, status: Json, reason: str) -> list[MemberEffect]:
+        """Ask for a place in the next epoch; valid through all restarts of the rendezvous until a plan comes."""
+        self._effects = []
+        self._status = (status,)
+        if self.stage is Stage.FOLLOWING:
+            if self.presentation.opened is not None:
+                self._say_join()
+            else:
+                complaint = {"type": "complain", "epoch": self.presentation.formed.epoch, "reason": reason[:2000]}
+                self._say(complaint)
+        return self._effects
+
+    def report_done(self, iteration: int) -> list[MemberEffect]:
+        """Report that every segment of ``iteration`` is REDUCED here."""
+        self._effects = []
+        self.done = max(self.done, iteration)
+        if self.stage is Stage.FOLLOWING and not self.revoked:
+            self._say({"type": "done", "epoch": self.presentation.formed.epoch, "iteration": iteration})
+        return self._effects
+
+    def leave(self) -> list[MemberEffect]:
+        """Leave in order."""
+        self._effects = [Say({"type": "bye"})] if self._connected else []
+        self.stage = Stage.OUT
+        self.out = MembershipError("this worker has left the run")
+        return self._effects
+
+    def _attach_message(self) -> dict[str, Any]:
+        return {**super()._attach_message(), "done": self.done}
+
+    def _revoked(self, message: Mapping[str, Any]) -> None:
+        self._present_plan = message.get("present_plan") == self._hello["worker"]
+        self._effects.append(Notify("revoke", {"epoch": message["epoch"], "reason": message["reason"]}))
+        if self._status is not None:
+            self._say_join()
+
+    def _say_join(self) -> None:
+        assert self._status is not None
+        assert self.presentation.opened is not None
+        message = {
+            "type": "join",
+            "epoch": self.presentation.opened.epoch,
+            "status": self._status[0],
+            "done": self.done,
+        }
+        if self._present_plan and self.plan is not None:
+            message["plan"] = self.plan.data
+        self._say(message)
+
+    def _planned(self, message: Mapping[str, Any]) -> None:
+        formed = self.presentation.formed
+        self.plan = Plan(formed.epoch, formed.members, message["committed"], message.get("data"))
+        self._status = None
+        self._effects.append(Notify("plan", {"epoch": formed.epoch}))

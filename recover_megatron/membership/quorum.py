@@ -1,0 +1,41 @@
+"""Who may go on: the rule of partition and succession, as pure functions.
+
+Words. ``gone``: workers known to have ended (their kernel closed the connection, a witness saw the process end) or
+to have left in order. The unreachable are not gone: they may be running on the other side of a partition.
+
+The rule, for a coordinator that wants to fix the plan of a new epoch with the workers it reaches:
+
+* Nobody is missing but the gone: it may, however few are left.
+* It formed the last epoch itself: it needs at least half of that epoch's members that are not gone (its own vote
+  breaks the tie).
+* It did not (the old coordinator is lost): it needs more than half of them, and more than half of every rendezvous
+  that anybody presents as opened after that epoch, since one of those may have been formed unseen.
+* With an arbiter (a lease on shared storage), whoever leaves out somebody who is not gone needs the lease, and
+  needs nothing else.
+
+Why two sides can never both go on: let M be the last epoch both know, A the side that formed it, B the other. They are
+disjoint, because a member follows one coordinator at a time and only ever a higher term. A has at least half of those
+of M that are not gone, B has more than half; both cannot be, unless B knows deaths on A's side that happened
+after A went on. Such a death could only be told by a witness, and a side that leaves somebody out goes on
+only after the witnesses of its own members have acknowledged the new rendezvous: a witness that later turns to B
+presents it, and B needs a majority of that one too. The Promela model (models/) explores this exhaustively.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def majority(reached: frozenset[int], members: frozenset[int], gone: frozenset[int], tie: bool) -> bool:
+    """Whether ``reached`` is more than half of ``members`` that are not ``gone`` (with ``tie``: at least half).
+
+    When all members are gone nobody can be running on another side, so anybody is a majority.
+    """
+    living = members - gone
+    votes = 2 * len(reached & living)
+    return votes >= len(living) if tie or not living else votes > len(living)
+
+
+def may_go_on(reached: frozenset[int], bases: Iterable[frozenset[int]], gone: frozenset[int], own: bool) -> bool:
+    """The rule above, without an arbiter. ``own``: this coordinator formed the last epoch (``bases`` is it alone)."""
+    return bool(reached) and all(majority(reached, base, gone, tie=own) for base in bases)

@@ -1,0 +1,126 @@
+"""The records that coordinator and members exchange and keep, and the settings of the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Json = Any
+"""A value that ``json.dumps`` takes: what statuses and plans are made of."""
+
+Runs = list[list[int]]
+"""A set of worker ids on the wire: sorted, inclusive runs ``[[first, last], ...]`` (4,000 workers: 10 bytes)."""
+
+MAX_WORKERS = 1 << 20
+"""Worker ids are below this; it bounds what a set of runs can expand to."""
+
+
+def to_runs(workers: Iterable[int]) -> Runs:
+    """Pack a set of worker ids."""
+    runs: Runs = []
+    for worker in sorted(workers):
+        if runs and worker == runs[-1][1] + 1:
+            runs[-1][1] = worker
+        else:
+            runs.append([worker, worker])
+    return runs
+
+
+def from_runs(runs: Runs) -> frozenset[int]:
+    """Unpack ``to_runs``; the runs must have passed ``wire``'s check (bounded, ordered)."""
+    return frozenset(worker for first, last in runs for worker in range(first, last + 1))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Times in seconds. All processes of one run must use the same."""
+
+    heartbeat_interval: float = 1.0
+    heartbeat_timeout: float = 5.0
+    """A host that is silent for this long is out."""
+    hang_timeout: float = 60.0
+    """A worker that others wait for is out after this long without a new progress mark."""
+    start_timeout: float = 600.0
+    """All workers must have come to the first rendezvous within this time."""
+    max_stuck_epochs: int = 3
+    """So many epochs in a row that all workers wait in and none commits in end the run."""
+
+    @property
+    def lost_timeout(self) -> float:
+        """A member without a leading coordinator for this long gives up (``CoordinatorLost``)."""
+        return 4 * self.heartbeat_timeout
+
+
+@dataclass(frozen=True)
+class Formed:
+    """An epoch whose plan was fixed. Epoch 0 is the launch: all workers of the run, no plan."""
+
+    epoch: int
+    members: frozenset[int]
+    term: int = 0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A rendezvous that was opened, whether or not its plan was fixed: ``members`` are those it waits for."""
+
+    epoch: int
+    members: frozenset[int]
+    term: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an epoch decides, as every member of it receives it, byte for byte the same."""
+
+    epoch: int
+    members: frozenset[int]
+    committed: int
+    """The last committed iteration. A worker that had reported done(t) with t <= committed must apply step t."""
+    data: Json
+    """The planner's answer."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Everything a planner may look at: a plan is a pure function of it."""
+
+    epoch: int
+    members: tuple[int, ...]
+    """Sorted worker ids of the new epoch."""
+    statuses: Mapping[int, Json]
+    """What each member joined with."""
+    previous: Json
+    """The plan data of the last formed epoch; None before the first."""
+    previous_members: tuple[int, ...]
+    committed: int
+    """The last committed iteration, including what this rendezvous decides."""
+
+
+Planner = Callable[[PlanRequest], Json]
+
+
+def members_only(request: PlanRequest) -> Json:
+    """The planner of a run without a workload: the plan is the list of members."""
+    return {"members": list(request.members)}
+
+
+@dataclass
+class Presentation:
+    """What a member tells a coordinator it attaches to: all that it followed and all that it holds.
+
+    The safety of succession rests on it (see ``quorum``), so it only ever grows: a member never presents less than it
+    presented before.
+    """
+
+    term: int = 0
+    """The highest term followed; 0: none yet."""
+    formed: Formed = field(default_factory=lambda: Formed(0, frozenset()))
+    opened: Opened | None = None
+    """The last rendezvous joined or acknowledged, if it is newer than ``formed``."""
+    committed: int = 0
+    dead: frozenset[int] = frozenset()
+    """Workers known to have ended, as the coordinator told."""
+    left: frozenset[int] = frozenset()
+    """Workers that had finished and left in order."""

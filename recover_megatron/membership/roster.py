@@ -1,0 +1,184 @@
+"""Whom the coordinator knows: workers, witnesses, their sessions, and what became of them.
+
+What makes a worker go, by what is known of it: its kernel closes the session, or its launcher sees the process end: it
+is *dead* and never counts again. Its host is silent, or it hangs (``detect``): it is *out*, is told so if it ever
+wakes up, is killed by its launcher, and until that is confirmed it counts as possibly running elsewhere (``quorum``).
+It says bye: it has *left*. None of these is ever undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from recover_megatron.membership.detect import Progress
+from recover_megatron.membership.events import Close, CoordinatorEffect, Log, Probe, Send
+from recover_megatron.membership.records import Json, Settings
+
+
+class Fate(Enum):
+    """What a worker is to the run. All but LIVE are final."""
+
+    LIVE = "live"
+    DEAD = "dead"
+    OUT = "out"
+    LEFT = "left"
+
+
+@dataclass
+class Worker:
+    """What is known of one worker."""
+
+    number: int
+    progress: Progress
+    fate: Fate = Fate.LIVE
+    session: int | None = None
+    incarnation: str = ""
+    host: str = ""
+    witness: str = ""
+    heard: float = 0.0
+    done: int = 0
+    joined: int = 0
+    """The last rendezvous joined."""
+    status: Json = None
+    formed_epoch: int = 0
+    """The last epoch whose plan this worker presented to hold."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"worker {self.number} on {self.host or 'an unknown host'}"
+
+
+@dataclass
+class Witness:
+    """A launcher that watches the workers of its node."""
+
+    node: str
+    session: int | None
+    heard: float
+    acknowledged: int = 0
+    ended: bool = False
+    """Its process has ended: it can tell nobody anything any more."""
+
+
+class Roster:
+    """The bookkeeping half of ``Coordinator``: collects effects, and in ``_changes`` the reasons for a new epoch."""
+
+    def __init__(self, world: int, settings: Settings) -> None:
+        self.settings = settings
+        self.workers = {n: Worker(n, Progress(n)) for n in range(world)}
+        self.witnesses: dict[str, Witness] = {}
+        self._sessions: dict[int, Worker | Witness] = {}
+        self._changes: list[str] = []
+        self._fault: float | None = None  # when the first fault since the last plan was seen
+        self._effects: list[CoordinatorEffect] = []
+
+    # -- effects ------------------------------------------------------------------------------------------------------
+
+    def _do(self, effect: CoordinatorEffect) -> None:
+        self._effects.append(effect)
+
+    def _log(self, event: str, **fields: Json) -> None:
+        self._do(Log({"event": event, **fields}))
+
+    def _send(self, sessions: Iterable[int], message: Mapping[str, Any]) -> None:
+        if targets := tuple(sessions):
+            self._do(Send(targets, message))
+
+    # -- views --------------------------------------------------------------------------------------------------------
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Workers that are certainly not running any more, or have left in order."""
+        return frozenset(n for n, w in self.workers.items() if w.fate in (Fate.DEAD, Fate.LEFT))
+
+    def _with_fate(self, fate: Fate) -> frozenset[int]:
+        return frozenset(n for n, w in self.workers.items() if w.fate is fate)
+
+    def _attached(self, members: Iterable[int]) -> list[int]:
+        """The sessions of those members that have one."""
+        return [s for n in sorted(members) if (s := self.workers[n].session) is not None]
+
+    def _witness_sessions(self) -> list[int]:
+        return [w.session for w in self.witnesses.values() if w.session is not None]
+
+    def _vouched(self, worker: Worker, now: float) -> bool:
+        """Whether the worker's launcher is heard, so that it would have told if the process had ended."""
+        witness = self.witnesses.get(worker.witness)
+        return (
+            witness is not None
+            and witness.session is not None
+            and now - witness.heard <= self.settings.heartbeat_timeout
+        )
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    def _bind(self, peer: Worker | Witness, session: int, now: float) -> None:
+        self._unbind(peer)
+        peer.session, peer.heard = session, now
+        self._sessions[session] = peer
+
+    def _unbind(self, peer: Worker | Witness) -> None:
+        if peer.session is not None:
+            del self._sessions[peer.session]
+            self._do(Close(peer.session))
+            peer.session = None
+
+    def _refuse(self, session: int, reason: str) -> None:
+        self._log("refused", reason=reason)
+        self._send([session], {"type": "refused", "reason": reason})
+        self._do(Close(session))
+
+    def _silent(self, now: float) -> list[Worker]:
+        """Attached workers without a sign of life for the heartbeat timeout; asks for one before.
+
+        A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter): its host's
+        kernel is asked instead (``Probe``), which needs something sent to acknowledge.
+        """
+        silent = []
+        for worker in self.workers.values():
+            if worker.session is None or now - worker.heard <= 1.5 * self.settings.heartbeat_interval:
+                continue
+            self._send([worker.session], {"type": "beat"})
+            if now - worker.heard > self.settings.heartbeat_timeout:
+                if self._vouched(worker, now):
+                    self._do(Probe(worker.session))
+                else:
+                    silent.append(worker)
+        for witness in self.witnesses.values():
+            if witness.session is not None and now - witness.heard > self.settings.heartbeat_timeout:
+                self._log("witness_gone", node=witness.node, reason="silent")
+                self._unbind(witness)
+        return silent
+
+    # -- workers go ---------------------------------------------------------------------------------------------------
+
+    def _dead(self, worker: Worker, reason: str, now: float) -> None:
+        """The process has ended, for certain."""
+        if worker.fate is Fate.LIVE:
+            self._changes.append(f"{worker.name} died: {reason}")
+        worker.fate = Fate.DEAD
+        self._unbind(worker)
+        self._fault_seen("dead", worker, reason, now)
+
+    def _exclude(self, worker: Worker, reason: str, now: float) -> None:
+        """Put a worker out that may still be running: tell it, and have its launcher kill it."""
+        self._changes.append(f"{worker.name} is out: {reason}")
+        worker.fate = Fate.OUT
+        self._fault_seen("out", worker, reason, now)
+        if worker.session is not None:
+            self._send([worker.session], {"type": "fenced", "reason": reason})
+        self._unbind(worker)
+        self._kill(worker, reason)
+
+    def _kill(self, worker: Worker, reason: str) -> None:
+        witness = self.witnesses.get(worker.witness)
+        if witness is not None and witness.session is not None:
+            self._send([witness.session], {"type": "kill", "worker": worker.number, "reason": reason})
+
+    def _fault_seen(self, kind: str, worker: Worker, reason: str, now: float) -> None:
+        self._fault = now if self._fault is None else self._fault
+        self._log("fault", kind=kind, worker=worker.number, host=worker.host, reason=reason)

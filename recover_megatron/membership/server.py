@@ -1,0 +1,339 @@
+"""The coordinator's I/O: one thread, one selector, non-blocking sockets. All decisions are ``Coordinator``'s.
+
+A connection goes through
+
+    CHALLENGED (sent our nonce, waits for the proof) -> PROVED (sent ours) -> messages for the state machine
+
+and has ``HANDSHAKE_SECONDS`` for the first step, however slowly it feeds us. There may be ``2 * world + 1024``
+connections that have not proved themselves; beyond that the oldest is dropped for the newest, so that a crowd that
+never speaks cannot keep a worker out.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from recover_megatron.membership import wire
+from recover_megatron.membership.auth import Secret, nonce
+from recover_megatron.membership.coordinator import Coordinator, State
+from recover_megatron.membership.events import (
+    Acknowledged,
+    AskArbiter,
+    Close,
+    Closed,
+    CoordinatorEvent,
+    Exit,
+    Log,
+    Probe,
+    Received,
+    Send,
+    Settle,
+    Tick,
+)
+from recover_megatron.membership.journal import EventSink, Limited
+
+HANDSHAKE_SECONDS = 5.0
+DRAIN_SECONDS = 2.0
+"""A connection that is being closed has this long to take what it was sent."""
+MAX_BACKLOG = 128 << 20
+"""Bytes queued for one member that does not read; more and the connection is given up."""
+_TCP_UNACKED, _TCP_LAST_ACK = 24, 56  # offsets in struct tcp_info (linux/tcp.h), stable kernel ABI
+
+
+class _Connection:
+    def __init__(self, number: int, sock: socket.socket, peer: str, now: float) -> None:
+        self.number = number
+        self.sock = sock
+        self.peer = peer
+        self.nonce = nonce()
+        self.proved = False
+        self.closing = False
+        self.until = now + HANDSHAKE_SECONDS
+        self.decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_COORDINATOR)
+        self.out: deque[memoryview] = deque()
+        self.queued = 0
+        self.writing = False
+
+
+class CoordinatorServer:
+    """Serves one ``Coordinator`` on a bound, listening socket until it stops.
+
+    ``log`` gets every event record (see docs/membership.md for the schema). ``arbiter``, if given, is called with
+    the term and must return at once; it reports by ``post(Verdict(...))``, from any thread.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        listener: socket.socket,
+        secret: Secret,
+        log: EventSink,
+        arbiter: Callable[[int], None] | None = None,
+    ) -> None:
+        self.coordinator = coordinator
+        self._listener = listener
+        self._secret = secret
+        self._log = log
+        self._limited = Limited(log)
+        self._arbiter = arbiter
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, _Connection] = {}
+        self._unproved: dict[int, _Connection] = {}  # oldest first, as is _closing
+        self._closing: dict[int, _Connection] = {}
+        self._max_unproved = 1024 + 2 * len(coordinator.workers)
+        self._numbers = 0
+        self._exit: Exit | None = None
+        self._posted: deque[CoordinatorEvent] = deque()
+        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    def post(self, event: CoordinatorEvent) -> None:
+        """Hand an event to the state machine, from any thread."""
+        self._posted.append(event)
+        os.write(self._wake_out, b"x")
+
+    def serve_forever(self) -> int:
+        """Serve until the run is over or may not go on here; the exit code."""
+        while self._exit is None:
+            deadline = self.coordinator.deadline
+            if self._unproved:
+                deadline = min(deadline, next(iter(self._unproved.values())).until)
+            for key, mask in self._selector.select(max(0.0, deadline - time.monotonic())):
+                key.data(mask)
+            now = time.monotonic()
+            self._expire(now)
+            if now >= self.coordinator.deadline:
+                self._handle(Tick())
+            self._handle(Settle())
+        self._drain()
+        return self._exit.code
+
+    def close(self) -> None:
+        """Close every socket."""
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_in)
+        os.close(self._wake_out)
+
+    # -- the state machine --------------------------------------------------------------------------------------------
+
+    def _handle(self, event: CoordinatorEvent) -> None:
+        for effect in self.coordinator.handle(event, time.monotonic()):
+            match effect:
+                case Send(sessions, message):
+                    self._send(sessions, message)
+                case Close(session):
+                    if (connection := self._connections.get(session)) is not None:
+                        self._finish(connection)
+                case Log(record):
+                    self._log(record)
+                case Probe(session):
+                    if (connection := self._connections.get(session)) is not None:
+                        self._handle(Acknowledged(session, _unacknowledged(connection.sock)))
+                case AskArbiter(term):
+                    if self._arbiter is not None:
+                        self._arbiter(term)
+                case Exit():
+                    self._exit = effect
+
+    def _woken(self, mask: int) -> None:
+        os.read(self._wake_in, 4096)
+        while self._posted:
+            self._handle(self._posted.popleft())
+
+    # -- accepting ----------------------------------------------------------------------------------------------------
+
+    def _accept(self, mask: int) -> None:
+        for _ in range(256):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE) and self._unproved:
+                    self._reject(next(iter(self._unproved.values())), "too many open files")
+                    continue
+                self._limited("accept_failed", {"reason": str(error)}, time.monotonic())
+                return
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._numbers += 1
+            connection = _Connection(self._numbers, sock, f"{address[0]}:{address[1]}", time.monotonic())
+            self._connections[connection.number] = connection
+            self._unproved[connection.number] = connection
+            self._selector.register(sock, selectors.EVENT_READ, lambda mask, c=connection: self._ready(c, mask))
+            challenge = {"type": "challenge", "version": wire.PROTOCOL_VERSION, "nonce": connection.nonce}
+            self._write(connection, wire.encode(challenge))
+            if len(self._unproved) > self._max_unproved:
+                self._reject(next(iter(self._unproved.values())), "too many connections without proof")
+
+    def _expire(self, now: float) -> None:
+        while self._unproved:
+            connection = next(iter(self._unproved.values()))
+            if connection.until > now:
+                break
+            self._reject(connection, f"no proof of the secret within {HANDSHAKE_SECONDS:.0f} s")
+        while self._closing and (oldest := next(iter(self._closing.values()))).until <= now:
+            self._drop(oldest)
+
+    def _reject(self, connection: _Connection, reason: str) -> None:
+        self._limited("rejected", {"peer": connection.peer, "reason": reason}, time.monotonic())
+        self._drop(connection)
+
+    def _prove(self, connection: _Connection, message: Mapping[str, Any]) -> None:
+        if not self._secret.proves(message["mac"], "member", connection.nonce, message["nonce"]):
+            self._reject(connection, "does not know the job's secret")
+            return
+        connection.proved = True
+        del self._unproved[connection.number]
+        connection.decoder.limit = wire.MAX_TO_COORDINATOR
+        connection.decoder.schemas = wire.TO_COORDINATOR
+        proof = self._secret.mac("coordinator", connection.nonce, message["nonce"])
+        self._write(connection, wire.encode({"type": "proof", "mac": proof}))
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _ready(self, connection: _Connection, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE and connection.number in self._connections:
+            self._flush(connection)
+        if mask & selectors.EVENT_READ and connection.number in self._connections:
+            self._read(connection)
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            data = connection.sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lost(connection, error)
+            return
+        if not data:
+            self._lost(connection, None)
+            return
+        if connection.closing:
+            return
+        connection.decoder.feed(data)
+        try:
+            while connection.number in self._connections and not connection.closing:
+                message = connection.decoder.next()
+                if message is None:
+                    return
+                if connection.proved:
+                    self._handle(Received(connection.number, message))
+                else:
+                    self._prove(connection, message)
+        except wire.WireError as error:
+            self._reject(connection, f"malformed: {error}")
+            self._handle(Closed(connection.number, False, f"it sent something malformed ({error})"))
+
+    def _lost(self, connection: _Connection, error: OSError | None) -> None:
+        """The other side has ended the connection (end of file, reset), or the network has."""
+        if not connection.proved:
+            self._limited("unproved_closed", {"peer": connection.peer}, time.monotonic())
+        self._drop(connection)
+        ended = error is None or error.errno in (errno.ECONNRESET, errno.EPIPE)
+        reason = "its connection was closed" if error is None else f"its connection failed: {error.strerror}"
+        self._handle(Closed(connection.number, ended, reason))
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def _send(self, sessions: tuple[int, ...], message: Mapping[str, Any]) -> None:
+        frame = wire.encode(message)
+        for session in sessions:
+            connection = self._connections.get(session)
+            if connection is not None and not connection.closing:
+                self._write(connection, frame)
+
+    def _write(self, connection: _Connection, frame: bytes) -> None:
+        view = memoryview(frame)
+        if not connection.out:
+            try:
+                view = view[connection.sock.send(view) :]
+            except BlockingIOError:
+                pass  # queued below
+            except OSError:
+                return  # reading tells why: end of file or reset
+        if view:
+            connection.out.append(view)
+            connection.queued += len(view)
+            if connection.queued > MAX_BACKLOG:
+                self._drop(connection)
+                self.post(Closed(connection.number, False, "it does not read what it is sent"))
+            elif not connection.writing:
+                connection.writing = True
+                self._watch(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        while connection.out:
+            try:
+                sent = connection.sock.send(connection.out[0])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lost(connection, error)
+                return
+            connection.queued -= sent
+            if sent < len(connection.out[0]):
+                connection.out[0] = connection.out[0][sent:]
+                return
+            connection.out.popleft()
+        connection.writing = False
+        if connection.closing:
+            self._drop(connection)
+        else:
+            self._watch(connection)
+
+    def _watch(self, connection: _Connection) -> None:
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writing else 0)
+        self._selector.modify(connection.sock, mask, self._selector.get_key(connection.sock).data)
+
+    # -- closing ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, connection: _Connection) -> None:
+        """Close after what is queued has been sent, or after ``DRAIN_SECONDS``."""
+        connection.closing = True
+        self._closing[connection.number] = connection
+        connection.until = time.monotonic() + DRAIN_SECONDS
+        if not connection.out:
+            self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.number, None) is not None:
+            self._unproved.pop(connection.number, None)
+            self._closing.pop(connection.number, None)
+            self._selector.unregister(connection.sock)
+            connection.sock.close()
+
+    def _drain(self) -> None:
+        """Give everybody what is still queued for them, then close."""
+        assert self.coordinator.state is State.STOPPED
+        until = time.monotonic() + DRAIN_SECONDS
+        for connection in list(self._connections.values()):
+            self._finish(connection)
+        while self._connections and (left := until - time.monotonic()) > 0:
+            for key, mask in self._selector.select(left):
+                key.data(mask)
+
+
+def _unacknowledged(sock: socket.socket) -> float:
+    """Seconds for which the other host's kernel has acknowledged nothing, while there is something to acknowledge."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    (unacked,) = struct.unpack_from("I", info, _TCP_UNACKED)
+    (last_ack,) = struct.unpack_from("I", info, _TCP_LAST_ACK)
+    return last_ack / 1000 if unacked else 0.0

@@ -1,0 +1,219 @@
+"""Messages on the wire: a 4-byte big-endian length and a JSON object, checked against a schema before anyone sees it.
+
+Nothing that arrives is trusted: the length is checked before a byte of the body is kept, a body is parsed only when it
+is complete, every field has a type and a bound, unknown types and unknown fields are errors. An error is a
+``WireError``, and the only thing it ever costs is the connection it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from recover_megatron.membership.records import MAX_WORKERS
+
+PROTOCOL_VERSION = 1
+
+MAX_HANDSHAKE = 4 << 10
+"""Bytes of one message before the other side has proved that it knows the secret."""
+MAX_TO_COORDINATOR = 16 << 20
+"""Bytes of one message of a member: a status, or the last plan presented to a new coordinator."""
+MAX_TO_MEMBER = 64 << 20
+"""Bytes of one message to a member: a plan."""
+
+_HEADER = struct.Struct(">I")
+
+
+class WireError(Exception):
+    """The other side sent something that is no message of this protocol."""
+
+
+Check = Callable[[Any], bool]
+Schema = Mapping[str, tuple[Check, bool]]
+"""Field name -> (its check, whether it must be there)."""
+
+
+def _integer(low: int, high: int) -> Check:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _text(limit: int) -> Check:
+    return lambda value: type(value) is str and len(value) <= limit
+
+
+def _runs(value: Any) -> bool:
+    if type(value) is not list:
+        return False
+    previous = -1
+    for run in value:
+        if type(run) is not list or len(run) != 2 or type(run[0]) is not int or type(run[1]) is not int:
+            return False
+        if not previous < run[0] <= run[1] < MAX_WORKERS:
+            return False
+        previous = run[1]
+    return True
+
+
+def _hex(length: int) -> Check:
+    digits = frozenset("0123456789abcdef")
+    return lambda value: type(value) is str and len(value) == length and digits.issuperset(value)
+
+
+_WORKER = _integer(0, MAX_WORKERS - 1)
+_EPOCH = _integer(0, 1 << 53)
+_TERM = _integer(0, 1 << 96)
+_ITERATION = _integer(0, 1 << 53)
+_SECONDS: Check = lambda value: type(value) in (int, float) and 0 <= value <= 1e9  # noqa: E731
+_FLAG: Check = lambda value: type(value) is bool  # noqa: E731
+_ANY: Check = lambda value: True  # noqa: E731
+_NAME = _text(256)
+_NOTE = _text(2048)
+
+_PRESENTATION: Schema = {
+    "term": (_TERM, True),
+    "formed_epoch": (_EPOCH, True),
+    "formed_term": (_TERM, True),
+    "formed_members": (_runs, True),
+    "opened_epoch": (_EPOCH, False),
+    "opened_term": (_TERM, False),
+    "opened_members": (_runs, False),
+    "committed": (_ITERATION, True),
+    "dead": (_runs, True),
+    "left": (_runs, True),
+}
+
+HANDSHAKE_TO_COORDINATOR: Mapping[str, Schema] = {"auth": {"nonce": (_hex(64), True), "mac": (_hex(64), True)}}
+HANDSHAKE_TO_MEMBER: Mapping[str, Schema] = {
+    "challenge": {"version": (_integer(0, 1 << 16), True), "nonce": (_hex(64), True)},
+    "proof": {"mac": (_hex(64), True)},
+}
+
+TO_COORDINATOR: Mapping[str, Schema] = {
+    "attach": {
+        "worker": (_WORKER, True),
+        "incarnation": (_hex(32), True),
+        "host": (_NAME, True),
+        "pid": (_integer(0, 1 << 31), True),
+        "witness": (_NAME, False),
+        "done": (_ITERATION, True),
+        **_PRESENTATION,
+    },
+    "attach_witness": {"node": (_NAME, True), "incarnation": (_hex(32), True), **_PRESENTATION},
+    "heartbeat": {
+        "count": (_integer(0, 1 << 63), True),
+        "iteration": (_ITERATION, True),
+        "phase": (_NAME, True),
+        "microbatch": (_ITERATION, False),
+        "waiting": (_FLAG, True),
+        "allow": (_SECONDS, True),
+    },
+    "beat": {},
+    "join": {"epoch": (_EPOCH, True), "status": (_ANY, True), "done": (_ITERATION, True), "plan": (_ANY, False)},
+    "done": {"epoch": (_EPOCH, True), "iteration": (_ITERATION, True)},
+    "complain": {"epoch": (_EPOCH, True), "reason": (_NOTE, True)},
+    "ack": {"epoch": (_EPOCH, True), "term": (_TERM, True)},
+    "ended": {"worker": (_WORKER, True), "how": (_NAME, True)},
+    "spawned": {"worker": (_WORKER, True), "pid": (_integer(0, 1 << 31), True)},
+    "bye": {},
+    "abandon": {"reason": (_NOTE, True)},
+}
+
+TO_MEMBER: Mapping[str, Schema] = {
+    "beat": {},
+    "standby": {},
+    "refused": {"reason": (_NOTE, True)},
+    "revoke": {
+        "epoch": (_EPOCH, True),
+        "term": (_TERM, True),
+        "members": (_runs, True),
+        "dead": (_runs, True),
+        "left": (_runs, True),
+        "reason": (_NOTE, True),
+        "present_plan": (_WORKER, False),
+    },
+    "plan": {
+        "epoch": (_EPOCH, True),
+        "term": (_TERM, True),
+        "members": (_runs, True),
+        "committed": (_ITERATION, True),
+        "data": (_ANY, False),
+    },
+    "commit": {"epoch": (_EPOCH, True), "iteration": (_ITERATION, True)},
+    "kill": {"worker": (_WORKER, True), "reason": (_NOTE, True)},
+    "fenced": {"reason": (_NOTE, True)},
+    "stop": {"reason": (_NOTE, True), "code": (_integer(0, 255), True)},
+}
+
+
+def encode(message: Mapping[str, Any], limit: int = MAX_TO_MEMBER) -> bytes:
+    """The frame of one message. ``ValueError`` if it is no JSON or longer than ``limit`` bytes."""
+    body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+    if len(body) > limit:
+        raise ValueError(f"message {message.get('type')!r} has {len(body)} bytes, more than the limit of {limit}")
+    return _HEADER.pack(len(body)) + body
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise WireError(f"{name} is no JSON")
+
+
+def parse(body: bytes, schemas: Mapping[str, Schema]) -> dict[str, Any]:
+    """One checked message. ``WireError`` for anything else."""
+    try:
+        message = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"no JSON: {type(error).__name__}") from error
+    if type(message) is not dict:
+        raise WireError("not a JSON object")
+    kind = message.get("type")
+    schema = schemas.get(kind) if type(kind) is str else None
+    if schema is None:
+        raise WireError(f"message type {str(kind)[:40]!r} is not expected here")
+    for name, (check, required) in schema.items():
+        if name not in message:
+            if required:
+                raise WireError(f"{kind}: field {name!r} is missing")
+        elif not check(message[name]):
+            raise WireError(f"{kind}: field {name!r} has a wrong type or is out of bounds")
+    unknown = message.keys() - schema.keys() - {"type"}
+    if unknown:
+        raise WireError(f"{kind}: unknown field {min(unknown)[:40]!r}")
+    return message
+
+
+class Decoder:
+    """Cuts a byte stream into checked messages.
+
+    ``limit`` and ``schemas`` may be changed between messages (the handshake has tighter ones); they hold for every
+    message whose length has not been read yet.
+    """
+
+    def __init__(self, limit: int, schemas: Mapping[str, Schema]) -> None:
+        self.limit = limit
+        self.schemas = schemas
+        self._buffer = bytearray()
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an incomplete message that are held."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> None:
+        """Add received bytes."""
+        self._buffer += data
+
+    def next(self) -> dict[str, Any] | None:
+        """The next complete message, None if there is none yet. ``WireError`` ends the stream."""
+        if len(self._buffer) < _HEADER.size:
+            return None
+        (length,) = _HEADER.unpack_from(self._buffer)
+        if length > self.limit:
+            raise WireError(f"a message of {length} bytes is longer than the limit of {self.limit}")
+        end = _HEADER.size + length
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[_HEADER.size : end])
+        del self._buffer[:end]
+        return parse(body, self.schemas)

@@ -1,0 +1,66 @@
+"""A launcher's session: it tells how its workers end, vouches for those that run, and kills those that are put out."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from recover_megatron.membership.auth import Secret
+from recover_megatron.membership.client import Address, Client
+from recover_megatron.membership.errors import MembershipError
+from recover_megatron.membership.events import Notify
+from recover_megatron.membership.member import Watcher
+from recover_megatron.membership.records import Settings
+
+KillOrder = Callable[[int, str], None]
+"""Called with (worker, reason): end that worker's whole process group, then report ``ended``."""
+
+
+class Witness:
+    """The launcher of one node. While it is heard, a worker of its node that is silent is not taken for dead.
+
+    Its word counts: report ``ended`` only for a process that the kernel has reaped or whose pidfd has become readable.
+    ``on_kill`` is called in the session's thread, perhaps more than once for a worker.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        node: str,
+        secret: Secret,
+        on_kill: KillOrder,
+        settings: Settings | None = None,
+    ) -> None:
+        self._on_kill = on_kill
+        self._core = Watcher(node, secrets.token_hex(16), len(addresses), settings or Settings(), time.monotonic())
+        self._client = Client(self._core, addresses, secret, self._notified)
+
+    @property
+    def out(self) -> MembershipError | None:
+        """Why there is no coordinator any more: the run has stopped or is finished, or none is reached."""
+        return self._core.out
+
+    def spawned(self, worker: int, pid: int) -> None:
+        """Report a started worker (for the event log)."""
+        with self._client.condition:
+            self._client.perform(self._core.spawned(worker, pid))
+
+    def ended(self, worker: int, how: str) -> None:
+        """Report that a worker's process has ended, ``how`` in a few words ("SIGKILL", "exit code 1")."""
+        with self._client.condition:
+            self._client.perform(self._core.ended(worker, how[:256]))
+
+    def wait_out(self, timeout: float | None = None) -> MembershipError | None:
+        """Wait until ``out`` is known, at most ``timeout`` seconds."""
+        with self._client.condition:
+            self._client.condition.wait_for(lambda: self._core.out is not None, timeout)
+            return self._core.out
+
+    def close(self) -> None:
+        """End the session; the coordinator then knows that this launcher says nothing more."""
+        self._client.close()
+
+    def _notified(self, notice: Notify) -> None:
+        if notice.kind == "kill":
+            self._on_kill(notice.detail["worker"], notice.detail["reason"])

@@ -1,0 +1,359 @@
+"""The real state machines of coordinator, workers and witnesses over a simulated network with simulated time.
+
+A connection is two in-order queues, as TCP is; between connections any order is possible, since the test chooses what is
+delivered next. A blocked link delivers nothing and loses nothing (TCP repeats it when the link heals); a host that dies
+silently sends no end of file. Every plan and commit that anybody fixes or receives is checked as it happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from recover_megatron.membership.coordinator import Coordinator, State
+from recover_megatron.membership.events import (
+    Abandon,
+    Acknowledged,
+    Close,
+    Closed,
+    Connected,
+    Dial,
+    Exit,
+    Hangup,
+    Heard,
+    Log,
+    Lost,
+    Notify,
+    Probe,
+    Received,
+    Say,
+    Send,
+    Settle,
+    Tick,
+)
+from recover_megatron.membership.member import Follower, Member, Stage, Watcher
+from recover_megatron.membership.records import Settings, from_runs
+from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode, parse
+
+SETTINGS = Settings(heartbeat_interval=1.0, heartbeat_timeout=5.0, hang_timeout=20.0, start_timeout=60.0)
+
+EOF = {"type": "eof"}
+
+
+def over_the_wire(message: dict[str, Any], schemas: Any) -> dict[str, Any]:
+    """What arrives is what the real encoder and the real schema check let through."""
+    return parse(encode(message)[4:], schemas)
+
+
+@dataclass
+class Connection:
+    number: int
+    owner: str
+    candidate: int
+    up: deque[dict[str, Any]] = field(default_factory=deque)
+    down: deque[dict[str, Any]] = field(default_factory=deque)
+    member_uses: bool = True
+    coordinator_uses: bool = False
+
+
+class PropertyViolated(AssertionError):
+    """A safety property of the protocol does not hold."""
+
+
+class World:
+    """``workers`` workers on ``nodes`` nodes, each with a launcher (unless ``witnesses`` is False)."""
+
+    def __init__(
+        self,
+        workers: int,
+        candidates: int = 2,
+        nodes: int = 2,
+        witnesses: bool = True,
+        coordinator: type[Coordinator] = Coordinator,
+    ) -> None:
+        self.now = 0.0
+        self.connections: dict[int, Connection] = {}
+        self._numbers = itertools.count(1)
+        self.coordinators: dict[int, Coordinator] = {
+            k: coordinator(workers, SETTINGS, salt=100 + k) for k in range(candidates)
+        }
+        self.members: dict[str, Follower] = {}
+        self.current: dict[str, Connection | None] = {}
+        self.node_of = {w: w * nodes // workers for w in range(workers)}
+        for w in range(workers):
+            hello = {"worker": w, "incarnation": f"{w:032x}", "host": f"node{self.node_of[w]}", "pid": 1000 + w}
+            if witnesses:
+                hello["witness"] = f"node{self.node_of[w]}"
+            self.members[f"w{w}"] = Member(hello, candidates, SETTINGS, 0.0)
+        if witnesses:
+            for n in range(nodes):
+                self.members[f"node{n}"] = Watcher(f"node{n}", f"{n + 999:032x}", candidates, SETTINGS, 0.0)
+        self.frozen: set[str] = set()
+        self.dead: set[str] = set()
+        self.unreported: list[int] = []  # deaths that the launcher has not seen yet
+        self.blocked: set[tuple[str, int]] = set()
+        self.log: list[dict[str, Any]] = []
+        self.formed: dict[int, tuple[int, frozenset[int]]] = {}  # epoch -> (term, members)
+        self.order: list[int] = []
+        self.commits: dict[int, int] = {}  # iteration -> the epoch it was first committed in
+        for name in self.members:
+            self.current[name] = None
+
+    # -- views --------------------------------------------------------------------------------------------------------
+
+    def worker(self, number: int) -> Member:
+        member = self.members[f"w{number}"]
+        assert isinstance(member, Member)
+        return member
+
+    def node(self, name: str) -> str:
+        return f"node{self.node_of[int(name[1:])]}" if name.startswith("w") else name
+
+    def is_blocked(self, connection: Connection) -> bool:
+        return (self.node(connection.owner), connection.candidate) in self.blocked
+
+    def running(self, name: str) -> bool:
+        return name not in self.dead and name not in self.frozen
+
+    def deliverable(self) -> list[tuple[int, str]]:
+        """(connection, direction) pairs that have something to deliver now."""
+        pairs = []
+        for c in self.connections.values():
+            if self.is_blocked(c):
+                continue
+            if c.up and c.candidate in self.coordinators and f"c{c.candidate}" not in self.frozen:
+                pairs.append((c.number, "up"))
+            if c.down and self.running(c.owner):
+                pairs.append((c.number, "down"))
+        return pairs
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def kill_worker(self, number: int, silently: bool = False) -> None:
+        name = f"w{number}"
+        self.dead.add(name)
+        self.frozen.discard(name)
+        if not silently:
+            self._end_of_file(name)
+        if self.node(name) in self.members:
+            self.unreported.append(number)
+
+    def _end_of_file(self, name: str) -> None:
+        for c in self.connections.values():
+            if c.owner == name:
+                c.up.append(EOF)
+
+    def report_death(self, number: int) -> None:
+        """The launcher notices."""
+        if number in self.unreported and self.node(f"w{number}") not in self.dead:
+            self.unreported.remove(number)
+            watcher = self.members[self.node(f"w{number}")]
+            assert isinstance(watcher, Watcher)
+            self._member_effects(self.node(f"w{number}"), watcher.ended(number, "killed"))
+
+    def kill_coordinator(self, candidate: int) -> None:
+        self.coordinators.pop(candidate, None)
+        for c in self.connections.values():
+            if c.candidate == candidate:
+                c.down.append(EOF)
+                c.up.clear()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def deliver(self, number: int, direction: str, settle: bool = True) -> None:
+        c = self.connections[number]
+        if direction == "down":
+            message = c.down.popleft()
+            if not c.member_uses:
+                return
+            if message is EOF:
+                c.member_uses = False
+                self.current[c.owner] = None
+                self._to_member(c.owner, Lost("connection closed"))
+            elif message["type"] == "connected":
+                self._to_member(c.owner, Connected())
+            else:
+                self._to_member(c.owner, Heard(over_the_wire(message, TO_MEMBER)))
+            return
+        message = c.up.popleft()
+        if message is EOF:
+            if c.coordinator_uses:
+                c.coordinator_uses = False
+                self._to_coordinator(c.candidate, Closed(number, True, "connection closed"))
+        elif message["type"] == "dial":
+            c.coordinator_uses = True
+            c.down.append({"type": "connected"})
+        elif c.coordinator_uses:
+            self._to_coordinator(c.candidate, Received(number, over_the_wire(message, TO_COORDINATOR)))
+        if settle:
+            self.settle(c.candidate)
+
+    def settle(self, candidate: int) -> None:
+        self._to_coordinator(candidate, Settle())
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, tick by tick."""
+        end = self.now + seconds
+        for _ in range(10_000):
+            due = [c.deadline for k, c in self.coordinators.items() if f"c{k}" not in self.frozen]
+            due += [m.deadline for n, m in self.members.items() if self.running(n) and m.stage is not Stage.OUT]
+            at = min(due, default=math.inf)
+            if at > end:
+                break
+            self.now = max(self.now, at)
+            self._ticks()
+        else:
+            raise AssertionError(f"a deadline never moves at {self.now}: {due}")
+        self.now = end
+        self._ticks()
+
+    def _ticks(self) -> None:
+        for k in list(self.coordinators):
+            if f"c{k}" not in self.frozen and self.coordinators[k].deadline <= self.now:
+                self._to_coordinator(k, Tick())
+                self.settle(k)
+        for name, member in self.members.items():
+            if self.running(name) and member.stage is not Stage.OUT and member.deadline <= self.now:
+                self._to_member(name, Tick())
+
+    def act(self, number: int) -> None:
+        """One step of a worker's program: join, then report one iteration after the other."""
+        name = f"w{number}"
+        member = self.worker(number)
+        if not self.running(name):
+            return
+        if member.stage is Stage.OUT:
+            self.dead.add(name)  # it stops by itself
+            self._end_of_file(name)
+            return
+        if member.revoked:
+            if member._status is None:
+                self._member_effects(name, member.join({"iteration": member.committed + 1}, "revoked"))
+        elif member.done <= member.committed:
+            member.mark(member.committed + 1, "compute", None, False, 0.0)
+            self._member_effects(name, member.report_done(member.committed + 1))
+
+    def run_fairly(self, seconds: float) -> None:
+        """Everybody does what it can, in round-robin order, while time passes."""
+        end = self.now + seconds
+        while self.now < end:
+            for number in list(self.unreported):
+                self.report_death(number)
+            for _ in range(2):
+                for w in self.node_of:
+                    self.act(w)
+                for _ in range(200):
+                    pairs = self.deliverable()
+                    for number, direction in pairs:
+                        connection = self.connections.get(number)
+                        if connection is not None and (connection.up if direction == "up" else connection.down):
+                            self.deliver(number, direction)
+                    if not pairs:
+                        break
+            self.connections = {
+                n: c for n, c in self.connections.items() if c.member_uses or c.coordinator_uses or c.up or c.down
+            }
+            self.advance(1.0)
+
+    # -- carrying out effects -----------------------------------------------------------------------------------------
+
+    def _to_member(self, name: str, event: Any) -> None:
+        self._member_effects(name, self.members[name].handle(event, self.now))
+
+    def _member_effects(self, name: str, effects: list[Any]) -> None:
+        for effect in effects:
+            current = self.current[name]
+            match effect:
+                case Dial(candidate):
+                    if current is not None:  # an attempt that got nowhere: nobody is attached by it
+                        current.member_uses = False
+                        current.up.append(EOF)
+                    c = Connection(next(self._numbers), name, candidate)
+                    self.connections[c.number] = c
+                    self.current[name] = c
+                    if candidate in self.coordinators:
+                        c.up.append({"type": "dial"})
+                    else:
+                        c.down.append(EOF)
+                case Say(message):
+                    if current is not None:
+                        current.up.append(dict(message))
+                case Abandon(reason):
+                    if current is not None:
+                        current.up.append({"type": "abandon", "reason": reason})
+                        current.member_uses = False
+                    self.current[name] = None
+                case Hangup():
+                    if current is not None:
+                        current.member_uses = False
+                    self.current[name] = None
+                case Notify("kill", detail):
+                    if f"w{detail['worker']}" not in self.dead:
+                        self.kill_worker(detail["worker"])
+                case Notify("commit" | "plan"):
+                    member = self.members[name]
+                    if isinstance(member, Member):
+                        self._committed(member.committed, member.presentation.formed.epoch)
+
+    def _to_coordinator(self, candidate: int, event: Any) -> None:
+        coordinator = self.coordinators.get(candidate)
+        if coordinator is None:
+            return
+        for effect in coordinator.handle(event, self.now):
+            match effect:
+                case Send(sessions, message):
+                    for session in sessions:
+                        if self.connections[session].coordinator_uses:
+                            self.connections[session].down.append(dict(message))
+                case Close(session):
+                    self.connections[session].coordinator_uses = False
+                    self.connections[session].down.append(EOF)
+                case Probe(session):
+                    silence = 1e9 if self.is_blocked(self.connections[session]) else 0.0
+                    self._to_coordinator(candidate, Acknowledged(session, silence))
+                case Log(record):
+                    self.log.append({"time": self.now, "candidate": candidate, **record})
+                    if record["event"] == "plan":
+                        self._formed(
+                            record["epoch"], coordinator.term, from_runs(record["members"]), record["committed"]
+                        )
+                    elif record["event"] == "commit":
+                        self._committed(record["iteration"], record["epoch"])
+                case Exit():
+                    assert coordinator.state is State.STOPPED
+                    self.kill_coordinator(candidate)  # its process ends
+
+    # -- properties ---------------------------------------------------------------------------------------------------
+
+    def _formed(self, epoch: int, term: int, members: frozenset[int], committed: int) -> None:
+        if epoch in self.formed:
+            raise PropertyViolated(f"epoch {epoch} was formed twice: {self.formed[epoch]} and {(term, members)}")
+        if self.order:
+            last = self.order[-1]
+            last_term, last_members = self.formed[last]
+            if epoch < last or term < last_term:
+                raise PropertyViolated(f"epoch {epoch} (term {term}) was formed after {last} (term {last_term})")
+            alive = {w for w in last_members if f"w{w}" not in self.dead}
+            if not members <= last_members and alive:
+                raise PropertyViolated(
+                    f"two lineages: {sorted(last_members)}, of which {alive} live, and {sorted(members)}"
+                )
+        self.formed[epoch] = (term, members)
+        self.order.append(epoch)
+        for iteration, where in self.commits.items():
+            knowers = {w for w in self.formed[where][1] if f"w{w}" not in self.dead} if where in self.formed else set()
+            if iteration > committed and knowers:
+                raise PropertyViolated(
+                    f"iteration {iteration}, committed in epoch {where}, is decided again in {epoch}"
+                )
+
+    def _committed(self, iteration: int, epoch: int) -> None:
+        new = [t for t in range(1, iteration + 1) if t not in self.commits]
+        for t in new:
+            self.commits[t] = epoch
+        if new and self.order and epoch < self.order[-1]:
+            later = self.order[-1]
+            raise PropertyViolated(f"iterations {new} were committed in epoch {epoch}, after {later} was formed")
