@@ -28,5 +28,7 @@ def open_group(
     epoch.on_revoke(revocation.throw)
     rank = list(epoch.members).index(epoch.me)
     ring = f"ring/{name}/{epoch.number}"
-    t = TcpTransport(rank, len(epoch.members), store, revocation, secret=secret, ring=ring, host=host, timeout=timeout)
+    tuning = tuning or Tuning()
+    slots = (tuning.slots, tuning.segment_bytes) if transport == "tcp" else None
+    t = TcpTransport(rank, len(epoch.members), store, revocation, secret=secret, ring=ring, slots=slots, host=host, timeout=timeout)
     return RingGroup(epoch, revocation, t, device=device, tuning=tuning, hook=hook)

@@ -34,7 +34,7 @@ from recover_megatron.collectives.ledger import Ledger, Span
 from recover_megatron.collectives.progress import Executor, Task
 from recover_megatron.collectives.schedule import Action, Program, Receive, Send
 from recover_megatron.collectives.scratch import Scratch
-from recover_megatron.collectives.transport import Pending, Transport
+from recover_megatron.collectives.transport import Arrival, Pending, Transport
 
 _TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
 
@@ -75,7 +75,7 @@ class Run(Task):
         self.token = token
         self.tag = zlib.crc32(signature.encode())
         self.posted = self.gone = self.asked = self.handled = 0
-        self.partials: dict[int, torch.Tensor] = {}
+        self.partials: dict[int, Arrival] = {}
 
     def part(self, span: Send | Receive) -> torch.Tensor:
         return self.flat[span.span.start : span.span.stop]
@@ -89,17 +89,15 @@ class Run(Task):
 class _Sending:
     run: Run
     pending: Pending
-    scratch: torch.Tensor | None
-    received: bool
-    """Whether ``scratch`` came from a receive: it counts against the bound."""
+    partial: Arrival | None = None
+    widened: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Receiving:
     run: Run
     receive: Receive
-    pending: Pending
-    scratch: torch.Tensor
+    arrival: Arrival
 
 
 class Ring(Executor[Run]):
@@ -108,7 +106,7 @@ class Ring(Executor[Run]):
     def __init__(self, transport: Transport, device: torch.device, hook: Hook | None = None) -> None:
         self._transport = transport
         self._hook = hook
-        self.scratch = Scratch(device)
+        self._widened = Scratch(device)
         self._used = 0
         """Segments of scratch in the hands of receives and partial sums."""
         self._runs: deque[Run] = deque()
@@ -140,7 +138,7 @@ class Ring(Executor[Run]):
             self._post_receives()
             if self._receiving:
                 first = self._receiving[0]
-                self._transport.wait(first.pending)
+                self._transport.wait(first.arrival)
                 self._receiving.popleft()
                 self._handle(first)
             elif self._sending:
@@ -169,32 +167,33 @@ class Ring(Executor[Run]):
             self._to_send.popleft()
 
     def _send(self, run: Run, send: Send) -> None:
-        scratch, received = None, False
+        partial = widened = None
         if not send.partial:
             tensor = run.part(send)
         elif send.hop:
-            tensor = scratch = run.partials.pop(send.after - 1)
-            received = True
+            partial = run.partials.pop(send.after - 1)
+            tensor = partial.tensor
         elif run.partial_dtype is run.flat.dtype:
             tensor = run.part(send)
         else:
-            tensor = scratch = self.scratch.take(len(send.span), run.partial_dtype)
-            scratch.copy_(run.part(send))
+            tensor = widened = self._widened.take(len(send.span), run.partial_dtype)
+            widened.copy_(run.part(send))
         if self._hook:
             self._hook("send", send.hop)
         pending = self._transport.send(tensor, self._tag(run, run.posted, len(send.span)))
         if self._hook:
             self._hook("sent", send.hop)
-        self._sending.append(_Sending(run, pending, scratch, received))
+        self._sending.append(_Sending(run, pending, partial, widened))
 
     def _reap(self) -> None:
         """Take back what has gone."""
         while self._sending and self._sending[0].pending.done:
             sending = self._sending.popleft()
             sending.run.gone += 1
-            if sending.scratch is not None:
-                self.scratch.give(sending.scratch)
-                self._used -= sending.received
+            if sending.partial is not None:
+                self._release(sending.partial)
+            if sending.widened is not None:
+                self._widened.give(sending.widened)
 
     # ---- receiving
 
@@ -216,21 +215,20 @@ class Ring(Executor[Run]):
                 continue
             receive = receives[run.asked]
             dtype = run.flat.dtype if receive.action is Action.STORE else run.partial_dtype
-            scratch = self.scratch.take(len(receive.span), dtype)
-            pending = self._transport.recv(scratch, self._tag(run, run.asked, len(receive.span)))
-            self._receiving.append(_Receiving(run, receive, pending, scratch))
+            arrival = self._transport.recv(len(receive.span), dtype, self._tag(run, run.asked, len(receive.span)))
+            self._receiving.append(_Receiving(run, receive, arrival))
             self._used += 1
             run.asked += 1
 
     def _handle(self, message: _Receiving) -> None:
         """Deal with a segment that is complete in scratch.  No point of interruption between write and mark."""
-        run, receive, scratch = message.run, message.receive, message.scratch
+        run, receive, scratch = message.run, message.receive, message.arrival.tensor
         hook, part = self._hook, run.part(receive)
         if hook:
             hook("arrived", receive.hop)
         if receive.action is Action.ADD:
             scratch.add_(part)
-            run.partials[run.handled] = scratch
+            run.partials[run.handled] = message.arrival
         else:
             if receive.action is Action.FINISH:
                 torch.add(scratch, part, out=part)
@@ -238,8 +236,7 @@ class Ring(Executor[Run]):
             elif not run.ledger.covers(receive.span):
                 part.copy_(scratch)
                 self._mark(run, receive)
-            self.scratch.give(scratch)
-            self._used -= 1
+            self._release(message.arrival)
         run.handled += 1
         if hook:
             hook(receive.action.value, receive.hop)
@@ -250,6 +247,15 @@ class Ring(Executor[Run]):
         run.ledger.mark(receive.span, run.epoch_of(receive.span.start))
 
     # ---- the rest
+
+    @property
+    def scratch_peak(self) -> int:
+        """The most bytes that arriving segments, partial sums and widened gradients ever took, over all runs."""
+        return self._transport.scratch_peak + self._widened.peak
+
+    def _release(self, arrival: Arrival) -> None:
+        self._transport.release(arrival)
+        self._used -= 1
 
     def _finish_runs(self) -> None:
         while self._runs and self._runs[0].over:

@@ -27,6 +27,11 @@ class Tuning:
     depth: int = 3
     """Blocks under way at a time; see ``schedule``."""
 
+    @property
+    def slots(self) -> int:
+        """Segments that one member holds at a time: partial sums, the one at hand, and one ahead."""
+        return -(-self.depth // 2) + 2
+
 
 class RingGroup(Group):
     """Use ``open_group`` of ``opening``."""
@@ -50,7 +55,7 @@ class RingGroup(Group):
     @property
     def scratch_peak(self) -> int:
         """The most bytes of scratch that the group ever had, over all buckets."""
-        return self._ring.scratch.peak
+        return self._ring.scratch_peak
 
     def close(self) -> None:
         self._progress.close()

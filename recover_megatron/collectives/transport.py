@@ -6,7 +6,7 @@ predecessor, each in order.  It is made for one epoch and thrown away with it; n
     open  --close()-->  closed
       '---abort(), from any thread-->  aborted --close()--> closed
 
-Only the group's progress thread calls ``send``, ``recv``, ``wait``, ``settle`` and ``close``; ``abort`` may come from
+Only the group's progress thread calls ``send``, ``recv``, ``release``, ``wait`` and ``settle``; ``abort`` may come from
 any thread at any time.
 """
 
@@ -27,17 +27,34 @@ class Pending(Protocol):
         """Whether the tensor may be used again (sent: reused; received: read)."""
 
 
+class Arrival(Pending, Protocol):
+    """A message being received."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What arrived, once ``done``; the ring may write to it, until it gives it back with ``release``."""
+
+
 class Transport(ABC):
     lookahead: int = 1
     """How many receives are worth posting ahead of the one that is waited for."""
+
+    @property
+    @abstractmethod
+    def scratch_peak(self) -> int:
+        """The most bytes of memory that arriving segments ever took."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
         """Begin to send a contiguous tensor to the successor.  ``tag`` (31 bits) must be what the receiver names."""
 
     @abstractmethod
-    def recv(self, tensor: torch.Tensor, tag: int) -> Pending:
-        """Begin to receive into a contiguous tensor from the predecessor."""
+    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
+        """Begin to receive ``numel`` elements from the predecessor, into memory of the transport's own."""
+
+    @abstractmethod
+    def release(self, arrival: Arrival) -> None:
+        """Nothing reads ``arrival.tensor`` any more."""
 
     @abstractmethod
     def wait(self, pending: Pending) -> None:
