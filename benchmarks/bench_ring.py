@@ -43,6 +43,10 @@ from recover_megatron.collectives.ring_group import RingGroup, Tuning
 from recover_megatron.collectives.schedule import even_chunks, segments
 
 MIB = 1 << 20
+COLUMNS = (
+    "world", "MiB", "ring ms", "gloo ms", "ratio", "bytes ms", "adds ms", "CPU: ring", "gloo", "bytes", "adds",
+    "segment KiB", "scratch/bound MiB",
+)  # fmt: skip
 
 
 class WholeRun:
@@ -137,7 +141,7 @@ def work(rank: int, world: int, arguments: argparse.Namespace, port: int) -> lis
             store.set(name, secret.hex())
         secret = bytes.fromhex(store.get(name).decode())
         ring = open_group(
-            WholeRun(world, rank), store, name=name, secret=secret, transport=arguments.transport, tuning=tuning
+            WholeRun(world, rank), store, name=name, secret=secret, carrier=arguments.carrier, tuning=tuning
         )
         rows.append(compare(ring, gloo, pump, meet, int(mib * MIB) // 4, arguments))
         meet()
@@ -210,12 +214,16 @@ def run_world(world: int, arguments: argparse.Namespace) -> list[dict[str, Any]]
         listener.close()
         store_pid = children.pop(-1)
         try:
-            codes = [os.waitpid(pid, 0)[1] for pid in children.values()]
+            while children:
+                pid, code = os.waitpid(-1, 0)
+                rank = next(rank for rank, child in children.items() if child == pid)
+                del children[rank]
+                if code:
+                    sys.exit(f"worker {rank} failed: {os.waitstatus_to_exitcode(code)}")
         finally:
-            os.kill(store_pid, signal.SIGKILL)
-            os.waitpid(store_pid, 0)
-        if any(codes):
-            sys.exit(f"a worker failed: {codes}")
+            for pid in (store_pid, *children.values()):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         by_rank = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(world)]
     return [summary(world, mib, [rows[at] for rows in by_rank]) for at, mib in enumerate(arguments.mib)]
 
@@ -244,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--world", type=numbers(int), default=[2, 4, 8])
     parser.add_argument("--mib", type=numbers(float), default=[1.0, 16.0, 64.0, 256.0])
-    parser.add_argument("--transport", default="tcp")
+    parser.add_argument("--carrier", default="tcp")
     parser.add_argument("--segment-kib", type=int, default=Tuning.segment_bytes >> 10)
     parser.add_argument("--least-kib", type=int, default=Tuning.least_bytes >> 10)
     parser.add_argument("--depth", type=int, default=Tuning.depth)
@@ -253,9 +261,9 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=50, help="repetitions at most")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, transport {arguments.transport}")
-    print("| world | MiB | ring ms | gloo ms | ratio | bytes ms | adds ms | CPU: ring | gloo | bytes | adds | segment KiB | scratch/bound MiB |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.carrier}")
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("| " + " | ".join(["---:"] * len(COLUMNS)) + " |")
     results = []
     for world in arguments.world:
         for r in run_world(world, arguments):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class EpochRevoked(Exception):  # noqa: N818  a state of the run, not a fault of the program
+class EpochRevoked(Exception):
     """The epoch in which the collective was started is over.
 
     When it is raised nothing of that epoch's group touches a bucket or a ledger any more, and no byte of it leaves this

@@ -3,7 +3,7 @@
     open_group(epoch, ...)  -->  all_reduce / reduce_scatter / all_gather  -->  close()
                                         |
                                         '-- EpochRevoked --> close(), and on the group of the next epoch:
-                                              pull(buckets)      segments REDUCED anywhere are final: everybody gets them
+                                              pull(buckets)      what is REDUCED anywhere is final: all get it
                                               (the caller runs lost microbatches again into what is LOCAL)
                                               all_reduce(bucket) / reduce_scatter(bucket)   what is LOCAL, and only that
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -145,7 +146,7 @@ class Group(ABC):
         numel = bucket.ledger.numel
         if shards is None:
             bounds = [rank * numel // self.size for rank in range(self.size + 1)]
-            return [Span(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+            return [Span(a, b) for a, b in pairwise(bounds)]
         if len(shards) != self.size:
             raise ValueError(f"{len(shards)} shards for {self.size} members")
         at = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from recover_megatron.collectives.errors import LedgerError
 
@@ -150,7 +151,7 @@ def merge(ledgers: Sequence[Ledger]) -> list[Held]:
     cuts = sorted(starts.keys() | stops.keys())
     active: dict[int, int] = {}
     pieces: list[Held] = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         for rank in stops.get(start, ()):
             del active[rank]
         active.update(starts.get(start, ()))

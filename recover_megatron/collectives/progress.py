@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Generic, TypeVar
 
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
@@ -55,10 +54,7 @@ class Task:
         self.handle = Handle()
 
 
-T = TypeVar("T", bound=Task)
-
-
-class Executor(ABC, Generic[T]):
+class Executor[T: Task](ABC):
     """Carries tasks out; used by the progress thread alone."""
 
     @abstractmethod
@@ -86,7 +82,7 @@ class Executor(ABC, Generic[T]):
         """Give back connections and memory."""
 
 
-class Progress(Generic[T]):
+class Progress[T: Task]:
     """The thread; started with the first task."""
 
     def __init__(self, executor: Executor[T], revocation: Revocation, name: str) -> None:

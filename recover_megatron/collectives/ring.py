@@ -259,7 +259,7 @@ class Ring(Executor[Run]):
 
     def _finish_runs(self) -> None:
         while self._runs and self._runs[0].over:
-            self._transport.settle()
+            self._transport.finish()
             self._runs.popleft().handle.finish()
 
     @staticmethod

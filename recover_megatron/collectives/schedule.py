@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from recover_megatron.collectives.ledger import Span
 
@@ -107,7 +108,7 @@ def segments(chunk: Sequence[Span], length: int) -> list[Span]:
     for span in chunk:
         count = -(-len(span) // length)
         cuts = [span.start + at * len(span) // count for at in range(count + 1)] if count else []
-        pieces += [Span(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        pieces += [Span(a, b) for a, b in pairwise(cuts)]
     return pieces
 
 
@@ -144,11 +145,13 @@ def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: i
             after = 0 if first else receipt[block, hop - 1] + 1
             sends.append(Send(outgoing[block], hop, after, partial=hop < reduce_hops))
         if block < len(incoming):
-            if hop >= reduce_hops:
-                action = Action.STORE
-            else:
-                action = Action.FINISH if hop == reduce_hops - 1 else Action.ADD
             receipt[block, hop] = len(receives)
-            receives.append(Receive(incoming[block], hop, action))
+            receives.append(Receive(incoming[block], hop, _action(hop, reduce_hops)))
     held = -(-max(0, reduce_hops - 1) // stride) if stride else 0
     return Program(tuple(sends), tuple(receives), min(held, blocks) if size > 1 else 0)
+
+
+def _action(hop: int, reduce_hops: int) -> Action:
+    if hop >= reduce_hops:
+        return Action.STORE
+    return Action.FINISH if hop == reduce_hops - 1 else Action.ADD

@@ -16,7 +16,7 @@ import torch
 
 
 def machine() -> str:
-    """Equal on two processes exactly if one can open the other's descriptors under /proc: same boot, same namespaces."""
+    """Equal on two processes if one may see the other's descriptors under /proc: same boot, same namespaces."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.stat('/proc/self/ns/user').st_ino}"
 

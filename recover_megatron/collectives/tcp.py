@@ -208,11 +208,8 @@ class TcpTransport(Transport):
             self._scratch.give(arrival.own)
         else:
             assert self._in is not None
-            try:
+            with contextlib.suppress(OSError):  # gone: then it needs no slot, and the next receive tells
                 self._in.send(bytes((arrival.slot,)))
-            except OSError as error:
-                # Finished in order and gone: then it needs no slot.  Else the next receive tells of its death.
-                del error
         arrival.tensor = _NOTHING
 
     def wait(self, pending: Pending) -> None:

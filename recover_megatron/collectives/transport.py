@@ -86,6 +86,10 @@ class Transport(ABC):
         """The context in which the ring's tensor operations run."""
         return nullcontext()
 
+    def finish(self) -> None:
+        """Called when a collective is over: block until its last tensor operation has been carried out."""
+        return None
+
     def settle(self) -> None:
-        """Block until every tensor operation of the ring has really been carried out and nothing is being sent."""
+        """Called after an error: block until nothing of this transport reads, writes or sends a tensor any more."""
         return None
