@@ -71,7 +71,8 @@ class Group(ABC):
         """Give every member's shard to all; what a member holds of its own shard counts as finished.
 
         For parameters after the distributed optimizer's step.  After ``EpochRevoked``: ``pull`` on the next epoch; what
-        is LOCAL after that was held by nobody alive.
+        is LOCAL after that was held by nobody alive.  (A member that may be interrupted before it gets here marks its
+        own shard in the ledger itself.)
         """
         all_shards = self._shards(bucket, shards)
         mine = within(bucket.ledger.local, all_shards)[self.rank]

@@ -146,6 +146,9 @@ class Progress[T: Task]:
             self._revocation.throw(f"{type(fault).__name__}: {fault}")
             error = fault
         self._executor.settle()
+        if isinstance(error, EpochRevoked):
+            # Its history would keep frames alive, and with them the connections of the old epoch.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
         self._fail(error)
 
     def _next(self) -> bool:

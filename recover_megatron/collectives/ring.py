@@ -151,6 +151,8 @@ class Ring(Executor[Run]):
 
     def close(self) -> None:
         self._transport.close()
+        for queue in (self._runs, self._to_send, self._to_ask, self._sending, self._receiving):
+            queue.clear()  # what they hold keeps the transport's memory and connections alive
 
     # ---- sending
 
