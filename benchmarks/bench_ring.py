@@ -1,0 +1,283 @@
+"""The fault-tolerant ring against the backend's own all_reduce (gloo), in one run, alternating.
+
+    python benchmarks/bench_ring.py --world 2,4,8 --mib 1,16,64,256 [--json FILE]
+
+Every worker is a process on this machine with one compute thread.  A repetition is: all workers meet, one all-reduce,
+the slowest worker's time counts; ring, gloo and the two floors take turns within each repetition; the medians are told.
+
+    ratio    gloo / ring: 1.0 or more means that the ring is no slower
+    bytes    the floor of the transport: the ring's bytes over the same kind of sockets, without order, sums or copies
+    adds     the floor of the arithmetic: the ring's additions and copies, without the transport
+
+Asserted in every run: all workers hold bitwise the same, right sum, and the ring's scratch is at most 2 chunks and 2
+segments (a snapshot would be a whole bucket).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.ledger import Span
+from recover_megatron.collectives.opening import open_group
+from recover_megatron.collectives.ring_group import RingGroup, Tuning
+from recover_megatron.collectives.schedule import even_chunks, segments
+
+MIB = 1 << 20
+COLUMNS = (
+    "world", "MiB", "ring ms", "gloo ms", "ratio", "bytes ms", "adds ms", "CPU: ring", "gloo", "bytes", "adds",
+    "segment KiB", "scratch/bound MiB",
+)  # fmt: skip
+
+
+class WholeRun:
+    """An epoch that nothing ends."""
+
+    def __init__(self, world: int, me: int) -> None:
+        self.number = 1
+        self.members = list(range(world))
+        self.me = me
+
+    def on_revoke(self, callback: Callable[[str], None]) -> None:
+        del callback
+
+
+def gloo_group(store: dist.Store, rank: int, world: int) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=300)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world, options)
+
+
+class Pump:
+    """Moves bytes to the successor and from the predecessor, in no order: what the loopback can do at best."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            store.set(f"pump/{rank}", str(listener.getsockname()[1]))
+            self.out = socket.create_connection(("127.0.0.1", int(store.get(f"pump/{(rank + 1) % world}"))))
+            self.incoming, _ = listener.accept()
+        for sock in (self.out, self.incoming):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+        self.source, self.sink = bytearray(MIB // 2), bytearray(MIB // 2)
+
+    def move(self, count: int) -> None:
+        sent = received = 0
+        out, incoming = self.out.fileno(), self.incoming.fileno()
+        source, sink = memoryview(self.source), memoryview(self.sink)
+        while sent < count or received < count:
+            moved = False
+            if sent < count:
+                try:
+                    sent += self.out.send(source[: count - sent])
+                    moved = True
+                except BlockingIOError:
+                    pass
+            if received < count:
+                try:
+                    received += self.incoming.recv_into(sink[: count - received])
+                    moved = True
+                except BlockingIOError:
+                    pass
+            if not moved:
+                select.select([incoming] if received < count else [], [out] if sent < count else [], [])
+
+
+def arithmetic(flat: torch.Tensor, world: int, segment: int) -> None:
+    """The additions and copies of one member's ring on data at rest."""
+    scratch = torch.empty(segment)
+    chunks = even_chunks([Span(0, flat.numel())], world)
+    for number in range(2 * world - 2):
+        for piece in segments(chunks[number % world], segment):
+            part, partial = flat[piece.start : piece.stop], scratch[: len(piece)]
+            if number < world - 1:
+                partial.add_(part)
+            else:
+                part.copy_(partial)
+
+
+def measure(operation: Callable[[], None], meet: Callable[[], None]) -> tuple[float, float]:
+    """Wall and CPU seconds of one repetition on this worker."""
+    meet()
+    wall, cpu = time.perf_counter(), time.process_time()
+    operation()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def work(rank: int, world: int, arguments: argparse.Namespace, port: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=timedelta(seconds=120))
+    gloo, one = gloo_group(store, rank, world), torch.zeros(1)
+
+    def meet() -> None:
+        gloo.allreduce([one], dist.AllreduceOptions()).wait()
+
+    pump = Pump(store, rank, world)
+    tuning = Tuning(arguments.segment_kib << 10, arguments.least_kib << 10, arguments.depth)
+    rows = []
+    for epoch, mib in enumerate(arguments.mib):
+        name, secret = f"bench-{epoch}", os.urandom(16) if rank == 0 else b""
+        if rank == 0:
+            store.set(name, secret.hex())
+        secret = bytes.fromhex(store.get(name).decode())
+        ring = open_group(
+            WholeRun(world, rank), store, name=name, secret=secret, carrier=arguments.carrier, tuning=tuning
+        )
+        rows.append(compare(ring, gloo, pump, meet, int(mib * MIB) // 4, arguments))
+        meet()
+        ring.close()
+    return rows
+
+
+def compare(
+    ring: RingGroup,
+    gloo: dist.ProcessGroupGloo,
+    pump: Pump,
+    meet: Callable[[], None],
+    numel: int,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    bucket, world = Bucket(torch.empty(numel)), ring.size
+    chunks = even_chunks(bucket.ledger.local, world)
+    segment = ring.segment_elements(chunks, 4)
+
+    def ring_all_reduce() -> None:
+        ring.all_reduce(bucket).wait()
+
+    def gloo_all_reduce() -> None:
+        gloo.allreduce([bucket.flat], dist.AllreduceOptions()).wait()
+
+    operations = {
+        "ring": ring_all_reduce,
+        "gloo": gloo_all_reduce,
+        "bytes": lambda: pump.move(2 * (world - 1) * 4 * numel // world),
+        "adds": lambda: arithmetic(bucket.flat, world, segment),
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in operations}
+    repetitions = max(arguments.least, min(arguments.most, int(arguments.volume_mib * MIB / (4 * numel))))
+    for number in range(repetitions + 1):
+        for name, operation in operations.items():
+            bucket.flat.fill_(ring.rank + 1)
+            bucket.ledger.clear()
+            sample = measure(operation, meet)
+            if name in ("ring", "gloo"):
+                assert float(bucket.flat.min()) == float(bucket.flat.max()) == world * (world + 1) / 2
+            if number:  # the first one warms up
+                times[name].append(sample)
+    chunk = max(sum(map(len, chunk)) for chunk in chunks)
+    bound = 2 * 4 * (chunk + segment)
+    assert ring.scratch_peak <= bound, f"scratch {ring.scratch_peak} bytes, the bound is {bound}"
+    return {"times": times, "scratch": ring.scratch_peak, "bound": bound, "segment": 4 * segment}
+
+
+def run_world(world: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    with tempfile.TemporaryDirectory() as folder:
+        children = {}
+        port = listener.getsockname()[1]
+        for rank in range(-1, world):
+            if (pid := os.fork()) == 0:
+                if rank < 0:
+                    store = dist.TCPStore("127.0.0.1", port, world, True, wait_for_workers=False,
+                                          master_listen_fd=listener.fileno())  # fmt: skip
+                    signal.pause()
+                    del store
+                code = 1
+                try:
+                    listener.close()
+                    Path(folder, str(rank)).write_text(json.dumps(work(rank, world, arguments, port)))
+                    code = 0
+                except Exception:  # noqa: BLE001  the worker's boundary
+                    traceback.print_exc()
+                os._exit(code)
+            children[rank] = pid
+        listener.close()
+        store_pid = children.pop(-1)
+        try:
+            while children:
+                pid, code = os.waitpid(-1, 0)
+                rank = next(rank for rank, child in children.items() if child == pid)
+                del children[rank]
+                if code:
+                    sys.exit(f"worker {rank} failed: {os.waitstatus_to_exitcode(code)}")
+        finally:
+            for pid in (store_pid, *children.values()):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        by_rank = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(world)]
+    return [summary(world, mib, [rows[at] for rows in by_rank]) for at, mib in enumerate(arguments.mib)]
+
+
+def summary(world: int, mib: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {"world": world, "mib": mib, "repetitions": len(rows[0]["times"]["ring"])}
+    for name in rows[0]["times"]:
+        samples = [row["times"][name] for row in rows]
+        walls = [max(wall for wall, _ in repetition) for repetition in zip(*samples, strict=True)]
+        cpus = [sum(cpu for _, cpu in repetition) for repetition in zip(*samples, strict=True)]
+        result[f"{name}_ms"] = round(1e3 * statistics.median(walls), 3)
+        result[f"{name}_cpu_ms"] = round(1e3 * statistics.median(cpus), 3)
+    result["ratio"] = round(result["gloo_ms"] / result["ring_ms"], 3)
+    result["of_loopback"] = round(result["bytes_ms"] / result["ring_ms"], 3)
+    result["segment_kib"] = rows[0]["segment"] / 1024
+    result["scratch_mib"] = round(max(row["scratch"] for row in rows) / MIB, 3)
+    result["scratch_bound_mib"] = round(rows[0]["bound"] / MIB, 3)
+    return result
+
+
+def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--world", type=numbers(int), default=[2, 4, 8])
+    parser.add_argument("--mib", type=numbers(float), default=[1.0, 16.0, 64.0, 256.0])
+    parser.add_argument("--carrier", default="tcp")
+    parser.add_argument("--segment-kib", type=int, default=Tuning.segment_bytes >> 10)
+    parser.add_argument("--least-kib", type=int, default=Tuning.least_bytes >> 10)
+    parser.add_argument("--depth", type=int, default=Tuning.depth)
+    parser.add_argument("--volume-mib", type=float, default=1024, help="repetitions times bucket size to aim at")
+    parser.add_argument("--least", type=int, default=5, help="repetitions at least")
+    parser.add_argument("--most", type=int, default=50, help="repetitions at most")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.carrier}")
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("| " + " | ".join(["---:"] * len(COLUMNS)) + " |")
+    results = []
+    for world in arguments.world:
+        for r in run_world(world, arguments):
+            results.append(r)
+            print(
+                f"| {world} | {r['mib']:g} | {r['ring_ms']:.1f} | {r['gloo_ms']:.1f} | {r['ratio']:.2f} | "
+                f"{r['bytes_ms']:.1f} | {r['adds_ms']:.1f} | {r['ring_cpu_ms']:.0f} | {r['gloo_cpu_ms']:.0f} | "
+                f"{r['bytes_cpu_ms']:.0f} | {r['adds_cpu_ms']:.0f} | "
+                f"{r['segment_kib']:g} | {r['scratch_mib']:g}/{r['scratch_bound_mib']:g} |",
+                flush=True,
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What the ring needs to know of the membership, and the switch that ends a group.
+
+``Epoch`` is the interface: anything that tells its number, its members and its end will do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from recover_megatron.collectives.errors import EpochRevoked
+
+
+class Epoch(Protocol):
+    """One generation of the membership, as seen by one of its members."""
+
+    @property
+    def number(self) -> int:
+        """Larger than that of every earlier epoch."""
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Worker ids of this column, in ring order: the same on every member."""
+
+    @property
+    def me(self) -> int:
+        """My worker id."""
+
+    def on_revoke(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback(reason)`` once, from any thread, as soon as the epoch is over; at once if it is already."""
+
+
+class Revocation:
+    """A switch thrown once: from then on every operation of the group raises ``EpochRevoked``.
+
+    ``throw`` may be called from any thread, also while others wait: it calls the wakers, which end their waits.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.reason = ""
+        self._thrown = threading.Event()
+        self._lock = threading.Lock()
+        self._wakers: list[Callable[[], None]] = []
+
+    @property
+    def thrown(self) -> bool:
+        return self._thrown.is_set()
+
+    def throw(self, reason: str) -> None:
+        """End the group; the first reason stands."""
+        with self._lock:
+            if self._thrown.is_set():
+                return
+            self.reason = reason
+            self._thrown.set()
+            wakers, self._wakers = self._wakers, []
+        for waker in wakers:
+            waker()
+
+    def on_throw(self, waker: Callable[[], None]) -> None:
+        """``waker`` must be quick and must not raise; it is called at once if the switch is already thrown."""
+        with self._lock:
+            if not self._thrown.is_set():
+                self._wakers.append(waker)
+                return
+        waker()
+
+    def error(self) -> EpochRevoked:
+        return EpochRevoked(self.epoch, self.reason)
+
+    def check(self) -> None:
+        """Raise ``EpochRevoked`` if the switch is thrown."""
+        if self._thrown.is_set():
+            raise self.error()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Block until the switch is thrown; False when ``seconds`` passed first."""
+        return self._thrown.wait(seconds)

@@ -1,0 +1,31 @@
+"""What can end a collective other than its result."""
+
+from __future__ import annotations
+
+
+class EpochRevoked(Exception):
+    """The epoch in which the collective was started is over.
+
+    When it is raised nothing of that epoch's group touches a bucket or a ledger any more, and no byte of it leaves this
+    worker: every segment is either the untouched local gradient or the finished sum, as its ledger says.
+    """
+
+    def __init__(self, epoch: int, reason: str = "") -> None:
+        super().__init__(f"epoch {epoch} was revoked" + (f": {reason}" if reason else ""))
+        self.epoch = epoch
+        self.reason = reason
+
+
+class PeerLost(ConnectionError):
+    """The connection to a neighbour broke.  Inside this package only: callers see ``EpochRevoked``."""
+
+
+class CollectiveMismatch(RuntimeError):
+    """The members of an epoch did not issue the same collectives in the same order: a fault of the calling program.
+
+    No sum was formed of what does not belong together.
+    """
+
+
+class LedgerError(ValueError):
+    """Ledgers contradict each other or themselves: a fault of the calling program, or a damaged message."""

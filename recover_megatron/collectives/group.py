@@ -1,0 +1,214 @@
+"""The group of one column in one epoch: what layer 2 calls.
+
+    open_group(epoch, ...)  -->  all_reduce / reduce_scatter / all_gather  -->  close()
+                                        |
+                                        '-- EpochRevoked --> close(), and on the group of the next epoch:
+                                              pull(buckets)      what is REDUCED anywhere is final: all get it
+                                              (the caller runs lost microbatches again into what is LOCAL)
+                                              all_reduce(bucket) / reduce_scatter(bucket)   what is LOCAL, and only that
+
+All members must issue the same operations in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.epoch import Epoch, Revocation
+from recover_megatron.collectives.errors import CollectiveMismatch, LedgerError
+from recover_megatron.collectives.ledger import Held, Ledger, Span, from_digest, merge
+from recover_megatron.collectives.progress import Handle
+from recover_megatron.collectives.schedule import Chunks, even_chunks, within
+
+MAX_DIGEST = 1 << 22
+"""Limit of the numbers that one member's digest may have."""
+
+
+class Group(ABC):
+    """What ring and native groups have in common.  ``device`` is that of every bucket."""
+
+    def __init__(self, epoch: Epoch, revocation: Revocation, device: torch.device) -> None:
+        self.epoch = epoch.number
+        self.members = tuple(epoch.members)
+        self.size = len(self.members)
+        self.rank = self.members.index(epoch.me)
+        self.device = device
+        self._revocation = revocation
+
+    # ---- collectives
+
+    def all_reduce(self, bucket: Bucket, accumulate: torch.dtype | None = None) -> Handle:
+        """Sum the LOCAL spans of ``bucket`` over the members; afterwards all of it is REDUCED everywhere.
+
+        ``accumulate``: torch.float32 adds 16-bit gradients in float32 and rounds once; None adds in their own type.
+        """
+        chunks = even_chunks(bucket.ledger.local, self.size)
+        return self._reduce(bucket, chunks, self.size - 1, accumulate)
+
+    def reduce_scatter(
+        self,
+        bucket: Bucket,
+        shards: Sequence[Span] | None = None,
+        *,
+        shadows: int = 0,
+        accumulate: torch.dtype | None = None,
+    ) -> Handle:
+        """Sum the LOCAL spans; afterwards each member's shard is REDUCED in its own bucket.
+
+        ``shards``: by rank, disjoint, together the bucket; default: equal ones, in order.  The rest of the bucket keeps
+        the member's own gradient.  ``shadows``: that many successors of each member get its finished shard too.
+        """
+        chunks = within(bucket.ledger.local, self._shards(bucket, shards))
+        return self._reduce(bucket, chunks, min(shadows, self.size - 1), accumulate)
+
+    def all_gather(self, bucket: Bucket, shards: Sequence[Span] | None = None) -> Handle:
+        """Give every member's shard to all; what a member holds of its own shard counts as finished.
+
+        For parameters after the distributed optimizer's step.  After ``EpochRevoked``: ``pull`` on the next epoch; what
+        is LOCAL after that was held by nobody alive.  (A member that may be interrupted before it gets here marks its
+        own shard in the ledger itself.)
+        """
+        all_shards = self._shards(bucket, shards)
+        mine = within(bucket.ledger.local, all_shards)[self.rank]
+        return self._start(
+            "all-gather", bucket.flat, bucket.ledger, [[shard] if len(shard) else [] for shard in all_shards],
+            reduce=False, gather_hops=self.size - 1, final=mine,
+        )  # fmt: skip
+
+    def pull(self, buckets: Sequence[Bucket]) -> None:
+        """Exchange the ledgers and give every member what is REDUCED at any of them.  Blocks.
+
+        Afterwards the ledgers of all members are equal; each span keeps the epoch in which its sum was finished.  The
+        values are copied only where they are LOCAL.  Nothing is ever taken back: if this is interrupted, what arrived
+        stays REDUCED.  Raises ``EpochRevoked``, ``LedgerError``.
+        """
+        ledgers = self._exchange_ledgers([bucket.ledger for bucket in buckets])
+        handles = []
+        for number, bucket in enumerate(buckets):
+            pieces = merge([member[number] for member in ledgers])
+            partly = [piece for piece in pieces if len(piece.holders) < self.size]
+            handle = self._start(
+                "pull", bucket.flat, bucket.ledger, share_sources(partly, self.size),
+                reduce=False, gather_hops=self.size - 1, epoch_of=_lookup(partly),
+            )  # fmt: skip
+            handles.append(handle)
+        for handle in handles:
+            handle.wait()
+
+    # ---- the end
+
+    @property
+    def revoked(self) -> bool:
+        return self._revocation.thrown
+
+    def abort(self, reason: str) -> None:
+        """End every operation here with ``EpochRevoked``, now and later; from any thread.
+
+        The neighbours notice too.  When a wait has raised, or ``close`` returned, the buckets are the caller's again.
+        """
+        self._revocation.throw(reason)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was handed in (or fail it, if revoked) and give everything back."""
+
+    # ---- for the subclasses
+
+    @abstractmethod
+    def _start(
+        self,
+        what: str,
+        flat: torch.Tensor,
+        ledger: Ledger,
+        chunks: Chunks,
+        *,
+        reduce: bool,
+        gather_hops: int,
+        final: Sequence[Span] = (),
+        epoch_of: Callable[[int], int] | None = None,
+        accumulate: torch.dtype | None = None,
+    ) -> Handle:
+        """Hand in one collective: ``chunks`` by owner; see ``schedule.plan`` and ``ring.Run``."""
+
+    def _reduce(self, bucket: Bucket, chunks: Chunks, gather_hops: int, accumulate: torch.dtype | None) -> Handle:
+        alone = self.size == 1
+        return self._start(
+            "reduce", bucket.flat, bucket.ledger, chunks, reduce=not alone, gather_hops=gather_hops,
+            final=chunks[0] if alone else (), accumulate=accumulate,
+        )  # fmt: skip
+
+    def _shards(self, bucket: Bucket, shards: Sequence[Span] | None) -> Sequence[Span]:
+        numel = bucket.ledger.numel
+        if shards is None:
+            bounds = [rank * numel // self.size for rank in range(self.size + 1)]
+            return [Span(a, b) for a, b in pairwise(bounds)]
+        if len(shards) != self.size:
+            raise ValueError(f"{len(shards)} shards for {self.size} members")
+        at = 0
+        for shard in sorted(shard for shard in shards if len(shard)):
+            if shard.start != at:
+                raise ValueError(f"the shards overlap or leave a gap at element {min(at, shard.start)}")
+            at = shard.stop
+        if at != numel:
+            raise ValueError(f"the shards end at element {at}, the bucket has {numel}")
+        return shards
+
+    def _exchange_ledgers(self, ledgers: Sequence[Ledger]) -> list[list[Ledger]]:
+        """Every member's ledgers, by rank."""
+        digest = [len(ledgers), *(number for ledger in ledgers for number in ledger.digest())]
+        everyone = []
+        for rank, numbers in enumerate(self.exchange(digest)):
+            read, at = [], 1
+            while at < len(numbers):
+                ledger, used = from_digest(numbers[at:])
+                read.append(ledger)
+                at += used
+            if len(read) != len(ledgers) or numbers[0] != len(read):
+                raise CollectiveMismatch(
+                    f"worker {self.members[rank]} presents {len(read)} buckets, this worker {len(ledgers)}"
+                )
+            everyone.append(read)
+        return everyone
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Give every member's list of 64-bit integers to all; by rank.  Blocks."""
+        if len(numbers) > MAX_DIGEST:
+            raise LedgerError(f"a message of {len(numbers)} numbers is over the limit of {MAX_DIGEST}")
+        lengths = [row[0] for row in self._exchange_equal([len(numbers)], 1)]
+        if not all(0 <= length <= MAX_DIGEST for length in lengths):
+            raise LedgerError(f"a member announces a message of {max(lengths)} numbers, the limit is {MAX_DIGEST}")
+        rows = self._exchange_equal(numbers, max(lengths))
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _exchange_equal(self, numbers: Sequence[int], width: int) -> list[list[int]]:
+        table = torch.zeros(self.size, width, dtype=torch.int64)
+        table[self.rank, : len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+        flat = table.view(-1).to(self.device)
+        rows = [[Span(rank * width, (rank + 1) * width)] if width else [] for rank in range(self.size)]
+        self._start(
+            "exchange", flat, Ledger(flat.numel()), rows, reduce=False, gather_hops=self.size - 1, final=rows[self.rank]
+        ).wait()
+        received: list[list[int]] = flat.view(self.size, width).tolist()
+        return received
+
+
+def share_sources(pieces: Sequence[Held], size: int) -> list[list[Span]]:
+    """Who supplies what: each piece by the holder that has the least to supply so far, the lowest rank among equals."""
+    load = [0] * size
+    chunks: list[list[Span]] = [[] for _ in range(size)]
+    for piece in pieces:
+        source = min(piece.holders, key=lambda rank: (load[rank], rank))
+        load[source] += len(piece)
+        chunks[source].append(Span(piece.start, piece.stop))
+    return chunks
+
+
+def _lookup(pieces: Sequence[Held]) -> Callable[[int], int]:
+    starts = [piece.start for piece in pieces]
+    return lambda element: pieces[bisect_right(starts, element) - 1].epoch

@@ -1,0 +1,94 @@
+"""Opens the group of an epoch: the one place that knows the kinds of group and transport."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from recover_megatron.collectives.epoch import Epoch, Revocation
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.gloo import GlooBackend, GlooTransport
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.hanging import HangingTransport
+from recover_megatron.collectives.native import GlooNative, NativeBackend, NativeGroup
+from recover_megatron.collectives.rendezvous import KeyValue
+from recover_megatron.collectives.ring import Hook
+from recover_megatron.collectives.ring_group import RingGroup, Tuning
+from recover_megatron.collectives.tcp import TcpTransport
+from recover_megatron.collectives.transport import Transport
+
+Carrier = Literal["tcp", "tcp-inline", "gloo", "nccl"]
+"""``tcp``: connections, with shared memory between neighbours on one host; ``tcp-inline``: without."""
+
+
+def open_group(
+    epoch: Epoch,
+    store: KeyValue,
+    *,
+    name: str,
+    secret: bytes,
+    collective: Literal["ring", "native"] = "ring",
+    carrier: Carrier | None = None,
+    device: torch.device | None = None,
+    host: str = "127.0.0.1",
+    timeout: float = 60.0,
+    tuning: Tuning | None = None,
+    hook: Hook | None = None,
+    hanging: bool = False,
+) -> Group:
+    """Join the other members of ``epoch``; every member must call it, with the same arguments.
+
+    ``store``: keys of one group of one epoch are written once, under ``ring/<name>/<epoch>``; gloo and NCCL need a
+    ``torch.distributed.Store``.  ``name``: tells the columns apart.  ``carrier``: default tcp (native: gloo), nccl for
+    a CUDA ``device``.  ``timeout``: seconds in which all members must have come.  ``hook``, ``hanging``: for tests.
+
+    Raises ``EpochRevoked``: also when a member vanished while the group was being opened.  ``TimeoutError``.
+    """
+    device = device or torch.device("cpu")
+    if carrier is None:
+        carrier = "nccl" if device.type == "cuda" else "gloo" if collective == "native" else "tcp"
+    revocation = Revocation(epoch.number)
+    epoch.on_revoke(revocation.throw)
+    rank, size = list(epoch.members).index(epoch.me), len(epoch.members)
+    ring = f"ring/{name}/{epoch.number}"
+    tuning = tuning or Tuning()
+
+    def torch_store() -> dist.Store:
+        if not isinstance(store, dist.Store):
+            raise TypeError(f"{carrier} needs a torch.distributed.Store, not {type(store).__name__}")
+        return store
+
+    def gloo() -> GlooBackend:
+        return GlooBackend(rank, size, torch_store(), revocation, ring=ring, host=host, timeout=timeout)
+
+    def ring_transport() -> Transport:
+        if carrier == "nccl":
+            from recover_megatron.collectives.nccl import NcclTransport
+
+            return NcclTransport(rank, size, torch_store(), revocation, ring=ring, device=device)
+        if carrier == "gloo":
+            return GlooTransport(rank, size, gloo())
+        slots = (tuning.slots, tuning.segment_bytes) if carrier == "tcp" else None
+        return TcpTransport(
+            rank, size, store, revocation, secret=secret, ring=ring, slots=slots, host=host, timeout=timeout
+        )
+
+    def native_backend() -> NativeBackend:
+        if carrier == "nccl":
+            from recover_megatron.collectives.nccl import NcclNative
+
+            return NcclNative(rank, size, torch_store(), revocation, ring=ring, device=device)
+        return GlooNative(gloo())
+
+    try:
+        if collective == "native":
+            return NativeGroup(epoch, revocation, native_backend(), device=device)
+        transport = ring_transport()
+        if hanging:
+            transport = HangingTransport(transport, revocation)
+        return RingGroup(epoch, revocation, transport, device=device, tuning=tuning, hook=hook)
+    except PeerLost as lost:
+        revocation.throw(str(lost))
+        raise EpochRevoked(epoch.number, str(lost)) from lost

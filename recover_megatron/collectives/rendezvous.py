@@ -1,0 +1,37 @@
+"""How the members of a new epoch find each other: a key-value exchange, waited for without losing the revocation."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from recover_megatron.collectives.epoch import Revocation
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
+
+
+class KeyValue(Protocol):
+    """The part of ``torch.distributed.Store`` that is needed; any shared key-value service will do."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set; must not block."""
+
+
+def await_key(store: KeyValue, key: str, revocation: Revocation, timeout: float) -> str:
+    """The value of ``key`` as soon as somebody sets it.
+
+    Raises ``EpochRevoked`` when the switch is thrown and ``TimeoutError`` after ``timeout`` seconds.  The store is
+    asked again and again with growing pauses: a wait inside a store can't be ended from outside.
+    """
+    deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+    while not store.check([key]):
+        if revocation.wait(pause):
+            raise revocation.error()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody published {key} within {timeout:g} s")
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return store.get(key).decode("utf-8", errors="replace")

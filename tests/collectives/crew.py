@@ -1,0 +1,481 @@
+"""Real workers, real deaths: runs one scenario after another in processes forked from a parent that imported torch.
+
+    client (pytest) --scenario, a JSON line--> server --fork--> worker 0 .. N-1
+                    <--outcome, a JSON line---   the server is the membership of a scenario: it sees a worker's end
+                                                 (pidfd), pushes the revocation to the others, and when all that live
+                                                 have joined, opens the next epoch among them
+
+Worker w's gradient of bucket b is a pure function of (w, b, seed), so the test computes every sum for itself.  A worker
+that dies leaves gradients behind: with ``rerun`` the first survivor accumulates them into what is LOCAL, as the
+recovery of an iteration does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.ledger import Span
+from recover_megatron.collectives.opening import open_group
+from recover_megatron.collectives.progress import Handle
+from recover_megatron.collectives.ring_group import RingGroup, Tuning
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Fault:
+    """Worker ``worker`` suffers ``how`` at its ``at``-th boundary (1 is the first; 0: before it opens its first group)."""
+
+    worker: int
+    at: int
+    how: str = "kill"
+    """``kill``, or ``stop``: the membership finds it out at once and revokes."""
+
+
+@dataclass
+class Scenario:
+    workers: int
+    sizes: list[int]
+    op: str = "all_reduce"
+    dtype: str = "float32"
+    integers: bool = True
+    accumulate: str | None = None
+    shadows: int = 0
+    carrier: str | None = "tcp"
+    collective: str = "ring"
+    hanging: bool = False
+    segment_bytes: int = 256
+    least_bytes: int = 16
+    depth: int = 3
+    rerun: bool = True
+    announce: bool = True
+    """Whether the membership pushes revocations at all; without, only the ring's own notice of a death is left."""
+    faults: list[Fault] = field(default_factory=list)
+    seed: int = 0
+    timeout: float = 60.0
+
+
+@dataclass
+class Result:
+    """What a survivor ended with."""
+
+    worker: int
+    buckets: list[torch.Tensor]
+    reduced: list[list[tuple[int, int, int]]]
+    """Per bucket (start, stop, epoch)."""
+    holds: list[int]
+    """Whose gradients its own contribution contains."""
+    boundaries: int
+    """How many boundaries it passed."""
+    revoked: dict[int, float]
+    """When it raised EpochRevoked, by epoch (seconds of the monotonic clock)."""
+    scratch: int
+    descriptors: tuple[int, int]
+    """Open descriptors before its first group and after its last."""
+
+
+@dataclass
+class Outcome:
+    results: list[Result]
+    epochs: dict[int, list[int]]
+    """Members of each epoch that was opened."""
+    ended: dict[int, float]
+    """When the membership noticed each worker's end."""
+
+
+def gradient(worker: int, bucket: int, numel: int, scenario: Scenario) -> torch.Tensor:
+    """A worker's gradient: small integers (every sum is exact in every type), or random numbers."""
+    generator = torch.Generator().manual_seed(1000003 * scenario.seed + 1009 * bucket + worker)
+    dtype = getattr(torch, scenario.dtype)
+    if scenario.integers:
+        return torch.randint(-8, 8, (numel,), generator=generator).to(dtype)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+class Crew:
+    """The client's side; use as a context manager."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.collectives.crew"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+
+    def run(self, scenario: Scenario) -> Outcome:
+        """Carry out a scenario.  AssertionError when a worker failed or hung: with what all of them said."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asdict(scenario)) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the crew's server died"
+        answer = json.loads(line)
+        assert not answer["problems"], "\n".join([str(scenario), *answer["problems"]])
+        dtype = getattr(torch, scenario.dtype)
+        results = []
+        for row in answer["results"]:
+            buckets = [torch.frombuffer(bytearray.fromhex(x), dtype=dtype) if x else torch.empty(0, dtype=dtype)
+                       for x in row.pop("buckets")]  # fmt: skip
+            reduced = [[tuple(span) for span in spans] for spans in row.pop("reduced")]
+            revoked = {int(epoch): when for epoch, when in row.pop("revoked").items()}
+            results.append(Result(buckets=buckets, reduced=reduced, revoked=revoked, **row))
+        epochs = {int(number): members for number, members in answer["epochs"].items()}
+        return Outcome(results, epochs, {int(worker): when for worker, when in answer["ended"].items()})
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+# ---- a worker ----------------------------------------------------------------------------------------------------
+
+
+class WorkerEpoch:
+    """What the ring is given of an epoch."""
+
+    def __init__(self, number: int, members: list[int], me: int) -> None:
+        self.number = number
+        self.members = members
+        self.me = me
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[str], None]] = []
+        self._reason: str | None = None
+
+    def on_revoke(self, callback: Callable[[str], None]) -> None:
+        with self._lock:
+            if self._reason is None:
+                self._callbacks.append(callback)
+                return
+        callback(self._reason)
+
+    def revoke(self, reason: str) -> None:
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._reason, callbacks = reason, self._callbacks
+        for callback in callbacks:
+            callback(reason)
+
+
+class Worker:
+    def __init__(self, me: int, scenario: Scenario, control: socket.socket, store: str) -> None:
+        self.me = me
+        self.scenario = scenario
+        self.control = control
+        self.store = dist.FileStore(store, -1)
+        self.boundaries = 0
+        self.scratch = 0
+        self.holds = [me]
+        self.revoked: dict[int, float] = {}
+        self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.epoch = WorkerEpoch(0, [], me)
+        self.buckets = [Bucket(gradient(me, at, size, scenario)) for at, size in enumerate(scenario.sizes)]
+        if scenario.op == "all_gather":  # after an optimizer's step each worker's shard is final
+            for bucket in self.buckets:
+                numel, size = bucket.ledger.numel, scenario.workers
+                bucket.ledger.mark(Span(me * numel // size, (me + 1) * numel // size), 1)
+        self.descriptors = len(os.listdir("/proc/self/fd"))
+
+    def say(self, **message: Any) -> None:
+        self.control.sendall(json.dumps(message).encode() + b"\n")
+
+    def listen(self) -> None:
+        """The thread that receives orders; a revocation takes effect here, at once."""
+        for line in self.control.makefile():
+            order = json.loads(line)
+            if order["order"] == "revoke":
+                self.epoch.revoke("a worker died")
+            else:
+                if order["order"] == "epoch":
+                    self.epoch = WorkerEpoch(order["number"], order["members"], self.me)
+                self.orders.put(order)
+
+    def boundary(self, name: str, hop: int) -> None:
+        del name, hop
+        self.boundaries += 1
+        self.suffer(self.boundaries)
+
+    def suffer(self, at: int) -> None:
+        for fault in self.scenario.faults:
+            if fault.worker == self.me and fault.at == at:
+                self.say(fault=fault.how)
+                os.kill(os.getpid(), signal.SIGKILL if fault.how == "kill" else signal.SIGSTOP)
+
+    def open(self) -> Group:
+        s = self.scenario
+        return open_group(
+            self.epoch, self.store, name="column", secret=b"the crew's secret", timeout=s.timeout,
+            carrier=s.carrier, collective=s.collective, hanging=s.hanging, hook=self.boundary,
+            tuning=Tuning(s.segment_bytes, s.least_bytes, s.depth),
+        )  # fmt: skip
+
+    def start(self, group: Group, bucket: Bucket) -> Handle:
+        accumulate = getattr(torch, self.scenario.accumulate) if self.scenario.accumulate else None
+        if self.scenario.op == "all_reduce":
+            return group.all_reduce(bucket, accumulate)
+        if self.scenario.op == "reduce_scatter":
+            return group.reduce_scatter(bucket, shadows=self.scenario.shadows, accumulate=accumulate)
+        return group.all_gather(bucket)
+
+    def run_again(self, orphaned: list[int]) -> None:
+        """Accumulate the gradients of the dead into what is LOCAL, as a schedule does: into the whole bucket."""
+        for at, bucket in enumerate(self.buckets):
+            aside = bucket.set_aside()
+            for worker in orphaned:
+                bucket.flat.add_(gradient(worker, at, bucket.flat.numel(), self.scenario))
+            aside.put_back()
+        self.holds += orphaned
+
+    def attempt(self, order: dict[str, Any]) -> None:
+        """One epoch, up to its end or its revocation."""
+        group: Group | None = None
+        try:
+            group = self.open()
+            if order["number"] > 1:
+                group.pull(self.buckets)
+                if self.scenario.rerun and self.scenario.op != "all_gather" and order["members"][0] == self.me:
+                    self.run_again(order["orphaned"])
+            if self.scenario.op != "all_gather" or order["number"] == 1:
+                for handle in [self.start(group, bucket) for bucket in self.buckets]:
+                    handle.wait()
+            self.say(done=order["number"])
+        except EpochRevoked:
+            self.revoked[order["number"]] = time.monotonic()
+            before = [bucket.flat.clone() for bucket in self.buckets]
+            ledgers = [bucket.ledger.reduced for bucket in self.buckets]
+            if group is not None:
+                group.close()
+            for bucket, flat, ledger in zip(self.buckets, before, ledgers, strict=True):
+                assert torch.equal(bucket.flat, flat), "a bucket changed after EpochRevoked"
+                assert bucket.ledger.reduced == ledger, "a ledger changed after EpochRevoked"
+            self.say(joined=order["number"], holds=self.holds)
+            return
+        self.end_of(order, group)
+
+    def end_of(self, order: dict[str, Any], group: Group) -> None:
+        """Wait for what comes next with the group still open, as a worker waits for the commit."""
+        following = self.orders.get()
+        if isinstance(group, RingGroup):
+            self.scratch = max(self.scratch, group.scratch_peak)
+        group.close()
+        self.orders.put(following)
+
+    def work(self) -> None:
+        threading.Thread(target=self.listen, daemon=True).start()
+        self.suffer(0)
+        while True:
+            order = self.orders.get()
+            if order["order"] == "finish":
+                return self.report()
+            self.attempt(order)
+
+    def report(self) -> None:
+        buckets = [bytes(bucket.flat.view(torch.uint8).tolist()).hex() for bucket in self.buckets]
+        reduced = [[(s.start, s.stop, s.epoch) for s in bucket.ledger.reduced] for bucket in self.buckets]
+        descriptors = (self.descriptors, len(os.listdir("/proc/self/fd")))
+        self.say(result={
+            "worker": self.me, "buckets": buckets, "reduced": reduced, "holds": self.holds, "revoked": self.revoked,
+            "boundaries": self.boundaries, "scratch": self.scratch, "descriptors": descriptors,
+        })  # fmt: skip
+
+
+# ---- the server --------------------------------------------------------------------------------------------------
+
+
+class Membership:
+    """One scenario: starts the workers, sees them die, opens epochs."""
+
+    def __init__(self, scenario: Scenario, folder: str) -> None:
+        self.scenario = scenario
+        self.folder = folder
+        self.controls: dict[int, socket.socket] = {}
+        self.heard: dict[int, bytes] = {}
+        self.pids: dict[int, int] = {}
+        self.handles: dict[int, int] = {}
+        self.live: set[int] = set()
+        self.holds: dict[int, list[int]] = {}
+        self.joined: set[int] = set()
+        self.done: set[int] = set()
+        self.orphaned: list[int] = []
+        self.epoch = 0
+        self.formed = True
+        self.epochs: dict[int, list[int]] = {}
+        self.ended: dict[int, float] = {}
+        self.results: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+
+    def fork(self, me: int) -> None:
+        ours, theirs = socket.socketpair()
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                ours.close()
+                for other in self.controls.values():
+                    other.close()
+                log = open(f"{self.folder}/{me}.log", "w")  # noqa: SIM115  the worker's for life
+                os.dup2(log.fileno(), 2)
+                os.dup2(log.fileno(), 1)
+                faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+                Worker(me, self.scenario, theirs, f"{self.folder}/store").work()
+                code = 0
+            except BaseException:  # noqa: BLE001  the worker's boundary: its log says what happened
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(code)
+        theirs.close()
+        self.controls[me], self.pids[me], self.handles[me] = ours, pid, os.pidfd_open(pid)
+        self.heard[me] = b""
+        self.holds[me] = [me]
+
+    def order(self, worker: int, **message: Any) -> None:
+        try:
+            self.controls[worker].sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # dead: its handle tells
+
+    def run(self) -> dict[str, Any]:
+        for me in range(self.scenario.workers):
+            self.fork(me)
+        self.live = set(self.pids)
+        self.open_epoch()
+        deadline = time.monotonic() + self.scenario.timeout
+        while len(self.results) < len(self.live) and not self.problems:
+            alive = self.live & self.handles.keys()
+            sources = [*(self.controls[w] for w in alive), *(self.handles[w] for w in alive)]
+            ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.give_up()
+            for worker in sorted(alive):
+                if self.controls[worker] in ready:
+                    self.hear(worker)
+            for worker in sorted(alive & self.live):
+                if self.handles[worker] in ready:
+                    self.buried(worker)
+            self.proceed()
+        self.clean_up()
+        return {"results": self.results, "epochs": self.epochs, "ended": self.ended, "problems": self.problems}
+
+    def open_epoch(self) -> None:
+        self.epoch += 1
+        self.formed = True
+        members = sorted(self.live)
+        self.epochs[self.epoch] = members
+        self.joined, self.done = set(), set()
+        for worker in members:
+            self.order(worker, order="epoch", number=self.epoch, members=members, orphaned=self.orphaned)
+
+    def hear(self, worker: int) -> None:
+        try:
+            data = self.controls[worker].recv(1 << 16)
+        except ConnectionResetError:
+            return
+        *lines, self.heard[worker] = (self.heard[worker] + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "result" in message:
+                self.results.append(message["result"])
+            elif "joined" in message:
+                self.joined.add(worker)
+                self.holds[worker] = message["holds"]
+            elif "done" in message:
+                self.done.add(worker)
+            elif message.get("fault") == "stop":
+                os.waitid(os.P_PIDFD, self.handles[worker], os.WSTOPPED)
+                self.lost(worker)
+
+    def buried(self, worker: int) -> None:
+        """Its process has ended."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pids.pop(worker), 0)[1])
+        if code == 0 and any(result["worker"] == worker for result in self.results):
+            os.close(self.handles.pop(worker))
+            return
+        if code != -signal.SIGKILL:
+            self.problems.append(f"worker {worker} ended with {code}:\n{self.log(worker)}")
+        self.lost(worker)
+
+    def lost(self, worker: int) -> None:
+        self.ended[worker] = time.monotonic()
+        self.live.discard(worker)
+        self.formed = False
+        if self.scenario.announce:
+            for survivor in sorted(self.live):
+                self.order(survivor, order="revoke")
+
+    def proceed(self) -> None:
+        """Open the next epoch, or end the scenario, when all that live are ready for it."""
+        if not self.live:
+            return
+        if not self.formed and self.live <= self.joined | self.done:
+            for worker in self.live & self.done:
+                self.joined.add(worker)  # it waits with its group open; the next epoch's order makes it close it
+            kept = {gradient for worker in self.live for gradient in self.holds[worker]}
+            self.orphaned = sorted(set(range(self.scenario.workers)) - kept)
+            self.open_epoch()
+        elif self.formed and self.live == self.done:
+            self.done = set()
+            for worker in sorted(self.live):
+                self.order(worker, order="finish")
+
+    def give_up(self) -> None:
+        for worker in sorted(self.live):
+            os.kill(self.pids[worker], signal.SIGUSR1)
+        time.sleep(0.5)  # for their stacks; the scenario has failed anyway
+        where = f"epoch {self.epoch}, live {self.live}, joined {self.joined}, done {self.done}"
+        self.problems += [f"not finished in time: {where}", *(f"{w}: {self.log(w)}" for w in sorted(self.live))]
+
+    def log(self, worker: int) -> str:
+        return Path(f"{self.folder}/{worker}.log").read_text()[-6000:]
+
+    def clean_up(self) -> None:
+        for pid in self.pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for handle in self.handles.values():
+            os.close(handle)
+        for control in self.controls.values():
+            control.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    gc.freeze()
+    for line in sys.stdin:
+        request = json.loads(line)
+        request["faults"] = [Fault(**fault) for fault in request["faults"]]
+        with tempfile.TemporaryDirectory() as folder:
+            answers.write(json.dumps(Membership(Scenario(**request), folder).run()) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()

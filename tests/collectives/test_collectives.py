@@ -1,0 +1,417 @@
+"""Collectives when nobody dies: sums, their order, their bits, memory, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.ledger import Ledger, Reduced, Span
+from recover_megatron.collectives.ring_group import RingGroup, Tuning
+from recover_megatron.collectives.schedule import even_chunks
+from tests.collectives.expected import in_order_of_the_ring
+from tests.collectives.together import DEADLINE, PlainEpoch, eventually, together
+
+SMALL = Tuning(segment_bytes=256, least_bytes=16)
+WAYS = {
+    "shared-memory": {"carrier": "tcp", "tuning": SMALL},
+    "tcp": {"carrier": "tcp-inline", "tuning": SMALL},
+    "gloo": {"carrier": "gloo", "tuning": SMALL},
+    "hanging": {"carrier": "tcp", "tuning": SMALL, "hanging": True},
+    "native": {"collective": "native", "carrier": "gloo"},
+}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+rings = pytest.mark.parametrize("way", list(WAYS.values())[:4], ids=list(WAYS)[:4])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> dist.Store:
+    return dist.FileStore(str(tmp_path / "store"), -1)
+
+
+def randoms(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+
+
+def integers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randint(-8, 8, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@ways
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_all_reduce_sums_buckets_of_every_size(store: Any, way: dict, size: int) -> None:
+    sizes = [0, 1, 2, 3, 100, 1001]
+
+    def work(group: Group) -> list[torch.Tensor]:
+        buckets = [Bucket(integers(group.rank, numel)) for numel in sizes]
+        for handle in [group.all_reduce(bucket) for bucket in buckets]:  # all in flight at a time
+            handle.wait(DEADLINE)
+        assert all(bucket.ledger.complete for bucket in buckets)
+        assert all(span.epoch == 1 for bucket in buckets for span in bucket.ledger.reduced)
+        return [bucket.flat for bucket in buckets]
+
+    for results in together(size, work, store, **way):
+        for numel, result in zip(sizes, results, strict=True):
+            assert torch.equal(result, sum(integers(rank, numel) for rank in range(size)))
+
+
+@rings
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("accumulate", [None, torch.float32], ids=str)
+def test_the_order_of_additions_is_the_documented_one_bit_for_bit(
+    store: Any, way: dict, dtype: torch.dtype, accumulate: torch.dtype | None
+) -> None:
+    size, numel = 4, 777
+    wanted = in_order_of_the_ring(
+        [randoms(rank, numel, dtype) for rank in range(size)], even_chunks([Span(0, numel)], size), accumulate
+    )
+
+    def work(group: Group) -> torch.Tensor:
+        bucket = Bucket(randoms(group.rank, numel, dtype))
+        group.all_reduce(bucket, accumulate).wait(DEADLINE)
+        return bucket.flat
+
+    for result in together(size, work, store, **way):
+        assert torch.equal(result.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_float32_accumulation_rounds_once(store: Any) -> None:
+    """1 + 2**-9 is lost in bfloat16 when it is added alone, not when four of them come together."""
+    parts = [1.0, *[2.0**-9] * 4]
+
+    def work(group: Group) -> tuple[float, float]:
+        results = []
+        for accumulate in (None, torch.float32):
+            bucket = Bucket(torch.full((10,), parts[group.rank], dtype=torch.bfloat16))
+            group.all_reduce(bucket, accumulate).wait(DEADLINE)
+            results.append(float(bucket.flat[9]))  # of the last rank's chunk: the sum begins with rank 0
+        return results[0], results[1]
+
+    assert together(5, work, store) == [(1.0, 1.0 + 2.0**-7)] * 5
+
+
+@ways
+def test_two_runs_are_bitwise_equal_at_all_members(store: Any, way: dict) -> None:
+    def work(group: Group) -> list[list[int]]:
+        results = []
+        for _ in range(2):
+            bucket = Bucket(randoms(group.rank, 5003, torch.float32))
+            group.all_reduce(bucket).wait(DEADLINE)
+            results.append(bucket.flat.view(torch.int32).tolist())
+        return results
+
+    first, *others = together(3, work, store, **way)
+    assert first[0] == first[1]
+    assert all(other == first for other in others)
+
+
+@ways
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_reduce_scatter_leaves_the_rest_of_the_bucket_untouched(store: Any, way: dict, size: int) -> None:
+    numel = 203
+
+    def work(group: Group) -> None:
+        own = integers(group.rank, numel)
+        bucket = Bucket(own.clone())
+        group.reduce_scatter(bucket).wait(DEADLINE)
+        shard = Span(group.rank * numel // size, (group.rank + 1) * numel // size)
+        assert [(span.start, span.stop) for span in bucket.ledger.reduced] == [(shard.start, shard.stop)]
+        total = sum(integers(rank, numel) for rank in range(size))
+        own[shard.start : shard.stop] = total[shard.start : shard.stop]
+        assert torch.equal(bucket.flat, own)
+
+    together(size, work, store, **way)
+
+
+@rings
+def test_reduce_scatter_to_given_shards_with_shadows(store: Any, way: dict) -> None:
+    """Unequal shards, an empty one, not in the order of the ranks; two successors get a copy of each."""
+    shards = [Span(50, 110), Span(0, 50), Span(0, 0), Span(110, 120)]
+
+    def work(group: Group) -> None:
+        bucket = Bucket(integers(group.rank, 120))
+        group.reduce_scatter(bucket, shards, shadows=2).wait(DEADLINE)
+        total = sum(integers(rank, 120) for rank in range(4))
+        for behind in range(3):
+            shard = shards[(group.rank - behind) % 4]
+            assert bucket.ledger.covers(shard)
+            assert torch.equal(bucket.flat[shard.start : shard.stop], total[shard.start : shard.stop])
+        left_out = shards[(group.rank - 3) % 4]
+        assert not len(left_out) or not bucket.ledger.covers(left_out)
+
+    together(4, work, store, **way)
+
+
+@ways
+def test_all_gather_gives_every_shard_to_all(store: Any, way: dict) -> None:
+    def work(group: Group) -> torch.Tensor:
+        bucket = Bucket(torch.full((100,), float(group.rank)))
+        group.all_gather(bucket).wait(DEADLINE)
+        assert bucket.ledger.complete
+        return bucket.flat
+
+    wanted = torch.cat([torch.full((25,), float(rank)) for rank in range(4)])
+    assert all(torch.equal(result, wanted) for result in together(4, work, store, **way))
+
+
+@ways
+def test_pull_gives_what_is_reduced_anywhere_and_keeps_its_epoch(store: Any, way: dict) -> None:
+    held = {0: [Reduced(0, 10, 3)], 1: [Reduced(5, 30, 3), Reduced(40, 50, 5)], 2: []}
+
+    def work(group: Group) -> None:
+        own = torch.full((60,), float(group.rank))
+        bucket = Bucket(own.clone(), Ledger(60, held[group.rank]))
+        for span in bucket.ledger.reduced:
+            bucket.flat[span.start : span.stop] = 100.0 + span.epoch
+        other = Bucket(torch.zeros(7))
+        group.pull([bucket, other])
+        assert bucket.ledger.reduced == (Reduced(0, 30, 3), Reduced(40, 50, 5))
+        own[0:30], own[40:50] = 103.0, 105.0
+        assert torch.equal(bucket.flat, own)
+        assert other.ledger.reduced == ()
+        # What is left is reduced among the members, and only that.
+        group.all_reduce(bucket).wait(DEADLINE)
+        own[30:40], own[50:60] = 3.0, 3.0
+        assert torch.equal(bucket.flat, own)
+        assert bucket.ledger.reduced == (Reduced(0, 30, 3), Reduced(30, 40, 1), Reduced(40, 50, 5), Reduced(50, 60, 1))
+
+    together(3, work, store, **way)
+
+
+def test_what_is_reduced_survives_a_second_run_of_microbatches() -> None:
+    bucket = Bucket(torch.zeros(2, 5), Ledger(10, [Reduced(2, 6, 1)]))
+    bucket.flat[2:6] = 7.0
+    aside = bucket.set_aside()
+    bucket.flat.add_(1.0)
+    aside.put_back()
+    assert bucket.flat.tolist() == [1.0, 1.0, 7.0, 7.0, 7.0, 7.0, 1.0, 1.0, 1.0, 1.0]
+    assert bucket.element_bytes(bucket.ledger.local) == [(0, 8), (24, 40)]
+
+
+@pytest.mark.parametrize("numel", [200, 4000, 300_000])
+@pytest.mark.parametrize("size", [2, 4, 7])
+@pytest.mark.parametrize("carrier", ["tcp", "tcp-inline"])
+def test_scratch_is_at_most_two_chunks_and_two_segments(store: Any, carrier: str, size: int, numel: int) -> None:
+    """Of all buckets in flight together, not of each."""
+
+    def work(group: Group) -> None:
+        assert isinstance(group, RingGroup)
+        buckets = [Bucket(torch.ones(numel)) for _ in range(4)]
+        for handle in [group.all_reduce(bucket) for bucket in buckets]:
+            handle.wait(DEADLINE)
+        chunk = -(-numel // size)
+        segment = group.segment_elements(even_chunks([Span(0, numel)], size), 4)
+        assert 0 < group.scratch_peak <= 4 * (2 * chunk + 2 * segment)
+
+    together(size, work, store, carrier=carrier, tuning=Tuning(segment_bytes=64 << 10))
+
+
+@pytest.mark.parametrize("carrier", ["tcp", "tcp-inline"])
+def test_members_that_do_different_things_are_told_so(store: Any, carrier: str) -> None:
+    def work(group: Group) -> str:
+        own = torch.full((1000,), float(group.rank))
+        bucket = Bucket(own.clone())
+        try:
+            (group.all_reduce if group.rank else group.reduce_scatter)(bucket).wait(DEADLINE)
+        except (CollectiveMismatch, EpochRevoked) as error:
+            assert not bucket.ledger.reduced
+            assert torch.equal(bucket.flat, own)
+            return type(error).__name__
+        return "returned"
+
+    ends = together(3, work, store, carrier=carrier)
+    assert "CollectiveMismatch" in ends
+    assert "returned" not in ends
+
+
+def test_members_with_different_ledgers_are_told_so(store: Any) -> None:
+    """Somebody forgot to pull: never a sum of what does not belong together."""
+
+    def work(group: Group) -> None:
+        bucket = Bucket(torch.ones(100), Ledger(100, [Reduced(0, 10 * group.rank, 1)] if group.rank else []))
+        with pytest.raises((CollectiveMismatch, EpochRevoked)):
+            group.all_reduce(bucket).wait(DEADLINE)
+        assert bool((bucket.flat == 1.0).all())
+
+    together(3, work, store)
+
+
+@ways
+def test_a_revocation_while_nothing_is_in_flight_ends_the_next_operation(store: Any, way: dict) -> None:
+    def work(group: Group) -> None:
+        bucket = Bucket(torch.ones(10))
+        group.all_reduce(bucket).wait(DEADLINE)
+        group.abort("for the test")
+        assert group.revoked
+        with pytest.raises(EpochRevoked, match="epoch 1 was revoked: .*") as caught:
+            group.all_reduce(Bucket(torch.ones(10))).wait(DEADLINE)
+        assert caught.value.epoch == 1
+        assert bucket.ledger.complete
+
+    together(2, work, store, **way)
+
+
+@ways
+def test_a_revocation_wakes_a_member_that_waits_for_a_silent_one(store: Any, way: dict) -> None:
+    """Rank 1 never comes to its collective; the others are woken by their own revocation alone."""
+    waiting = threading.Barrier(3)
+
+    def work(group: Group) -> None:
+        bucket = Bucket(torch.full((50,), 1.0 + group.rank))
+        if group.rank == 1:
+            waiting.wait(DEADLINE)
+            return
+        handle = group.all_reduce(bucket)
+        assert not handle.done()
+        threading.Timer(0.05, group.abort, ["for the test"]).start()
+        with pytest.raises(EpochRevoked, match="for the test|broke|lost|gloo"):
+            handle.wait(DEADLINE)
+        assert torch.equal(bucket.flat, torch.full((50,), 1.0 + group.rank)) or bucket.ledger.reduced
+        waiting.wait(DEADLINE)
+
+    together(3, work, store, **way)
+
+
+def test_a_wait_may_be_given_up_and_taken_up_again(store: Any) -> None:
+    started = threading.Event()
+
+    def work(group: Group) -> None:
+        if group.rank == 1:
+            started.wait(DEADLINE)
+        bucket = Bucket(torch.ones(10))
+        handle = group.all_reduce(bucket)
+        if group.rank == 0:
+            with pytest.raises(TimeoutError):
+                handle.wait(0.01)
+            started.set()
+        handle.wait(DEADLINE)
+        assert handle.done()
+        assert bucket.flat.tolist() == [2.0] * 10
+
+    together(2, work, store)
+
+
+def test_a_group_that_is_closed_takes_nothing_more(store: Any) -> None:
+    def work(group: Group) -> None:
+        group.close()
+        group.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            group.all_reduce(Bucket(torch.ones(3)))
+
+    together(2, work, store)
+
+
+def test_a_member_may_leave_when_its_own_part_is_done(store: Any) -> None:
+    """Whoever finishes first closes its group at once; the others still get everything."""
+    for _ in range(20):
+        results = together(4, _reduce_once, store=None, carrier="tcp-inline", tuning=SMALL)
+        assert all(result == [4.0] * 3000 for result in results)
+
+
+def _reduce_once(group: Group) -> list[float]:
+    bucket = Bucket(torch.ones(3000))
+    group.all_reduce(bucket).wait(DEADLINE)
+    group.close()
+    return bucket.flat.tolist()
+
+
+@pytest.mark.parametrize(
+    ("shards", "told"),
+    [([Span(0, 5)], "2 members"), ([Span(0, 6), Span(5, 10)], "overlap"), ([Span(0, 4), Span(5, 10)], "gap"),
+     ([Span(0, 4), Span(4, 9)], "end at element 9")],
+)  # fmt: skip
+def test_shards_that_are_no_partition_are_refused(store: Any, shards: list[Span], told: str) -> None:
+    def work(group: Group) -> None:
+        with pytest.raises(ValueError, match=told):
+            group.reduce_scatter(Bucket(torch.ones(10)), shards)
+
+    together(2, work, store)
+
+
+def test_a_bucket_must_be_flat_memory_of_floating_point() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        Bucket(torch.ones(4, 4).t()[1:])
+    with pytest.raises(ValueError, match="floating-point"):
+        Bucket(torch.ones(4, dtype=torch.int32))
+
+
+@settings(max_examples=30)
+@given(
+    size=st.integers(1, 5),
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
+    segment=st.sampled_from([16, 100, 1024, 1 << 16]),
+    depth=st.integers(1, 4),
+    carrier=st.sampled_from(["tcp", "tcp-inline"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    accumulate=st.sampled_from([None, torch.float32]),
+)
+def test_any_shape_of_ring_and_bucket(
+    size: int, sizes: list[int], segment: int, depth: int, carrier: str, dtype: torch.dtype, accumulate: Any
+) -> None:
+    def work(group: Group) -> list[torch.Tensor]:
+        buckets = [Bucket(randoms(group.rank, numel, dtype, seed=numel)) for numel in sizes]
+        for handle in [group.all_reduce(bucket, accumulate) for bucket in buckets]:
+            handle.wait(DEADLINE)
+        return [bucket.flat for bucket in buckets]
+
+    results = together(size, work, carrier=carrier, tuning=Tuning(segment, 16, depth))
+    for at, numel in enumerate(sizes):
+        gradients = [randoms(rank, numel, dtype, seed=numel) for rank in range(size)]
+        wanted = in_order_of_the_ring(gradients, even_chunks([Span(0, numel)], size), accumulate)
+        for result in results:
+            assert torch.equal(result[at].view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_an_epoch_that_is_over_before_it_begins_opens_no_group(store: Any) -> None:
+    from recover_megatron.collectives.opening import open_group
+
+    epoch = PlainEpoch(4, [1, 2], 1)
+    epoch.revoke("a worker died")
+    with pytest.raises(EpochRevoked, match="epoch 4"):
+        open_group(epoch, store, name="c", secret=b"s", timeout=DEADLINE)
+
+
+@pytest.mark.parametrize("carrier", ["tcp", "gloo"])
+def test_a_revocation_ends_the_opening_of_a_group(store: Any, carrier: str) -> None:
+    """A member died before it came: nobody waits for it."""
+    from recover_megatron.collectives.opening import open_group
+
+    epoch, ends = PlainEpoch(1, [1, 2], 1), []
+
+    def opening() -> None:
+        try:
+            open_group(epoch, store, name="c", secret=b"s", timeout=DEADLINE, carrier=carrier)
+        except EpochRevoked as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=opening)
+    thread.start()
+    eventually(lambda: store.check(["ring/c/1/0"]))
+    epoch.revoke("worker 2 died")
+    thread.join(DEADLINE)
+    assert [str(error) for error in ends] == ["epoch 1 was revoked: worker 2 died"]
+
+
+def test_nccl_carries_a_ring_of_one() -> None:
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        pytest.skip("NO GPU HERE: the NCCL transport was not run, neither now nor ever before on this machine")
+    device = torch.device("cuda", 0)
+    store = dist.HashStore()
+
+    def work(group: Group) -> None:
+        bucket = Bucket(torch.ones(1000, device=device))
+        group.all_reduce(bucket).wait(DEADLINE)
+        assert bucket.ledger.complete
+        group.pull([bucket])
+
+    for collective in ("ring", "native"):
+        together(1, work, dist.PrefixStore(collective, store), device=device, collective=collective)

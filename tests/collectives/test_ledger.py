@@ -1,0 +1,116 @@
+"""The ledger: what is REDUCED stays so, spans are exact, and contradictions are told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recover_megatron.collectives.errors import LedgerError
+from recover_megatron.collectives.group import share_sources
+from recover_megatron.collectives.ledger import Ledger, Reduced, Span, from_digest, merge
+
+NUMEL = 24
+
+
+@st.composite
+def marks(draw: st.DrawFn) -> list[tuple[Span, int]]:
+    """Disjoint spans in any order, of a few epochs."""
+    cuts = sorted(draw(st.sets(st.integers(0, NUMEL), min_size=2)))
+    pieces = [Span(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    chosen = draw(st.lists(st.sampled_from(pieces), unique=True))
+    return [(span, draw(st.integers(1, 3))) for span in chosen]
+
+
+def elements(ledger: Ledger) -> list[int | None]:
+    """The epoch of every element, None where it is LOCAL."""
+    states: list[int | None] = [None] * ledger.numel
+    for span in ledger.reduced:
+        states[span.start : span.stop] = [span.epoch] * len(span)
+    return states
+
+
+@given(marks())
+def test_a_ledger_tells_the_state_of_every_element(marks: list[tuple[Span, int]]) -> None:
+    ledger, model = Ledger(NUMEL), [None] * NUMEL
+    for span, epoch in marks:
+        ledger.mark(span, epoch)
+        model[span.start : span.stop] = [epoch] * len(span)
+        assert elements(ledger) == model
+        assert ledger.covers(span)
+    assert [i for span in ledger.local for i in range(span.start, span.stop)] == [
+        i for i, state in enumerate(model) if state is None
+    ]
+    assert ledger.complete == (None not in model)
+    for before, after in zip(ledger.reduced, ledger.reduced[1:], strict=False):
+        assert before.stop < after.start or before.epoch != after.epoch, "neighbours of one epoch are one span"
+
+
+@given(marks(), st.integers(0, NUMEL), st.integers(0, NUMEL))
+def test_covers_means_every_element(marks: list[tuple[Span, int]], a: int, b: int) -> None:
+    ledger = Ledger(NUMEL, (Reduced(span.start, span.stop, epoch) for span, epoch in marks))
+    span = Span(min(a, b), max(a, b))
+    assert ledger.covers(span) == (None not in elements(ledger)[span.start : span.stop])
+
+
+@given(marks())
+def test_no_element_is_finished_twice(marks: list[tuple[Span, int]]) -> None:
+    ledger = Ledger(NUMEL, (Reduced(span.start, span.stop, epoch) for span, epoch in marks))
+    for span, _ in marks:
+        with pytest.raises(LedgerError):
+            ledger.mark(Span(max(0, span.start - 1), span.start + 1), 9)
+    before = ledger.digest()
+    with pytest.raises(LedgerError):
+        ledger.mark(Span(0, NUMEL + 1), 1)
+    assert ledger.digest() == before
+
+
+@given(marks())
+def test_a_digest_gives_back_the_ledger(marks: list[tuple[Span, int]]) -> None:
+    ledger = Ledger(NUMEL, (Reduced(span.start, span.stop, epoch) for span, epoch in marks))
+    assert from_digest([*ledger.digest(), 7, 7]) == (ledger, len(ledger.digest()))
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [[], [5], [5, 1], [5, -1], [5, 1, 0, 6, 1], [5, 2, 0, 3, 1, 2, 4, 1], [5, 1, 3, 3, 1], [5, 1 << 40], [5, 1, -1, 2, 1]],
+)
+def test_a_damaged_digest_is_refused(numbers: list[int]) -> None:
+    with pytest.raises(LedgerError):
+        from_digest(numbers)
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 3)), st.integers(1, 3)), max_size=8))
+def test_merge_finds_what_is_reduced_anywhere_and_who_holds_it(history: list[tuple[set[int], int]]) -> None:
+    """Ledgers as runs make them: each piece is finished in one epoch, at any set of members."""
+    width = 3
+    ledgers = [Ledger(NUMEL) for _ in range(4)]
+    for at, (holders, epoch) in enumerate(history):
+        for rank in holders:
+            ledgers[rank].mark(Span(at * width, (at + 1) * width), epoch)
+    held = [None] * NUMEL
+    for piece in merge(ledgers):
+        for element in range(piece.start, piece.stop):
+            held[element] = (piece.epoch, piece.holders)
+    for element in range(NUMEL):
+        states = {rank: elements(ledger)[element] for rank, ledger in enumerate(ledgers)}
+        holders = tuple(rank for rank, state in states.items() if state is not None)
+        assert held[element] == ((states[holders[0]], holders) if holders else None)
+
+
+def test_a_segment_finished_in_two_epochs_is_a_contradiction() -> None:
+    with pytest.raises(LedgerError, match="different epochs"):
+        merge([Ledger(4, [Reduced(0, 3, 1)]), Ledger(4, [Reduced(2, 4, 2)])])
+
+
+def test_buckets_of_different_sizes_are_a_contradiction() -> None:
+    with pytest.raises(LedgerError, match="differ in size"):
+        merge([Ledger(4), Ledger(5)])
+
+
+def test_the_holders_share_the_supplying() -> None:
+    pieces = merge([Ledger(40, [Reduced(0, 40, 1)]), Ledger(40, [Reduced(0, 40, 1)]), Ledger(40)])
+    assert share_sources(pieces, 3) == [[Span(0, 40)], [], []]
+    striped = [Reduced(at, at + 4, 1 + at // 4 % 2) for at in range(0, 40, 4)]
+    pieces = merge([Ledger(40, striped), Ledger(40, striped), Ledger(40)])
+    assert [sum(map(len, chunk)) for chunk in share_sources(pieces, 3)] == [20, 20, 0]

@@ -1,0 +1,81 @@
+"""All members of a group as threads of one process: for what needs no death."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.opening import open_group
+
+SECRET = b"the secret of a test"
+DEADLINE = 60.0
+
+
+class Dictionary:
+    """The plainest key-value exchange there is."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self._values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+
+class PlainEpoch:
+    """An epoch that the test ends."""
+
+    def __init__(self, number: int, members: list[int], me: int) -> None:
+        self.number = number
+        self.members = members
+        self.me = me
+        self._callbacks: list[Callable[[str], None]] = []
+        self._reason: str | None = None
+
+    def on_revoke(self, callback: Callable[[str], None]) -> None:
+        self._callbacks.append(callback)
+        if self._reason is not None:
+            callback(self._reason)
+
+    def revoke(self, reason: str) -> None:
+        self._reason = reason
+        for callback in self._callbacks:
+            callback(reason)
+
+
+def together(size: int, work: Callable[[Group], Any], store: Any = None, **options: Any) -> list[Any]:
+    """What ``work`` returns at each member, by rank; raises what the lowest failing rank raised."""
+    shared = Dictionary() if store is None else store
+    members = [10 * rank for rank in range(size)]
+
+    def member(rank: int) -> Any:
+        epoch = PlainEpoch(1, members, members[rank])
+        group = open_group(epoch, shared, name="column", secret=SECRET, timeout=DEADLINE, **options)
+        try:
+            return work(group)
+        except BaseException:
+            group.abort("a member of the test failed")
+            raise
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(member, rank) for rank in range(size)]
+        return [future.result(DEADLINE) for future in futures]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to do."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
