@@ -1,7 +1,8 @@
 """An arbiter on shared storage: a lease file that one coordinator holds at a time.
 
 The file says who holds it and how often it was renewed. A holder renews it; another may take it only after it has
-watched the same content for ``seconds``, by its own clock, so clocks need not agree. A holder counts itself as holding for half of that after a renewal it knows to have succeeded: it lets go before anybody else may take over. All
+watched the same content for ``seconds``, by its own clock, so clocks need not agree. A holder counts itself as
+holding for half of that after a renewal it knows to have succeeded: it lets go before anybody else may take over. All
 changes are made under an ``fcntl`` lock of the file, which the storage must honour between hosts (NFSv4, Lustre with
 ``flock``, GPFS do).
 """

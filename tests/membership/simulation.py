@@ -1,8 +1,8 @@
 """The real state machines of coordinator, workers and witnesses over a simulated network with simulated time.
 
-A connection is two in-order queues, as TCP is; between connections any order is possible, since the test chooses what is
-delivered next. A blocked link delivers nothing and loses nothing (TCP repeats it when the link heals); a host that dies
-silently sends no end of file. Every plan and commit that anybody fixes or receives is checked as it happens.
+A connection is two in-order queues, as TCP is; between connections any order is possible, since the test chooses what
+is delivered next. A blocked link delivers nothing and loses nothing (TCP repeats it when the link heals); a host that
+dies silently sends no end of file. Every plan and commit that anybody fixes or receives is checked as it happens.
 """
 
 from __future__ import annotations

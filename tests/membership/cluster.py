@@ -1,0 +1,230 @@
+"""Real coordinators and workers as processes, on loopback or in network namespaces, with their output read line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from recover_megatron.membership import Settings, Witness
+from recover_megatron.membership.auth import read_secret_file
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+DEADLINE = 60.0
+"""Generous: what a test waits for takes milliseconds to seconds, but the machine may be loaded."""
+
+
+class Process:
+    """A child whose stdout is JSON lines."""
+
+    def __init__(self, argv: Sequence[str], log: Path, namespace: str | None = None) -> None:
+        prefix = ["ip", "netns", "exec", namespace] if namespace else []
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self._err = log.open("ab")
+        self.popen = subprocess.Popen(
+            [*prefix, *argv], stdout=subprocess.PIPE, stderr=self._err, env=environ, start_new_session=True, text=True
+        )
+        self.lines: list[dict[str, Any]] = []
+        self.changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            with self.changed:
+                self.lines.append(json.loads(line))
+                self.changed.notify_all()
+        with self.changed:
+            self.lines.append({"event": "closed"})
+            self.changed.notify_all()
+
+    def wait_for(
+        self, what: Callable[[dict[str, Any]], bool], timeout: float = DEADLINE, start: int = 0
+    ) -> dict[str, Any]:
+        """The first line from number ``start`` on for which ``what`` holds."""
+        end = time.monotonic() + timeout
+        with self.changed:
+            while True:
+                for line in self.lines[start:]:
+                    if what(line):
+                        return line
+                left = end - time.monotonic()
+                assert left > 0, f"process {self.pid} never said it; last lines: {self.lines[-6:]}"
+                self.changed.wait(left)
+
+    def event(self, name: str, timeout: float = DEADLINE, start: int = 0, **fields: Any) -> dict[str, Any]:
+        """The first line of that event with these fields."""
+        return self.wait_for(
+            lambda line: line.get("event") == name and all(line.get(k) == v for k, v in fields.items()), timeout, start
+        )
+
+    def says(self) -> int:
+        """How many lines there are now: a ``start`` for what comes later."""
+        with self.changed:
+            return len(self.lines)
+
+    def kill(self, number: int = signal.SIGKILL) -> float:
+        """Send a signal; the time."""
+        now = time.monotonic()
+        os.kill(self.pid, number)
+        return now
+
+    def end(self) -> None:
+        """Kill the whole process group and reap the child."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.popen.wait(timeout=DEADLINE)
+        self._reader.join(timeout=DEADLINE)
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+        self._err.close()
+
+    def exit_code(self, timeout: float = DEADLINE) -> int:
+        return self.popen.wait(timeout=timeout)
+
+
+class Cluster:
+    """Coordinators, workers and, as this very process, their launcher."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.secret_file = folder / "secret"
+        self.secret_file.touch(mode=0o600)
+        self.secret_file.write_text(secrets.token_hex(16))
+        self.coordinators: list[Process] = []
+        self.workers: dict[int, Process] = {}
+        self.addresses: list[tuple[str, int]] = []
+        self.witness: Witness | None = None
+        self._proxied: list[tuple[str, int]] | None = None
+        self._watching = threading.Event()
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    def start_coordinators(
+        self, world: int, count: int = 1, listen: Sequence[str] = (), namespaces: Sequence[str] = (), *extra: str
+    ) -> None:
+        s = self.settings
+        for k in range(count):
+            argv = [sys.executable, "-m", "recover_megatron.membership", "--world", str(world)]
+            argv += ["--secret-file", str(self.secret_file), "--events", str(self.events_file(k))]
+            argv += ["--heartbeat-interval", str(s.heartbeat_interval), "--heartbeat-timeout", str(s.heartbeat_timeout)]
+            argv += ["--hang-timeout", str(s.hang_timeout), "--start-timeout", str(s.start_timeout), *extra]
+            if listen:
+                argv += ["--listen", listen[k]]
+            process = Process(argv, self.folder / f"coordinator{k}.err", namespaces[k] if namespaces else None)
+            self.coordinators.append(process)
+        for process in self.coordinators:
+            host, _, port = process.wait_for(lambda line: "listening" in line)["listening"].rpartition(":")
+            self.addresses.append((host, int(port)))
+
+    def start_witness(self, node: str = "node0") -> None:
+        """Play the launcher: report ends, obey kill orders."""
+        secret = read_secret_file(self.secret_file)
+        self.witness = Witness(self.addresses, node, secret, self._kill_order, self.settings)
+
+    def _kill_order(self, worker: int, reason: str) -> None:
+        self.workers[worker].kill()
+
+    def start_worker(
+        self, number: int, namespace: str | None = None, addresses: Sequence[tuple[str, int]] = (), **options: Any
+    ) -> Process:
+        options = {
+            "worker": number,
+            "addresses": list(addresses) or self.addresses,
+            "secret_file": str(self.secret_file),
+            "settings": self.settings.__dict__,
+            "witness": "node0" if self.witness else None,
+            **options,
+        }
+        argv = [sys.executable, str(HERE / "worker_program.py"), json.dumps(options)]
+        process = Process(argv, self.folder / f"worker{number}.err", namespace)
+        self.workers[number] = process
+        if self.witness is not None:
+            threading.Thread(target=self._watch, args=(number, process), daemon=True).start()
+        return process
+
+    def _watch(self, number: int, process: Process) -> None:
+        code = process.popen.wait()
+        if self.witness is not None:
+            self.witness.ended(number, f"exit code {code}")
+
+    def start_workers(self, count: int, **options: Any) -> None:
+        for number in range(count):
+            self.start_worker(number, **options)
+        for process in self.workers.values():
+            process.event("commit")
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def events_file(self, candidate: int) -> Path:
+        return self.folder / f"events{candidate}.jsonl"
+
+    def events(self, candidate: int = 0) -> list[dict[str, Any]]:
+        path = self.events_file(candidate)
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def wait_event(self, name: str, candidate: int = 0, **fields: Any) -> dict[str, Any]:
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            for event in self.events(candidate):
+                if event["event"] == name and all(event.get(k) == v for k, v in fields.items()):
+                    return event
+            time.sleep(0.02)
+        raise AssertionError(f"coordinator {candidate} never logged {name} {fields}: {self.events(candidate)[-5:]}")
+
+    def go_on_without(self, *gone: int) -> None:
+        """Every other worker gets a plan without the gone and then commits."""
+        for number, process in self.workers.items():
+            if number not in gone:
+                process.wait_for(lambda line: line["event"] == "plan" and not set(gone) & set(line["members"]))
+                start = process.says()
+                process.event("commit", start=start)
+
+    def end(self) -> None:
+        if self.witness is not None:
+            self.witness.close()
+            self.witness = None
+        for process in [*self.workers.values(), *self.coordinators]:
+            process.end()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
+    """A cluster that leaves nothing behind."""
+    made = Cluster(folder, Settings(**settings))  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def check_one_lineage(made: Cluster) -> None:
+    """No two epochs with the same number and different members; iterations commit once, in order, at every worker."""
+    epochs: dict[int, list[int]] = {}
+    for process in made.workers.values():
+        last = 0
+        for line in list(process.lines):
+            if line["event"] == "plan":
+                assert epochs.setdefault(line["epoch"], line["members"]) == line["members"]
+                last = max(last, line["committed"])
+            elif line["event"] == "commit":
+                assert line["iteration"] == last + 1
+                last = line["iteration"]

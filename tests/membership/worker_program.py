@@ -1,0 +1,110 @@
+"""A worker as the tests run it: joins, agrees on one iteration after the other, prints what happens as JSON lines.
+
+Lines on stdout: {"event": "plan"|"commit"|"revoke"|"out"|"end", "mono": ..., ...}. Ends with the exit code of what ended it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from recover_megatron.membership import CoordinatorLost, EpochRevoked, Fenced, Session, Settings, find_secret
+from recover_megatron.membership.errors import EXIT_FENCED, AuthenticationError
+
+
+def tell(event: str, **fields: object) -> None:
+    os.write(1, (json.dumps({"event": event, "mono": time.monotonic(), **fields}) + "\n").encode())
+
+
+def burn(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def hold_the_interpreter(seconds: int) -> None:
+    """A call into C that does not release the interpreter."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def work(session: Session, options: dict[str, object]) -> int:
+    step = float(options.get("step", 0.02))  # type: ignore[arg-type]
+    last = int(options.get("iterations", 10**9))  # type: ignore[call-overload]
+    hold = options.get("hold_at")
+    stop_joining = options.get("never_rejoin")
+    plan = session.join({"iteration": 1})
+    tell("plan", epoch=plan.epoch, members=sorted(plan.members), committed=plan.committed)
+    iteration = plan.committed + 1
+    if options.get("fork"):
+        if os.fork() == 0:
+            time.sleep(120)
+            os._exit(0)
+        tell("forked")
+    while iteration <= last:
+        try:
+            session.mark(iteration, "compute")
+            if options.get("busy"):
+                burn(step)
+            else:
+                time.sleep(step)
+            if hold == iteration:
+                hold_the_interpreter(int(options["hold_seconds"]))  # type: ignore[call-overload]
+            if options.get("hang_at") == iteration:
+                tell("hanging", iteration=iteration)
+                session.mark(iteration, "collective", waiting=bool(options.get("hang_waiting")))
+                while not session.revoked:
+                    time.sleep(0.01)
+            if options.get("checkpoint_at") == iteration:
+                session.mark(iteration, "checkpoint", allow=float(options["checkpoint_seconds"]))  # type: ignore[arg-type]
+                time.sleep(float(options["checkpoint_seconds"]))  # type: ignore[arg-type]
+            session.agree(iteration)
+            tell("commit", iteration=iteration, epoch=session.epoch)
+        except EpochRevoked as revoked:
+            tell("revoke", epoch=revoked.epoch, reason=revoked.reason)
+            if stop_joining:
+                time.sleep(120)
+            plan = session.join({"iteration": iteration})
+            tell("plan", epoch=plan.epoch, members=sorted(plan.members), committed=plan.committed)
+            iteration = max(iteration, plan.committed + 1) if plan.committed >= iteration else iteration
+            continue
+        iteration += 1
+    session.leave()
+    return 0
+
+
+def main() -> int:
+    options = json.loads(sys.argv[1])
+    if load := options.get("die_with_parent", True):
+        ctypes.CDLL(None).prctl(1, 9 if load else 0)
+    settings = Settings(**options.get("settings", {}))
+    secret = find_secret(path=Path(options["secret_file"]))
+    addresses = [tuple(address) for address in options["addresses"]]
+    session = Session.connect(
+        addresses,
+        options["worker"],
+        secret,
+        settings,
+        witness=options.get("witness"),
+        on_revoke=lambda epoch, reason: tell("pushed", epoch=epoch, reason=reason),
+    )
+    try:
+        code = work(session, options)
+    except Fenced as error:
+        tell("out", reason=str(error), kind="fenced")
+        return EXIT_FENCED
+    except CoordinatorLost as error:
+        tell("out", reason=str(error), kind="lost")
+        return error.code
+    except AuthenticationError as error:
+        tell("out", reason=str(error), kind="secret")
+        return 2
+    tell("end")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
