@@ -40,11 +40,20 @@ class Handle:
         if not self._finished.wait(timeout):
             raise TimeoutError(f"the collective was not finished within {timeout:g} s")
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise _afresh(self._error)
 
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
         self._finished.set()
+
+
+def _afresh(error: BaseException) -> BaseException:
+    """The error to raise in one more place.
+
+    A revocation is told without its history, whose frames would keep the connections and the memory of the old epoch
+    alive until the garbage collector comes by, which training loops like to switch off.
+    """
+    return EpochRevoked(error.epoch, error.reason) if isinstance(error, EpochRevoked) else error
 
 
 class Task:
@@ -103,7 +112,7 @@ class Progress[T: Task]:
             if self._closing:
                 raise RuntimeError("the group of this epoch is closed")
             if self._error is not None:
-                raise self._error.with_traceback(None)
+                raise _afresh(self._error)
             if self._thread is None:
                 self._revocation.check()
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -147,8 +156,7 @@ class Progress[T: Task]:
             error = fault
         self._executor.settle()
         if isinstance(error, EpochRevoked):
-            # Its history would keep frames alive, and with them the connections of the old epoch.
-            error.__traceback__ = error.__context__ = error.__cause__ = None
+            error = _afresh(error)
         self._fail(error)
 
     def _next(self) -> bool:

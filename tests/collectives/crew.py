@@ -12,6 +12,7 @@ recovery of an iteration does.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -47,7 +48,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Fault:
-    """Worker ``worker`` suffers ``how`` at its ``at``-th boundary (1 is the first; 0: before it opens its first group)."""
+    """Worker ``worker`` suffers ``how`` at its ``at``-th boundary (from 1; 0: before it opens its first group)."""
 
     worker: int
     at: int
@@ -73,6 +74,8 @@ class Scenario:
     rerun: bool = True
     announce: bool = True
     """Whether the membership pushes revocations at all; without, only the ring's own notice of a death is left."""
+    children: bool = False
+    """Whether each worker has a child, forked with its connections open, that outlives it."""
     faults: list[Fault] = field(default_factory=list)
     seed: int = 0
     timeout: float = 60.0
@@ -245,6 +248,12 @@ class Worker:
             return group.reduce_scatter(bucket, shadows=self.scenario.shadows, accumulate=accumulate)
         return group.all_gather(bucket)
 
+    def fork_child(self) -> None:
+        if (pid := os.fork()) == 0:
+            signal.pause()
+            os._exit(0)
+        self.say(child=pid)
+
     def run_again(self, orphaned: list[int]) -> None:
         """Accumulate the gradients of the dead into what is LOCAL, as a schedule does: into the whole bucket."""
         for at, bucket in enumerate(self.buckets):
@@ -259,6 +268,8 @@ class Worker:
         group: Group | None = None
         try:
             group = self.open()
+            if self.scenario.children and order["number"] == 1:
+                self.fork_child()
             if order["number"] > 1:
                 group.pull(self.buckets)
                 if self.scenario.rerun and self.scenario.op != "all_gather" and order["members"][0] == self.me:
@@ -319,6 +330,7 @@ class Membership:
         self.controls: dict[int, socket.socket] = {}
         self.heard: dict[int, bytes] = {}
         self.pids: dict[int, int] = {}
+        self.children: list[int] = []
         self.handles: dict[int, int] = {}
         self.live: set[int] = set()
         self.holds: dict[int, list[int]] = {}
@@ -356,10 +368,8 @@ class Membership:
         self.holds[me] = [me]
 
     def order(self, worker: int, **message: Any) -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: its handle tells
             self.controls[worker].sendall(json.dumps(message).encode() + b"\n")
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # dead: its handle tells
 
     def run(self) -> dict[str, Any]:
         for me in range(self.scenario.workers):
@@ -405,6 +415,8 @@ class Membership:
             elif "joined" in message:
                 self.joined.add(worker)
                 self.holds[worker] = message["holds"]
+            elif "child" in message:
+                self.children.append(message["child"])
             elif "done" in message:
                 self.done.add(worker)
             elif message.get("fault") == "stop":
@@ -458,6 +470,8 @@ class Membership:
         for pid in self.pids.values():
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        for pid in self.children:
+            os.kill(pid, signal.SIGKILL)
         for handle in self.handles.values():
             os.close(handle)
         for control in self.controls.values():

@@ -252,7 +252,7 @@ def test_a_revocation_while_nothing_is_in_flight_ends_the_next_operation(store: 
         group.all_reduce(bucket).wait(DEADLINE)
         group.abort("for the test")
         assert group.revoked
-        with pytest.raises(EpochRevoked, match="epoch 1 was revoked: .*") as caught:
+        with pytest.raises(EpochRevoked, match="epoch 1 was revoked: ") as caught:
             group.all_reduce(Bucket(torch.ones(10))).wait(DEADLINE)
         assert caught.value.epoch == 1
         assert bucket.ledger.complete
@@ -273,7 +273,7 @@ def test_a_revocation_wakes_a_member_that_waits_for_a_silent_one(store: Any, way
         handle = group.all_reduce(bucket)
         assert not handle.done()
         threading.Timer(0.05, group.abort, ["for the test"]).start()
-        with pytest.raises(EpochRevoked, match="for the test|broke|lost|gloo"):
+        with pytest.raises(EpochRevoked, match=r"for the test|broke|gloo"):
             handle.wait(DEADLINE)
         assert torch.equal(bucket.flat, torch.full((50,), 1.0 + group.rank)) or bucket.ledger.reduced
         waiting.wait(DEADLINE)

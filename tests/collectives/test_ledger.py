@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ NUMEL = 24
 def marks(draw: st.DrawFn) -> list[tuple[Span, int]]:
     """Disjoint spans in any order, of a few epochs."""
     cuts = sorted(draw(st.sets(st.integers(0, NUMEL), min_size=2)))
-    pieces = [Span(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [Span(a, b) for a, b in pairwise(cuts)]
     chosen = draw(st.lists(st.sampled_from(pieces), unique=True))
     return [(span, draw(st.integers(1, 3))) for span in chosen]
 
@@ -42,7 +44,7 @@ def test_a_ledger_tells_the_state_of_every_element(marks: list[tuple[Span, int]]
         i for i, state in enumerate(model) if state is None
     ]
     assert ledger.complete == (None not in model)
-    for before, after in zip(ledger.reduced, ledger.reduced[1:], strict=False):
+    for before, after in pairwise(ledger.reduced):
         assert before.stop < after.start or before.epoch != after.epoch, "neighbours of one epoch are one span"
 
 
@@ -73,7 +75,17 @@ def test_a_digest_gives_back_the_ledger(marks: list[tuple[Span, int]]) -> None:
 
 @pytest.mark.parametrize(
     "numbers",
-    [[], [5], [5, 1], [5, -1], [5, 1, 0, 6, 1], [5, 2, 0, 3, 1, 2, 4, 1], [5, 1, 3, 3, 1], [5, 1 << 40], [5, 1, -1, 2, 1]],
+    [
+        [],
+        [5],
+        [5, 1],
+        [5, -1],
+        [5, 1, 0, 6, 1],
+        [5, 2, 0, 3, 1, 2, 4, 1],
+        [5, 1, 3, 3, 1],
+        [5, 1 << 40],
+        [5, 1, -1, 2, 1],
+    ],
 )
 def test_a_damaged_digest_is_refused(numbers: list[int]) -> None:
     with pytest.raises(LedgerError):

@@ -60,7 +60,9 @@ class Member:
         self.most_slots = 0
 
 
-def run_model(programs: list[Program], own: list[list[Span]], reduce: bool, slots: int, turn: st.DataObject) -> list[Member]:
+def run_model(
+    programs: list[Program], own: list[list[Span]], reduce: bool, slots: int, turn: st.DataObject
+) -> list[Member]:
     """Advance one member at a time, in any order; a message occupies one of the receiver's slots until it is dealt
     with, a partial sum until it is sent on.  AssertionError when nobody can move before all are done."""
     members = [Member(rank, program) for rank, program in enumerate(programs)]

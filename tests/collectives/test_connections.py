@@ -1,0 +1,183 @@
+"""Who may speak to a ring, and what a stranger, a stale epoch or a forked child can do to it: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.hello import MAC, NONCE
+from recover_megatron.collectives.opening import open_group
+from recover_megatron.collectives.slots import Slots, machine
+from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch, eventually, together
+
+
+def address(store: Dictionary, rank: int, name: str = "column", epoch: int = 1) -> tuple[str, int]:
+    eventually(lambda: store.check([f"ring/{name}/{epoch}/{rank}"]))
+    host, port, _ = store.get(f"ring/{name}/{epoch}/{rank}").decode().split(" ")
+    return host, int(port)
+
+
+def opening(
+    store: Dictionary, rank: int, secret: bytes = SECRET, name: str = "column", timeout: float = DEADLINE
+) -> Group:
+    return open_group(PlainEpoch(1, [0, 1], rank), store, name=name, secret=secret, timeout=timeout)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def all_reduce(group: Group) -> list[float]:
+    bucket = Bucket(torch.ones(10))
+    try:
+        group.all_reduce(bucket).wait(DEADLINE)
+    finally:
+        group.close()
+    return bucket.flat.tolist()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * (NONCE + MAC), b"\0" * 5000],
+    ids=["silent", "http", "wrong", "long"],
+)
+def test_strangers_on_the_port_hurt_nobody(pool: ThreadPoolExecutor, words: bytes) -> None:
+    store = Dictionary()
+    first = pool.submit(opening, store, 0)
+    strangers = [socket.create_connection(address(store, 0)) for _ in range(80)]  # more than are served at a time
+    for stranger in strangers:
+        stranger.setblocking(False)
+        with contextlib.suppress(ConnectionError):  # turned away already
+            stranger.send(words)
+    second = pool.submit(opening, store, 1)
+    groups = [first.result(DEADLINE), second.result(DEADLINE)]
+    results = [future.result(DEADLINE) for future in [pool.submit(all_reduce, group) for group in groups]]
+    assert results == [[2.0] * 10] * 2
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_member_with_another_secret_is_turned_away(pool: ThreadPoolExecutor) -> None:
+    store = Dictionary()
+    right = pool.submit(opening, store, 0, timeout=2)
+    wrong = pool.submit(opening, store, 1, secret=b"another secret", timeout=2)
+    with pytest.raises((EpochRevoked, TimeoutError)):
+        wrong.result(DEADLINE)
+    with pytest.raises((EpochRevoked, TimeoutError)):
+        right.result(DEADLINE)
+
+
+def test_a_listener_that_does_not_know_the_secret_gets_no_data(pool: ThreadPoolExecutor) -> None:
+    """Somebody answers at the address of the successor without knowing the secret."""
+    store = Dictionary()
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        store.set("ring/column/1/1", f"127.0.0.1 {impostor.getsockname()[1]} -")
+        member = pool.submit(opening, store, 0, timeout=2)
+        connection, _ = impostor.accept()
+        with connection:
+            connection.sendall(b"n" * NONCE)
+            assert len(connection.recv(NONCE + MAC, socket.MSG_WAITALL)) == NONCE + MAC
+            connection.sendall(b"m" * MAC)
+            with pytest.raises(EpochRevoked, match="refused"):
+                member.result(DEADLINE)
+            assert connection.recv(100) == b""
+
+
+def test_a_connection_of_another_epoch_or_column_is_turned_away(pool: ThreadPoolExecutor) -> None:
+    """Epoch 1 of another column points at this one's listener: right secret, wrong ring."""
+    store, other = Dictionary(), Dictionary()
+    first = pool.submit(opening, store, 0)
+    host, port = address(store, 0)
+    other.set("ring/another/1/1", f"{host} {port} -")
+    stray = pool.submit(opening, other, 0, name="another", timeout=2)
+    with pytest.raises((EpochRevoked, TimeoutError)):
+        stray.result(DEADLINE)
+    second = pool.submit(opening, store, 1)
+    groups = [first.result(DEADLINE), second.result(DEADLINE)]
+    assert [f.result(DEADLINE) for f in [pool.submit(all_reduce, group) for group in groups]] == [[2.0] * 10] * 2
+
+
+def test_shared_memory_is_opened_only_when_it_is_what_a_ring_makes() -> None:
+    slots = Slots.make(3, 1000)
+    again = Slots.open(os.getpid(), slots.descriptor, 3, 1000)
+    assert again is not None
+    again.view(1, 10, torch.float32).fill_(7.0)
+    assert slots.view(1, 10, torch.float32).tolist() == [7.0] * 10
+    assert Slots.open(os.getpid(), slots.descriptor, 4, 1000) is None, "of another size"
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, 3000)
+    assert Slots.open(os.getpid(), unsealed, 3, 1000) is None, "its maker could take it away under our feet"
+    os.close(unsealed)
+    assert Slots.open(os.getpid(), 1 << 20, 3, 1000) is None
+    with pytest.raises(OSError, match="Operation not permitted"):
+        os.ftruncate(slots.descriptor, 0)
+    slots.close()
+    again.close()
+
+
+def test_neighbours_that_cannot_share_memory_use_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slots, "open", classmethod(lambda *_: None))
+    assert together(3, lambda group: all_reduce(group)) == [[3.0] * 10] * 3
+
+
+def test_members_on_different_machines_do_not_try_to_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, number = machine(), itertools.count()
+    monkeypatch.setattr("recover_megatron.collectives.tcp.machine", lambda: f"{here}-{next(number)}")
+
+    def no(*_: object) -> None:
+        raise AssertionError("opened the memory of another machine")
+
+    monkeypatch.setattr(Slots, "open", classmethod(no))
+    assert together(3, lambda group: all_reduce(group)) == [[3.0] * 10] * 3
+
+
+def test_a_message_of_another_collective_is_never_added() -> None:
+    """A neighbour that speaks out of turn: the header does not match, nothing of it reaches the bucket."""
+
+    def work(group: Group) -> str:
+        bucket = Bucket(torch.full((64,), 1.0 + group.rank))
+        try:
+            if group.rank:
+                group.exchange([1, 2, 3])
+            else:
+                group.all_reduce(bucket).wait(DEADLINE)
+        except (CollectiveMismatch, EpochRevoked) as error:
+            assert bucket.flat.tolist() == [1.0 + group.rank] * 64
+            return type(error).__name__
+        return "returned"
+
+    assert "CollectiveMismatch" in together(2, work)
+
+
+def test_waiting_for_a_neighbour_takes_no_processor_time() -> None:
+    waiting = threading.Barrier(2)
+
+    def work(group: Group) -> float:
+        if group.rank:
+            waiting.wait(DEADLINE)
+            return 0.0
+        handle, before = group.all_reduce(Bucket(torch.ones(10))), time.process_time()
+        select.select([], [], [], 0.5)
+        used = time.process_time() - before
+        group.abort("for the test")
+        with pytest.raises(EpochRevoked):
+            handle.wait(DEADLINE)
+        waiting.wait(DEADLINE)
+        return used
+
+    assert together(2, work)[0] < 0.25
