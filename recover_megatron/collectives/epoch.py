@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.membership.records import Plan
+from recover_megatron.membership.session import Session
 
 
 class Epoch(Protocol):
@@ -29,6 +31,28 @@ class Epoch(Protocol):
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
         """Call ``callback(reason)`` once, from any thread, as soon as the epoch is over; at once if it is already."""
+
+
+class SessionEpoch:
+    """The epoch of a worker's membership session, from the plan that ``Session.join`` returned."""
+
+    def __init__(self, session: Session, plan: Plan, me: int) -> None:
+        self.number = plan.epoch
+        self.members = sorted(plan.members)
+        self.me = me
+        self._session = session
+
+    def on_revoke(self, callback: Callable[[str], None]) -> None:
+        once = threading.Lock()
+
+        def revoked(epoch: int, reason: str) -> None:
+            if once.acquire(blocking=False):
+                callback(reason)
+
+        self._session.on_revoke(revoked)
+        # Registered first, looked at second: whichever way a revoke races this, it is seen.
+        if self._session.epoch != self.number or self._session.revoked:
+            revoked(self.number, "the epoch was over before its group was opened")
 
 
 class Revocation:

@@ -1,19 +1,15 @@
-"""What can end a collective other than its result."""
+"""What can end a collective other than its result.
+
+``EpochRevoked`` is that of the membership: the epoch in which the collective was started is over.  When a collective
+raises it, nothing of that epoch's group touches a bucket or a ledger any more, and no byte of it leaves this worker:
+every segment is either the untouched local gradient or the finished sum, as its ledger says.
+"""
 
 from __future__ import annotations
 
+from recover_megatron.membership.errors import EpochRevoked
 
-class EpochRevoked(Exception):
-    """The epoch in which the collective was started is over.
-
-    When it is raised nothing of that epoch's group touches a bucket or a ledger any more, and no byte of it leaves this
-    worker: every segment is either the untouched local gradient or the finished sum, as its ledger says.
-    """
-
-    def __init__(self, epoch: int, reason: str = "") -> None:
-        super().__init__(f"epoch {epoch} was revoked" + (f": {reason}" if reason else ""))
-        self.epoch = epoch
-        self.reason = reason
+__all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost"]
 
 
 class PeerLost(ConnectionError):

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.cold import ColdStart, WorkerEvents, WorkerSource
+from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, Outcome, run_exit_code
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
@@ -75,6 +76,7 @@ class Supervisor:
         self._worker_events = WorkerEvents(self._on_worker_started, self._kill_remains, self._on_worker_reaped)
         self._changed = True
         self._orphans = False
+        self._control: ControlPlane | None = None
 
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
@@ -89,6 +91,9 @@ class Supervisor:
         if sets_omp_threads(self._plan, self._inherited):
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
         self._peers.join()
+        if self._plan.nnodes == 1:
+            self._control = ControlPlane(self._plan, self._inherited, self._on_kill_order)
+            self._environment |= self._control.variables
         if self._warm_wanted:
             try:
                 self._start_warm_parent()
@@ -171,6 +176,8 @@ class Supervisor:
         self._changed = True
         self._pidfds[worker_id] = pidfd
         self._warden.add_session(pid)
+        if self._control:
+            self._control.spawned(worker_id, pid)
         # From the next round of the loop on: whoever sees a worker's output finds it in workers.json, too.
         self._console.read(self._streams[worker_id])
         self._loop.watch(pidfd, lambda: self._on_worker_exit(worker))
@@ -199,6 +206,8 @@ class Supervisor:
         assert worker.pid is not None
         worker.end(status, time.time())
         self._changed = True
+        if self._control:
+            self._control.ended(worker_id, f"exit code {status}" if status >= 0 else signal.Signals(-status).name)
         self._warden.remove_session(worker.pid)
         os.close(self._pidfds.pop(worker_id))
         for stream in self._streams.pop(worker_id):
@@ -228,6 +237,16 @@ class Supervisor:
             Outcome(worker.worker_id, worker.exit_code, worker.signal, worker.ended or 0.0)
             for worker in self._workers.values()
         ]
+
+    def _on_kill_order(self, worker_id: int, reason: str) -> None:
+        """The coordinator has put a worker out.  Called in another thread."""
+        self._loop.call_from_thread(lambda: self._put_out(worker_id, reason))
+
+    def _put_out(self, worker_id: int, reason: str) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.state is WorkerState.RUNNING:
+            self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it")
+            self._signal_worker(worker, signal.SIGKILL)
 
     # --- stopping ---
 
@@ -377,6 +396,8 @@ class Supervisor:
         if any(worker.pid is not None for worker in self._workers.values()):
             self._console.say(messages.summary(list(self._workers.values()), code))
         self._flush_output()
+        if self._control:
+            self._control.close()
         self._warden.finish()
         self._loop.close()
         return code
@@ -384,6 +405,9 @@ class Supervisor:
     def _exit_code(self) -> int:
         if self._code is not None:
             return self._code
+        verdict = self._control.verdict() if self._control else None
+        if verdict is not None:
+            return verdict
         code = run_exit_code([*self._outcomes(), *self._peers.outcomes], self._plan.fault_tolerant)
         if code == 0 and self._peers.any_lost and not self._plan.fault_tolerant:
             return LAUNCH_FAILED

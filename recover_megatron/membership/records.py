@@ -102,8 +102,11 @@ Planner = Callable[[PlanRequest], Json]
 
 
 def members_only(request: PlanRequest) -> Json:
-    """The planner of a run without a workload: the plan is the list of members."""
-    return {"members": list(request.members)}
+    """The planner of a run that plans for itself: the members, and what each of them joined with."""
+    return {
+        "members": list(request.members),
+        "statuses": {str(member): request.statuses[member] for member in request.members},
+    }
 
 
 @dataclass

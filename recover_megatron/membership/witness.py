@@ -41,6 +41,11 @@ class Witness:
         """Why there is no coordinator any more: the run has stopped or is finished, or none is reached."""
         return self._core.out
 
+    @property
+    def epoch(self) -> int:
+        """The last epoch that was formed, as far as this launcher was told; 0: no worker has come yet."""
+        return self._core.presentation.formed.epoch
+
     def spawned(self, worker: int, pid: int) -> None:
         """Report a started worker (for the event log)."""
         with self._client.condition:
