@@ -47,8 +47,8 @@ def start_family(bench, start):
     script = bench.script(FAMILY)
     launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *(["--warm"] if start == "warm" else []), script)
     launch.wait_for("UP", times=2)
-    # The launcher, per worker four, and the parent process of a warm start.
-    expected = 10 if start == "warm" else 9
+    # The launcher, two candidate coordinators, per worker four, and the parent process of a warm start.
+    expected = 12 if start == "warm" else 11
     eventually(lambda: len(launch.left()) == expected, f"{expected} processes run")
     return launch
 

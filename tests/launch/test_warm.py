@@ -173,6 +173,7 @@ def test_environment_and_session_of_a_warm_worker_are_those_of_a_cold_one(bench)
         import json, os, random, sys
         if __name__ == "__main__":
             ignored = ("MASTER_PORT", "RECOVER_LAUNCH_ID", "TORCHELASTIC_RUN_ID", "LAUNCH_TEST_TOKEN")
+            ignored += ("RECOVER_COORDINATOR", "RECOVER_SECRET")
             variables = {name: value for name, value in os.environ.items() if name not in ignored}
             print("ENV", json.dumps(variables, sort_keys=True))
             print("SELF", os.getsid(0) == os.getpid(), sys.stdin.read() == "", sys.path[0], sys.argv, __name__)
