@@ -18,8 +18,6 @@ class Bucket:
     def __init__(self, tensor: torch.Tensor, ledger: Ledger | None = None) -> None:
         if not tensor.is_contiguous():
             raise ValueError("a bucket must be contiguous in memory")
-        if not tensor.is_floating_point():
-            raise ValueError(f"a bucket of gradients must be floating-point, not {tensor.dtype}")
         self.flat = tensor.detach().view(-1)
         self.ledger = Ledger(self.flat.numel()) if ledger is None else ledger
 

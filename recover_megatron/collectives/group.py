@@ -26,7 +26,7 @@ from recover_megatron.collectives.ledger import Held, Ledger, Span, from_digest,
 from recover_megatron.collectives.progress import Handle
 from recover_megatron.collectives.schedule import Chunks, even_chunks, within
 
-MAX_DIGEST = 1 << 22
+MAX_DIGEST = 1 << 20
 """Limit of the numbers that one member's digest may have."""
 
 
@@ -137,6 +137,8 @@ class Group(ABC):
         """Hand in one collective: ``chunks`` by owner; see ``schedule.plan`` and ``ring.Run``."""
 
     def _reduce(self, bucket: Bucket, chunks: Chunks, gather_hops: int, accumulate: torch.dtype | None) -> Handle:
+        if not bucket.flat.is_floating_point():
+            raise ValueError(f"gradients must be floating-point, not {bucket.flat.dtype}")
         alone = self.size == 1
         return self._start(
             "reduce", bucket.flat, bucket.ledger, chunks, reduce=not alone, gather_hops=gather_hops,

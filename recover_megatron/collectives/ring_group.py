@@ -22,7 +22,7 @@ class Tuning:
 
     segment_bytes: int = 512 << 10
     """The longest segment."""
-    least_bytes: int = 32 << 10
+    least_bytes: int = 128 << 10
     """No segment is made shorter than this only to have several under way."""
     depth: int = 3
     """Blocks under way at a time; see ``schedule``."""

@@ -116,7 +116,7 @@ def segment_length(chunks: Chunks, most: int, least: int, depth: int) -> int:
     """Elements of a segment: a chunk is cut into ``depth`` or more, but into none of more than ``most`` elements, and
     not below ``least`` for the sake of the pipeline alone."""
     longest = max((sum(map(len, chunk)) for chunk in chunks), default=0)
-    return max(1, min(most, max(least, -(-longest // depth))))
+    return max(1, min(most, longest, max(least, -(-longest // depth))))
 
 
 def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: int, depth: int) -> Program:

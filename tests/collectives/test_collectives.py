@@ -200,13 +200,16 @@ def test_what_is_reduced_survives_a_second_run_of_microbatches() -> None:
 @pytest.mark.parametrize("numel", [200, 4000, 300_000])
 @pytest.mark.parametrize("size", [2, 4, 7])
 @pytest.mark.parametrize("carrier", ["tcp", "tcp-inline"])
-def test_scratch_is_at_most_two_chunks_and_two_segments(store: Any, carrier: str, size: int, numel: int) -> None:
-    """Of all buckets in flight together, not of each."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scratch_is_at_most_two_chunks_and_two_segments(
+    store: Any, carrier: str, size: int, numel: int, dtype: torch.dtype
+) -> None:
+    """In bytes of what travels, float32, and of all buckets in flight together, not of each."""
 
     def work(group: Group) -> None:
         assert isinstance(group, RingGroup)
-        buckets = [Bucket(torch.ones(numel)) for _ in range(4)]
-        for handle in [group.all_reduce(bucket) for bucket in buckets]:
+        buckets = [Bucket(torch.ones(numel, dtype=dtype)) for _ in range(4)]
+        for handle in [group.all_reduce(bucket, torch.float32) for bucket in buckets]:
             handle.wait(DEADLINE)
         chunk = -(-numel // size)
         segment = group.segment_elements(even_chunks([Span(0, numel)], size), 4)
@@ -337,11 +340,20 @@ def test_shards_that_are_no_partition_are_refused(store: Any, shards: list[Span]
     together(2, work, store)
 
 
-def test_a_bucket_must_be_flat_memory_of_floating_point() -> None:
+def test_a_bucket_must_be_contiguous() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         Bucket(torch.ones(4, 4).t()[1:])
-    with pytest.raises(ValueError, match="floating-point"):
-        Bucket(torch.ones(4, dtype=torch.int32))
+
+
+def test_gradients_must_be_floating_point_parameters_need_not(store: Any) -> None:
+    def work(group: Group) -> list[int]:
+        bucket = Bucket(torch.full((6,), group.rank, dtype=torch.uint8))
+        with pytest.raises(ValueError, match="floating-point"):
+            group.all_reduce(bucket)
+        group.all_gather(bucket).wait(DEADLINE)
+        return bucket.flat.tolist()
+
+    assert together(2, work, store) == [[0, 0, 0, 1, 1, 1]] * 2
 
 
 @settings(max_examples=30)

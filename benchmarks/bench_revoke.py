@@ -1,0 +1,143 @@
+"""How soon every member of a ring gives up after one of them dies or hangs in the middle of an all-reduce.
+
+    python benchmarks/bench_revoke.py --world 4,8 --repeat 20 [--json FILE]
+
+Workers are processes on this machine that reduce a bucket over and over.  One is struck at a random moment; the parent,
+as the membership does, sees its end (pidfd) and tells the others; each reports when its wait raised EpochRevoked.
+
+    struck -> raised    from the signal to the exception: includes the kernel's dismantling of the dead process
+    told -> raised      from the moment the membership knows: what the ring itself takes (negative: the ring was faster)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.opening import open_group
+
+
+class PipeEpoch:
+    """An epoch that ends when a byte comes out of a pipe."""
+
+    def __init__(self, world: int, me: int, pipe: int) -> None:
+        self.number = 1
+        self.members = list(range(world))
+        self.me = me
+        self._pipe = pipe
+
+    def on_revoke(self, callback: Callable[[str], None]) -> None:
+        def listen() -> None:
+            os.read(self._pipe, 1)
+            callback("a worker died")
+
+        threading.Thread(target=listen, daemon=True).start()
+
+
+def work(rank: int, world: int, store: str, revoke: int, answer: int, arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    group = open_group(
+        PipeEpoch(world, rank, revoke),
+        dist.FileStore(store, -1),
+        name="bench",
+        secret=b"bench",
+        carrier=arguments.carrier,
+    )
+    bucket = Bucket(torch.ones(int(arguments.mib * (1 << 18))))
+    os.write(answer, b"ready\n")
+    try:
+        while True:
+            bucket.ledger.clear()
+            group.all_reduce(bucket).wait()
+    except EpochRevoked:
+        os.write(answer, f"{time.monotonic()}\n".encode())
+
+
+def strike(world: int, how: signal.Signals, arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Milliseconds (struck -> raised, told -> raised) of every survivor."""
+    pids, revokes, answers = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(world):
+            (revoke, tell), (heard, answer) = os.pipe(), os.pipe()
+            if (pid := os.fork()) == 0:
+                work(rank, world, f"{folder}/store", revoke, answer, arguments)
+                os._exit(0)
+            os.close(revoke)
+            os.close(answer)
+            pids.append(pid)
+            revokes.append(tell)
+            answers.append(os.fdopen(heard))
+        for stream in answers:
+            assert stream.readline() == "ready\n"
+        time.sleep(random.uniform(0.1, 0.2))
+        victim = random.randrange(world)
+        pidfd = os.pidfd_open(pids[victim])
+        struck = time.monotonic()
+        os.kill(pids[victim], how)
+        if how is signal.SIGKILL:
+            select.select([pidfd], [], [])
+        told = time.monotonic()
+        survivors = [rank for rank in range(world) if rank != victim]
+        for rank in survivors:
+            with contextlib.suppress(BrokenPipeError):  # it noticed by itself, and has ended
+                os.write(revokes[rank], b"!")
+        raised = [float(answers[rank].readline()) for rank in survivors]
+        os.kill(pids[victim], signal.SIGKILL)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        for descriptor in (pidfd, *revokes):
+            os.close(descriptor)
+        for stream in answers:
+            stream.close()
+    return [1e3 * (at - struck) for at in raised], [1e3 * (at - told) for at in raised]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--world", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8])
+    parser.add_argument("--mib", type=float, default=16)
+    parser.add_argument("--carrier", default="tcp")
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.carrier}")
+    print("| world | signal | struck -> raised ms: median | max | told -> raised ms: median | max |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: |")
+    rows: list[dict[str, Any]] = []
+    for world in arguments.world:
+        for how in (signal.SIGKILL, signal.SIGSTOP):
+            samples = [strike(world, how, arguments) for _ in range(arguments.repeat)]
+            struck = [value for first, _ in samples for value in first]
+            told = [value for _, second in samples for value in second]
+            rows.append({"world": world, "signal": how.name, "struck_ms": struck, "told_ms": told})
+            print(
+                f"| {world} | {how.name} | {statistics.median(struck):.1f} | {max(struck):.1f} | "
+                f"{statistics.median(told):.1f} | {max(told):.1f} |",
+                flush=True,
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
