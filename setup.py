@@ -35,5 +35,10 @@ setup(
             "ruff>=0.8,<1",
         ],
     },
-    entry_points={"console_scripts": ["recover-run = recover_megatron.launch.__main__:main"]},
+    entry_points={
+        "console_scripts": [
+            "recover-run = recover_megatron.launch.__main__:main",
+            "recover-coordinator = recover_megatron.membership.__main__:main",
+        ]
+    },
 )

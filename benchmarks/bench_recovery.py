@@ -1,0 +1,191 @@
+"""From SIGKILL of a worker to the first completed all-reduce among the survivors, phase by phase.
+
+    python benchmarks/bench_recovery.py --workers 4 8 --kills 30
+
+Each kill: a real coordinator and fresh workers, forked from a process that has imported torch, all-reduce 1 MiB over
+and over; one of them gets SIGKILL.  The phases, each from the end of the one before until the last survivor has done it (0
+if that was earlier: a neighbour of the dead notices by its connection, before it is told):
+
+    detect      the coordinator has taken the worker for dead (its event log says when)
+    revoke      every survivor has been told
+    unwind      every survivor's all-reduce has raised EpochRevoked and its group is closed
+    rendezvous  every survivor holds the plan of the next epoch
+    regroup     every survivor has the group of the next epoch, ledgers exchanged
+    reduce      every survivor has the sum over the survivors
+
+Prints a table of medians and maxima in milliseconds; --json FILE writes every measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import torch  # noqa: E402
+
+from recover_megatron.collectives.bucket import Bucket  # noqa: E402
+from recover_megatron.collectives.epoch import SessionEpoch  # noqa: E402
+from recover_megatron.collectives.errors import EpochRevoked  # noqa: E402
+from recover_megatron.collectives.group import Group  # noqa: E402
+from recover_megatron.collectives.opening import open_group  # noqa: E402
+from recover_megatron.membership.auth import SECRET_VARIABLE, Secret  # noqa: E402
+from recover_megatron.membership.session import Session  # noqa: E402
+
+ELEMENTS = (1 << 20) // 4
+WARM_UP = 5
+"""All-reduces of the full group before a worker is killed."""
+PHASES = ("detect", "revoke", "unwind", "rendezvous", "regroup", "reduce")
+
+
+def work(me: int, address: tuple[str, int], secret: bytes, store_port: int, report: int) -> None:
+    """One worker: reduce until the epoch is revoked, recover, reduce once more, report the times."""
+    torch.set_num_threads(1)
+    times: dict[str, float] = {}
+
+    def note(what: str) -> None:
+        times.setdefault(what, time.monotonic())
+
+    session = Session.connect(
+        [address], me, Secret(secret), on_revoke=lambda epoch, reason: note("revoke") if times.get("steady") else None
+    )
+    store = torch.distributed.TCPStore("127.0.0.1", store_port, is_master=False)
+
+    def join() -> Group:
+        plan = session.join({})
+        if times.get("steady"):
+            note("rendezvous")
+        return open_group(SessionEpoch(session, plan, me), store, name="bench", secret=secret)
+
+    group = join()
+    reduced = 0
+    while True:
+        bucket = Bucket(torch.ones(ELEMENTS))
+        try:
+            group.all_reduce(bucket).wait()
+        except EpochRevoked:
+            group.close()
+            note("unwind")
+            group = join()
+            group.pull([bucket])
+            note("regroup")
+            group.all_reduce(bucket).wait()
+            note("reduce")
+            break
+        reduced += 1
+        if reduced == WARM_UP:
+            note("steady")
+            os.write(report, b"\n")
+    os.write(report, (json.dumps(times) + "\n").encode())
+    session.leave()
+    os._exit(0)
+
+
+def one_kill(workers: int, choose: random.Random) -> dict[str, float]:
+    """The phases of one recovery, in milliseconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        secret = secrets.token_hex(16).encode()
+        events = Path(folder) / "events.jsonl"
+        command = [sys.executable, "-m", "recover_megatron.membership", "--world", str(workers)]
+        command += ["--events", str(events)]
+        environment = os.environ | {SECRET_VARIABLE: secret.decode(), "PYTHONPATH": str(REPOSITORY)}
+        coordinator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert coordinator.stdout is not None
+        port = int(json.loads(coordinator.stdout.readline())["listening"].rpartition(":")[2])
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            store_port = listener.getsockname()[1]
+            store_pid = fork(lambda: serve_store(listener, store_port))
+        reads: list[Any] = []
+        pids: list[int] = []
+        for me in range(workers):
+            read, write = os.pipe()
+            pids.append(fork(lambda me=me, write=write: work(me, ("127.0.0.1", port), secret, store_port, write)))
+            os.close(write)
+            reads.append(os.fdopen(read))
+        for read in reads:
+            read.readline()
+        time.sleep(choose.random() * 0.05)  # anywhere in an all-reduce
+        victim = choose.randrange(workers)
+        killed = time.monotonic()
+        os.kill(pids[victim], signal.SIGKILL)
+        survivors = [json.loads(read.readline()) for me, read in enumerate(reads) if me != victim]
+        for pid in pids:
+            os.waitpid(pid, 0)
+        coordinator.wait(30)
+        os.kill(store_pid, signal.SIGKILL)
+        os.waitpid(store_pid, 0)
+        for read in reads:
+            read.close()
+        ends = {phase: max(times[phase] for times in survivors) for phase in PHASES[1:]}
+        ends["detect"] = detected(events, victim)
+    result, before = {}, killed
+    for phase in PHASES:
+        end = max(before, ends[phase])
+        result[phase] = 1e3 * (end - before)
+        before = end
+    result["total"] = 1e3 * (before - killed)
+    return result
+
+
+def detected(events: Path, victim: int) -> float:
+    """When the coordinator took the victim for dead, on the clock that all processes of the machine share."""
+    records: list[dict[str, Any]] = [json.loads(line) for line in events.read_text().splitlines()]
+    return next(r["mono"] for r in records if r["event"] == "fault" and r.get("worker") == victim)
+
+
+def fork(child: Any) -> int:
+    """Run ``child`` in a forked process that ends with it; returns its pid."""
+    if (pid := os.fork()) == 0:
+        child()
+        os._exit(0)
+    return pid
+
+
+def serve_store(listener: socket.socket, port: int) -> None:
+    """Host the rendezvous store until killed."""
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    signal.pause()
+    del store
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    choose, rows = random.Random(options.seed), []
+    print(f"| workers | {' | '.join(PHASES)} | total |\n|---{'|---' * (len(PHASES) + 1)}|", flush=True)
+    for workers in options.workers:
+        kills = [one_kill(workers, choose) for _ in range(options.kills)]
+        rows += [{"workers": workers, **kill} for kill in kills]
+        cells = []
+        for phase in (*PHASES, "total"):
+            values = [kill[phase] for kill in kills]
+            cells.append(f"{statistics.median(values):.1f} ({max(values):.1f})")
+        print(f"| {workers} | {' | '.join(cells)} |", flush=True)
+    print(f"\nmilliseconds, median (maximum) of {options.kills} kills; {os.cpu_count()} cores; 1 MiB per all-reduce")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
