@@ -57,7 +57,8 @@ class GlooNative(NativeBackend):
         self._gloo.wait(self._gloo.call(lambda gloo: gloo._allgather_base(output, source, options)))
 
     def settle(self) -> None:
-        """Its operations are over when their wait has raised."""
+        """Nothing is sent any more when the connections are shut; what may still run writes to its own scratch."""
+        self._gloo.abort()
 
     def close(self) -> None:
         self._gloo.close()

@@ -24,7 +24,7 @@ class Tuning:
     """The longest segment."""
     least_bytes: int = 128 << 10
     """No segment is made shorter than this only to have several under way."""
-    depth: int = 3
+    depth: int = 2
     """Blocks under way at a time; see ``schedule``."""
 
     @property
