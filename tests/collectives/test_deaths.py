@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tests.collectives.crew import Crew, Fault, Scenario
 from tests.collectives.expected import check
 
+pytestmark = pytest.mark.slow
+
 TRANSPORTS = {
     "shared-memory": {"carrier": "tcp"},
     "tcp": {"carrier": "tcp-inline"},

@@ -16,6 +16,8 @@ import pytest
 
 from tests.forkserver import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 60
 PATIENCE = 120
 STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)

@@ -10,6 +10,8 @@ from recover_megatron.launch.warm_client import why_cold
 
 from .conftest import alive, children, eventually
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_the_script_imports_is_imported_once_for_all_workers(bench):
     bench.script("open('imports', 'a').write('once ')", "heavy.py")
