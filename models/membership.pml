@@ -8,11 +8,13 @@
    What a coordinator sends is its log; each follower reads it in order, as late as it likes, or never. What a worker sends is
    taken in at once, but acted on at any later time, which covers every delay of it.
 
+   With -DPARTITION those of LEAVERS do not come back to candidate 0: the link is cut for good.
+
    Budgets (-D): DEATHS of workers, CRASHES of candidate 0, SUSPICIONS that are wrong, ABANDONS of a live coordinator.
    Mutants (-D), each must be found: NOQUORUM, TIE, NOACK, NOOPENED, SAMENUMBER, MAJORITYCOMMIT, NOINFERENCE.
 
-   Checked: no epoch number is formed twice; epochs are formed in order and each is part of the one before, as long as anybody
-   of that lives (one lineage); a committed iteration is in every later plan, as long as any member of the epoch that committed it
+   Checked: no epoch number is formed twice; epochs, in the order of their numbers, are each part of the one before, as long as
+   anybody of that lives (one lineage); a committed iteration is in every later plan, as long as any member of the epoch that committed it
    lives; nothing is committed in an epoch after a later one was formed; and, when nothing can happen any more,
    no worker of a majority that reaches a live candidate is left waiting. */
 
@@ -34,8 +36,20 @@
 #ifndef ABANDONS
 #define ABANDONS 1
 #endif
+#ifndef LEAVERS
+#define LEAVERS 255             /* who may turn away */
+#endif
+#ifndef MORTALS
+#define MORTALS 15              /* which workers may die */
+#endif
 #ifndef STEPS
 #define STEPS 1
+#endif
+
+#ifdef PARTITION
+#define CUT(c, g) (c == 0 && (LEAVERS & BIT(g)))
+#else
+#define CUT(c, g) 0
 #endif
 
 #define F (N + W)               /* followers: workers, then witnesses */
@@ -141,10 +155,16 @@ inline take_target(c) {         /* x = whom the run counts on */
 inline check_formed(c) {
     assert(!formedBefore[cE[c]]);
     formedBefore[cE[c]] = 1;
-    assert(cE[c] > gE && T[c] >= gT);
-    assert((cM[c] & (ALL - gM)) == 0 || (gM & alive) == 0);
-    assert(comm[c] >= gC || (gCM & alive) == 0);
-    gE = cE[c]; gM = cM[c]; gT = T[c]
+    if
+    :: cE[c] < gE || T[c] < gT ->
+        /* A plan that its coordinator fixes late: all had joined it before they turned to the next coordinator, so
+           it comes before the newest epoch, and must fit in there. */
+        assert(cE[c] < gE && T[c] < gT && (gM & alive & (ALL - cM[c])) == 0 && comm[c] <= gC)
+    :: else ->
+        assert((cM[c] & (ALL - gM)) == 0 || (gM & alive) == 0);
+        assert(comm[c] >= gC || (gCM & alive) == 0);
+        gE = cE[c]; gM = cM[c]; gT = T[c]
+    fi
 }
 
 inline smallest_done(c, m) {    /* x */
@@ -232,15 +252,15 @@ inline forget_evidence(c) {
 #define RETRY(c) tried[c] = 0
 
 #define FAULTS(g) \
-    :: deaths > 0 && (alive & BIT(g)) -> d_step { deaths--; alive = alive & (ALL - BIT(g)); forget(g) }
+    :: deaths > 0 && (MORTALS & BIT(g)) && (alive & BIT(g)) -> d_step { deaths--; alive = alive & (ALL - BIT(g)); forget(g) }
 
 #define BETWEEN(c, g) \
-    :: abandons > 0 && RUNS(g) && att[g] == c && up[c] && st[c] != STOPPED && !(g < N && (ex[c] & BIT(g))) -> \
+    :: abandons > 0 && (LEAVERS & BIT(g)) && RUNS(g) && att[g] == c && up[c] && st[c] != STOPPED && !(g < N && (ex[c] & BIT(g))) -> \
         d_step { abandons--; att[g] = NONE } \
     :: RUNS(g) && att[g] == c && ptr[g] < sent[c] && !(g < N && (ex[c] & BIT(g))) -> \
         d_step { f = g; receive(c); RETRY(c); f = 0 } \
     :: RUNS(g) && att[g] == c && (!up[c] || st[c] == STOPPED) -> d_step { att[g] = NONE } \
-    :: RUNS(g) && att[g] == NONE && up[c] && st[c] != STOPPED && (st[c] == STANDBY || term[g] <= T[c]) -> \
+    :: RUNS(g) && att[g] == NONE && up[c] && st[c] != STOPPED && !CUT(c, g) && (st[c] == STANDBY || term[g] <= T[c]) -> \
         d_step { \
             f = g; \
             if \

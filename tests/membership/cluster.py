@@ -1,4 +1,4 @@
-"""Real coordinators and workers as processes, on loopback or in network namespaces, with their output read line by line."""
+"""Real coordinators and workers as processes, on loopback or in network namespaces, read line by line."""
 
 from __future__ import annotations
 

@@ -72,13 +72,12 @@ class World:
         candidates: int = 2,
         nodes: int = 2,
         witnesses: bool = True,
-        coordinator: type[Coordinator] = Coordinator,
     ) -> None:
         self.now = 0.0
         self.connections: dict[int, Connection] = {}
         self._numbers = itertools.count(1)
         self.coordinators: dict[int, Coordinator] = {
-            k: coordinator(workers, SETTINGS, salt=100 + k) for k in range(candidates)
+            k: Coordinator(workers, SETTINGS, salt=100 + k) for k in range(candidates)
         }
         self.members: dict[str, Follower] = {}
         self.current: dict[str, Connection | None] = {}
@@ -154,10 +153,13 @@ class World:
             assert isinstance(watcher, Watcher)
             self._member_effects(self.node(f"w{number}"), watcher.ended(number, "killed"))
 
-    def kill_coordinator(self, candidate: int) -> None:
+    def kill_coordinator(self, candidate: int, lose: bool = False) -> None:
+        """``lose``: with it goes what it had sent and nobody has received."""
         self.coordinators.pop(candidate, None)
         for c in self.connections.values():
             if c.candidate == candidate:
+                if lose:
+                    c.down.clear()
                 c.down.append(EOF)
                 c.up.clear()
 
@@ -331,13 +333,20 @@ class World:
     def _formed(self, epoch: int, term: int, members: frozenset[int], committed: int) -> None:
         if epoch in self.formed:
             raise PropertyViolated(f"epoch {epoch} was formed twice: {self.formed[epoch]} and {(term, members)}")
-        if self.order:
-            last = self.order[-1]
-            last_term, last_members = self.formed[last]
-            if epoch < last or term < last_term:
-                raise PropertyViolated(f"epoch {epoch} (term {term}) was formed after {last} (term {last_term})")
+        newest = self.order[-1] if self.order else 0
+        if epoch < newest:
+            # A plan that its coordinator fixed late: all had joined it before they turned to the next coordinator,
+            # so it comes before the newest epoch, and must fit in there.
+            new_term, new_members = self.formed[newest]
+            alive = {w for w in new_members if f"w{w}" not in self.dead}
+            if term >= new_term or not alive <= members or any(t not in self.commits for t in range(1, committed + 1)):
+                raise PropertyViolated(f"epoch {epoch} (term {term}) was formed after {newest} (term {new_term})")
+            self.formed[epoch] = (term, members)
+            return
+        if newest:
+            last_term, last_members = self.formed[newest]
             alive = {w for w in last_members if f"w{w}" not in self.dead}
-            if not members <= last_members and alive:
+            if term < last_term or (alive and not members <= last_members):
                 raise PropertyViolated(
                     f"two lineages: {sorted(last_members)}, of which {alive} live, and {sorted(members)}"
                 )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulation import SETTINGS, World
+from simulation import SETTINGS, PropertyViolated, World
 
+from recover_megatron.membership import coordinator as coordinator_module
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.member import Stage
+from recover_megatron.membership.records import Presentation
+from recover_megatron.membership.roster import Worker
+from recover_megatron.membership.succession import Evidence
 
 MOVES = st.lists(
     st.one_of(
@@ -17,7 +24,7 @@ MOVES = st.lists(
         st.tuples(st.just("run"), st.integers(0, 3), st.just(0)),
         st.tuples(st.just("kill"), st.integers(0, 4), st.integers(0, 1)),
         st.tuples(st.just("report"), st.just(0), st.just(0)),
-        st.tuples(st.just("kill coordinator"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.just("kill coordinator"), st.integers(0, 2), st.integers(0, 1)),
         st.tuples(st.just("freeze"), st.integers(0, 4), st.just(0)),
         st.tuples(st.just("freeze coordinator"), st.integers(0, 2), st.just(0)),
         st.tuples(st.just("thaw"), st.just(0), st.just(0)),
@@ -57,7 +64,7 @@ def play(world: World, move: tuple[str, int, int]) -> None:
         case "kill coordinator":
             # the run does not promise to outlive all of its candidates
             if len(world.coordinators) > 1:
-                world.kill_coordinator(a)
+                world.kill_coordinator(a, lose=bool(b))
         case "freeze":
             if world.running(f"w{a % workers}"):
                 world.frozen.add(f"w{a % workers}")
@@ -106,14 +113,15 @@ def explore(moves: list[tuple[str, int, int]], world: World, to_the_end: bool) -
         every_wait_ends(world)
 
 
-def world_of(workers: int, started: bool, witnesses: bool, coordinator: type[Coordinator] = Coordinator) -> World:
-    world = World(workers, candidates=3, nodes=3, witnesses=witnesses, coordinator=coordinator)
+def world_of(workers: int, started: bool, witnesses: bool) -> World:
+    world = World(workers, candidates=3, nodes=3, witnesses=witnesses)
     if started:
-        world.run_fairly(1.0)
+        world.run_fairly(4.0)
+        assert world.order == [1]
     return world
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(MOVES, st.integers(3, 5), st.booleans(), st.booleans())
 def test_one_lineage_and_no_decision_taken_twice_whatever_happens(
     moves: list[tuple[str, int, int]], workers: int, started: bool, witnesses: bool
@@ -121,9 +129,67 @@ def test_one_lineage_and_no_decision_taken_twice_whatever_happens(
     explore(moves, world_of(workers, started, witnesses), to_the_end=False)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(MOVES, st.integers(3, 5), st.booleans())
 def test_every_live_workers_wait_ends_whatever_happened(
     moves: list[tuple[str, int, int]], workers: int, witnesses: bool
 ) -> None:
     explore(moves, world_of(workers, True, witnesses), to_the_end=True)
+
+
+def no_quorum(patch: pytest.MonkeyPatch) -> None:
+    """Anybody may go on."""
+    patch.setattr(coordinator_module, "may_go_on", lambda reached, bases, gone, own: bool(reached))
+
+
+def same_number(patch: pytest.MonkeyPatch) -> None:
+    """A new coordinator numbers on after the last formed epoch, as if no rendezvous had been opened since."""
+    add = Evidence.add
+
+    def forgetful(self: Evidence, presentation: Presentation) -> None:
+        before = self.highest_epoch
+        add(self, presentation)
+        self.highest_epoch = max(before, self.formed.epoch)
+
+    patch.setattr(Evidence, "add", forgetful)
+
+
+def eager_commit(patch: pytest.MonkeyPatch) -> None:
+    """The first report commits."""
+    done = Coordinator._done
+
+    def eager(self: Coordinator, worker: Worker, iteration: int, now: float) -> None:
+        for member in self.formed.members:
+            done(self, self.workers[member], iteration, now)
+
+    patch.setattr(Coordinator, "_done", eager)
+
+
+PARTITIONED = [
+    ("partition", 1, 1), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0),
+    ("run", 3, 0), ("run", 3, 0),
+]  # fmt: skip
+"""One node reaches all candidates but the second, the other two only the second, for long."""
+
+TAKEOVER = [("kill coordinator", 0, 1), *[("downwards", 31, 0), ("upwards", 31, 0)] * 3, ("run", 3, 0), ("run", 3, 0)]
+"""The coordinator dies; its members turn to the next one at once, before they do anything else."""
+
+CRASHED = [("kill", 0, 0), ("upwards", 31, 0), ("downwards", 6, 0), ("work", 6, 0), ("upwards", 6, 0), *TAKEOVER]
+"""A worker dies; the coordinator dies while the new plan is on its way."""
+
+HALF_DONE = [("work", 1, 0), ("upwards", 1, 0), *TAKEOVER]
+"""One worker has reported a step when the coordinator dies."""
+
+SCENARIOS = {"partitioned": PARTITIONED, "crashed": CRASHED, "half done": HALF_DONE}
+
+
+@pytest.mark.parametrize(
+    ("bug", "scenario"), [(no_quorum, "partitioned"), (same_number, "crashed"), (eager_commit, "half done")]
+)
+def test_a_deliberate_bug_in_the_coordinator_is_caught(
+    bug: Callable[[pytest.MonkeyPatch], None], scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explore(SCENARIOS[scenario], world_of(3, True, False), to_the_end=True)
+    bug(monkeypatch)
+    with pytest.raises(PropertyViolated):
+        explore(SCENARIOS[scenario], world_of(3, True, False), to_the_end=False)

@@ -1,6 +1,6 @@
 """A worker as the tests run it: joins, agrees on one iteration after the other, prints what happens as JSON lines.
 
-Lines on stdout: {"event": "plan"|"commit"|"revoke"|"out"|"end", "mono": ..., ...}. Ends with the exit code of what ended it.
+Lines on stdout: {"event": "plan"|"commit"|"revoke"|"pushed"|"out"|"end", "mono": ..., ...}.
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+"""The protocol's model holds in every reachable state, and its deliberate bugs are found."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parents[2] / "models" / "check.py"
+SPEC = importlib.util.spec_from_file_location("membership_model_check", PATH)
+assert SPEC is not None
+assert SPEC.loader is not None
+model = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = model
+SPEC.loader.exec_module(model)
+
+needs_spin = pytest.mark.skipif(
+    bool(model.missing_tools()),
+    reason=f"THE PROTOCOL'S MODEL IS NOT CHECKED: not installed: {', '.join(model.missing_tools())}",
+)
+
+
+def cases(configurations: tuple) -> list:
+    return [pytest.param(c, id=c.what, marks=() if c.quick else (pytest.mark.slow,)) for c in configurations]
+
+
+@needs_spin
+@pytest.mark.parametrize("configuration", cases(model.CONFIGURATIONS))
+def test_the_protocol_holds_in_every_reachable_state(configuration: object) -> None:
+    result = model.check(configuration)
+    assert result.complete
+    assert result.errors == 0
+
+
+@needs_spin
+@pytest.mark.parametrize("mutant", cases(model.MUTANTS))
+def test_a_deliberate_bug_in_the_protocol_is_found(mutant: object) -> None:
+    assert model.check(mutant).errors > 0
