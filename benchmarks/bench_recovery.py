@@ -3,8 +3,8 @@
     python benchmarks/bench_recovery.py --workers 4 8 --kills 30
 
 Each kill: a real coordinator and fresh workers, forked from a process that has imported torch, all-reduce 1 MiB over
-and over; one of them gets SIGKILL.  The phases, each from the end of the one before until the last survivor has done it (0
-if that was earlier: a neighbour of the dead notices by its connection, before it is told):
+and over; one of them gets SIGKILL.  The phases, each from the end of the one before until the last survivor has done
+it (0 if that was earlier: a neighbour of the dead notices by its connection, before it is told):
 
     detect      the coordinator has taken the worker for dead (its event log says when)
     revoke      every survivor has been told

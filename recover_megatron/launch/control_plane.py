@@ -22,8 +22,8 @@ from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
 from recover_megatron.launch.processes import spawn
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import CoordinatorLost
-from recover_megatron.membership.worker import COORDINATOR_VARIABLE, NODE_VARIABLE
 from recover_megatron.membership.witness import Witness
+from recover_megatron.membership.worker import COORDINATOR_VARIABLE, NODE_VARIABLE
 
 CANDIDATES = 2
 LAST_WORD_SECONDS = 2.0

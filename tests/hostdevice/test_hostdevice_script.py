@@ -1,12 +1,13 @@
 """``python -m recover_megatron.hostdevice``: a script sees what it would see under Python itself."""
 
-SCRIPT = """
 import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
 import multiprocessing, os, sys
 from beside import VALUE
 from recover_megatron import hostdevice
-
-pytestmark = pytest.mark.slow
 
 class Task:
     def __init__(self):
