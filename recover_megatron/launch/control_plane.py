@@ -35,12 +35,16 @@ _BOOT = (
 
 
 class ControlPlane:
-    """Candidates and witness of one launch.  ``on_kill(worker, reason)`` is called in another thread."""
+    """Candidates and witness of one launch.  ``on_kill(worker, reason)`` is called in another thread.
+
+    Raises SecretError for a secret of the user's that cannot be used, OSError where no process or socket can be had.
+    """
 
     def __init__(self, plan: LaunchPlan, inherited: Mapping[str, str], on_kill: Callable[[int, str], None]) -> None:
         chosen = SECRET_VARIABLE in inherited or SECRET_FILE_VARIABLE in inherited
         self._variables = {} if chosen else {SECRET_VARIABLE: secrets.token_hex(32)}
         environment = {**inherited, **self._variables, LAUNCH_ID_VARIABLE: plan.launch_id}
+        secret = find_secret(environment)
         addresses = []
         for number in range(CANDIDATES):
             with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
@@ -48,7 +52,7 @@ class ControlPlane:
                 self._start_candidate(plan, number, listener, environment)
         self._variables[COORDINATOR_VARIABLE] = ",".join(f"{host}:{port}" for host, port in addresses)
         self._variables[NODE_VARIABLE] = f"{plan.host}-{plan.node_rank}"
-        self._witness = Witness(addresses, self._variables[NODE_VARIABLE], find_secret(environment), on_kill)
+        self._witness = Witness(addresses, self._variables[NODE_VARIABLE], secret, on_kill)
 
     @staticmethod
     def _start_candidate(

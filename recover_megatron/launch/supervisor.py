@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from recover_megatron.launch import messages
 from recover_megatron.launch.cold import ColdStart, WorkerEvents, WorkerSource
 from recover_megatron.launch.control_plane import ControlPlane
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, Outcome, run_exit_code
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome, run_exit_code
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
 from recover_megatron.launch.peers import PeerEvents, Peers
@@ -36,6 +36,7 @@ from recover_megatron.launch.states import LIVE, LaunchState, Worker, WorkerStat
 from recover_megatron.launch.warden import Warden
 from recover_megatron.launch.warm_client import WarmEvents, WarmParent
 from recover_megatron.launch.workers_file import write_workers
+from recover_megatron.membership.errors import SecretError
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 """Batch systems send these ahead of a time limit; they are meant for the workers."""
@@ -91,18 +92,9 @@ class Supervisor:
         if sets_omp_threads(self._plan, self._inherited):
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
         self._peers.join()
-        if self._plan.nnodes == 1:
-            self._control = ControlPlane(self._plan, self._inherited, self._on_kill_order)
-            self._environment |= self._control.variables
-        if self._warm_wanted:
-            try:
-                self._start_warm_parent()
-                self._peers.serve_store()
-            except OSError as error:
-                self._stop(f"the parent process of the warm start cannot be started: {error}", LAUNCH_FAILED)
-        else:
-            self._source = ColdStart(self._plan, self._environment, self._worker_events)
-            self._start_workers_if_ready()
+        self._start_control_plane()
+        if self._state is LaunchState.STARTING:
+            self._start_source()
         self._write_workers()
         while self._state is not LaunchState.ENDED:
             self._loop.run_once()
@@ -111,6 +103,30 @@ class Supervisor:
         return self._close()
 
     # --- starting ---
+
+    def _start_control_plane(self) -> None:
+        if self._plan.nnodes > 1:
+            return
+        try:
+            self._control = ControlPlane(self._plan, self._inherited, self._on_kill_order)
+        except SecretError as error:
+            self._stop(str(error), REFUSED)
+        except OSError as error:
+            self._stop(f"the coordinator cannot be started: {error}", LAUNCH_FAILED)
+        else:
+            self._environment |= self._control.variables
+
+    def _start_source(self) -> None:
+        """Start what the workers are started by."""
+        if not self._warm_wanted:
+            self._source = ColdStart(self._plan, self._environment, self._worker_events)
+            self._start_workers_if_ready()
+            return
+        try:
+            self._start_warm_parent()
+            self._peers.serve_store()
+        except OSError as error:
+            self._stop(f"the parent process of the warm start cannot be started: {error}", LAUNCH_FAILED)
 
     def _new_worker(self, local_rank: int) -> Worker:
         plan = self._plan
