@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from recover_megatron.collectives.epoch import Revocation
@@ -55,6 +57,9 @@ class HangingTransport(Transport):
         self.hung += 1
         self._revocation.wait()
         raise self._revocation.error()
+
+    def on_sent(self, callback: Callable[[], None]) -> None:
+        self._inner.on_sent(callback)
 
     def finish(self) -> None:
         self._inner.finish()

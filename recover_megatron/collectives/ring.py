@@ -105,6 +105,7 @@ class Ring(Executor[Run]):
 
     def __init__(self, transport: Transport, device: torch.device, hook: Hook | None = None) -> None:
         self._transport = transport
+        self._transport.on_sent(self._reap)
         self._hook = hook
         self._widened = Scratch(device)
         self._used = 0
@@ -135,6 +136,7 @@ class Ring(Executor[Run]):
         with self._transport.scope():
             self._reap()
             self._post_sends()
+            self._reap()  # what went at once gives its memory back before this thread waits for more
             self._post_receives()
             if self._receiving:
                 first = self._receiving[0]

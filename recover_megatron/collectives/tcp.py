@@ -27,6 +27,7 @@ import struct
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -118,6 +119,7 @@ class TcpTransport(Transport):
         ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
         self._revocation = revocation
+        self._sent: Callable[[], None] = lambda: None
         self._scratch = Scratch(torch.device("cpu"))
         self._sending: deque[_Message] = deque()
         self._receiving: deque[_Message] = deque()
@@ -202,6 +204,9 @@ class TcpTransport(Transport):
         self._receiving.append(message)
         return message
 
+    def on_sent(self, callback: Callable[[], None]) -> None:
+        self._sent = callback
+
     def release(self, arrival: Arrival) -> None:
         assert isinstance(arrival, _Message)
         if arrival.own is not None:
@@ -216,6 +221,8 @@ class TcpTransport(Transport):
         while True:
             self._revocation.check()
             moved = self._push()
+            if moved:
+                self._sent()
             moved = self._pull() or moved
             if pending.done:
                 return

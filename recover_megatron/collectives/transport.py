@@ -13,6 +13,7 @@ any thread at any time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -71,6 +72,13 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back; after this the neighbours may be gone too."""
+
+    def on_sent(self, callback: Callable[[], None]) -> None:  # noqa: B027  a transport without credit needs nothing
+        """Call ``callback`` from within ``wait`` whenever sends may have finished.
+
+        A transport whose receive memory is limited must: a partial sum that has been sent gives its memory back there,
+        and without that the predecessor could not send what ``wait`` is waiting for.
+        """
 
     # ---- for transports of a device that works asynchronously; the defaults are those of the CPU
 
