@@ -277,7 +277,7 @@ class Worker:
             if self.scenario.op != "all_gather" or order["number"] == 1:
                 for handle in [self.start(group, bucket) for bucket in self.buckets]:
                     handle.wait()
-            self.say(done=order["number"])
+            self.say(done=order["number"], holds=self.holds)
         except EpochRevoked:
             self.revoked[order["number"]] = time.monotonic()
             before = [bucket.flat.clone() for bucket in self.buckets]
@@ -419,6 +419,7 @@ class Membership:
                 self.children.append(message["child"])
             elif "done" in message:
                 self.done.add(worker)
+                self.holds[worker] = message["holds"]
             elif message.get("fault") == "stop":
                 os.waitid(os.P_PIDFD, self.handles[worker], os.WSTOPPED)
                 self.lost(worker)

@@ -44,7 +44,10 @@ def check(scenario: Scenario, outcome: Outcome) -> None:
         check_agreement(outcome, number)
         check_completeness(scenario, outcome, number, ledgers)
     for result in outcome.results:
-        assert result.descriptors[1] <= result.descriptors[0] + 1, f"descriptors leaked: {result.descriptors}"
+        # gloo may leave an aborted group behind, with its device and what connections it had.
+        left_behind = (3 + scenario.workers) * len(result.revoked) if scenario.carrier == "gloo" else 0
+        before, after = result.descriptors
+        assert after <= before + 1 + left_behind, f"descriptors leaked: {result.descriptors}"
 
 
 def ledger_of(result: Result, number: int, scenario: Scenario) -> Ledger:
