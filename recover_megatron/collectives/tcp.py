@@ -401,6 +401,7 @@ class TcpTransport(Transport):
             if slots is not None:
                 slots.close()
         self._mine = self._theirs = None
+        self._sent = lambda: None  # whoever was to be called holds this transport: no circle may keep its memory
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1

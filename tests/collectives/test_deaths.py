@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 
 import pytest
@@ -162,7 +163,7 @@ def test_any_sequence_of_deaths_leaves_what_the_ledgers_say(crew: Crew, scenario
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=int(os.environ.get("RECOVER_EXAMPLES", "150")))
 @given(scenarios())
 def test_any_sequence_of_deaths_at_length(crew: Crew, scenario: Scenario) -> None:
     check(scenario, crew.run(scenario))
