@@ -109,7 +109,9 @@ class Coordinator(Roster):
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         """Apply one event. Changes of membership are collected until ``Settle``, which must follow each batch."""
         self._effects = []
-        self._due |= not (isinstance(event, Received) and event.message["type"] in ("heartbeat", "join"))
+        self._due |= not isinstance(event, Settle) and not (
+            isinstance(event, Received) and event.message["type"] in ("heartbeat", "join")
+        )
         if self.state is State.STOPPED:
             if isinstance(event, Received):
                 self._refuse(event.session, "this coordinator has stopped")
