@@ -115,7 +115,7 @@ def start(run: Cluster, net: Network, per_node: list[int], candidates: list[int]
 
 
 @needs_namespaces
-@pytest.mark.parametrize("how", ["both directions", "what it sends"])
+@pytest.mark.parametrize("how", ["both directions", pytest.param("what it sends", marks=pytest.mark.slow)])
 def test_a_silent_host_is_out_within_the_heartbeat_timeout_and_stops_by_itself(tmp_path: Path, how: str) -> None:
     with cluster(tmp_path, **TIMES) as run, network(3) as net:
         start(run, net, [2, 1, 1], [0])
@@ -128,6 +128,7 @@ def test_a_silent_host_is_out_within_the_heartbeat_timeout_and_stops_by_itself(t
         check_one_lineage(run)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_the_half_with_the_coordinator_goes_on_and_the_other_half_stops(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run, network(2) as net:
@@ -149,6 +150,7 @@ def test_a_majority_goes_on_when_the_coordinator_is_cut_off_and_the_minority_sto
         check_one_lineage(run)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_without_a_majority_nobody_goes_on_when_the_coordinators_host_is_lost(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run, network(2) as net:
@@ -194,6 +196,7 @@ class FreezingProxy:
             sock.close()
 
 
+@pytest.mark.slow
 def test_a_worker_behind_a_path_that_freezes_is_out_and_stops_by_itself(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run:
         run.start_coordinators(3)
