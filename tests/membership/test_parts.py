@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
+from cluster import cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recover_megatron.membership import MembershipError, Session
+from recover_megatron.membership.auth import read_secret_file
 from recover_megatron.membership.detect import Progress, judge
 from recover_megatron.membership.events import Verdict
 from recover_megatron.membership.lease import Lease
@@ -83,3 +87,23 @@ def test_storage_that_fails_gives_no_lease(tmp_path: Path) -> None:
     lease = Lease(tmp_path / "missing" / "lease", "a", 10.0, lambda verdict: None)
     assert not lease.attempt(0.0)
     lease.close()
+
+
+def test_an_error_in_a_callback_ends_the_waits_instead_of_letting_them_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # it is printed, as any thread's
+    with cluster(tmp_path) as run:
+        run.start_coordinators(1)
+
+        def broken(epoch: int, reason: str) -> None:
+            raise RuntimeError("a bug")
+
+        session = Session.connect(run.addresses, 0, read_secret_file(run.secret_file), on_revoke=broken)
+
+        def wait() -> None:
+            session.join({})
+            session.wait_committed(1)
+
+        with pytest.raises(MembershipError, match="thread has failed"):
+            wait()

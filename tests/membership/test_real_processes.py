@@ -105,6 +105,15 @@ def test_a_collective_that_all_wait_in_is_revoked_and_the_one_who_stays_away_is_
 
 
 @pytest.mark.slow
+def test_a_worker_that_is_out_but_stuck_in_a_call_is_ended_by_its_session(tmp_path: Path) -> None:
+    with cluster(tmp_path, **QUICK) as run:
+        run.start_coordinators(2)
+        run.start_worker(0, hang_at=5, hang_waiting=True)
+        run.start_worker(1, hang_at=5, hang_waiting=True, never_rejoin=True, exit_when_out=0.2)
+        assert run.workers[1].exit_code() == 13
+
+
+@pytest.mark.slow
 def test_a_hung_worker_that_others_wait_for_is_put_out_though_its_heartbeats_go_on(tmp_path: Path) -> None:
     with cluster(tmp_path, **QUICK) as run:
         run.start_coordinators(3)
@@ -117,7 +126,7 @@ def test_a_hung_worker_that_others_wait_for_is_put_out_though_its_heartbeats_go_
 
 @pytest.mark.slow
 def test_a_call_that_holds_the_interpreter_and_a_long_checkpoint_are_no_faults(tmp_path: Path) -> None:
-    with cluster(tmp_path, **QUICK) as run:
+    with cluster(tmp_path, **{**QUICK, "hang_timeout": 6.0}) as run:
         run.start_coordinators(3)
         run.start_witness()
         run.start_worker(0, iterations=30, hold_at=5, hold_seconds=3, step=0.01)
@@ -255,6 +264,19 @@ def test_coordinators_killed_at_any_moment_of_a_recovery(tmp_path: Path) -> None
             for survivor in starts:
                 run.workers[survivor].event("commit", start=run.workers[survivor].says())
         check_one_lineage(run)
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_was_held_up_does_not_take_its_members_for_silent(tmp_path: Path) -> None:
+    with cluster(tmp_path, heartbeat_interval=0.2, heartbeat_timeout=3.0) as run:
+        run.start_coordinators(3)
+        run.start_workers(3)
+        run.coordinators[0].kill(signal.SIGSTOP)
+        time.sleep(2.5)
+        run.coordinators[0].kill(signal.SIGCONT)
+        for process in run.workers.values():
+            assert process.event("commit", start=process.says())["epoch"] == 1
+        assert not [e for e in run.events() if e["event"] == "fault"]
 
 
 def test_workers_without_any_coordinator_stop_by_themselves(tmp_path: Path) -> None:
