@@ -35,9 +35,9 @@ CUT = "-DCRASHES=0 -DSUSPICIONS=0 -DPARTITION"
 CONFIGURATIONS = (
     Configuration("3 workers, 2 deaths, coordinator death", "-DDEATHS=2 -DSUSPICIONS=0 -DABANDONS=0", quick=True),
     Configuration("3 workers, 2 deaths, coordinator death, wrong suspicion", "-DDEATHS=2 -DABANDONS=0"),
-    Configuration("4 workers, 1 death, coordinator death", "-DN=4 -DDEATHS=1 -DSUSPICIONS=0 -DABANDONS=0", quick=True),
+    Configuration("4 workers, 1 death, coordinator death", "-DN=4 -DDEATHS=1 -DSUSPICIONS=0 -DABANDONS=0"),
     Configuration("3 workers, 1 against 2, 2 deaths", f"{CUT} -DDEATHS=2 -DABANDONS=2 -DLEAVERS=6"),
-    Configuration("4 workers, 2 against 2", f"{CUT} -DN=4 -DDEATHS=0 -DABANDONS=2 -DLEAVERS=12", quick=True),
+    Configuration("4 workers, 2 against 2", f"{CUT} -DN=4 -DDEATHS=0 -DABANDONS=2 -DLEAVERS=12"),
     Configuration(
         "4 workers, 2 against 2, 1 death on the old side, its witness changes sides",
         f"{CUT} -DN=4 -DW=1 -DDEATHS=1 -DABANDONS=3 -DLEAVERS=28 -DMORTALS=1 -DSTEPS=0",
@@ -46,11 +46,10 @@ CONFIGURATIONS = (
 
 MUTANTS = (
     Configuration("NOQUORUM: a candidate leads without a majority", f"{CUT} -DDEATHS=0 -DNOQUORUM", quick=True),
-    Configuration("TIE: half is enough for a new coordinator", f"{CUT} -DDEATHS=1 -DTIE", quick=True),
+    Configuration("TIE: half is enough for a new coordinator", f"{CUT} -DDEATHS=1 -DTIE"),
     Configuration(
         "SAMENUMBER: a new coordinator takes the next number after the last formed epoch",
         "-DSUSPICIONS=0 -DDEATHS=1 -DABANDONS=0 -DSAMENUMBER",
-        quick=True,
     ),
     Configuration(
         "NOINFERENCE: a decision is not inferred from the reports",
@@ -60,12 +59,10 @@ MUTANTS = (
     Configuration(
         "MAJORITYCOMMIT: a majority's reports commit",
         "-DSUSPICIONS=0 -DDEATHS=1 -DABANDONS=0 -DMAJORITYCOMMIT",
-        quick=True,
     ),
     Configuration(
         "NOOPENED: rendezvous that were opened and perhaps formed are not counted",
         f"{CUT} -DDEATHS=0 -DABANDONS=2 -DLEAVERS=6 -DNOOPENED",
-        quick=True,
     ),
     Configuration(
         "NOACK: witnesses do not acknowledge before somebody is left out",

@@ -24,7 +24,7 @@ from typing import Any
 
 from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret, nonce
-from recover_megatron.membership.errors import AuthenticationError
+from recover_megatron.membership.errors import AuthenticationError, MembershipError
 from recover_megatron.membership.events import (
     Abandon,
     Connected,
@@ -42,6 +42,8 @@ from recover_megatron.membership.member import Follower, Stage
 Address = tuple[str, int]
 MAX_REJECTIONS = 10
 """So many refused proofs in a row, with none ever accepted, mean that the secret is wrong."""
+
+MAX_SLEEP = 60.0
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 _held: list[Client] = []
@@ -104,15 +106,28 @@ class Client:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed and self.core.stage is not Stage.OUT:
+        try:
+            self._serve()
+        finally:
+            with self.condition:  # whatever ended the thread, an error in a callback too: no wait may outlast it
+                if self.core.stage is not Stage.OUT and not self._closed:
+                    self.core.give_up(MembershipError("the session's thread has failed; see the error printed by it"))
+                self.condition.notify_all()
+
+    def _serve(self) -> None:
+        while not self._closed and (self.core.stage is not Stage.OUT or self._out):
             with self.condition:
-                timeout = max(0.0, self.core.deadline - time.monotonic())
+                timeout = min(max(0.0, self.core.deadline - time.monotonic()), MAX_SLEEP)
             ready = self._selector.select(timeout)
             with self.condition:
                 for key, mask in ready:
                     self._ready(key.fileobj, mask)
                 now = time.monotonic()
                 if now >= self.core.deadline and not self._closed:
+                    # This thread may have been kept from running for long: hear what has come before ``now``
+                    # before judging that nothing has.
+                    for key, mask in self._selector.select(0):
+                        self._ready(key.fileobj, mask)
                     self._carry_out(self.core.handle(Tick(), now))
                 self.condition.notify_all()
                 notices, self._notices = self._notices, []

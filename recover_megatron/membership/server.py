@@ -115,9 +115,13 @@ class CoordinatorServer:
             for key, mask in self._selector.select(max(0.0, deadline - time.monotonic())):
                 key.data(mask)
             now = time.monotonic()
-            self._expire(now)
             if now >= self.coordinator.deadline:
-                self._handle(Tick())
+                # This process may have been kept from running for long: hear what has come before ``now`` before
+                # judging that nothing has.
+                for key, mask in self._selector.select(0):
+                    key.data(mask)
+                self._handle(Tick(), now)
+            self._expire(now)
             self._handle(Settle())
         self._drain()
         return self._exit.code
@@ -133,8 +137,8 @@ class CoordinatorServer:
 
     # -- the state machine --------------------------------------------------------------------------------------------
 
-    def _handle(self, event: CoordinatorEvent) -> None:
-        for effect in self.coordinator.handle(event, time.monotonic()):
+    def _handle(self, event: CoordinatorEvent, now: float | None = None) -> None:
+        for effect in self.coordinator.handle(event, time.monotonic() if now is None else now):
             match effect:
                 case Send(sessions, message):
                     self._send(sessions, message)

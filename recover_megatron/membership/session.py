@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address, Client
-from recover_megatron.membership.errors import EpochRevoked, Fenced
+from recover_megatron.membership.errors import EXIT_FENCED, CoordinatorLost, EpochRevoked, Fenced
 from recover_megatron.membership.events import Notify
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.records import Json, Plan, Settings
@@ -28,8 +29,9 @@ class Session:
     Use it in one process only: a forked child has no session (its copies of the sockets are closed at once).
     """
 
-    def __init__(self, client: Client, core: Member) -> None:
+    def __init__(self, client: Client, core: Member, exit_when_out: float | None = None) -> None:
         self._client = client
+        self._exit_when_out = exit_when_out
         self._core = core
         self._callbacks: list[RevokeCallback] = []
         self._revoked_reason = ""
@@ -43,11 +45,14 @@ class Session:
         settings: Settings | None = None,
         witness: str | None = None,
         on_revoke: RevokeCallback | None = None,
+        exit_when_out: float | None = None,
     ) -> Session:
         """Start the session of ``worker`` and return at once; the first ``join`` waits for the others.
 
-        ``addresses``: the candidate coordinators, in the same order for all. ``witness``: the node name under which the
-        worker's launcher runs a ``Witness``; None if there is none.
+        ``addresses``: the candidate coordinators, in the same order for all. ``witness``: the node name under which
+        the worker's launcher runs a ``Witness``; None if there is none. ``exit_when_out``: seconds after which the
+        session's thread ends a process that is out of the run but still there, its main thread stuck in a call that
+        nothing wakes; the exit code is ``EXIT_FENCED``, or that of ``CoordinatorLost``. None: never.
         """
         settings = settings or Settings()
         hello = {
@@ -66,7 +71,7 @@ class Session:
                 session[0]._notified(notice)
 
         client = Client(core, addresses, secret, notify)
-        session.append(cls(client, core))
+        session.append(cls(client, core, exit_when_out))
         if on_revoke is not None:
             session[0].on_revoke(on_revoke)
         return session[0]
@@ -194,5 +199,10 @@ class Session:
             for callback in self._callbacks:
                 callback(notice.detail["epoch"], notice.detail["reason"])
         elif notice.kind == "out":
+            if self._exit_when_out is not None:
+                code = self._core.out.code if isinstance(self._core.out, CoordinatorLost) else EXIT_FENCED
+                timer = threading.Timer(self._exit_when_out, os._exit, [code])
+                timer.daemon = True
+                timer.start()
             for callback in self._callbacks:
                 callback(0, str(self._core.out))

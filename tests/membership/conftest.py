@@ -1,6 +1,10 @@
-"""Lets the tests import the helpers that lie next to them."""
+"""Lets the tests import the helpers that lie next to them; no time limit per example on a loaded machine."""
 
 import sys
 from pathlib import Path
 
+from hypothesis import settings
+
 sys.path.insert(0, str(Path(__file__).parent))
+settings.register_profile("loaded machine", deadline=None)
+settings.load_profile("loaded machine")

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulation import SETTINGS, PropertyViolated, World
 
-from recover_megatron.membership import coordinator as coordinator_module
+from recover_megatron.membership import epochs
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.member import Stage
 from recover_megatron.membership.records import Presentation
@@ -121,7 +121,7 @@ def world_of(workers: int, started: bool, witnesses: bool) -> World:
     return world
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(MOVES, st.integers(3, 5), st.booleans(), st.booleans())
 def test_one_lineage_and_no_decision_taken_twice_whatever_happens(
     moves: list[tuple[str, int, int]], workers: int, started: bool, witnesses: bool
@@ -129,7 +129,7 @@ def test_one_lineage_and_no_decision_taken_twice_whatever_happens(
     explore(moves, world_of(workers, started, witnesses), to_the_end=False)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(MOVES, st.integers(3, 5), st.booleans())
 def test_every_live_workers_wait_ends_whatever_happened(
     moves: list[tuple[str, int, int]], workers: int, witnesses: bool
@@ -139,7 +139,7 @@ def test_every_live_workers_wait_ends_whatever_happened(
 
 def no_quorum(patch: pytest.MonkeyPatch) -> None:
     """Anybody may go on."""
-    patch.setattr(coordinator_module, "may_go_on", lambda reached, bases, gone, own: bool(reached))
+    patch.setattr(epochs, "may_go_on", lambda reached, bases, gone, own: bool(reached))
 
 
 def same_number(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, check_one_lineage, cluster
 
-QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0, "hang_timeout": 4.0, "start_timeout": 60.0}
+QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0, "hang_timeout": 3.0, "start_timeout": 60.0}
 
 
 def test_one_workers_death_does_not_end_the_others(tmp_path: Path) -> None:
@@ -54,6 +54,7 @@ def test_half_of_all_workers_killed_at_once_does_not_stop_the_run(tmp_path: Path
         check_one_lineage(run)
 
 
+@pytest.mark.slow
 def test_all_but_one_may_die_one_after_the_other(tmp_path: Path) -> None:
     with cluster(tmp_path) as run:
         run.start_coordinators(3)
@@ -89,6 +90,7 @@ def test_a_stopped_worker_is_put_out_and_stops_by_itself_when_it_wakes_up(tmp_pa
         check_one_lineage(run)
 
 
+@pytest.mark.slow
 def test_a_collective_that_all_wait_in_is_revoked_and_the_one_who_stays_away_is_put_out(tmp_path: Path) -> None:
     with cluster(tmp_path, **QUICK) as run:
         run.start_coordinators(3)
@@ -102,6 +104,16 @@ def test_a_collective_that_all_wait_in_is_revoked_and_the_one_who_stays_away_is_
             assert plan["epoch"] > 1
 
 
+@pytest.mark.slow
+def test_a_worker_that_is_out_but_stuck_in_a_call_is_ended_by_its_session(tmp_path: Path) -> None:
+    with cluster(tmp_path, **QUICK) as run:
+        run.start_coordinators(2)
+        run.start_worker(0, hang_at=5, hang_waiting=True)
+        run.start_worker(1, hang_at=5, hang_waiting=True, never_rejoin=True, exit_when_out=0.2)
+        assert run.workers[1].exit_code() == 13
+
+
+@pytest.mark.slow
 def test_a_hung_worker_that_others_wait_for_is_put_out_though_its_heartbeats_go_on(tmp_path: Path) -> None:
     with cluster(tmp_path, **QUICK) as run:
         run.start_coordinators(3)
@@ -114,7 +126,7 @@ def test_a_hung_worker_that_others_wait_for_is_put_out_though_its_heartbeats_go_
 
 @pytest.mark.slow
 def test_a_call_that_holds_the_interpreter_and_a_long_checkpoint_are_no_faults(tmp_path: Path) -> None:
-    with cluster(tmp_path, **QUICK) as run:
+    with cluster(tmp_path, **{**QUICK, "hang_timeout": 6.0}) as run:
         run.start_coordinators(3)
         run.start_witness()
         run.start_worker(0, iterations=30, hold_at=5, hold_seconds=3, step=0.01)
@@ -215,6 +227,7 @@ def test_coordinator_and_half_of_the_workers_killed_at_once(tmp_path: Path) -> N
         check_one_lineage(run)
 
 
+@pytest.mark.slow
 def test_two_coordinators_in_a_row_die(tmp_path: Path) -> None:
     with cluster(tmp_path, heartbeat_timeout=3.0) as run:
         run.start_coordinators(3, count=3)
@@ -226,6 +239,44 @@ def test_two_coordinators_in_a_row_die(tmp_path: Path) -> None:
                 process.event("plan", start=starts[number])
                 process.event("commit", start=process.says())
         check_one_lineage(run)
+
+
+@pytest.mark.slow
+def test_coordinators_killed_at_any_moment_of_a_recovery(tmp_path: Path) -> None:
+    """A worker dies, and 0 to 8 ms later the coordinator: before, while and after it pushes revoke and plan."""
+    with cluster(tmp_path, heartbeat_timeout=3.0) as run:
+        run.start_coordinators(8, count=7)
+        run.start_witness()
+        for number in range(8):
+            run.start_worker(number, step=0.001)
+        for process in run.workers.values():
+            process.event("commit")
+        for number, delay in enumerate((0.0, 0.001, 0.002, 0.004, 0.006, 0.008)):
+            starts = {n: p.says() for n, p in run.workers.items() if n > number}
+            run.workers[number].kill()
+            time.sleep(delay)
+            run.coordinators[number].kill()
+            for survivor, start in starts.items():
+                run.workers[survivor].wait_for(
+                    lambda line, gone=number: line["event"] == "plan" and gone not in line["members"], start=start
+                )
+            run.wait_event("lead", candidate=number + 1)
+            for survivor in starts:
+                run.workers[survivor].event("commit", start=run.workers[survivor].says())
+        check_one_lineage(run)
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_was_held_up_does_not_take_its_members_for_silent(tmp_path: Path) -> None:
+    with cluster(tmp_path, heartbeat_interval=0.2, heartbeat_timeout=3.0) as run:
+        run.start_coordinators(3)
+        run.start_workers(3)
+        run.coordinators[0].kill(signal.SIGSTOP)
+        time.sleep(2.5)
+        run.coordinators[0].kill(signal.SIGCONT)
+        for process in run.workers.values():
+            assert process.event("commit", start=process.says())["epoch"] == 1
+        assert not [e for e in run.events() if e["event"] == "fault"]
 
 
 def test_workers_without_any_coordinator_stop_by_themselves(tmp_path: Path) -> None:
@@ -250,3 +301,26 @@ def test_a_stopped_coordinator_that_wakes_up_disturbs_nobody(tmp_path: Path) -> 
         for process in run.workers.values():
             process.event("commit", start=process.says())
         check_one_lineage(run)
+
+
+def test_a_minority_that_keeps_the_coordinator_stops_when_the_others_may_live(tmp_path: Path) -> None:
+    with cluster(tmp_path, **QUICK) as run:
+        run.start_coordinators(3)
+        run.start_workers(3)
+        for number in (1, 2):
+            run.workers[number].kill(signal.SIGSTOP)
+        assert run.workers[0].exit_code() == 11
+        assert run.coordinators[0].exit_code() == 11
+
+
+@pytest.mark.slow
+def test_a_minority_that_holds_the_lease_goes_on(tmp_path: Path) -> None:
+    with cluster(tmp_path, **QUICK) as run:
+        run.start_coordinators(3, 1, (), (), "--lease", str(tmp_path / "lease"))
+        run.start_workers(3)
+        for number in (1, 2):
+            run.workers[number].kill(signal.SIGSTOP)
+        run.go_on_without(1, 2)
+        for number in (1, 2):
+            run.workers[number].kill(signal.SIGCONT)
+            assert run.workers[number].exit_code() == 13

@@ -89,6 +89,7 @@ def main() -> int:
         secret,
         settings,
         witness=options.get("witness"),
+        exit_when_out=options.get("exit_when_out"),
         on_revoke=lambda epoch, reason: tell("pushed", epoch=epoch, reason=reason),
     )
     try:

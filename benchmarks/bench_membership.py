@@ -1,0 +1,251 @@
+"""How the coordinator scales: one coordinator process, N simulated workers in one other process.
+
+    python benchmarks/bench_membership.py [--workers 100 1000 4000] [--deaths 5] [--seconds 10] [--json PATH]
+
+For each N: the time until all have the first plan; the processor time of the coordinator per second of steady state
+(heartbeats of all workers each second); the time and processor time of one agreed iteration; and, over several deaths,
+the time from a worker's death to the moment when the last survivor holds the new plan (revoke to all, join from all,
+plan to all). The simulated workers share one process and one core with each other, so the times include their work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import secrets
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from recover_megatron.membership import wire
+from recover_megatron.membership.auth import Secret, nonce
+
+HEARTBEAT = 1.0
+
+
+class Frames:
+    """Cuts a stream into messages. What all workers get alike is parsed once: real workers do that side by side."""
+
+    parsed: ClassVar[dict[bytes, dict[str, Any]]] = {}
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> dict[str, Any] | None:
+        end = 4 + int.from_bytes(self._buffer[:4], "big")
+        if len(self._buffer) < max(5, end):
+            return None
+        body = bytes(self._buffer[4:end])
+        del self._buffer[:end]
+        if body not in self.parsed:
+            if len(self.parsed) > 100:
+                self.parsed.clear()
+            self.parsed[body] = json.loads(body)
+        return self.parsed[body]
+
+
+@dataclass
+class Simulated:
+    """One worker: a socket and what it last heard."""
+
+    number: int
+    sock: socket.socket
+    decoder: Frames
+    nonces: tuple[str, str] = ("", "")
+    committed: int = 0
+    attached: bool = False
+
+
+class Crowd:
+    """All simulated workers."""
+
+    def __init__(self, address: tuple[str, int], workers: int, secret: Secret) -> None:
+        self.secret = secret
+        self.selector = selectors.DefaultSelector()
+        self.workers: dict[int, Simulated] = {}
+        self._address = address
+        self._beat_at = time.monotonic() + HEARTBEAT
+        self._beats = 0
+        self.newest = 0
+        self.holding: Counter[tuple[str, int]] = Counter()  # how many have heard of ("plan", e), ("commit", t)
+        for number in range(workers):
+            sock = socket.create_connection(address, timeout=30)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+            worker = Simulated(number, sock, Frames())
+            self.workers[number] = worker
+            self.selector.register(sock, selectors.EVENT_READ, worker)
+            if number % 50 == 49:
+                self.serve(0.0)
+
+    def serve(self, seconds: float) -> None:
+        """Handle what is ready within ``seconds``; send heartbeats when due."""
+        for key, _ in self.selector.select(seconds):
+            self._read(key.data)
+        if time.monotonic() >= self._beat_at:
+            self._beat_at += HEARTBEAT
+            self._beats += 1
+            beat = {"type": "heartbeat", "count": self._beats, "iteration": 1, "phase": "compute"}
+            frame = wire.encode({**beat, "waiting": False, "allow": 0})
+            for worker in self.workers.values():
+                if worker.attached:
+                    worker.sock.send(frame)
+
+    def until(self, reached: Callable[[], bool], seconds: float = 300.0) -> float:
+        """Serve until the condition holds; the seconds it took."""
+        start = time.monotonic()
+        while not reached():
+            if time.monotonic() - start > seconds:
+                raise TimeoutError("the crowd never got there")
+            self.serve(0.05)
+        return time.monotonic() - start
+
+    def all_hold(self, kind: str, number: int) -> bool:
+        """Whether all live workers have heard of it."""
+        return self.holding[kind, number] == len(self.workers)
+
+    def die(self, number: int) -> None:
+        """The kernel closes the session."""
+        worker = self.workers.pop(number)
+        self.selector.unregister(worker.sock)
+        worker.sock.close()
+
+    def all_done(self, epoch: int, iteration: int) -> None:
+        frame = wire.encode({"type": "done", "epoch": epoch, "iteration": iteration})
+        for worker in self.workers.values():
+            worker.sock.send(frame)
+
+    def _read(self, worker: Simulated) -> None:
+        data = worker.sock.recv(1 << 16)
+        if not data:
+            raise ConnectionError(f"the coordinator closed the session of worker {worker.number}")
+        worker.decoder.feed(data)
+        while (message := worker.decoder.next()) is not None:
+            match message["type"]:
+                case "challenge":
+                    worker.nonces = (message["nonce"], nonce())
+                    mac = self.secret.mac("member", *worker.nonces)
+                    worker.sock.send(wire.encode({"type": "auth", "nonce": worker.nonces[1], "mac": mac}))
+                case "proof":
+                    worker.attached = True
+                    worker.sock.send(wire.encode(self._attach(worker.number)))
+                case "revoke":
+                    join = {
+                        "type": "join",
+                        "epoch": message["epoch"],
+                        "status": {"iteration": 1},
+                        "done": worker.committed,
+                    }
+                    worker.sock.send(wire.encode(join))
+                case "plan":
+                    self.holding["plan", message["epoch"]] += 1
+                    self.newest = max(self.newest, message["epoch"])
+                case "commit":
+                    worker.committed = message["iteration"]
+                    self.holding["commit", worker.committed] += 1
+
+    def _attach(self, number: int) -> dict[str, object]:
+        fresh = {"term": 0, "formed_epoch": 0, "formed_term": 0, "formed_members": [], "committed": 0}
+        who = {"worker": number, "incarnation": f"{number:032x}", "host": "simulated", "pid": 1, "done": 0}
+        return {"type": "attach", **who, **fresh, "dead": [], "left": []}
+
+
+def processor_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(workers: int, deaths: int, seconds: float) -> dict[str, float]:
+    """One size."""
+    secret = secrets.token_hex(16)
+    environ = {**os.environ, "RECOVER_SECRET": secret, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "recover_megatron.membership", "--world", str(workers)]
+        command += ["--events", f"{folder}/events.jsonl", "--heartbeat-timeout", "60"]
+        coordinator = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True)
+        try:
+            assert coordinator.stdout is not None
+            host, _, port = json.loads(coordinator.stdout.readline())["listening"].rpartition(":")
+            start = time.monotonic()
+            crowd = Crowd((host, int(port)), workers, Secret(secret.encode()))
+            crowd.until(lambda: crowd.all_hold("plan", crowd.newest))
+            formed = time.monotonic() - start
+
+            before, at = processor_seconds(coordinator.pid), time.monotonic()
+            crowd.until(lambda: time.monotonic() - at >= seconds)
+            steady = (processor_seconds(coordinator.pid) - before) / (time.monotonic() - at)
+
+            epoch, rounds = crowd.newest, 5
+            before = processor_seconds(coordinator.pid)
+            agreed = []
+            for iteration in range(1, rounds + 1):
+                crowd.all_done(epoch, iteration)
+                agreed.append(crowd.until(lambda t=iteration: crowd.all_hold("commit", t)))
+            agree_cpu = (processor_seconds(coordinator.pid) - before) / rounds
+
+            recovered = []
+            for victim in range(deaths):
+                at = time.monotonic()
+                crowd.die(victim)
+                old = crowd.newest
+                crowd.until(lambda e=old: crowd.newest > e and crowd.all_hold("plan", crowd.newest))
+                recovered.append(time.monotonic() - at)
+            return {
+                "workers": workers,
+                "first_plan_s": round(formed, 3),
+                "steady_cpu_share": round(steady, 4),
+                "agree_ms": round(statistics.median(agreed) * 1e3, 1),
+                "agree_cpu_ms": round(agree_cpu * 1e3, 1),
+                "death_to_last_plan_median_ms": round(statistics.median(recovered) * 1e3, 1),
+                "death_to_last_plan_worst_ms": round(max(recovered) * 1e3, 1),
+                "coordinator_mib": round(resident_bytes(coordinator.pid) / 2**20, 1),
+            }
+        finally:
+            coordinator.kill()
+            coordinator.wait()
+
+
+def main() -> int:
+    """Measure the sizes, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000, 4000])
+    parser.add_argument("--deaths", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of steady state")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    results = []
+    for workers in args.workers:
+        result = measure(workers, args.deaths, args.seconds)
+        if not results:
+            print(" | ".join(result))
+        results.append(result)
+        print(" | ".join(str(value) for value in result.values()), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"cores": os.cpu_count(), "results": results}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The epochs: when a candidate leads, opens a rendezvous, fixes its plan, commits, stops. See ``coordinator``."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any
+
+from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, NoPlan
+from recover_megatron.membership.events import AskArbiter, Exit
+from recover_megatron.membership.quorum import may_go_on
+from recover_megatron.membership.records import (
+    Formed,
+    Json,
+    Opened,
+    Planner,
+    PlanRequest,
+    Settings,
+    members_only,
+    to_runs,
+)
+from recover_megatron.membership.roster import Fate, Roster, Worker
+from recover_megatron.membership.succession import Evidence, next_term
+
+
+class State(Enum):
+    """See the drawing above."""
+
+    STANDBY = "standby"
+    RENDEZVOUS = "rendezvous"
+    STEADY = "steady"
+    STOPPED = "stopped"
+
+
+class Epochs(Roster):
+    """The deciding half of ``Coordinator``."""
+
+    def __init__(
+        self,
+        world: int,
+        settings: Settings,
+        salt: int,
+        planner: Planner = members_only,
+        arbiter: bool = False,
+        now: float = 0.0,
+    ) -> None:
+        super().__init__(world, settings)
+        self.state = State.STANDBY
+        self.term = 0
+        self.formed = Formed(0, frozenset(range(world)))
+        self.opened = Opened(0, frozenset(), 0)
+        self.committed = 0
+        self.deadline = now + settings.heartbeat_interval / 4
+        self._evidence = Evidence(world)
+        self._salt = salt
+        self._planner = planner
+        self._arbiter = arbiter
+        self._lease_until = 0.0
+        self._plan: Json = None
+        self._own = False  # the last epoch was formed by this coordinator
+        self._ready = 0  # members that have reported done beyond self.committed
+        self._patience = 0.0  # until when a rendezvous waits for somebody it does not reach
+        self._some_left = False  # of the formed epoch
+        self._leased = False  # an epoch was formed by virtue of the lease: losing it ends this coordinator
+        self._joined = 0  # members that have joined the open rendezvous
+        self._due = False  # something other than a join may have made the open rendezvous ready
+        self._stuck_epochs = 0
+        self._revoked_at = 0.0
+
+    # -- epochs -------------------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        if self.state is State.STANDBY:
+            self._changes.clear()
+            self._consider_leading(now)
+        for _ in range(len(self.workers) + 1):  # each round but the last puts somebody out
+            if self._changes and self.state in (State.RENDEZVOUS, State.STEADY):
+                self._open(now)
+            if self.state is State.RENDEZVOUS and (self._due or self._joined == len(self.opened.members)):
+                self._try_to_form(now)
+            if not self._changes:
+                break
+        self._due = False
+
+    def _consider_leading(self, now: float) -> None:
+        self._adopt_evidence()
+        reached = frozenset(n for n, w in self.workers.items() if w.session is not None and w.fate is Fate.LIVE)
+        bases = self._evidence.bases
+        if not reached & self._evidence.target:
+            return
+        contested = bool(frozenset().union(*bases) - self.gone - reached)
+        if contested and self._arbiter and self.formed.epoch > 0:
+            if now >= self._lease_until:
+                self._do(AskArbiter(self._evidence.highest_term))
+                return
+        elif not may_go_on(reached, bases, self.gone, own=False):
+            return
+        self.term = next_term(self._evidence.highest_term, self._salt)
+        self.state = State.RENDEZVOUS
+        self._log("lead", term=self.term, formed=self.formed.epoch, reached=to_runs(reached))
+        self._changes.append("the run starts" if self.formed.epoch == 0 else "a new coordinator leads")
+
+    def _adopt_evidence(self) -> None:
+        """Take over the newest state that anybody presented."""
+        self.formed = self._evidence.formed
+        self.committed = max(self.committed, self._evidence.committed)
+        for number in self._evidence.dead | self._evidence.left:
+            worker = self.workers.get(number)
+            if worker is not None and worker.fate is not Fate.LEFT:
+                worker.fate = Fate.LEFT if number in self._evidence.left else Fate.DEAD
+                self._unbind(worker)
+
+    def _open(self, now: float) -> None:
+        """Open the next rendezvous: everybody the run counts on must join it."""
+        reasons, self._changes = self._changes, []
+        target = self.formed.members
+        if not self._own:
+            self._adopt_evidence()
+            target = self._evidence.target
+            for worker in self.workers.values():
+                if worker.fate is Fate.LIVE and worker.number not in target:
+                    self._exclude(worker, "it was put out of the run before", now)
+            self._changes = []
+        members = target & self._with_fate(Fate.LIVE)
+        if not members:
+            left = target & self._with_fate(Fate.LEFT)
+            self._stop(0 if left else EXIT_NO_REPLICA, "all workers have left" if left else "no live worker is left")
+            return
+        if self.formed.epoch > 0:
+            self._patience = now + 1.2 * self.settings.heartbeat_timeout
+        elif self.opened.epoch == 0:
+            self._patience = now + self.settings.start_timeout
+        self._evidence.highest_epoch += 1
+        self.state = State.RENDEZVOUS
+        self.opened = Opened(self._evidence.highest_epoch, members, self.term)
+        self._revoked_at = now
+        self._joined, self._due = 0, True
+        for number in members:
+            self.workers[number].joined = 0
+            self.workers[number].progress.waiting_since = None
+        reason = "; ".join(reasons[:4]) + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
+        self._log("revoke", epoch=self.opened.epoch, reason=reason, members=to_runs(members))
+        self._send([*self._attached(members), *self._witness_sessions()], self._revoke_message(reason))
+
+    def _try_to_form(self, now: float) -> None:
+        members = [self.workers[m] for m in self.opened.members]
+        missing = [w for w in members if w.session is None]
+        if missing and now > self._patience:
+            if self.formed.epoch == 0:
+                names = ", ".join(str(w.number) for w in missing[:20])
+                self._stop(EXIT_NO_REPLICA, f"workers {names} did not come within {self.settings.start_timeout:.0f} s")
+            for worker in missing if self.state is not State.STOPPED else ():
+                self._exclude(worker, "did not come to the new coordinator", now)
+        elif self._may_form(members, now) and self._joined == len(members):
+            self._form(now)
+
+    def _may_form(self, members: list[Worker], now: float) -> bool:
+        """The rule of ``quorum`` for the open rendezvous; stops or puts out members when it can't be met."""
+        bases = [self.formed.members] if self._own else self._evidence.bases
+        if not frozenset().union(*bases) - self.gone - self.opened.members:
+            return True
+        if self._arbiter:
+            quorum = now < self._lease_until
+            if not quorum:
+                self._do(AskArbiter(self.term))
+        else:
+            quorum = may_go_on(self.opened.members, bases, self.gone, self._own)
+        unheard = [w for w in members if w.witness and not self._acknowledged(w.witness)]
+        if quorum and not unheard:
+            self._leased |= self._arbiter
+            return True
+        outs = [self.workers[n] for n in self._with_fate(Fate.OUT)]
+        hope = self._arbiter or any(self._vouched(w, now) for w in outs)
+        if not quorum and (not hope or now > self._patience + 2 * self.settings.heartbeat_timeout):
+            self._stop(
+                EXIT_LOST_MAJORITY,
+                f"only {len(members)} of {len(frozenset().union(*bases) - self.gone)} workers that may be running are "
+                "reached: the others may go on elsewhere, so this side stops",
+            )
+        elif quorum and now > self._patience:
+            for worker in unheard:
+                self._exclude(worker, "its launcher, who could speak for it elsewhere, is not reached", now)
+        return False
+
+    def _acknowledged(self, node: str) -> bool:
+        witness = self.witnesses.get(node)
+        return witness is not None and (witness.ended or witness.acknowledged == self.opened.epoch)
+
+    def _form(self, now: float) -> None:
+        """Fix the plan of the open rendezvous."""
+        previous = self.formed
+        self.formed = Formed(self.opened.epoch, self.opened.members, self.term)
+        self._commit()
+        members = tuple(sorted(self.formed.members))
+        statuses = {m: self.workers[m].status for m in members}
+        old = tuple(sorted(previous.members))
+        try:
+            self._plan = self._planner(
+                PlanRequest(self.formed.epoch, members, statuses, self._plan, old, self.committed)
+            )
+        except NoPlan as error:
+            self._stop(error.code, str(error))
+            return
+        self._own = True
+        self._some_left = False
+        self.state = State.STEADY
+        for member in members:
+            worker = self.workers[member]
+            worker.status = None
+            worker.progress.marked, worker.progress.waiting_since = now, None
+        seconds = {"rendezvous": now - self._revoked_at}
+        if self._fault is not None:
+            seconds["since_fault"] = now - self._fault
+        self._fault = None
+        self._log("plan", epoch=self.formed.epoch, members=to_runs(members), committed=self.committed, seconds=seconds)
+        self._send(self._attached(members), {**self._plan_message(), "data": self._plan})
+        self._send(self._witness_sessions(), self._plan_message())
+
+    def _commit(self) -> bool:
+        """Commit what every member of the formed epoch has reported; whether that is anything new."""
+        members = [self.workers[m] for m in self.formed.members]
+        decided = min(worker.done for worker in members)
+        new = decided > self.committed
+        if new:
+            self.committed = decided
+            self._stuck_epochs = 0
+            self._log("commit", epoch=self.formed.epoch, iteration=decided)
+        self._ready = sum(worker.done > self.committed for worker in members)
+        return new
+
+    def _revoke_message(self, reason: str) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "type": "revoke",
+            "epoch": self.opened.epoch,
+            "term": self.term,
+            "members": to_runs(self.opened.members),
+            "dead": to_runs(self._with_fate(Fate.DEAD)),
+            "left": to_runs(self._with_fate(Fate.LEFT)),
+            "reason": reason[:2000],
+        }
+        if not self._own and self._plan is None and self.formed.epoch > 0:
+            holders = (self.workers[m] for m in sorted(self.opened.members))
+            holder = next((w for w in holders if w.session and w.formed_epoch == self.formed.epoch), None)
+            if holder is not None:
+                message["present_plan"] = holder.number
+        return message
+
+    def _plan_message(self) -> dict[str, Any]:
+        return {
+            "type": "plan",
+            "epoch": self.formed.epoch,
+            "term": self.term,
+            "members": to_runs(self.formed.members),
+            "committed": self.committed,
+        }
+
+    def _stop(self, code: int, reason: str) -> None:
+        self.state = State.STOPPED
+        self.deadline = math.inf
+        self._changes = []
+        self._log("stop", code=code, reason=reason)
+        self._send(sorted(self._sessions), {"type": "stop", "code": code, "reason": reason[:2000]})
+        self._do(Exit(code, reason))

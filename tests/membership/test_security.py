@@ -1,0 +1,188 @@
+"""Strangers and bad input: the connection they came by is closed, it is logged, and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import ROOT, Cluster, cluster
+
+from recover_megatron.membership import wire
+from recover_megatron.membership.auth import Secret, find_secret, nonce, read_secret_file
+from recover_megatron.membership.errors import SecretError
+
+
+def connect(run: Cluster) -> socket.socket:
+    sock = socket.create_connection(run.addresses[0], timeout=30)
+    return sock
+
+
+def receive(sock: socket.socket) -> dict[str, object]:
+    decoder = wire.Decoder(wire.MAX_HANDSHAKE, {**wire.HANDSHAKE_TO_MEMBER, **wire.TO_MEMBER})
+    while (message := decoder.next()) is None:
+        data = sock.recv(4096)
+        if not data:
+            raise EOFError
+        decoder.feed(data)
+    return message
+
+
+def ends(sock: socket.socket) -> bool:
+    """Whether the other side closes the connection within 30 s."""
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def prove(run: Cluster) -> socket.socket:
+    sock = connect(run)
+    secret = read_secret_file(run.secret_file)
+    mine, theirs = nonce(), receive(sock)["nonce"]
+    assert isinstance(theirs, str)
+    sock.sendall(wire.encode({"type": "auth", "nonce": mine, "mac": secret.mac("member", theirs, mine)}))
+    assert receive(sock)["mac"] == secret.mac("coordinator", theirs, mine)
+    return sock
+
+
+def unharmed(run: Cluster) -> None:
+    """The workers still commit, in the first epoch."""
+    for process in run.workers.values():
+        line = process.event("commit", start=process.says())
+        assert line["epoch"] == 1
+
+
+def test_malformed_input_costs_only_the_connection_it_came_by(tmp_path: Path) -> None:
+    with cluster(tmp_path) as run:
+        run.start_coordinators(2)
+        run.start_workers(2)
+        before = [
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            os.urandom(4096),
+            struct.pack(">I", 0xFFFFFFFF),
+            struct.pack(">I", 5) + b"[[[[[",
+            wire.encode({"type": "attach"}),
+        ]
+        for data in before:
+            with connect(run) as sock:
+                sock.sendall(data)
+                assert ends(sock)
+        with connect(run) as sock:  # a wrong secret
+            mine, theirs = nonce(), receive(sock)["nonce"]
+            assert isinstance(theirs, str)
+            mac = Secret(b"another secret, long enough").mac("member", theirs, mine)
+            sock.sendall(wire.encode({"type": "auth", "nonce": mine, "mac": mac}))
+            assert ends(sock)
+        with connect(run) as sock:  # a proof sent back as one's own
+            theirs = receive(sock)["nonce"]
+            sock.sendall(wire.encode({"type": "auth", "nonce": theirs, "mac": "0" * 64}))
+            assert ends(sock)
+        for data in (struct.pack(">I", wire.MAX_TO_COORDINATOR + 1), wire.encode({"type": "done", "epoch": "x"})):
+            with prove(run) as sock:
+                sock.sendall(data)
+                assert ends(sock)
+        with connect(run) as sock:  # truncated, then gone
+            sock.sendall(struct.pack(">I", 100) + b"{")
+        unharmed(run)
+        reasons = " ".join(e.get("reason", "") for e in run.events() if e["event"] == "rejected")
+        assert "does not know the job's secret" in reasons
+        assert "malformed" in reasons
+
+
+def test_a_thousand_silent_connections_and_a_slow_one_keep_nobody_out(tmp_path: Path) -> None:
+    with cluster(tmp_path) as run:
+        run.start_coordinators(3)
+        run.start_worker(0)
+        run.start_worker(1)
+        crowd = [connect(run) for _ in range(1000)]
+        slow = connect(run)
+        started = time.monotonic()
+        run.start_worker(2)  # comes through the crowd
+        for process in run.workers.values():
+            process.event("commit")
+        try:
+            while time.monotonic() - started < 20:
+                slow.sendall(b"\0")
+                time.sleep(0.2)
+            raise AssertionError("a connection that feeds one byte at a time was never closed")
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert all(ends(sock) for sock in crowd[:20])
+        for sock in [*crowd, slow]:
+            sock.close()
+        unharmed(run)
+        rejected = [e for e in run.events() if e["event"] == "rejected"]
+        assert rejected
+        assert len(rejected) < 100  # the log is limited
+
+
+def test_a_worker_with_a_wrong_secret_ends_soon_and_says_why(tmp_path: Path) -> None:
+    with cluster(tmp_path) as run:
+        run.start_coordinators(2)
+        wrong = tmp_path / "wrong"
+        wrong.touch(mode=0o600)
+        wrong.write_text("not the secret of this job")
+        worker = run.start_worker(0, secret_file=str(wrong))
+        assert worker.exit_code() == 2
+        assert "secret" in worker.event("out")["reason"]
+
+
+def test_a_member_presents_nothing_to_a_coordinator_that_does_not_know_the_secret(tmp_path: Path) -> None:
+    with cluster(tmp_path, start_timeout=2.0) as run, socket.create_server(("127.0.0.1", 0)) as impostor:
+        impostor.settimeout(30)
+        worker = run.start_worker(0, addresses=[impostor.getsockname()[:2]])
+        connection, _ = impostor.accept()
+        with connection:
+            connection.settimeout(30)
+            connection.sendall(wire.encode({"type": "challenge", "version": wire.PROTOCOL_VERSION, "nonce": "0" * 64}))
+            decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_COORDINATOR)
+            while (message := decoder.next()) is None:
+                decoder.feed(connection.recv(4096))
+            assert message["type"] == "auth"
+            connection.sendall(wire.encode({"type": "proof", "mac": message["mac"]}))  # its own, sent back
+            assert connection.recv(4096) == b""
+        impostor.close()
+        assert worker.exit_code() != 0
+
+
+def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("x" * 32)
+    for mode in (0o640, 0o604, 0o620, 0o644):
+        path.chmod(mode)
+        with pytest.raises(SecretError, match="chmod 600"):
+            read_secret_file(path)
+    path.chmod(0o600)
+    assert "x" not in repr(read_secret_file(path))
+    with pytest.raises(SecretError, match="at least 16"):
+        find_secret({"RECOVER_SECRET": "short"})
+    with pytest.raises(SecretError, match="RECOVER_SECRET"):
+        find_secret({})
+
+
+def test_a_users_mistake_gets_a_sentence_and_no_traceback(tmp_path: Path) -> None:
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "recover_megatron.membership", "--world", "2"]
+    for extra, word in (
+        ([], "RECOVER_SECRET"),
+        (["--listen", "nowhere"], "RECOVER_SECRET"),
+        (["--world", "0"], "--world"),
+    ):
+        done = subprocess.run([*command, *extra], env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert word in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_the_coordinator_listens_on_loopback_by_default(tmp_path: Path) -> None:
+    with cluster(tmp_path) as run:
+        run.start_coordinators(1)
+        assert run.addresses[0][0] == "127.0.0.1"
