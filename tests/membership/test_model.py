@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PATH = Path(__file__).parents[2] / "models" / "check.py"
 SPEC = importlib.util.spec_from_file_location("membership_model_check", PATH)
 assert SPEC is not None

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, check_one_lineage, cluster
 
+pytestmark = pytest.mark.slow
+
 TIMES = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "hang_timeout": 20.0, "start_timeout": 60.0}
 
 

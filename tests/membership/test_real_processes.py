@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, check_one_lineage, cluster
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0, "hang_timeout": 3.0, "start_timeout": 60.0}
 
 

@@ -17,6 +17,8 @@ from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret, find_secret, nonce, read_secret_file
 from recover_megatron.membership.errors import SecretError
 
+pytestmark = pytest.mark.slow
+
 
 def connect(run: Cluster) -> socket.socket:
     sock = socket.create_connection(run.addresses[0], timeout=30)
