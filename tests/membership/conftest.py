@@ -1,4 +1,4 @@
-"""Lets the tests import the helpers that lie next to them; no time limit per example on a loaded machine."""
+"""Lets the tests import the modules that lie next to them; no time limit per example on a loaded machine."""
 
 import sys
 from pathlib import Path
