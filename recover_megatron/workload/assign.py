@@ -1,0 +1,105 @@
+"""Which microbatches each replica runs.
+
+Microbatch ids count through an iteration, 0..total-1.  At launch there are D0 = replicas * lanes data-parallel ranks,
+and stock Megatron deals the ids like cards: j = n * D0 + r is the n-th microbatch of rank r.  A replica holds ``lanes``
+of these ranks, rank r being lane ``r % lanes`` of replica ``r // lanes``: one, except where experts are spread over
+data-parallel ranks; then its ranks run in lock-step, the n-th microbatch of each at the same time.
+
+So the ids come in rows of ``lanes`` consecutive ones, and a row is what a replica runs in one step.  Whatever moves to
+another replica moves in such rows, lane by lane: ids that would have met in the experts of a failure-free run still do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from recover_megatron.workload.quotas import distinct, greedy, known_speeds, whole_units
+
+
+def assign(
+    total: int, lanes: int, replicas: Sequence[int], counts: Mapping[int, int], launch_replicas: int
+) -> dict[int, list[list[int]]]:
+    """The ids of an iteration: replica -> lane -> ids in the order to run them; each of 0..total-1 exactly once.
+
+    ``counts``: how many microbatches each replica runs, over all its lanes (see `quotas`).  A replica runs its own
+    nominal ids first, as many as its count allows; then some of those that are left, which are dealt in ascending
+    order, a row to each replica in turn.  With the nominal counts on all launch replicas the answer is the nominal one.
+
+    Raises ValueError for counts that are not multiples of ``lanes`` or do not sum to ``total``, and a total that is no
+    multiple of the launch's ranks.
+    """
+    ids = distinct(replicas)
+    _check_lanes(lanes)
+    ranks = launch_replicas * lanes
+    if launch_replicas < 1 or total < 0 or total % ranks:
+        raise ValueError(f"{total} microbatches cannot be dealt to {launch_replicas} replicas of {lanes} lanes")
+    _check_counts(ids, counts, lanes)
+    if sum(counts[replica] for replica in ids) != total:
+        raise ValueError(f"the counts {dict(counts)} do not sum to {total}")
+    own = {
+        replica: range(replica * lanes, total, ranks)[: counts[replica] // lanes] if replica < launch_replicas else ()
+        for replica in ids
+    }
+    shares: dict[int, list[list[int]]] = {
+        replica: [[first + lane for first in own[replica]] for lane in range(lanes)] for replica in ids
+    }
+    taken = {j for lists in shares.values() for ids_of_lane in lists for j in ids_of_lane}
+    rest = [j for j in range(total) if j not in taken]
+    _deal(rest, lanes, {replica: counts[replica] // lanes - len(own[replica]) for replica in ids}, shares)
+    return shares
+
+
+def reassign(
+    lost: Sequence[int],
+    lanes: int,
+    replicas: Sequence[int],
+    *,
+    load: Mapping[int, int] | None = None,
+    speeds: Mapping[int, float] | None = None,
+    multiple_of: int = 1,
+) -> dict[int, list[list[int]]]:
+    """Share the ``lost`` ids out: replica -> lane -> ids in the order to run them; each exactly once.
+
+    Minimises the time when the last replica has finished, max((load + share) / speed).  ``load``: the microbatches that
+    a replica has to run before, over all its lanes (default: none); ``speeds``: as in `quotas`.  Each replica's share
+    is a multiple of ``multiple_of`` and of ``lanes``, and may be empty.
+
+    Raises ValueError for no replicas, an id twice, a number of ids that is no multiple of both, a negative load.
+    """
+    ids = distinct(replicas)
+    _check_lanes(lanes)
+    if len(set(lost)) != len(lost):
+        raise ValueError(f"an id is lost twice in {list(lost)}")
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of is {multiple_of}, not at least 1")
+    unit = math.lcm(multiple_of, lanes)
+    before = {replica: 0 if load is None else load.get(replica, 0) for replica in ids}
+    if min(before.values()) < 0:
+        raise ValueError(f"a load is negative in {before}")
+    given = greedy(whole_units(len(lost), unit), before, known_speeds(ids, speeds), unit)
+    shares: dict[int, list[list[int]]] = {replica: [[] for _ in range(lanes)] for replica in ids}
+    _deal(sorted(lost), lanes, {replica: units * unit // lanes for replica, units in given.items()}, shares)
+    return shares
+
+
+def _deal(ids: Sequence[int], lanes: int, rows: Mapping[int, int], shares: Mapping[int, list[list[int]]]) -> None:
+    """Add ``ids`` to ``shares`` in rows of ``lanes``, a row to each replica in turn until it has its ``rows``."""
+    turns = sorted((turn, replica) for replica, count in rows.items() for turn in range(count))
+    for number, (_, replica) in enumerate(turns):
+        for lane, j in enumerate(ids[number * lanes : (number + 1) * lanes]):
+            shares[replica][lane].append(j)
+
+
+def _check_lanes(lanes: int) -> None:
+    if lanes < 1:
+        raise ValueError(f"a replica has at least one lane, not {lanes}")
+
+
+def _check_counts(ids: Sequence[int], counts: Mapping[int, int], lanes: int) -> None:
+    if missing := [replica for replica in ids if replica not in counts]:
+        raise ValueError(f"no count for the replicas {missing}")
+    if bad := {replica: counts[replica] for replica in ids if counts[replica] < 0 or counts[replica] % lanes}:
+        raise ValueError(f"the counts {bad} are no multiples of {lanes} lanes")
+    if stray := sorted(replica for replica, count in counts.items() if count and replica not in ids):
+        raise ValueError(f"counts for replicas that are not there: {stray}")
