@@ -13,12 +13,14 @@ STANDBY     Passive, at start and as a spare. Members attach and present what th
 RENDEZVOUS  ``revoke(n)`` has been pushed; waits for ``join(n, status)`` of every worker the run counts on. A change
             of membership opens n+1. If a worker is left out that may still run somewhere (*contested*), the plan also
             waits for the quorum and for the acknowledgement of the members' witnesses.
-STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits iteration t.
+STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits iteration t. Who has said ``idle(n)``
+            has no part in epoch n: commits and hang detection pass it over.
 STOPPED     The run is over or may not go on here; everybody was told why.
 
 A commit needs the report of all members, so it needs no log: if every survivor of an epoch presents ``done >= t``, t is
 committed (it may have been, and it does no harm if it was not); if one does not, it was not. So a lost coordinator
-loses no decision, and a decision that a single worker has received is never taken again.
+loses no decision, and a decision that a single worker has received is never taken again. Idle members report nothing,
+so they are no such survivors (``quorum.can_tell``).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 
 from recover_megatron.membership.detect import Progress, judge
 from recover_megatron.membership.epochs import Epochs, State
-from recover_megatron.membership.errors import EXIT_LOST_MAJORITY
+from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_SAME_FAULT
 from recover_megatron.membership.events import (
     Acknowledged,
     Close,
@@ -42,6 +44,7 @@ from recover_megatron.membership.events import (
 )
 from recover_megatron.membership.roster import Fate, Witness, Worker
 from recover_megatron.membership.succession import presentation_from_wire
+from recover_megatron.membership.words import LastWords, true_cause
 
 
 class Coordinator(Epochs):
@@ -112,6 +115,7 @@ class Coordinator(Epochs):
         self._bind(worker, session, now)
         worker.incarnation, worker.host = message["incarnation"], message["host"]
         worker.witness, worker.done = message.get("witness", ""), message["done"]
+        worker.idle_in = message.get("idle", 0)
         self._joined -= self.state is State.RENDEZVOUS and worker.joined == self.opened.epoch
         worker.joined, worker.formed_epoch = 0, message["formed_epoch"]
         worker.progress = Progress(worker.number, marked=now)
@@ -178,19 +182,31 @@ class Coordinator(Epochs):
             case "join" if self.state is State.RENDEZVOUS and message["epoch"] == self.opened.epoch:
                 self._joined += worker.joined != self.opened.epoch
                 worker.joined, worker.status, worker.done = message["epoch"], message["status"], message["done"]
+                worker.idle_in = message.get("idle", 0)
                 worker.progress.marked = worker.progress.waiting_since = now
                 if "plan" in message and not self._own:
                     self._plan = message["plan"]
             case "done" if self.state is State.STEADY and message["epoch"] == self.formed.epoch:
                 self._done(worker, message["iteration"], now)
+            case "idle" if self.state is State.STEADY and message["epoch"] == self.formed.epoch:
+                before = self._is_ready(worker)
+                worker.idle_in = self.formed.epoch
+                self._reported(worker, before)
             case "bye":
                 worker.fate = Fate.LEFT
                 self._some_left = True
                 self._log("left", worker=worker.number)
-                if self.state is State.RENDEZVOUS or not self.formed.members & self._with_fate(Fate.LIVE):
+                nobody = not self.formed.members & self._with_fate(Fate.LIVE)
+                if self.state is State.RENDEZVOUS or nobody or self._finished():
                     self._changes.append(f"{worker.name} has left")
             case "complain" if self.state is State.STEADY and message["epoch"] == self.formed.epoch:
                 self._changes.append(f"{worker.name} asks for it: {message['reason']}")
+            case "give_up" if self.state is not State.STANDBY:
+                code, reason = message["code"], message["reason"]
+                self._log("give_up", worker=worker.number, host=worker.host, code=code, reason=reason)
+                self._stop(code, reason, by=worker.number)
+            case "last_words":
+                self._note(worker, session, message)
             case "abandon":
                 self._log("abandoned", worker=worker.number, reason=message["reason"])
                 self._lost_touch(worker, f"turned away: {message['reason']}", now)
@@ -208,19 +224,40 @@ class Coordinator(Epochs):
                 progress.waiting_since = now
 
     def _done(self, worker: Worker, iteration: int, now: float) -> None:
-        if worker.done <= self.committed < iteration:
-            self._ready += 1
+        before = self._is_ready(worker)
         worker.done = max(worker.done, iteration)
         worker.progress.marked = now
         if worker.progress.waiting_since is None:
             worker.progress.waiting_since = now
         if self._some_left:
             self._changes.append("a worker has left while others go on")
-        elif self._ready == len(self.formed.members) and self._commit():
+        self._reported(worker, before)
+
+    def _reported(self, worker: Worker, before: bool) -> None:
+        """Commit if that was the last report missing; ``before``: whether the worker was ready before it."""
+        self._ready += self._is_ready(worker) and not before
+        if self._some_left:
+            if self._finished():
+                self._changes.append("only workers without a part are left")
+        elif self._ready == len(self.formed.members) and self._commit(self._idle(self.formed)):
             message = {"type": "commit", "epoch": self.formed.epoch, "iteration": self.committed}
             self._send(self._attached(self.formed.members), message)
             for member in self.formed.members:
                 self.workers[member].progress.waiting_since = None
+
+    def _note(self, worker: Worker, session: int, message: Mapping[str, Any]) -> None:
+        """Keep a worker's last words; when another replica ended in the same way, the run cannot go on."""
+        self._send([session], {"type": "noted"})
+        if worker.number in self._words:
+            return
+        words = LastWords.of(worker.name, message)
+        where = {"iteration": words.iteration, "microbatch": words.microbatch, "group": words.group}
+        said = {"error": words.error, "traceback": message["traceback"]}
+        self._log("exception", worker=worker.number, host=worker.host, **where, **said)
+        cause = true_cause(words, self._words.values())
+        self._words[worker.number] = words
+        if cause is not None and self.state is not State.STANDBY:
+            self._stop(EXIT_SAME_FAULT, cause, by=worker.number)
 
     def _from_witness(self, witness: Witness, session: int, message: Mapping[str, Any], now: float) -> None:
         match message["type"]:
@@ -248,7 +285,9 @@ class Coordinator(Epochs):
             self._lost_touch(worker, f"silent for {now - worker.heard:.1f} s", now)
         if self._changes or self.state is State.STANDBY:
             return
-        members = self.formed.members if self.state is State.STEADY else self.opened.members
+        members = self.opened.members
+        if self.state is State.STEADY:
+            members = self.formed.members - self._idle(self.formed)
         group = [self.workers[m] for m in members if self.workers[m].session is not None]
         patience = self.settings.hang_timeout if self.formed.epoch else self.settings.start_timeout
         judgement = judge((w.progress for w in group), now, patience)

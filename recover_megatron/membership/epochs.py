@@ -8,7 +8,7 @@ from typing import Any
 
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, NoPlan
 from recover_megatron.membership.events import AskArbiter, Exit
-from recover_megatron.membership.quorum import may_go_on
+from recover_megatron.membership.quorum import can_tell, may_go_on
 from recover_megatron.membership.records import (
     Formed,
     Json,
@@ -21,6 +21,7 @@ from recover_megatron.membership.records import (
 )
 from recover_megatron.membership.roster import Fate, Roster, Worker
 from recover_megatron.membership.succession import Evidence, next_term
+from recover_megatron.membership.words import LastWords
 
 
 class State(Enum):
@@ -58,13 +59,14 @@ class Epochs(Roster):
         self._lease_until = 0.0
         self._plan: Json = None
         self._own = False  # the last epoch was formed by this coordinator
-        self._ready = 0  # members that have reported done beyond self.committed
+        self._ready = 0  # members that have reported done beyond self.committed, or have no part
         self._patience = 0.0  # until when a rendezvous waits for somebody it does not reach
         self._some_left = False  # of the formed epoch
         self._leased = False  # an epoch was formed by virtue of the lease: losing it ends this coordinator
         self._joined = 0  # members that have joined the open rendezvous
         self._due = False  # something other than a join may have made the open rendezvous ready
         self._stuck_epochs = 0
+        self._words: dict[int, LastWords] = {}  # by worker
         self._revoked_at = 0.0
 
     # -- epochs -------------------------------------------------------------------------------------------------------
@@ -88,8 +90,10 @@ class Epochs(Roster):
         bases = self._evidence.bases
         if not reached & self._evidence.target:
             return
-        contested = bool(frozenset().union(*bases) - self.gone - reached)
-        if contested and self._arbiter and self.formed.epoch > 0:
+        missing = frozenset().union(*bases) - self.gone - reached
+        if not can_tell(reached & self._evidence.target, self._idle(self.formed), missing, own=False):
+            return
+        if missing and self._arbiter and self.formed.epoch > 0:
             if now >= self._lease_until:
                 self._do(AskArbiter(self._evidence.highest_term))
                 return
@@ -126,6 +130,9 @@ class Epochs(Roster):
             left = target & self._with_fate(Fate.LEFT)
             self._stop(0 if left else EXIT_NO_REPLICA, "all workers have left" if left else "no live worker is left")
             return
+        if self._finished():
+            self._stop(0, "all workers that had a part in the work have left")
+            return
         if self.formed.epoch > 0:
             self._patience = now + 1.2 * self.settings.heartbeat_timeout
         elif self.opened.epoch == 0:
@@ -157,7 +164,8 @@ class Epochs(Roster):
     def _may_form(self, members: list[Worker], now: float) -> bool:
         """The rule of ``quorum`` for the open rendezvous; stops or puts out members when it can't be met."""
         bases = [self.formed.members] if self._own else self._evidence.bases
-        if not frozenset().union(*bases) - self.gone - self.opened.members:
+        missing = frozenset().union(*bases) - self.gone - self.opened.members
+        if not missing:
             return True
         if self._arbiter:
             quorum = now < self._lease_until
@@ -165,6 +173,8 @@ class Epochs(Roster):
                 self._do(AskArbiter(self.term))
         else:
             quorum = may_go_on(self.opened.members, bases, self.gone, self._own)
+        known = can_tell(self.opened.members, self._idle(self.formed), missing, self._own)
+        quorum = quorum and known
         unheard = [w for w in members if w.witness and not self._acknowledged(w.witness)]
         if quorum and not unheard:
             self._leased |= self._arbiter
@@ -174,8 +184,9 @@ class Epochs(Roster):
         if not quorum and (not hope or now > self._patience + 2 * self.settings.heartbeat_timeout):
             self._stop(
                 EXIT_LOST_MAJORITY,
-                f"only {len(members)} of {len(frozenset().union(*bases) - self.gone)} workers that may be running are "
-                "reached: the others may go on elsewhere, so this side stops",
+                f"only {len(members)} of {len(missing | self.opened.members)} workers that may be running are "
+                "reached: the others may go on elsewhere, so this side stops"
+                + ("" if known else " (those reached have no part in the work, and cannot tell what it committed)"),
             )
         elif quorum and now > self._patience:
             for worker in unheard:
@@ -190,7 +201,7 @@ class Epochs(Roster):
         """Fix the plan of the open rendezvous."""
         previous = self.formed
         self.formed = Formed(self.opened.epoch, self.opened.members, self.term)
-        self._commit()
+        self._commit(self._idle(previous))
         members = tuple(sorted(self.formed.members))
         statuses = {m: self.workers[m].status for m in members}
         old = tuple(sorted(previous.members))
@@ -216,17 +227,35 @@ class Epochs(Roster):
         self._send(self._attached(members), {**self._plan_message(), "data": self._plan})
         self._send(self._witness_sessions(), self._plan_message())
 
-    def _commit(self) -> bool:
-        """Commit what every member of the formed epoch has reported; whether that is anything new."""
+    def _idle(self, epoch: Formed) -> frozenset[int]:
+        """The members of ``epoch`` that have said that they have no part in it."""
+        return frozenset(n for n, w in self.workers.items() if w.idle_in == epoch.epoch > 0) & epoch.members
+
+    def _finished(self) -> bool:
+        """Whether all that had a part in the last epoch are gone, some of them because they had finished.
+
+        A new coordinator does not know whether who has left had a part: it asks those that are there for a new epoch.
+        """
+        if not self._own:
+            return False
+        fates = {self.workers[m].fate for m in self.formed.members - self._idle(self.formed)}
+        return Fate.LEFT in fates and Fate.LIVE not in fates
+
+    def _commit(self, idle: frozenset[int]) -> bool:
+        """Commit what every member of the formed epoch but the ``idle`` has reported; whether that is anything new."""
         members = [self.workers[m] for m in self.formed.members]
-        decided = min(worker.done for worker in members)
+        decided = min((worker.done for worker in members if worker.number not in idle), default=0)
         new = decided > self.committed
         if new:
             self.committed = decided
             self._stuck_epochs = 0
             self._log("commit", epoch=self.formed.epoch, iteration=decided)
-        self._ready = sum(worker.done > self.committed for worker in members)
+        self._ready = sum(self._is_ready(worker) for worker in members)
         return new
+
+    def _is_ready(self, worker: Worker) -> bool:
+        """Whether the next commit of the formed epoch does not wait for this member (any more)."""
+        return worker.done > self.committed or worker.idle_in == self.formed.epoch
 
     def _revoke_message(self, reason: str) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -254,10 +283,12 @@ class Epochs(Roster):
             "committed": self.committed,
         }
 
-    def _stop(self, code: int, reason: str) -> None:
+    def _stop(self, code: int, reason: str, by: int | None = None) -> None:
+        """End the run for all; ``by``: the worker whose word it is."""
         self.state = State.STOPPED
         self.deadline = math.inf
         self._changes = []
         self._log("stop", code=code, reason=reason)
-        self._send(sorted(self._sessions), {"type": "stop", "code": code, "reason": reason[:2000]})
+        message = {"type": "stop", "code": code, "reason": reason[:2000]}
+        self._send(sorted(self._sessions), message if by is None else {**message, "by": by})
         self._do(Exit(code, reason))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+EXIT_SAME_FAULT = 1
+"""Exit code of a run that an exception ended which every worker would raise."""
 EXIT_NO_REPLICA = 10
 """Exit code of a run that has too few live workers left for one replica."""
 EXIT_LOST_MAJORITY = 11
@@ -28,11 +30,15 @@ class Fenced(MembershipError):
 
 
 class CoordinatorLost(MembershipError):
-    """No coordinator may continue the run for this worker; ``code`` is the exit code to end with."""
+    """No coordinator may continue the run for this worker; ``code`` is the exit code to end with.
 
-    def __init__(self, message: str, code: int = EXIT_LOST_MAJORITY) -> None:
+    ``by``: the worker whose word ended the run for all (``give_up``, ``last_words``); None: it was no worker's.
+    """
+
+    def __init__(self, message: str, code: int = EXIT_LOST_MAJORITY, by: int | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.by = by
 
 
 class SecretError(MembershipError):

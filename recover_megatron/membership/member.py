@@ -163,7 +163,7 @@ class Follower:
             case "fenced":
                 self._leave_with(Fenced(message["reason"]))
             case "stop":
-                self._leave_with(CoordinatorLost(message["reason"], message["code"]))
+                self._leave_with(CoordinatorLost(message["reason"], message["code"], message.get("by")))
             case "revoke" if message["term"] >= self.presentation.term:
                 self._follow(message)
                 self._revoked(message)
@@ -256,6 +256,12 @@ class Member(Follower):
         self.plan: Plan | None = None
         self.done = 0
         self.mark(0, "", None, False, 0.0)
+        self.noted = False
+        """Whether a coordinator has heard the last words."""
+        self.idle_in = 0
+        """The last epoch in which this member has no part; 0: none."""
+        self._plea: dict[str, Any] | None = None
+        self._words: dict[str, Any] | None = None
         self._status: tuple[Json] | None = None
         self._present_plan = False
 
@@ -307,6 +313,40 @@ class Member(Follower):
             self._say({"type": "done", "epoch": self.presentation.formed.epoch, "iteration": iteration})
         return self._effects
 
+    def idle(self) -> list[MemberEffect]:
+        """Have no part in the epoch of ``plan``. It holds for that epoch alone, and every coordinator is told."""
+        self._effects = []
+        if self.plan is not None and self.idle_in != self.plan.epoch:
+            self.idle_in = self.plan.epoch
+            if self.stage is Stage.FOLLOWING and not self.revoked:
+                self._say({"type": "idle", "epoch": self.idle_in})
+        return self._effects
+
+    def end_run(self, code: int, reason: str) -> list[MemberEffect]:
+        """Ask whoever leads, now or next, to end the run for all."""
+        self._effects = []
+        if self._plea is None:
+            self._plea = {"type": "give_up", "code": code, "reason": reason}
+            if self.stage is Stage.FOLLOWING:
+                self._say(self._plea)
+        return self._effects
+
+    def last_words(self, words: Mapping[str, Any]) -> list[MemberEffect]:
+        """Tell why this worker ends; ``noted`` when a coordinator has heard it."""
+        self._effects = []
+        if self._words is None and self.stage is not Stage.OUT:
+            self._words = {"type": "last_words", **words}
+            if self._connected:
+                self._say(self._words)
+        return self._effects
+
+    def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
+        """As ``Follower.handle``; last words that nobody has heard are told to the next coordinator."""
+        effects = super().handle(event, now)
+        if isinstance(event, Connected) and self._connected and self._words is not None and not self.noted:
+            self._say(self._words)
+        return effects
+
     def leave(self) -> list[MemberEffect]:
         """Leave in order."""
         self._effects = [Say({"type": "bye"})] if self._connected else []
@@ -315,11 +355,22 @@ class Member(Follower):
         return self._effects
 
     def _attach_message(self) -> dict[str, Any]:
-        return {**super()._attach_message(), "done": self.done}
+        return {**super()._attach_message(), **self._reports()}
+
+    def _reports(self) -> dict[str, int]:
+        """What of the last epoch this member has reported: it decides what that epoch committed."""
+        return {"done": self.done, "idle": self.idle_in} if self.idle_in else {"done": self.done}
+
+    def _on(self, message: Mapping[str, Any], now: float) -> None:
+        if message["type"] == "noted":
+            self.noted = True
+        super()._on(message, now)
 
     def _revoked(self, message: Mapping[str, Any]) -> None:
         self._present_plan = message.get("present_plan") == self._hello["worker"]
         self._effects.append(Notify("revoke", {"epoch": message["epoch"], "reason": message["reason"]}))
+        if self._plea is not None:
+            self._say(self._plea)
         if self._status is not None:
             self._say_join()
 
@@ -330,7 +381,7 @@ class Member(Follower):
             "type": "join",
             "epoch": self.presentation.opened.epoch,
             "status": self._status[0],
-            "done": self.done,
+            **self._reports(),
         }
         if self._present_plan and self.plan is not None:
             message["plan"] = self.plan.data

@@ -13,6 +13,9 @@ The rule, for a coordinator that wants to fix the plan of a new epoch with the w
 * With an arbiter (a lease on shared storage), whoever leaves out somebody who is not gone needs the lease, and
   needs nothing else.
 
+* Members that have no part in the last epoch (*idle*) cannot tell what it committed, since nothing waited for them. So
+  where somebody is missing who may be running, idle members alone never go on under a new coordinator, lease or not.
+
 Why two sides can never both go on: let M be the last epoch both know, A the side that formed it, B the other. They are
 disjoint, because a member follows one coordinator at a time and only ever a higher term. A has at least half of those
 of M that are not gone, B has more than half; both cannot be, unless B knows deaths on A's side that happened
@@ -39,3 +42,12 @@ def majority(reached: frozenset[int], members: frozenset[int], gone: frozenset[i
 def may_go_on(reached: frozenset[int], bases: Iterable[frozenset[int]], gone: frozenset[int], own: bool) -> bool:
     """The rule above, without an arbiter. ``own``: this coordinator formed the last epoch (``bases`` is it alone)."""
     return bool(reached) and all(majority(reached, base, gone, tie=own) for base in bases)
+
+
+def can_tell(reached: frozenset[int], idle: frozenset[int], missing: frozenset[int], own: bool) -> bool:
+    """Whether what the last epoch committed is known to ``reached``, or to nobody who may be running elsewhere.
+
+    ``idle``: members without a part in that epoch; ``missing``: those not reached that are not gone. Who has a part
+    has reported what may have been committed, and the coordinator that formed the epoch (``own``) has decided it.
+    """
+    return own or not missing or bool(reached - idle)

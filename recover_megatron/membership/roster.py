@@ -40,6 +40,8 @@ class Worker:
     witness: str = ""
     heard: float = 0.0
     done: int = 0
+    idle_in: int = 0
+    """The last epoch in which this worker said that it has no part; it holds for that epoch only. 0: none."""
     joined: int = 0
     """The last rendezvous joined."""
     status: Json = None

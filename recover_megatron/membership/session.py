@@ -19,8 +19,12 @@ from recover_megatron.membership.events import Notify
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.records import Json, Plan, Settings
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, encode
+from recover_megatron.membership.words import MAX_ERROR, MAX_TRACEBACK, cut_middle
 
 RevokeCallback = Callable[[int, str], None]
+
+LAST_WORDS_SECONDS = 2.0
+"""A worker that ends waits this long for a coordinator to hear why."""
 
 
 class Session:
@@ -103,6 +107,28 @@ class Session:
         """Whether this worker was put out of the run: end the process."""
         return isinstance(self._core.out, Fenced)
 
+    @property
+    def dead(self) -> frozenset[int]:
+        """Workers that have ended, as the coordinator told with the last revoke. Put out is not dead (yet)."""
+        return self._core.presentation.dead
+
+    @property
+    def left(self) -> frozenset[int]:
+        """Workers that had finished and left in order, as the coordinator told with the last revoke."""
+        return self._core.presentation.left
+
+    @property
+    def opened_members(self) -> frozenset[int]:
+        """Whom the run counts on: whom the open rendezvous waits for, else the members of ``plan``; empty before both.
+
+        In a callback of ``on_revoke`` this (as ``dead`` and ``left``) is that of the rendezvous told, or a newer one:
+        who is in ``plan.members`` but not in here is missing.
+        """
+        opened, plan = self._core.presentation.opened, self._core.plan
+        if opened is not None:
+            return opened.members
+        return plan.members if plan is not None else frozenset()
+
     def on_revoke(self, callback: RevokeCallback) -> None:
         """Call ``callback(epoch, reason)`` in the session's thread when an epoch is revoked (``epoch``: the next one's
         number), and with epoch 0 when this worker is out. It must return soon and must not wait for the session."""
@@ -175,6 +201,62 @@ class Session:
         """
         self.report_done(iteration)
         self.wait_committed(iteration)
+
+    def idle(self) -> None:
+        """Have no part in the present epoch: a spare. Does not wait, and holds until the next ``join``.
+
+        Nothing that is committed waits for this worker, nor does hang detection judge it, until a rendezvous is open:
+        then it has as long to join as any other. ``wait_revoked`` is the call that tells. When all that have a part
+        have left in order, the run is finished: ``CoordinatorLost`` with code 0. Without a plan it does nothing. Raises
+        ``Fenced`` or ``CoordinatorLost``.
+        """
+        with self._client.condition:
+            self._raise_if_out()
+            self._client.perform(self._core.idle())
+
+    def wait_revoked(self, timeout: float | None = None) -> bool:
+        """Wait until the present epoch is revoked (True, at once before the first), at most ``timeout`` seconds.
+
+        False when the time is over. Raises ``Fenced`` or ``CoordinatorLost`` when this worker is out.
+        """
+        with self._client.condition:
+            self._client.condition.wait_for(lambda: self.revoked, timeout)
+            self._raise_if_out()
+            return self._core.revoked
+
+    def give_up(self, code: int, reason: str) -> None:
+        """Say that the run must end for all, with exit code ``code`` (1 to 255); the first to say so wins.
+
+        Does not wait: ``CoordinatorLost(reason, code)`` comes to every member's next call, to this one's too. If the
+        coordinator is lost meanwhile the next one is asked, as long as this process lives. ``reason`` is cut to 2,000
+        characters. Harmless when already out. Raises ``ValueError`` for another code.
+        """
+        if not 1 <= code <= 255:
+            raise ValueError(f"exit code {code} is not between 1 and 255")
+        with self._client.condition:
+            if self._core.out is None:
+                self._client.perform(self._core.end_run(code, cut_middle(reason, 2000)))
+
+    def last_words(self, iteration: int, microbatch: int | None, error: str, traceback: str, group: int) -> bool:
+        """Tell that an exception ends this process, which ends right after; whether a coordinator has heard it.
+
+        Waits for that, at most ``LAST_WORDS_SECONDS``. ``error``: the exception's type and message (cut to 2,000
+        characters), ``traceback``: cut to 16 Ki, each in the middle; ``group``: the worker's replica. When a worker of
+        another group has ended at the same iteration and microbatch (None: at none) with the same error, the
+        coordinator ends the run for all. Raises ``ValueError`` for a negative number.
+        """
+        if min(iteration, microbatch or 0, group) < 0:
+            raise ValueError(f"negative: iteration {iteration}, microbatch {microbatch} or group {group}")
+        words: dict[str, Json] = {"iteration": iteration, "group": group}
+        if microbatch is not None:
+            words["microbatch"] = microbatch
+        words["error"], words["traceback"] = cut_middle(error, MAX_ERROR), cut_middle(traceback, MAX_TRACEBACK)
+        with self._client.condition:
+            if self._core.out is None:
+                self._client.perform(self._core.last_words(words))
+            heard_or_out = lambda: self._core.noted or self._core.out is not None  # noqa: E731
+            self._client.condition.wait_for(heard_or_out, LAST_WORDS_SECONDS)
+            return self._core.noted
 
     def leave(self) -> None:
         """Leave in order: the run is finished for this worker; its end is no death. Harmless when already out."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from recover_megatron.membership.records import MAX_WORKERS
+from recover_megatron.membership.words import MAX_ERROR, MAX_TRACEBACK
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_HANDSHAKE = 4 << 10
 """Bytes of one message before the other side has proved that it knows the secret."""
@@ -98,6 +99,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "pid": (_integer(0, 1 << 31), True),
         "witness": (_NAME, False),
         "done": (_ITERATION, True),
+        "idle": (_EPOCH, False),
         **_PRESENTATION,
     },
     "attach_witness": {"node": (_NAME, True), "incarnation": (_hex(32), True), **_PRESENTATION},
@@ -110,13 +112,28 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "allow": (_SECONDS, True),
     },
     "beat": {},
-    "join": {"epoch": (_EPOCH, True), "status": (_ANY, True), "done": (_ITERATION, True), "plan": (_ANY, False)},
+    "join": {
+        "epoch": (_EPOCH, True),
+        "status": (_ANY, True),
+        "done": (_ITERATION, True),
+        "idle": (_EPOCH, False),
+        "plan": (_ANY, False),
+    },
     "done": {"epoch": (_EPOCH, True), "iteration": (_ITERATION, True)},
+    "idle": {"epoch": (_EPOCH, True)},
     "complain": {"epoch": (_EPOCH, True), "reason": (_NOTE, True)},
     "ack": {"epoch": (_EPOCH, True), "term": (_TERM, True)},
     "ended": {"worker": (_WORKER, True), "how": (_NAME, True)},
     "spawned": {"worker": (_WORKER, True), "pid": (_integer(0, 1 << 31), True)},
     "bye": {},
+    "give_up": {"code": (_integer(1, 255), True), "reason": (_NOTE, True)},
+    "last_words": {
+        "iteration": (_ITERATION, True),
+        "microbatch": (_ITERATION, False),
+        "error": (_text(MAX_ERROR), True),
+        "traceback": (_text(MAX_TRACEBACK), True),
+        "group": (_WORKER, True),
+    },
     "abandon": {"reason": (_NOTE, True)},
 }
 
@@ -143,7 +160,8 @@ TO_MEMBER: Mapping[str, Schema] = {
     "commit": {"epoch": (_EPOCH, True), "iteration": (_ITERATION, True)},
     "kill": {"worker": (_WORKER, True), "reason": (_NOTE, True)},
     "fenced": {"reason": (_NOTE, True)},
-    "stop": {"reason": (_NOTE, True), "code": (_integer(0, 255), True)},
+    "stop": {"reason": (_NOTE, True), "code": (_integer(0, 255), True), "by": (_WORKER, False)},
+    "noted": {},
 }
 
 

@@ -90,6 +90,8 @@ class World:
         if witnesses:
             for n in range(nodes):
                 self.members[f"node{n}"] = Watcher(f"node{n}", f"{n + 999:032x}", candidates, SETTINGS, 0.0)
+        self.spares: set[int] = set()  # workers that have no part in the epochs whose plan they get from now on
+        self.busy: set[int] = set()  # workers whose main thread computes, without a mark
         self.frozen: set[str] = set()
         self.dead: set[str] = set()
         self.unreported: list[int] = []  # deaths that the launcher has not seen yet
@@ -225,7 +227,7 @@ class World:
         """One step of a worker's program: join, then report one iteration after the other."""
         name = f"w{number}"
         member = self.worker(number)
-        if not self.running(name):
+        if not self.running(name) or number in self.busy:
             return
         if member.stage is Stage.OUT:
             self.dead.add(name)  # it stops by itself
@@ -234,9 +236,19 @@ class World:
         if member.revoked:
             if member._status is None:
                 self._member_effects(name, member.join({"iteration": member.committed + 1}, "revoked"))
+        elif number in self.spares or member.idle_in == member.plan.epoch:
+            self._member_effects(name, member.idle())
         elif member.done <= member.committed:
             member.mark(member.committed + 1, "compute", None, False, 0.0)
             self._member_effects(name, member.report_done(member.committed + 1))
+
+    def ask_for_places(self) -> None:
+        """Nobody is a spare any more: the idle ask for another epoch."""
+        self.spares.clear()
+        for w in self.node_of:
+            member = self.worker(w)
+            if self.running(f"w{w}") and member.stage is not Stage.OUT and not member.revoked and member.idle_in:
+                self._member_effects(f"w{w}", member.join({"iteration": member.committed + 1}, "a place"))
 
     def run_fairly(self, seconds: float) -> None:
         """Everybody does what it can, in round-robin order, while time passes."""
@@ -353,11 +365,17 @@ class World:
         self.formed[epoch] = (term, members)
         self.order.append(epoch)
         for iteration, where in self.commits.items():
-            knowers = {w for w in self.formed[where][1] if f"w{w}" not in self.dead} if where in self.formed else set()
+            members = self.formed[where][1] if where in self.formed else frozenset()
+            knowers = {w for w in members if f"w{w}" not in self.dead and self._must_know(w, iteration)}
             if iteration > committed and knowers:
                 raise PropertyViolated(
                     f"iteration {iteration}, committed in epoch {where}, is decided again in {epoch}"
                 )
+
+    def _must_know(self, number: int, iteration: int) -> bool:
+        """Who never was idle has reported what its epochs committed; who was may have heard of it."""
+        member = self.worker(number)
+        return not member.idle_in or max(member.done, member.committed) >= iteration
 
     def _committed(self, iteration: int, epoch: int) -> None:
         new = [t for t in range(1, iteration + 1) if t not in self.commits]

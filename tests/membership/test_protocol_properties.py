@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,10 +12,11 @@ from simulation import SETTINGS, PropertyViolated, World
 from recover_megatron.membership import epochs
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.member import Stage
-from recover_megatron.membership.records import Presentation
+from recover_megatron.membership.records import Formed, Presentation
 from recover_megatron.membership.roster import Worker
 from recover_megatron.membership.succession import Evidence
 
+Moves = list[tuple[str, int, int]]
 MOVES = st.lists(
     st.one_of(
         st.tuples(st.just("deliver"), st.integers(0, 30), st.integers(1, 6)),
@@ -25,6 +26,7 @@ MOVES = st.lists(
         st.tuples(st.just("kill"), st.integers(0, 4), st.integers(0, 1)),
         st.tuples(st.just("report"), st.just(0), st.just(0)),
         st.tuples(st.just("kill coordinator"), st.integers(0, 2), st.integers(0, 1)),
+        st.tuples(st.just("idle"), st.integers(0, 4), st.integers(0, 1)),
         st.tuples(st.just("freeze"), st.integers(0, 4), st.just(0)),
         st.tuples(st.just("freeze coordinator"), st.integers(0, 2), st.just(0)),
         st.tuples(st.just("thaw"), st.just(0), st.just(0)),
@@ -65,6 +67,8 @@ def play(world: World, move: tuple[str, int, int]) -> None:
             # the run does not promise to outlive all of its candidates
             if len(world.coordinators) > 1:
                 world.kill_coordinator(a, lose=bool(b))
+        case "idle":
+            (world.spares.add if b else world.spares.discard)(a % workers)
         case "freeze":
             if world.running(f"w{a % workers}"):
                 world.frozen.add(f"w{a % workers}")
@@ -99,6 +103,8 @@ def play(world: World, move: tuple[str, int, int]) -> None:
 def every_wait_ends(world: World) -> None:
     """After a long, fair time every worker is dead, out, or has seen steps commit lately."""
     world.run_fairly(2 * SETTINGS.start_timeout)
+    world.ask_for_places()
+    world.run_fairly(10 * SETTINGS.heartbeat_timeout)
     before = {w: world.worker(w).committed for w in world.node_of}
     world.run_fairly(10 * SETTINGS.heartbeat_timeout)
     for w in world.node_of:
@@ -106,15 +112,16 @@ def every_wait_ends(world: World) -> None:
             assert world.worker(w).committed > before[w], f"worker {w} waits for ever: {world.worker(w).__dict__}"
 
 
-def explore(moves: list[tuple[str, int, int]], world: World, to_the_end: bool) -> None:
+def explore(moves: Moves, world: World, to_the_end: bool) -> None:
     for move in moves:
         play(world, move)
     if to_the_end:
         every_wait_ends(world)
 
 
-def world_of(workers: int, started: bool, witnesses: bool) -> World:
+def world_of(workers: int, started: bool, witnesses: bool, spares: Collection[int] = ()) -> World:
     world = World(workers, candidates=3, nodes=3, witnesses=witnesses)
+    world.spares = {spare for spare in spares if spare < workers}
     if started:
         world.run_fairly(4.0)
         assert world.order == [1]
@@ -122,19 +129,19 @@ def world_of(workers: int, started: bool, witnesses: bool) -> World:
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
-@given(MOVES, st.integers(3, 5), st.booleans(), st.booleans())
+@given(MOVES, st.integers(3, 5), st.booleans(), st.booleans(), st.sets(st.integers(0, 4)))
 def test_one_lineage_and_no_decision_taken_twice_whatever_happens(
-    moves: list[tuple[str, int, int]], workers: int, started: bool, witnesses: bool
+    moves: Moves, workers: int, started: bool, witnesses: bool, spares: set[int]
 ) -> None:
-    explore(moves, world_of(workers, started, witnesses), to_the_end=False)
+    explore(moves, world_of(workers, started, witnesses, spares), to_the_end=False)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(MOVES, st.integers(3, 5), st.booleans())
+@given(MOVES, st.integers(3, 5), st.booleans(), st.sets(st.integers(0, 4)))
 def test_every_live_workers_wait_ends_whatever_happened(
-    moves: list[tuple[str, int, int]], workers: int, witnesses: bool
+    moves: Moves, workers: int, witnesses: bool, spares: set[int]
 ) -> None:
-    explore(moves, world_of(workers, True, witnesses), to_the_end=True)
+    explore(moves, world_of(workers, True, witnesses, spares), to_the_end=True)
 
 
 def no_quorum(patch: pytest.MonkeyPatch) -> None:
@@ -165,6 +172,21 @@ def eager_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_done", eager)
 
 
+def idle_may_tell(patch: pytest.MonkeyPatch) -> None:
+    """Members without a part go on like any others."""
+    patch.setattr(epochs, "can_tell", lambda reached, idle, missing, own: True)
+
+
+def idle_for_good(patch: pytest.MonkeyPatch) -> None:
+    """Who was idle once never holds up a commit again."""
+
+    def idle(self: Coordinator, epoch: Formed) -> frozenset[int]:
+        return frozenset(m for m in epoch.members if self.workers[m].idle_in)
+
+    patch.setattr(Coordinator, "_idle", idle)
+    patch.setattr(Coordinator, "_is_ready", lambda self, w: w.done > self.committed or bool(w.idle_in))
+
+
 PARTITIONED = [
     ("partition", 1, 1), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0),
     ("run", 3, 0), ("run", 3, 0),
@@ -180,16 +202,40 @@ CRASHED = [("kill", 0, 0), ("upwards", 31, 0), ("downwards", 6, 0), ("work", 6, 
 HALF_DONE = [("work", 1, 0), ("upwards", 1, 0), *TAKEOVER]
 """One worker has reported a step when the coordinator dies."""
 
-SCENARIOS = {"partitioned": PARTITIONED, "crashed": CRASHED, "half done": HALF_DONE}
+SPARES_APART = [("partition", 1, 1), *[("run", 3, 0)] * 8]
+"""As partitioned, and the two nodes that reach the second candidate only have spares."""
+
+PROMOTED = [("idle", 1, 0), ("idle", 2, 0), ("kill", 0, 0), ("run", 0, 0), ("freeze", 1, 0), ("run", 2, 0), *TAKEOVER]
+"""The only worker with a part dies, spares take over, and one of them does not get anywhere in its new place."""
+
+SCENARIOS: dict[str, tuple[Moves, set[int]]] = {
+    "partitioned": (PARTITIONED, set()),
+    "crashed": (CRASHED, set()),
+    "half done": (HALF_DONE, set()),
+    "spares apart": (SPARES_APART, {1, 2}),
+    "promoted": (PROMOTED, {1, 2}),
+}
+
+
+def scenario_world(spares: set[int]) -> World:
+    return world_of(3, True, False, spares)
 
 
 @pytest.mark.parametrize(
-    ("bug", "scenario"), [(no_quorum, "partitioned"), (same_number, "crashed"), (eager_commit, "half done")]
+    ("bug", "scenario"),
+    [
+        (no_quorum, "partitioned"),
+        (same_number, "crashed"),
+        (eager_commit, "half done"),
+        (idle_may_tell, "spares apart"),
+        (idle_for_good, "promoted"),
+    ],
 )
 def test_a_deliberate_bug_in_the_coordinator_is_caught(
     bug: Callable[[pytest.MonkeyPatch], None], scenario: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    explore(SCENARIOS[scenario], world_of(3, True, False), to_the_end=True)
+    moves, spares = SCENARIOS[scenario]
+    explore(moves, scenario_world(spares), to_the_end=True)
     bug(monkeypatch)
     with pytest.raises(PropertyViolated):
-        explore(SCENARIOS[scenario], world_of(3, True, False), to_the_end=False)
+        explore(moves, scenario_world(spares), to_the_end=False)

@@ -1,0 +1,304 @@
+"""Members without a part, and words that end the run: the state machines over the simulated network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulation import SETTINGS, World
+
+from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, CoordinatorLost
+from recover_megatron.membership.events import Notify, Say
+from recover_megatron.membership.member import Member, Stage
+from recover_megatron.membership.quorum import can_tell
+from recover_megatron.membership.words import MAX_TRACEBACK, LastWords, cut_middle, true_cause
+
+
+def world_with(workers: int, spares: set[int], candidates: int = 2, **options: Any) -> World:
+    world = World(workers, candidates=candidates, nodes=workers, **options)
+    world.spares = set(spares)
+    world.run_fairly(4.0)
+    return world
+
+
+def committed(world: World, number: int) -> int:
+    return world.worker(number).committed
+
+
+def test_commits_wait_for_the_members_that_have_a_part_and_for_no_other() -> None:
+    world = world_with(3, {2})
+    before = committed(world, 2)
+    assert before > 0
+    world.act(0)
+    world.run_fairly(3.0)
+    assert committed(world, 2) > before
+    assert world.worker(2).done == 0
+
+
+def test_where_all_are_idle_nothing_is_committed_and_nobody_is_to_blame() -> None:
+    world = world_with(3, {0, 1, 2})
+    world.run_fairly(5 * SETTINGS.hang_timeout)
+    assert world.commits == {}
+    assert world.order == [1]
+
+
+def test_an_idle_member_is_never_hung_and_makes_nobody_waited_for() -> None:
+    world = world_with(3, {2})
+    spare = world.worker(2)
+    spare.mark(0, "spare", None, True, 0.0)  # it waits, and will for ever
+    for w in (0, 1):
+        world.busy.add(w)  # they compute, without a mark
+    world.run_fairly(5 * SETTINGS.hang_timeout)
+    assert not [record for record in world.log if record["event"] in ("fault", "stuck")]
+    world.busy.clear()
+    before = committed(world, 0)
+    world.run_fairly(3.0)
+    assert committed(world, 0) > before
+
+
+def test_an_idle_member_that_does_not_join_the_next_rendezvous_is_put_out_there() -> None:
+    world = world_with(4, {3})
+    world.busy.add(3)  # it never gets to its join
+    world.kill_worker(0)
+    world.run_fairly(3 * SETTINGS.hang_timeout)
+    faults = [(record["kind"], record["worker"]) for record in world.log if record["event"] == "fault"]
+    assert faults == [("dead", 0), ("out", 3), ("dead", 3)]  # the last by its launcher's hand
+    assert world.formed[world.order[-1]][1] == {1, 2}
+
+
+def test_a_place_in_the_next_epoch_ends_idleness() -> None:
+    world = world_with(3, {2})
+    world.spares.clear()
+    world.kill_worker(0)
+    world.run_fairly(4.0)
+    assert world.formed[world.order[-1]][1] == {1, 2}
+    before = committed(world, 1)
+    world.busy.add(2)
+    world.run_fairly(4.0)
+    assert committed(world, 1) <= before + 1  # it waits for worker 2, which has a part now
+
+
+@pytest.mark.parametrize("reported_by", [(0, 1), (0,)])
+def test_a_new_coordinator_commits_what_all_with_a_part_reported_and_nothing_else(reported_by: tuple[int, ...]) -> None:
+    world = world_with(3, {2})
+    before = committed(world, 2)
+    for w in reported_by:
+        world.act(w)
+    world.kill_coordinator(0, lose=True)
+    world.busy |= {0, 1}
+    for _ in range(20):
+        for pair in world.deliverable():
+            world.deliver(*pair)
+        world.advance(0.3)
+    world.busy.clear()
+    for w in (0, 1, 2):
+        world.act(w)  # join
+    for _ in range(20):
+        for pair in world.deliverable():
+            world.deliver(*pair)
+        world.advance(0.3)
+    (plan,) = [record for record in world.log if record["event"] == "plan" and record["candidate"] == 1]
+    assert plan["members"] == [[0, 2]]
+    assert plan["committed"] == before + (len(reported_by) == 2)
+
+
+def test_idle_members_alone_do_not_go_on_while_those_with_a_part_may_be_running() -> None:
+    world = world_with(5, {2, 3, 4})
+    for node in (2, 3, 4):
+        world.blocked.add((f"node{node}", 0))
+    for node in (0, 1):
+        world.blocked.add((f"node{node}", 1))
+    world.run_fairly(3.0)  # the majority is idle, the others commit on for a while
+    assert committed(world, 0) > committed(world, 2)
+    world.run_fairly(4 * SETTINGS.lost_timeout)
+    assert world.order == [1]
+    assert {record["candidate"] for record in world.log if record["event"] == "lead"} == {0}
+    for w in (2, 3, 4):
+        assert isinstance(world.worker(w).out, CoordinatorLost)
+        assert world.worker(w).out.code == EXIT_LOST_MAJORITY
+
+
+@pytest.mark.parametrize("coordinator_too", [False, True])
+def test_idle_members_go_on_when_all_the_others_are_known_to_have_died(coordinator_too: bool) -> None:
+    world = world_with(3, {1, 2})
+    world.spares.clear()
+    if coordinator_too:
+        world.kill_coordinator(0)
+    world.kill_worker(0)
+    world.run_fairly(4.0)
+    assert world.formed[world.order[-1]][1] == {1, 2}
+    before = committed(world, 1)
+    world.run_fairly(4.0)
+    assert committed(world, 1) > before
+
+
+@given(*[st.frozensets(st.integers(0, 4))] * 3, st.booleans())
+def test_somebody_with_a_part_can_always_tell(
+    reached: frozenset[int], idle: frozenset[int], missing: frozenset[int], own: bool
+) -> None:
+    assert can_tell(reached, idle, missing, own) == (own or not missing or not reached <= idle)
+
+
+def test_the_run_is_finished_when_all_that_had_a_part_have_left() -> None:
+    world = world_with(3, {2})
+    for w in (0, 1):
+        assert world.worker(2).stage is Stage.FOLLOWING
+        world._member_effects(f"w{w}", world.worker(w).leave())
+        world.dead.add(f"w{w}")
+        for number, direction in world.deliverable():
+            world.deliver(number, direction)
+    world.run_fairly(3.0)
+    out = world.worker(2).out
+    assert isinstance(out, CoordinatorLost)
+    assert out.code == 0
+    assert [record["code"] for record in world.log if record["event"] == "stop"] == [0]
+
+
+# -- giving up --------------------------------------------------------------------------------------------------------
+
+
+def stops(world: World) -> list[tuple[int, str]]:
+    return [(record["code"], record["reason"]) for record in world.log if record["event"] == "stop"]
+
+
+def test_a_worker_that_gives_up_ends_the_run_for_all_and_the_first_one_wins() -> None:
+    world = world_with(3, set(), candidates=3)
+    world._member_effects("w1", world.worker(1).end_run(42, "the disk is full"))
+    world._member_effects("w1", world.worker(1).end_run(43, "again"))
+    world.run_fairly(3.0)
+    world._member_effects("w2", world.worker(2).end_run(44, "me too"))
+    world.run_fairly(4 * SETTINGS.lost_timeout)
+    assert stops(world) == [(42, "the disk is full")]
+    for w in range(3):
+        out = world.worker(w).out
+        assert isinstance(out, CoordinatorLost)
+        assert (out.code, str(out), out.by) == (42, "the disk is full", 1)
+    assert {record["candidate"] for record in world.log if record["event"] == "lead"} == {0}
+
+
+def test_giving_up_reaches_the_next_coordinator_when_the_first_is_lost_with_it() -> None:
+    world = world_with(3, set())
+    world._member_effects("w1", world.worker(1).end_run(42, "the disk is full"))
+    world.kill_coordinator(0)
+    world.run_fairly(3 * SETTINGS.heartbeat_timeout)
+    assert stops(world) == [(42, "the disk is full")]
+
+
+def test_giving_up_before_the_first_plan_ends_the_run_too() -> None:
+    world = World(2)
+    world._member_effects("w0", world.worker(0).end_run(7, "no data"))
+    world.run_fairly(4.0)
+    assert stops(world) == [(7, "no data")]
+    assert world.formed == {}
+
+
+# -- last words -------------------------------------------------------------------------------------------------------
+
+ERROR = "RuntimeError: the loss is not a number"
+
+
+def words(microbatch: int | None = 5, error: str = ERROR, group: int = 0, iteration: int = 7) -> dict[str, Any]:
+    said = {"iteration": iteration, "error": error, "traceback": "Traceback ...", "group": group}
+    return said if microbatch is None else {**said, "microbatch": microbatch}
+
+
+def end_with(world: World, number: int, said: dict[str, Any]) -> None:
+    world._member_effects(f"w{number}", world.worker(number).last_words(said))
+    world.run_fairly(1.0)
+    assert world.worker(number).noted
+    if world.worker(number).stage is not Stage.OUT:
+        world.kill_worker(number)
+        world.run_fairly(2.0)
+
+
+def test_the_second_replica_that_ends_in_the_same_way_ends_the_run_with_the_true_cause() -> None:
+    world = world_with(4, set())
+    end_with(world, 3, words(group=1))
+    assert stops(world) == []
+    end_with(world, 0, words(group=0))
+    where = "on worker 3 on node3, then on worker 0 on node0"
+    assert stops(world) == [(1, f"microbatch 5 of iteration 7 raises {ERROR} wherever it is run: {where}")]
+    events = [record for record in world.log if record["event"] == "exception"]
+    assert [(e["worker"], e["host"], e["iteration"], e["microbatch"], e["error"]) for e in events] == [
+        (3, "node3", 7, 5, ERROR),
+        (0, "node0", 7, 5, ERROR),
+    ]
+    assert [isinstance(world.worker(w).out, CoordinatorLost) for w in (0, 1, 2)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "other", [words(group=1), words(6), words(None), words(iteration=8), words(error="RuntimeError: something else")]
+)
+def test_the_same_replica_or_another_fault_ends_nobody_else(other: dict[str, Any]) -> None:
+    world = world_with(4, set())
+    end_with(world, 3, words(group=1))
+    end_with(world, 2, other)
+    assert stops(world) == []
+    before = committed(world, 0)
+    world.run_fairly(3.0)
+    assert committed(world, 0) > before
+
+
+def test_last_words_said_while_no_coordinator_is_reached_are_told_to_the_next_one_once() -> None:
+    world = world_with(3, set())
+    world.kill_coordinator(0)
+    world._member_effects("w2", world.worker(2).last_words(words()))
+    world.run_fairly(2.0)
+    assert world.worker(2).noted
+    (event,) = [record for record in world.log if record["event"] == "exception"]
+    assert (event["candidate"], event["worker"]) == (1, 2)
+
+
+def test_a_fault_without_a_microbatch_is_told_by_its_iteration() -> None:
+    first, second = (LastWords(f"worker {n} on a", n, 7, None, ERROR) for n in (0, 1))
+    assert true_cause(second, [first]) == (
+        f"iteration 7 raises {ERROR} wherever it is run: on worker 0 on a, then on worker 1 on a"
+    )
+
+
+@given(st.text(max_size=400), st.integers(80, 300))
+def test_a_long_text_keeps_its_beginning_and_its_end(text: str, limit: int) -> None:
+    short = cut_middle(text, limit)
+    if len(text) <= limit:
+        assert short == text
+    else:
+        assert len(short) == limit
+        assert text.startswith(short[:10])
+        assert text.endswith(short[-10:])
+
+
+def test_the_reason_of_a_stop_is_bounded_however_long_the_words() -> None:
+    name = f"worker 1 on {'h' * 256}"
+    first, second = (LastWords(name, n, 1 << 53, 1 << 53, "x" * MAX_TRACEBACK) for n in (0, 1))
+    cause = true_cause(second, [first])
+    assert cause is not None
+    assert len(cause) <= 2000
+    assert cause.endswith(f"then on {name}")
+
+
+def test_idleness_is_told_once_and_not_before_the_first_plan() -> None:
+    member = Member({"worker": 0}, 1, SETTINGS, 0.0)
+    assert member.idle() == []
+    world = world_with(2, set())
+    (said,) = world.worker(0).idle()
+    assert said == Say({"type": "idle", "epoch": 1})
+    assert world.worker(0).idle() == []
+
+
+def test_a_revoke_tells_who_is_dead_and_who_has_left_before_anybody_is_notified() -> None:
+    world = world_with(3, set())
+    world.kill_worker(1)
+    seen = []
+    original = world._member_effects
+
+    def watch(name: str, effects: list[Any]) -> None:
+        for effect in effects:
+            if name == "w0" and isinstance(effect, Notify) and effect.kind == "revoke":
+                seen.append(world.worker(0).presentation.dead)
+        original(name, effects)
+
+    world._member_effects = watch  # type: ignore[method-assign]
+    world.run_fairly(2.0)
+    assert seen == [{1}]
