@@ -1,0 +1,21 @@
+"""Fault injection: deaths and hangs on order, to see that a run survives them.  Stdlib only.
+
+From inside, at an exact place in the step, for tests and for trying one fault::
+
+    --recover-inject 5@7:backward:kill
+
+From outside, with real signals at random times, for endurance::
+
+    python -m recover_megatron.chaos --log-dir DIR --mtbf 60 --seed 1
+
+spec       the fault specification: `parse_spec`
+injector   strikes at the places that the specification names: `Injector`
+victims    the workers of a run on this host, held so that no signal can hit another process
+draws      when, whom and how: a sequence that the seed alone decides
+__main__   the command
+"""
+
+from recover_megatron.chaos.injector import InjectedFault, Injector
+from recover_megatron.chaos.spec import PHASES, BadSpec, Fault, Kind, parse_spec
+
+__all__ = ["PHASES", "BadSpec", "Fault", "InjectedFault", "Injector", "Kind", "parse_spec"]

@@ -1,0 +1,111 @@
+"""The fault specification: comma-separated ``WORKER@ITERATION:PHASE[#VISIT][:KIND]``.
+
+5@7:backward                 worker 5 is killed in its first backward of iteration 7
+5@7:forward#2:stop,0@9:agree  worker 5 hangs in its second forward; worker 0 dies in iteration 9
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from recover_megatron.errors import UserError
+
+PHASES = (
+    "data",
+    "forward",
+    "backward",
+    "reduce-scatter",
+    "all-gather",
+    "agree",
+    "optimizer",
+    "param-gather",
+    "eval",
+    "checkpoint",
+    "recovery",
+)
+"""The places where a fault can strike, in the order of an iteration; "recovery" is anywhere in finishing a step."""
+
+_SHAPE = re.compile(r"(\d+)@(\d+):([^:#@]+)(?:#(\d+))?(?::([^:#@]+))?", re.ASCII)
+
+
+class Kind(enum.StrEnum):
+    """What happens to the worker."""
+
+    KILL = "kill"
+    """SIGKILL."""
+    STOP = "stop"
+    """SIGSTOP: it hangs, its sockets stay open."""
+    RAISE = "raise"
+    """An exception in the worker."""
+    EXIT = "exit"
+    """sys.exit(1)."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: ``kind`` strikes ``worker`` at its ``visit``-th visit of ``phase`` in ``iteration``."""
+
+    worker: int
+    iteration: int
+    """Counted from 1."""
+    phase: str
+    kind: Kind = Kind.KILL
+    visit: int = 1
+    """Counted from 1: a phase may be visited several times in an iteration (forward: once per microbatch)."""
+
+    def __str__(self) -> str:
+        visit = f"#{self.visit}" if self.visit > 1 else ""
+        return f"{self.worker}@{self.iteration}:{self.phase}{visit}:{self.kind}"
+
+
+class BadSpec(UserError, ValueError):
+    """The specification has errors; ``reasons`` names all of them."""
+
+
+def parse_spec(text: str, workers: int | None = None) -> list[Fault]:
+    """The faults of a specification, in its order; none for an empty text.
+
+    ``workers``: how many there are, if known.  Raises BadSpec (a ValueError) with every reason at once.
+    """
+    faults: list[Fault] = []
+    reasons: list[str] = []
+    for item in text.split(",") if text.strip() else []:
+        fault, found = _parse_fault(item.strip(), workers)
+        reasons += found
+        if fault is None:
+            continue
+        twin = next((old for old in faults if _place(old) == _place(fault)), None)
+        if twin is not None:
+            reasons.append(f"{item.strip()!r}: {str(twin)!r} strikes the same worker at the same place already")
+        faults.append(fault)
+    if reasons:
+        raise BadSpec(*(f"fault {reason}" for reason in reasons))
+    return faults
+
+
+def _place(fault: Fault) -> tuple[int, int, str, int]:
+    return fault.worker, fault.iteration, fault.phase, fault.visit
+
+
+def _parse_fault(item: str, workers: int | None) -> tuple[Fault | None, list[str]]:
+    """The fault of one item, or None and what is wrong with it."""
+    match = _SHAPE.fullmatch(item)
+    if match is None:
+        return None, [f"{item!r}: not of the form WORKER@ITERATION:PHASE[#VISIT][:KIND], like 5@7:backward:kill"]
+    worker, iteration, phase, visit, kind = match.groups()
+    reasons = []
+    if workers is not None and int(worker) >= workers:
+        reasons.append(f"{item!r}: there is no worker {worker}, only 0 to {workers - 1}")
+    if int(iteration) < 1:
+        reasons.append(f"{item!r}: iterations count from 1")
+    if phase not in PHASES:
+        reasons.append(f"{item!r}: no phase {phase!r}; there are {', '.join(PHASES)}")
+    if visit is not None and int(visit) < 1:
+        reasons.append(f"{item!r}: visits count from 1")
+    if kind is not None and kind not in list(Kind):
+        reasons.append(f"{item!r}: no kind {kind!r}; there are {', '.join(Kind)}")
+    if reasons:
+        return None, reasons
+    return Fault(int(worker), int(iteration), phase, Kind(kind or "kill"), int(visit or 1)), []

@@ -1,0 +1,81 @@
+"""events.jsonl: what happened in a run, one JSON object a line (schema: docs/report.md).
+
+    {"event": "plan", "time": 1700000000.123456, "worker": 3, "iteration": 7, "epoch": 2, "replicas": [0, 1, 3], ...}
+
+Training workers write events.jsonl, the coordinators events-0.jsonl and events-1.jsonl, fault injection from outside
+chaos.jsonl.  All have ``event`` and ``time`` (unix seconds).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EVENTS_FILE = "events.jsonl"
+CHAOS_FILE = "chaos.jsonl"
+COORDINATOR_FILES = "events-*.jsonl"
+
+Event = dict[str, Any]
+
+
+class EventsFile:
+    """A writer of events; several processes may write to one file, and die while they do."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` to add to it; makes its folder.  Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def append(self, event: str, **fields: Any) -> None:
+        """Add one line with the time of now.  Raises OSError (a full disk), and then may leave a part of the line.
+
+        One write to a file opened for appending: lines of several writers on one host never mix, and a writer that is
+        killed leaves the whole line or nothing.
+        """
+        line = json.dumps({"event": event, "time": round(time.time(), 6), **fields}, separators=(",", ":")) + "\n"
+        data = line.encode()
+        while data:  # once, but for a disk that is full or a signal
+            data = data[os.write(self._descriptor, data) :]
+
+    def close(self) -> None:
+        """No more events."""
+        os.close(self._descriptor)
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a file, in its order; none if there is no such file.
+
+    A last line without its end (still being written, or cut by a crash) is left out.  Raises ValueError, naming the
+    line, for one that is no event.
+    """
+    try:
+        file = open(path, encoding="utf-8")  # noqa: SIM115  closed below
+    except FileNotFoundError:
+        return
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                event = json.loads(line)
+                if not isinstance(event["event"], str) or not isinstance(event["time"], int | float):
+                    raise TypeError("event is no name, or time no number")
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path}:{number}: no event: {line[:200]!r} ({error})") from None
+            yield event
+
+
+def read_run_events(folder: Path) -> tuple[list[Event], list[Event], list[Event]]:
+    """The events of a run's log folder: the workers', the coordinators', the chaos; each in the order of time.
+
+    Raises ValueError for a line that is no event.
+    """
+    coordinators = [event for path in sorted(folder.glob(COORDINATOR_FILES)) for event in read_events(path)]
+    groups = list(read_events(folder / EVENTS_FILE)), coordinators, list(read_events(folder / CHAOS_FILE))
+    for group in groups:
+        group.sort(key=lambda event: event["time"])
+    return groups
