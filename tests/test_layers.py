@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch.store": {"torch"},
     "chaos": {"membership", "report"},
     "megatron_hooks": {
-        "membership", "workload", "collectives", "instep", "hostdevice", "report", "torch", "megatron", "numpy",
+        "membership", "workload", "collectives", "instep", "hostdevice", "report", "chaos", "torch", "megatron",
     },
 }  # fmt: skip
 

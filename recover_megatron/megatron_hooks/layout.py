@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import lcm
+from typing import Any
 
 
 def data_parallel_ranks_per_replica(*, tensor: int, context: int, expert: int, expert_tensor: int) -> int:
@@ -18,3 +19,13 @@ def data_parallel_ranks_per_replica(*, tensor: int, context: int, expert: int, e
     """
     dense = tensor * context
     return lcm(dense, expert * expert_tensor if expert > 1 else dense) // dense
+
+
+def lanes_of(args: Any) -> int:
+    """``data_parallel_ranks_per_replica`` of a run with these flags of Megatron's."""
+    return data_parallel_ranks_per_replica(
+        tensor=args.tensor_model_parallel_size,
+        context=args.context_parallel_size,
+        expert=getattr(args, "expert_model_parallel_size", 1) or 1,
+        expert_tensor=getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size,
+    )

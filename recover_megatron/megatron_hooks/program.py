@@ -71,15 +71,19 @@ class Program:
         """Train to the end.  Raises UserError for what only a Megatron hook can find wrong before the start."""
         from megatron.training import inprocess_restart, print_rank_0, set_startup_timestamps, training
 
-        if self.config.enabled:
-            from recover_megatron.megatron_hooks.audit import Audit
-
-            Audit(self.config).install()
         _print_versions(self.megatron, print_rank_0)
         set_startup_timestamps(program_start=self.loaded_at, main_entry=time.time())
         self.script.train_valid_test_datasets_provider.is_distributed = True
+        parameters = inspect.signature(training.pretrain).parameters
+        if self.config.enabled:
+            from recover_megatron.megatron_hooks.fault_tolerance import FaultTolerance
+
+            recover = FaultTolerance(self.config)
+            recover.install()
+            recover.run(lambda: self._pretrain(training.pretrain, parameters))
+            return
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
-        self._pretrain(pretrain, inspect.signature(training.pretrain).parameters, store=store)
+        self._pretrain(pretrain, parameters, store=store)
 
     def _pretrain(self, pretrain: Callable[..., None], parameters: Any, **options: Any) -> None:
         """Call pretrain() in the form that this version has."""

@@ -85,27 +85,38 @@ def read_steps(path: Path) -> Iterator[Step]:
 
 
 class StepsFile:
-    """The writer of steps.jsonl: every line is whole on disk (as far as the kernel goes) when ``append`` returns."""
+    """The writer of steps.jsonl: every line is whole on disk (as far as the kernel goes) when ``append`` returns.
 
-    def __init__(self, path: Path, first_iteration: int) -> None:
-        """Open ``path`` to continue before ``first_iteration``.
+    ``last``: the iteration of the last line, 0 if there is none.
+    """
+
+    def __init__(self, path: Path, first_iteration: int | None) -> None:
+        """Open ``path`` to continue before ``first_iteration``; None: after whatever is there.
 
         Lines of a run before that reached ``first_iteration`` or further are superseded (it resumed from a checkpoint,
         or started afresh): the old file is kept as path.1, path.2, ..., and the new one begins with what still holds.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.last = 0
         if path.exists():
-            kept = [step for step in read_steps(path) if step.iteration < first_iteration]
+            kept = [step for step in read_steps(path) if first_iteration is None or step.iteration < first_iteration]
             text = "".join(step.to_json() + "\n" for step in kept)
             if text.encode() != path.read_bytes():
                 _set_aside(path)
                 path.write_text(text, encoding="utf-8")
+            self.last = kept[-1].iteration if kept else 0
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
+
+    @classmethod
+    def taken_over(cls, path: Path) -> StepsFile:
+        """Continue the file of a writer that is gone: a line that it left unfinished is cut off."""
+        return cls(path, None)
 
     def append(self, step: Step) -> None:
         """Add one line and hand it to the kernel, so that a killed worker leaves it whole."""
         self._file.write(step.to_json() + "\n")
         self._file.flush()
+        self.last = step.iteration
 
 
 def _set_aside(path: Path) -> None:

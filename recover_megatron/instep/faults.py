@@ -1,0 +1,30 @@
+"""Whose fault an exception is: this worker's own, or that of somebody it communicates with."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+_SIGNS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "NCCL error",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "NCCL communicator was aborted",
+)
+"""Texts of torch's communication errors that have no type of their own (gloo raises RuntimeError)."""
+
+
+def is_communication(error: BaseException) -> bool:
+    """Whether ``error`` came from an operation on a group of processes, so that another worker may be its cause."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def signature(error: BaseException) -> str:
+    """An exception in one line: equal for the same fault on another worker."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]

@@ -1,0 +1,133 @@
+"""Everything of one worker that lives and dies with one epoch: its switch, its rings, its groups between steps.
+
+    Generation(n) --ring(), control()--> groups, opened when first used
+          |
+          '--end(reason): from any thread; every operation of every group raises EpochRevoked, now and later
+                 |
+                 '--close(): nothing of this epoch touches a tensor any more; then Generation(n+1)
+
+Healthy replicas go on computing after ``end``: nothing here is used by what stays inside a replica.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from recover_megatron.collectives.epoch import Revocation
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.gloo import GlooBackend
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.opening import open_group
+from recover_megatron.collectives.ring import Hook
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What opening a group needs and no epoch changes."""
+
+    store: dist.Store
+    secret: bytes
+    device: torch.device
+    host: str = "127.0.0.1"
+    """The address at which the other workers reach this one."""
+    collective: Literal["ring", "native"] = "ring"
+    hook: Hook | None = None
+    """For tests and fault injection: see ``collectives.ring``."""
+    hanging: bool = False
+    """For tests: a transport that hangs instead of failing, as NCCL does."""
+
+
+@dataclass(frozen=True)
+class _Column:
+    """An ``Epoch`` (see collectives.epoch) restricted to some of its members."""
+
+    number: int
+    members: Sequence[int]
+    me: int
+    switch: Revocation
+
+    def on_revoke(self, callback: Callable[[str], None]) -> None:
+        self.switch.on_throw(lambda: callback(self.switch.reason))
+
+
+class Generation:
+    """The groups of epoch ``number`` at worker ``me``."""
+
+    def __init__(self, number: int, me: int, fabric: Fabric) -> None:
+        self.number = number
+        self._me = me
+        self._fabric = fabric
+        self._switch = Revocation(number)
+        self._rings: dict[tuple[int, ...], Group] = {}
+        self._controls: dict[tuple[str, tuple[int, ...]], GlooBackend] = {}
+
+    @property
+    def over(self) -> bool:
+        """Whether the epoch has ended: cheap."""
+        return self._switch.thrown
+
+    def end(self, reason: str) -> None:
+        """Make every operation of this epoch fail, now and later; from any thread."""
+        self._switch.throw(reason)
+
+    def check(self) -> None:
+        """Raise ``EpochRevoked`` if the epoch has ended."""
+        self._switch.check()
+
+    def ring(self, members: Sequence[int]) -> Group:
+        """The gradient ring of these workers, in this order.  Every one of them must ask.  Raises ``EpochRevoked``."""
+        key = tuple(members)
+        if key not in self._rings:
+            fabric = self._fabric
+            self._rings[key] = open_group(
+                _Column(self.number, key, self._me, self._switch),
+                fabric.store,
+                name=_name("ring", key),
+                secret=fabric.secret,
+                collective=fabric.collective,
+                device=fabric.device,
+                host=fabric.host,
+                hook=fabric.hook,
+                hanging=fabric.hanging,
+            )
+        return self._rings[key]
+
+    def control(self, name: str, members: Sequence[int]) -> GlooBackend:
+        """A gloo group of these workers for the small traffic between steps; as ``ring``."""
+        key = (name, tuple(members))
+        if key not in self._controls:
+            fabric = self._fabric
+            try:
+                self._controls[key] = GlooBackend(
+                    list(members).index(self._me),
+                    len(members),
+                    fabric.store,
+                    self._switch,
+                    ring=f"control/{name}/{_name('of', key[1])}/{self.number}",
+                    host=fabric.host,
+                )
+            except PeerLost as lost:
+                self.end(str(lost))
+                raise EpochRevoked(self.number, str(lost)) from lost
+        return self._controls[key]
+
+    def close(self) -> None:
+        """Give everything back; afterwards the buckets are the caller's.  Ends the epoch here if it has not ended."""
+        self.end("closed")
+        for ring in self._rings.values():
+            ring.close()
+        for control in self._controls.values():
+            control.close()
+        self._rings.clear()
+        self._controls.clear()
+
+
+def _name(kind: str, members: Sequence[int]) -> str:
+    """Tells groups of one epoch apart: two groups of the same workers are one group."""
+    return f"{kind}-{hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:24]}"

@@ -1,0 +1,157 @@
+"""The gradients of one worker on their way from the buffers to the rings, and what must share their fate.
+
+    buffers --(compute)--> LOCAL --submit, in one order--> rings --wait--> REDUCED --(commit)--> the optimizer
+                             ^                                                 |
+                             '---- re-run: REDUCED spans set aside, put back --'
+
+The *tail* is one more bucket, summed last, over the ring of the dense parameters: losses, token counts, and for each
+microbatch id how many replicas counted it, and which.  It is the audit: a step is committed only if every id was
+counted exactly once (``Tail.verify``), and what steps.jsonl says comes from the sum, not from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from recover_megatron.collectives.bucket import Aside, Bucket
+from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.progress import Handle
+from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.generation import Generation
+
+Column = tuple[int, ...]
+"""Worker ids, at launch, of those whose buckets are summed together."""
+
+
+class Gradients:
+    """The buckets of this worker, in the order in which every worker of their columns submits them.
+
+    ``parts``: (column, flat tensor) of each.  One instance serves all iterations.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Column, torch.Tensor]]) -> None:
+        self._parts = [(column, Bucket(tensor)) for column, tensor in parts]
+        self._ready = [False] * len(parts)
+        self._handles: list[Handle] = []
+        self._next = 0
+        self._stream: tuple[Generation, frozenset[int]] | None = None
+
+    @property
+    def columns(self) -> list[Column]:
+        """Every column once, in order."""
+        return list(dict.fromkeys(column for column, _ in self._parts))
+
+    def begin(self) -> None:
+        """A new iteration: everything is LOCAL."""
+        self.hold()
+        for _, bucket in self._parts:
+            bucket.ledger.clear()
+
+    def stream(self, generation: Generation, live: frozenset[int]) -> None:
+        """From now on a bucket is summed as soon as it and all before it are ready (--overlap-grad-reduce)."""
+        self.hold()
+        self._stream = generation, live
+
+    def hold(self) -> None:
+        """No bucket is submitted until ``reduce``; those under way were waited for or their epoch has ended."""
+        self._stream = None
+        self._ready = [False] * len(self._parts)
+        self._handles, self._next = [], 0
+
+    def ready(self, number: int) -> None:
+        """The last gradient of this pass has been added to bucket ``number``; called during the backward pass."""
+        self._ready[number] = True
+        if self._stream is None:
+            return
+        while self._next < len(self._parts) and self._ready[self._next]:
+            try:
+                self._submit(*self._stream)
+            except EpochRevoked:
+                self._stream = None  # told again where the step reduces; until then this replica goes on computing
+                return
+
+    def reduce(self, generation: Generation, live: frozenset[int], tail: Tail) -> None:
+        """Sum everything that is LOCAL, the tail last; afterwards all of it is REDUCED.  Raises ``EpochRevoked``."""
+        if self._stream is None:
+            self.hold()
+        while self._next < len(self._parts):
+            self._submit(generation, live)
+        self._stream = None
+        self._handles.append(generation.ring(alive(tail.column, live)).all_reduce(tail.bucket))
+        for handle in self._handles:
+            handle.wait()
+        self.hold()
+
+    def pull(self, generation: Generation, live: frozenset[int], tail: Tail) -> None:
+        """Take over what is REDUCED at any member of a column: it is final.  Raises ``EpochRevoked``."""
+        for column in dict.fromkeys([*self.columns, tail.column]):
+            buckets = [bucket for its, bucket in self._parts if its == column]
+            if column == tail.column:
+                buckets.append(tail.bucket)
+            generation.ring(alive(column, live)).pull(buckets)
+
+    def set_aside(self) -> list[Aside]:
+        """Copies of what is REDUCED, while lost microbatches run again into the same buffers."""
+        return [bucket.set_aside() for _, bucket in self._parts]
+
+    def _submit(self, generation: Generation, live: frozenset[int]) -> None:
+        column, bucket = self._parts[self._next]
+        self._handles.append(generation.ring(alive(column, live)).all_reduce(bucket))
+        self._next += 1
+
+
+def alive(column: Column, live: frozenset[int]) -> Column:
+    """Those of a column that have a place in the epoch, in the column's order."""
+    return tuple(worker for worker in column if worker in live)
+
+
+EXTRAS = 64
+"""Room for losses and token counts in the tail."""
+
+
+class Tail:
+    """See the module's text.  Layout, float64: [count of id 0..total-1 | replica+1 of id 0..total-1 | extras].
+
+    The size is the same at all members from the start, since a recovery may compare ledgers before anybody has filled
+    it.  ``extras``: any numbers that are summed over the column (losses, tokens); their meaning is the caller's.
+    """
+
+    def __init__(self, column: Column, total: int, device: torch.device) -> None:
+        self.column = column
+        self.total = total
+        self.bucket = Bucket(torch.zeros(2 * total + EXTRAS, dtype=torch.float64, device=device))
+
+    def fill(self, replica: int, ids: Sequence[int], extras: torch.Tensor, share: float) -> None:
+        """Set what this worker adds: the ids of all that it ran, and its extras (float64, flat, at most ``EXTRAS``).
+
+        ``share``: 1 / how many workers of this column stand in one replica: their counts add up to one.  What is
+        finished already is not touched.
+        """
+        if extras.numel() > EXTRAS:
+            raise ValueError(f"{extras.numel()} numbers to be logged per step, there is room for {EXTRAS}")
+        flat = torch.zeros(2 * self.total + EXTRAS, dtype=torch.float64)
+        where = torch.tensor(list(ids), dtype=torch.int64)
+        flat[where] = share
+        flat[self.total + where] = share * (replica + 1)
+        flat[2 * self.total : 2 * self.total + extras.numel()] = extras
+        aside = self.bucket.set_aside()
+        self.bucket.flat.copy_(flat)
+        aside.put_back()
+
+    def verify(self) -> dict[int, list[int]]:
+        """Replica -> ids it counted, from the finished sum.  Raises Disagreement unless each id was counted once."""
+        counts, replicas = self.bucket.flat[: 2 * self.total].cpu().view(2, -1).round(decimals=6).tolist()
+        wrong = {j: count for j, count in enumerate(counts) if count != 1}
+        if wrong:
+            raise Disagreement(f"microbatches counted other than once, of {self.total}: {wrong}")
+        counted: dict[int, list[int]] = {}
+        for j, replica in enumerate(replicas):
+            counted.setdefault(round(replica) - 1, []).append(j)
+        return dict(sorted(counted.items()))
+
+    @property
+    def extras(self) -> torch.Tensor:
+        """The sums of the extras, float64, on the host."""
+        return self.bucket.flat[2 * self.total :].cpu()

@@ -1,0 +1,292 @@
+"""A torch process group that outlives its members: the outside stays, the inside is that of the present epoch.
+
+Megatron keeps groups in a hundred places.  Those that reach over replicas (data-parallel ones and the default group)
+are replaced, once, by ``EpochGroup``: who holds it need not be told when workers are lost.  Its ``size`` and ``rank``
+are those among the workers that have a place now.  Groups inside a replica stay torch's own, and cost nothing.
+
+What an operation does depends on where the training is (``Traffic``):
+
+    STARTING    before the first epoch: torch's own group, as it was made
+    STEP        inside a training step, which sums by itself what crosses replicas: nothing is sent
+    SECTION     inside a section: a gloo group of the epoch; a revocation raises EpochRevoked ...
+    DEFERRED    ... or, in a section whose workers depend on each other inside their replica (evaluation), lets the rest
+                of the section run with what is at hand; its end tells
+    OPEN        anywhere else: the operation is a section of its own, tried again with whoever is left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.instep.recovery import Recovery
+
+
+class Mode(Enum):
+    """See the module's text."""
+
+    STARTING = "starting"
+    STEP = "step"
+    SECTION = "section"
+    DEFERRED = "deferred"
+    OPEN = "open"
+
+
+Operation = Callable[[Any], Any]
+"""Starts one collective on a backend and returns its work."""
+
+
+class Traffic:
+    """Routes the operations of all ``EpochGroup``s of a worker."""
+
+    def __init__(self) -> None:
+        self.mode = Mode.STARTING
+        self.recovery: Recovery | None = None
+
+    @contextmanager
+    def during(self, mode: Mode) -> Iterator[None]:
+        """Run a part of the training in ``mode``."""
+        before, self.mode = self.mode, mode
+        try:
+            yield
+        finally:
+            self.mode = before
+
+    def members(self, group: EpochGroup) -> tuple[int, ...]:
+        """The workers of a group that have a place now, in its order."""
+        if self.recovery is None or not self.recovery.started:
+            return group.workers
+        live = self.recovery.live
+        return tuple(worker for worker in group.workers if worker in live)
+
+    def run(self, group: EpochGroup, operation: Operation, alone: Callable[[], None]) -> None:
+        """Carry out one operation.  ``alone``: its effect if this worker were the only member."""
+        if self.mode is Mode.STARTING or self.recovery is None:
+            work = operation(group.original)
+            if work is not None:
+                work.wait()
+        elif self.mode is Mode.STEP:
+            alone()
+        elif self.mode is Mode.OPEN:
+            with self.during(Mode.SECTION):
+                self.recovery.section(f"{group.label} operation", lambda: self._inside(group, operation))
+        elif self.mode is Mode.DEFERRED and self.recovery.generation.over:
+            alone()
+        else:
+            try:
+                self._inside(group, operation)
+            except EpochRevoked:
+                if self.mode is not Mode.DEFERRED:
+                    raise
+                alone()
+
+    def _inside(self, group: EpochGroup, operation: Operation) -> None:
+        assert self.recovery is not None
+        generation = self.recovery.generation
+        self.recovery.strike("traffic")
+        try:
+            backend = generation.control(group.label, self.members(group))
+            backend.wait(backend.call(operation))
+        except PeerLost as lost:
+            generation.end(str(lost))
+            raise EpochRevoked(generation.number, str(lost)) from lost
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, at: int) -> None:
+    """What gathering from oneself alone leaves: the own part at its place."""
+    target.view(-1)[at * source.numel() : (at + 1) * source.numel()].copy_(source.reshape(-1))
+
+
+class EpochGroup(dist.ProcessGroup):
+    """See the module's text.  ``workers``: ids at launch, in rank order; ``original``: torch's group of all of them."""
+
+    def __init__(self, traffic: Traffic, original: dist.ProcessGroup, workers: tuple[int, ...], me: int, label: str):
+        self._rank_at_launch = workers.index(me)
+        self.workers = workers
+        self.label = label
+        self.original = original
+        self._me = me
+        self._traffic = traffic
+        super().__init__(self._rank_at_launch, len(workers))
+
+    # ---- who
+
+    def rank(self) -> int:
+        members = self._traffic.members(self)
+        return members.index(self._me) if self._me in members else -1
+
+    def size(self) -> int:
+        return len(self._traffic.members(self))
+
+    getRank, getSize = rank, size
+
+    def name(self) -> str:
+        return self.original.name()
+
+    getBackendName = name
+
+    @property
+    def group_name(self) -> str:
+        return self.original.group_name
+
+    def getGroupName(self) -> str:  # noqa: N802  torch's name
+        return self.original.group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self.original.group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.original._device_types
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return self.original.bound_device_id
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.original._get_backend(device)
+
+    def set_timeout(self, timeout: Any) -> None:
+        self.original.set_timeout(timeout)
+
+    def _set_default_timeout(self, timeout: Any) -> None:
+        self.original._set_default_timeout(timeout)
+
+    def shutdown(self) -> None:
+        self.original.shutdown()
+
+    def abort(self) -> None:
+        self.original.abort()
+
+    # ---- collectives, as torch.distributed calls them
+
+    def _run(self, operation: Operation, alone: Callable[[], None] = lambda: None) -> dist.Work:
+        self._traffic.run(self, operation, alone)
+        return _done()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda on: on.allreduce(tensors, opts or dist.AllreduceOptions()))
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:
+        for tensor in tensors:
+            options = dist.AllreduceOptions()
+            options.reduceOp = opts.reduceOp
+            self.allreduce([tensor], options)
+        return _done()
+
+    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
+        return self._run(lambda on: on.broadcast(tensors, opts))
+
+    def reduce(self, tensors: Any, opts: Any) -> dist.Work:
+        return self._run(lambda on: on.reduce(tensors, opts))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """The caller made room for those that were there when it asked: a loss meanwhile leaves the last places as is."""
+
+        def start(on: Any) -> Any:
+            size = self.size() if on is not self.original else len(self.workers)
+            return on.allgather([output[:size] for output in outputs], inputs, opts or dist.AllgatherOptions())
+
+        def alone() -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                output[self.rank()].copy_(tensor)
+
+        return self._run(start, alone)
+
+    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> dist.Work:
+        """As ``allgather``."""
+
+        def start(on: Any) -> Any:
+            size = self.size() if on is not self.original else len(self.workers)
+            room = output.view(-1)[: size * tensor.numel()]
+            return on._allgather_base(room, tensor.reshape(-1), opts or dist.AllgatherOptions())
+
+        return self._run(start, lambda: _copy(output, tensor, self.rank()))
+
+    all_gather_single = _allgather_base
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, tensor, opts)
+        return _done()
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        return self._run(lambda on: on.gather(outputs, inputs, opts))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
+        return self._run(lambda on: on.scatter(outputs, inputs, opts))
+
+    def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda on: on._reduce_scatter_base(output, tensor, opts or dist.ReduceScatterOptions()))
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        return self._run(lambda on: on.alltoall(outputs, inputs, opts or dist.AllToAllOptions()))
+
+    def alltoall_base(self, output: Any, tensor: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> dist.Work:
+        options = opts or dist.AllToAllOptions()
+        return self._run(lambda on: on.alltoall_base(output, tensor, out_sizes, in_sizes, options))
+
+    all_to_all_single = alltoall_base
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._run(lambda on: on.barrier(opts or dist.BarrierOptions()))
+
+    def monitored_barrier(self, *unused: Any, **unused_too: Any) -> None:
+        self.barrier()
+
+    def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
+        return self._run(lambda on: on.send(tensors, to, tag))
+
+    def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:
+        return self._run(lambda on: on.recv(tensors, source, tag))
+
+
+def _done() -> dist.Work:
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_result(None)
+    return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+def register(group: EpochGroup) -> None:
+    """Make torch.distributed know the group in place of its original."""
+    world = c10d._world
+    original = group.original
+    is_default = original is world.default_pg
+    world.pg_map[group] = world.pg_map[original]
+    world.pg_names[group] = world.pg_names[original]
+    world.pg_group_ranks[group] = dict(world.pg_group_ranks[original])
+    world.pg_backend_config[group] = world.pg_backend_config[original]
+    if original in world.pg_to_tag:
+        world.pg_to_tag[group] = world.pg_to_tag[original]
+    if is_default:
+        world.default_pg = group
+
+
+def renumber(ranks: dict[int, int]) -> None:
+    """Rewrite torch's map from global ranks to group ranks: ``ranks`` gives each worker's new global rank.
+
+    Workers without one keep a rank that nobody uses, so that the groups of a broken replica stay well-formed.
+    """
+    world = c10d._world
+    for group, known in list(world.pg_group_ranks.items()):
+        if isinstance(group, EpochGroup):
+            members = [worker for worker in group.workers if worker in ranks]
+            world.pg_group_ranks[group] = {ranks[worker]: at for at, worker in enumerate(members)}
+        else:
+            launch = _launch_ranks.setdefault(group, list(known))
+            world.pg_group_ranks[group] = {ranks.get(worker, -1 - worker): at for at, worker in enumerate(launch)}
+
+
+_launch_ranks: dict[dist.ProcessGroup, list[int]] = {}

@@ -1,0 +1,375 @@
+"""A worker's part in the run: epochs, decisions, sections that are tried again, and what becomes of an orphan.
+
+                 rendezvous                              rendezvous
+    PLACED(e) -------------> PLACED(e+1) ...  PLACED(e) ------------> no complete replica: the run ends, exit code 10
+        |
+        |  a worker of my own replica is gone (the session's thread sees it in the revoke; or my replica's
+        |  communication fails, which may be earlier)
+        v
+    SPARE --(joins every epoch without a place)--> the run's end
+
+Everything that needs workers of other replicas is part of a *decision*: a training step, an evaluation, a checkpoint, a
+barrier.  Every worker passes the same decisions in the same order and numbers them; a decision is over when all have
+reported it done (``agree``), and whoever is told otherwise meets the others and, but for a step, starts it again.
+
+An orphan's main thread may be stuck in a call that nothing wakes, so it is the session's thread that sees to it that
+the others need not wait: it shuts the replica's connections and starts the thread that joins in the orphan's name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.instep.errors import NoReplica, Orphaned
+from recover_megatron.instep.generation import Fabric, Generation
+from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.plan import Decision, Status, decide
+from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
+from recover_megatron.membership.session import Session
+from recover_megatron.workload import assign, quotas
+
+LINGER_SECONDS = 10.0
+"""How long a worker that is out of the run, or whose run has ended, waits for its main thread; then it just ends."""
+BLAME_SECONDS = 1.0
+"""How long to wait for the news of a death after my replica's communication failed, before saying so myself."""
+
+
+def _nothing(*unused: Any) -> None:
+    pass
+
+
+@dataclass
+class Hooks:
+    """What the training framework does at turning points.  All but ``planned`` may be called from another thread."""
+
+    abort_replica: Callable[[], None] = _nothing
+    """End all communication inside this worker's replica."""
+    planned: Callable[[Decision], None] = _nothing
+    """A new epoch: ranks and roles may have moved.  In the main thread."""
+    last_checkpoint: Callable[[], str] = lambda: "none was written"
+    strike: Callable[[str], None] = _nothing
+    """Fault injection: a phase was reached."""
+    log: Callable[..., None] = _nothing
+    """``log(event, **fields)``: into events.jsonl."""
+    iteration: Callable[[], int] = lambda: 0
+    """The training iteration under way, from 1."""
+
+
+@dataclass
+class Loss:
+    """Workers that an epoch found missing."""
+
+    iteration: int
+    workers: list[int]
+    replicas: list[int] = field(default_factory=list)
+
+
+class Recovery:
+    """See the module's text.  One per worker; the main thread calls it, the session's thread its revoke callback."""
+
+    def __init__(
+        self,
+        session: Session,
+        me: int,
+        grid: LaunchGrid,
+        fabric: Fabric,
+        hooks: Hooks,
+        *,
+        multiple_of: int = 1,
+        min_replicas: int = 1,
+    ) -> None:
+        self.session = session
+        self.me = me
+        self.grid = grid
+        self.hooks = hooks
+        self.replica, position = grid.place(me)
+        self.lane = grid.lane_of[position]
+        self.losses: list[Loss] = []
+        self._fabric = fabric
+        self._multiple_of = multiple_of
+        self._min_replicas = min_replicas
+        self._generation: Generation | None = None
+        self._decision: Decision | None = None
+        self._at = 0
+        self._pending: Decision | None = None
+        self._lock = threading.Lock()
+        self._spare: threading.Thread | None = None
+        self._code = 0
+        self._arrived = threading.Event()
+        self.microbatch: int | None = None
+        """The one that this worker has begun last."""
+        self._shares: dict[tuple[int, int], list[list[int]]] = {}
+        session.on_revoke(self._revoked)
+
+    # ---- views
+
+    @property
+    def generation(self) -> Generation:
+        """The groups of the present epoch."""
+        assert self._generation is not None, "start() was not called"
+        return self._generation
+
+    @property
+    def decision(self) -> Decision:
+        """What the present epoch decided."""
+        assert self._decision is not None, "start() was not called"
+        return self._decision
+
+    @property
+    def started(self) -> bool:
+        """Whether the first epoch was joined: before it a death ends the run."""
+        return self._decision is not None
+
+    @property
+    def live(self) -> frozenset[int]:
+        """The workers that have a place."""
+        return frozenset(self.decision.workers(self.grid))
+
+    def committed(self, number: int) -> bool:
+        """Whether a decision is known to be over."""
+        return self.session.committed >= number
+
+    def share(self, total: int) -> list[list[int]]:
+        """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
+        key = (self.decision.epoch, total)
+        if key not in self._shares:
+            replicas = self.decision.replicas
+            counts = quotas(total, replicas, multiple_of=self._multiple_of * self.grid.lanes)
+            every = assign(total, self.grid.lanes, replicas, counts, len(self.grid.replicas))
+            self._shares = {key: every[self.replica]}
+        return self._shares[key]
+
+    def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
+        """Report progress: see ``Session.mark``."""
+        self.microbatch = microbatch
+        self.session.mark(self.hooks.iteration(), phase, microbatch, waiting, allow)
+
+    def strike(self, phase: str) -> None:
+        """Fault injection."""
+        self.hooks.strike(phase)
+
+    # ---- the run
+
+    def start(self) -> None:
+        """Join the first epoch: from now on deaths are survived.  Raises as ``rendezvous`` does."""
+        self._join(Status(self.replica))
+
+    def finish(self) -> None:
+        """The training is over for this worker: leave in order, when all have come this far."""
+        self.section("end", lambda: None)
+        self.generation.close()
+        self.session.leave()
+
+    def begin(self) -> int:
+        """The number of the next decision."""
+        self._at += 1
+        return self._at
+
+    def pending(self, number: int) -> Decision | None:
+        """The plan of step ``number``, if the present epoch was made when others had begun it and this worker not."""
+        pending, self._pending = self._pending, None
+        return pending if pending is not None and pending.at == number else None
+
+    def check(self) -> None:
+        """Raise ``EpochRevoked`` if the present epoch is over, ``Orphaned`` if my replica is."""
+        self._leave_if_orphan()
+        self.generation.check()
+
+    def agree(self, number: int) -> None:
+        """Report the decision done and wait for all; raises as ``Session.agree`` does."""
+        self.strike("agree")
+        self.mark("agree", waiting=True)
+        self.session.agree(number)
+
+    def section(self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = _nothing) -> Any:
+        """Run something that needs all workers to its end: again from the start when an epoch ends in the middle.
+
+        ``run`` must either raise ``EpochRevoked`` or have no effect that a second run would double; ``reset`` undoes
+        the rest.
+        """
+        number = self.begin()
+        result = None
+        while True:
+            try:
+                self.check()
+                result = run()
+                self.agree(number)
+                return result
+            except EpochRevoked:
+                self.rendezvous(Status(self.replica, number))
+                if self.committed(number):  # only when all had reported it done, this worker too
+                    return result
+                reset()
+                self.hooks.log("again", what=kind)
+
+    def rendezvous(self, status: Status) -> None:
+        """Meet the others and take up the plan of the next epoch.
+
+        Raises ``Orphaned`` when this worker has no place any more, ``NoReplica`` when nobody has, ``Fenced`` and
+        ``CoordinatorLost`` when this worker is out.
+        """
+        self._leave_if_orphan()
+        self.generation.close()
+        self.strike("recovery")
+        self._join(status)
+
+    def _join(self, status: Status) -> None:
+        before = self._decision
+        started = time.perf_counter()
+        plan = self.session.join(status.to_json(), "asked for by a worker")
+        statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
+        decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
+        self._note_losses(before, decision)
+        if len(decision.replicas) < self._min_replicas:
+            self._give_up(decision)
+        if self.replica not in decision.replicas:
+            self._orphan("a worker of its replica has no place any more")
+            raise Orphaned(f"replica {self.replica} is broken")
+        with self._lock:
+            self._decision = decision
+            self._generation = Generation(plan.epoch, self.me, self._fabric)
+        if self.session.revoked or self.session.epoch != plan.epoch:
+            self._generation.end("the epoch was over before its groups were opened")
+        self._pending = decision if decision.step else None
+        if status.at == decision.at:
+            self._pending = None
+        self.hooks.planned(decision)
+        self.hooks.log(
+            "plan",
+            epoch=decision.epoch,
+            replicas=list(decision.replicas),
+            spares=list(decision.spares),
+            lost_workers=self.losses[-1].workers if self.losses and before else [],
+            seconds={"rendezvous": time.perf_counter() - started},
+        )
+
+    def _note_losses(self, before: Decision | None, decision: Decision) -> None:
+        known = set(self.grid_workers) if before is None else {*before.workers(self.grid), *before.spares}
+        now = {*decision.workers(self.grid), *decision.spares}
+        if missing := sorted(known - now):
+            replicas = sorted({self.grid.place(worker)[0] for worker in missing})
+            self.losses.append(Loss(self.hooks.iteration(), missing, replicas))
+
+    @property
+    def grid_workers(self) -> list[int]:
+        """Everybody at launch."""
+        return sorted(worker for replica in self.grid.replicas for worker in replica)
+
+    def _give_up(self, decision: Decision) -> None:
+        lost = "; ".join(f"iteration {loss.iteration}: {', '.join(map(str, loss.workers))}" for loss in self.losses)
+        wanted = f"{self._min_replicas} are wanted" if self._min_replicas > 1 else "one is needed"
+        message = (
+            f"{len(decision.replicas)} complete replicas are left, {wanted}. Workers lost: {lost or 'none'}; alive "
+            f"without a place: {len(decision.spares)}. Last checkpoint: {self.hooks.last_checkpoint()}"
+        )
+        self.session.give_up(EXIT_NO_REPLICA, message)
+        raise NoReplica(message)
+
+    # ---- orphans and spares
+
+    def replica_failed(self, error: BaseException) -> None:
+        """My replica's communication failed in the main thread: somebody of it is gone, or its connections are.
+
+        Returns when this worker has become a spare.
+        """
+        epoch = self.session.epoch
+        if self._spare is None and self.session.epoch == epoch and not self.session.revoked:
+            self.session.wait_revoked(BLAME_SECONDS)
+        self._orphan(f"{type(error).__name__}: {error}"[:500])
+
+    def wait_as_spare(self) -> int:
+        """Wait for the end of the run, in the main thread; returns the exit code."""
+        self._arrived.set()
+        assert self._spare is not None
+        self._spare.join()
+        return self._code
+
+    def _leave_if_orphan(self) -> None:
+        with self._lock:
+            orphan = self._spare is not None
+        if orphan or self._lost_of_mine():
+            self._orphan("a worker of its replica is gone")
+            raise Orphaned(f"replica {self.replica} is broken")
+
+    def _lost_of_mine(self) -> list[int]:
+        """Workers of my replica that the run does not count on any more."""
+        mine = set(self.grid.replicas[self.replica])
+        return sorted(mine - self.session.opened_members) if self.session.revoked else []
+
+    def _revoked(self, epoch: int, reason: str) -> None:
+        """In the session's thread: an epoch has ended, or (epoch 0) this worker's part in the run."""
+        with self._lock:
+            generation, started = self._generation, self.started
+        if generation is not None:
+            generation.end(reason)
+        if epoch == 0:
+            self._out(reason)
+        elif not started:
+            if self.session.dead:
+                names = ", ".join(map(str, sorted(self.session.dead)))
+                _say(f"worker {names} died before the training began, which is not survived yet: {reason}")
+                os._exit(1)
+        elif lost := self._lost_of_mine():
+            self._orphan(f"worker {', '.join(map(str, lost))} of its replica is gone")
+
+    def _orphan(self, note: str) -> None:
+        with self._lock:
+            if self._spare is not None:
+                return
+            self._spare = threading.Thread(target=self._be_spare, args=(note,), name="spare", daemon=True)
+        if self._generation is not None:
+            self._generation.end(note)
+        self.hooks.abort_replica()
+        self._spare.start()
+
+    def _be_spare(self, note: str) -> None:
+        try:
+            while True:
+                plan = self.session.join(Status(None, note=note).to_json(), f"replica {self.replica} is broken: {note}")
+                statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
+                decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
+                self._note_losses(self._decision, decision)
+                self._decision = decision
+                if not decision.replicas and self.session.left:
+                    self.session.leave()
+                    break
+                if len(decision.replicas) < self._min_replicas:
+                    self._give_up(decision)
+                self.session.idle()
+                self.session.wait_revoked()
+        except NoReplica:
+            self._code = EXIT_NO_REPLICA
+        except CoordinatorLost as lost:
+            self._code = lost.code
+        except Fenced:
+            self._code = EXIT_FENCED
+        if not self._arrived.wait(LINGER_SECONDS):
+            os._exit(self._code)
+
+    def _out(self, reason: str) -> None:
+        """This worker is out; a main thread that is stuck inside its replica must not keep the process."""
+        self.hooks.abort_replica()
+        code = EXIT_FENCED if self.session.fenced else self._exit_code()
+        timer = threading.Timer(LINGER_SECONDS, os._exit, [code])
+        timer.daemon = True
+        timer.start()
+
+    def _exit_code(self) -> int:
+        try:
+            self.session.check()
+        except CoordinatorLost as lost:
+            return lost.code
+        except (EpochRevoked, Fenced):
+            pass
+        return EXIT_FENCED
+
+
+def _say(message: str) -> None:
+    print(f"recover: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,110 @@
+"""Gradient buckets: where Megatron would sum a bucket over the data-parallel ranks, it is handed to the step instead.
+
+    register_grad_ready (the last parameter's gradient is in)  --start_grad_sync-->  Gradients.ready     may be summed
+    the schedule's end                                          (finalize is held back: see trainer)
+    the step is committed --finish_grad_sync-->  scaled, as Megatron would have before the sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from recover_megatron.instep.gradients import Gradients
+from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks.groups import column_of
+
+
+class Buckets:
+    """The bucket groups of this worker's model chunks, by the numbers that ``gradients`` knows them by."""
+
+    def __init__(self, model: Sequence[Any]) -> None:
+        self._groups: list[Any] = [
+            group
+            # The order of the backward pass: the last chunk first, and in a chunk as Megatron made them.
+            for chunk in reversed(model)
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+        ]
+        self._number: dict[int, list[int]] = {}
+        parts = []
+        for group in self._groups:
+            column = column_of(group.data_parallel_group)
+            for bucket in group.buckets:
+                self._number.setdefault(id(group), []).append(len(parts))
+                parts.append((column, bucket.grad_data))
+        self.gradients = Gradients(parts)
+        self.committed = False
+        self._settled: set[int] = set()
+
+    def knows(self, group: Any) -> bool:
+        """Whether this is one of the model's bucket groups."""
+        return id(group) in self._number
+
+    def ready(self, group: Any) -> None:
+        """All gradients of this pass are in the group's buckets."""
+        self._settle(group)
+        for number in self._number[id(group)]:
+            self.gradients.ready(number)
+
+    def new_pass(self) -> None:
+        """Another pass over the model begins: every parameter will be counted again."""
+        self._settled.clear()
+        for group in self._groups:
+            group.per_param_grad_ready_counts = {}
+
+    def settle(self) -> None:
+        """The pass is over: every bucket holds what is to be summed."""
+        for group in self._groups:
+            if id(group) not in self._settled:
+                self._settle(group)
+
+    def _settle(self, group: Any) -> None:
+        """Copy in gradients that are kept outside the buffer, and check all of them where asked for."""
+        self._settled.add(id(group))
+        for bucket in group.buckets:
+            for param in getattr(bucket, "params_with_extra_main_grads", ()):
+                if getattr(param, "main_grad_copy_in_grad_buffer", None) is not None:
+                    param.main_grad_copy_in_grad_buffer.copy_(param.main_grad)
+        config = group.ddp_config
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            group.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
+
+    def finish(self, group: Any) -> None:
+        """The sum of this group is final: scale it, and tell Megatron that it is there."""
+        with torch.no_grad():
+            for bucket in group.buckets:
+                if bucket.gradient_scaling_factor != 1.0:
+                    bucket.grad_data *= bucket.gradient_scaling_factor
+        if hasattr(group, "_copy_back_extra_main_grads"):
+            group._copy_back_extra_main_grads()
+        group.grad_reduce_finished = True
+
+
+def install(current: Callable[[], Buckets | None]) -> None:
+    """Wrap the two methods; ``current`` gives the buckets once a step has begun."""
+
+    def start(original: Callable[..., None]) -> Callable[..., None]:
+        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            buckets = current()
+            if buckets is None or not buckets.knows(self):
+                original(self, *args, **kwargs)
+            elif not buckets.committed:
+                buckets.ready(self)
+
+        return start_grad_sync
+
+    def finish(original: Callable[..., None]) -> Callable[..., None]:
+        def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            buckets = current()
+            if buckets is None or not buckets.knows(self):
+                original(self, *args, **kwargs)
+            elif buckets.committed:
+                buckets.finish(self)
+
+        return finish_grad_sync
+
+    seams.wrap(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), start)
+    seams.wrap(_ParamAndGradBucketGroup, "finish_grad_sync", ("self", "force_all_reduce"), finish)

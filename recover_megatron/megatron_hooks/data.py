@@ -1,0 +1,181 @@
+"""Microbatches by id, out of Megatron's own datasets, with the loader's worker processes reading ahead.
+
+    Source.begin(consumed, ids, total)   an iteration starts: these ids of it are mine, and (until told otherwise) of
+                                         those after it: the loader reads them ahead, in order
+    Source.get(j)                        microbatch j of this iteration; one that is not mine is read on the spot
+
+Microbatch j of the iteration that starts at ``consumed`` samples is samples consumed + j*size .. + size-1: the order in
+which stock Megatron deals them (--dataloader-type single).  Samples carry their number with them (``TaggedDataset``), so
+what ``get`` returns is checked, not believed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.training import training
+
+from recover_megatron.instep.errors import Disagreement
+from recover_megatron.megatron_hooks import seams
+
+SAMPLE = "recover_sample"
+"""The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""
+
+Batch = dict[str, Any]
+
+
+class TaggedDataset(torch.utils.data.Dataset):
+    """A dataset whose samples say which they are; everything else is the dataset's own."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {**self._dataset[index], SAMPLE: int(index)}
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling (a loader's spawned process) asks before __init__ has run.
+        if name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class Source:
+    """See the module's text.  ``loader``: as Megatron built it over a ``TaggedDataset``; its settings are kept."""
+
+    def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int) -> None:
+        self._size = size
+        self._dataset = loader.dataset
+        self._collate = loader.collate_fn
+        self._plan: tuple[tuple[int, ...], int] | None = None
+        self._consumed = self.position = consumed
+        self._cursor = 0  # of the reading ahead: index into the ids of the iteration at self._ahead
+        self._ahead = consumed
+        self._asked: deque[int] = deque()  # first samples of the microbatches that the loader is reading
+        self._here: dict[int, Batch] = {}
+        self._loader = torch.utils.data.DataLoader(
+            loader.dataset,
+            batch_sampler=_Feed(self._next),
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            collate_fn=loader.collate_fn,
+            persistent_workers=loader.persistent_workers,
+            worker_init_fn=loader.worker_init_fn,
+            prefetch_factor=loader.prefetch_factor,
+        )
+        self._batches: Iterator[Batch] | None = None
+
+    def begin(self, consumed: int, ids: Sequence[int], total: int) -> None:
+        """An iteration of ``total`` microbatches starts at ``consumed`` samples, ``ids`` of it are mine."""
+        expected = self._consumed + (0 if self._plan is None else self._plan[1] * self._size)
+        if self._plan != (tuple(ids), total) or consumed != expected:
+            self._ahead, self._cursor = consumed, 0
+        self._plan = tuple(ids), total
+        self._consumed = consumed
+        for old in [first for first in self._here if first < consumed]:
+            del self._here[old]
+
+    def get(self, j: int) -> Batch:
+        """Microbatch ``j`` of this iteration.  Raises IndexError beyond the end of the dataset."""
+        first = self._consumed + j * self._size
+        while first not in self._here and (first in self._asked or self._coming(first)):
+            if self._batches is None:
+                self._batches = iter(self._loader)
+            batch = next(self._batches)
+            self._here[self._asked.popleft()] = batch
+        batch = self._here.pop(first, None)
+        if batch is None:
+            samples = range(first, first + self._size)
+            if samples.stop > len(self._dataset):  # type: ignore[arg-type]
+                raise IndexError(f"samples {samples} are beyond the end of the dataset")
+            batch = self._collate([self._dataset[sample] for sample in samples])
+        read = batch.pop(SAMPLE).tolist()
+        if read != list(range(first, first + self._size)):
+            raise Disagreement(f"microbatch {j} should be samples from {first} on, the loader gave {read}")
+        return batch
+
+    def _coming(self, first: int) -> bool:
+        """Whether the reading ahead would ask for this microbatch in this iteration."""
+        assert self._plan is not None
+        ids = self._plan[0]
+        return self._ahead == self._consumed and first in (self._consumed + j * self._size for j in ids[self._cursor :])
+
+    def _next(self) -> list[int] | None:
+        """The samples that the loader should read next; None: the dataset is at its end."""
+        assert self._plan is not None
+        ids, total = self._plan
+        while True:
+            if self._cursor == len(ids):
+                self._ahead, self._cursor = self._ahead + total * self._size, 0
+            first = self._ahead + ids[self._cursor] * self._size
+            if first + self._size > len(self._dataset):  # type: ignore[arg-type]
+                return None
+            self._cursor += 1
+            if first not in self._asked and first not in self._here:
+                self._asked.append(first)
+                return list(range(first, first + self._size))
+
+    # ---- Megatron wraps a loader in an iterator, and never asks it for anything but its length
+
+    def __len__(self) -> int:
+        return len(self._dataset) // self._size  # type: ignore[arg-type]
+
+    def __iter__(self) -> Source:
+        return self
+
+    def __next__(self) -> Batch:
+        raise Disagreement("a batch was asked for past the hooks: which microbatch it is cannot be known")
+
+
+class _Feed:
+    """The batch sampler: asked in the training process whenever the loader has room to read ahead."""
+
+    def __init__(self, ask: Callable[[], list[int] | None]) -> None:
+        self._ask = ask
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while (samples := self._ask()) is not None:
+            yield samples
+
+
+class Microbatches:
+    """The microbatches of one pass over the ids ``ids``, as a schedule's data iterator; ``reached(j)`` before each."""
+
+    def __init__(self, source: Source, ids: Sequence[int], reached: Callable[[], None]) -> None:
+        self._source = source
+        self._ids = iter(ids)
+        self._reached = reached
+
+    def __iter__(self) -> Microbatches:
+        return self
+
+    def __next__(self) -> Batch:
+        self._reached()
+        return self._source.get(next(self._ids))
+
+
+def source_of(iterator: Any) -> Source | None:
+    """The source behind what Megatron hands to a schedule; None where this worker reads no data."""
+    inner = getattr(iterator, "iterable", iterator)
+    return inner if isinstance(inner, Source) else None
+
+
+def install() -> None:
+    """Wrap the seam where Megatron builds its loaders."""
+    seams.wrap(training, "build_pretraining_data_loader", ("dataset", "consumed_samples"), _with_sources)
+
+
+def _with_sources(build: Callable[..., Any]) -> Callable[..., Any]:
+    def build_pretraining_data_loader(dataset: Any, consumed_samples: int, *args: Any, **kwargs: Any) -> Any:
+        if dataset is None:
+            return build(dataset, consumed_samples, *args, **kwargs)
+        loader = build(TaggedDataset(dataset), consumed_samples, *args, **kwargs)
+        return Source(loader, loader.batch_sampler.micro_batch_size, consumed_samples)
+
+    return build_pretraining_data_loader

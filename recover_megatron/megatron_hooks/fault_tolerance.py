@@ -1,0 +1,222 @@
+"""--recover, put together: what is installed before Megatron starts, and how a worker's part in the run ends.
+
+    install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
+    run(call)   calls Megatron's pretrain(), and decides what its end means:
+
+        it returns, or exits with 0     the training is over: leave in order
+        Orphaned, or the replica's      a spare until the run ends
+          communication failed
+        NoReplica, CoordinatorLost      the run has ended, with an exit code of its own
+        Fenced                          this worker was put out: exit code 13
+        anything else                   a fault of this worker: its traceback goes to its log and to the coordinator
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from megatron.training import get_args
+
+from recover_megatron import hostdevice
+from recover_megatron.arguments import RecoverConfig
+from recover_megatron.chaos.injector import Injector
+from recover_megatron.chaos.spec import parse_spec
+from recover_megatron.errors import UserError
+from recover_megatron.instep.errors import NoReplica, Orphaned
+from recover_megatron.instep.faults import is_communication, signature
+from recover_megatron.instep.generation import Fabric
+from recover_megatron.instep.plan import Decision
+from recover_megatron.instep.recovery import Hooks, Recovery
+from recover_megatron.megatron_hooks import data, seams
+from recover_megatron.megatron_hooks.groups import Groups
+from recover_megatron.megatron_hooks.records import Records
+from recover_megatron.megatron_hooks.training import TrainingHooks
+from recover_megatron.membership.auth import find_secret
+from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced, SecretError
+from recover_megatron.membership.records import Settings
+from recover_megatron.membership.worker import COORDINATOR_VARIABLE, connect
+
+HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
+"""Boundaries of the ring's messages -> the phase of a fault specification."""
+
+
+class FaultTolerance:
+    """See the module's text.  One per worker."""
+
+    def __init__(self, config: RecoverConfig) -> None:
+        self._config = config
+        self._me = int(os.environ["RANK"])
+        self._iteration = 0
+        self._injector = Injector(parse_spec(config.inject) if config.inject else [], self._me)
+        self._groups = Groups(self._me)
+        self._records = Records(config.log_dir)
+        self._device = torch.device("cpu" if hostdevice.is_active() else "cuda")
+        self._training = TrainingHooks(self._groups.traffic, self._make_recovery, self._records, self._device)
+        self._session = self._connect()
+
+    def install(self) -> None:
+        """Wrap all seams; raises UserError if this Megatron's are not the ones we know."""
+        self._groups.install()
+        data.install()
+        self._training.install()
+        if self._injector.active:
+            seams.wrap(schedules, "backward_step", ("input_tensor", "output_tensor"), self._striking_backward)
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Train to the end.  Returns when the training is over; does not return from any other end."""
+        try:
+            code: Any = 0
+            try:
+                call()
+            except SystemExit as exit_:
+                code = exit_.code
+                if code not in (0, None):
+                    raise
+            if self._training.begun:
+                self._training.recovery.finish()
+            else:
+                self._session.leave()
+        except UserError:
+            raise
+        except BaseException as error:  # noqa: BLE001  the boundary of the worker: every end has its meaning here
+            self._ended_by(error)
+        if code == 0:
+            return
+        sys.exit(code)
+
+    # ---- how it ends
+
+    def _ended_by(self, error: BaseException) -> NoReturn:
+        recovery = self._training.recovery if self._training.begun else None
+        started = recovery is not None and recovery.started
+        if isinstance(error, NoReplica):
+            _end(EXIT_NO_REPLICA, f"the run ends: {error}")
+        if isinstance(error, Fenced):
+            _end(EXIT_FENCED, f"worker {self._me} was put out of the run, which goes on without it: {error}")
+        if isinstance(error, CoordinatorLost):
+            _end(error.code, f"the run ends for worker {self._me}: {error}")
+        if started and (isinstance(error, Orphaned) or is_communication(error)):
+            assert recovery is not None
+            self._be_spare(recovery, error)
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            _end(error.code, f"worker {self._me} exits with {error.code}")
+        text = "".join(traceback.format_exception(error))
+        print(text, file=sys.stderr, flush=True)
+        if started:
+            assert recovery is not None
+            iteration, microbatch = self._iteration_now(), recovery.microbatch
+            self._session.last_words(iteration, microbatch, signature(error), text, recovery.replica)
+        _end(1, f"worker {self._me} ends by an exception of its own ({signature(error)[:200]}); its traceback is above")
+
+    def _be_spare(self, recovery: Recovery, error: BaseException) -> NoReturn:
+        reason = str(error)
+        if not isinstance(error, Orphaned):
+            recovery.replica_failed(error)
+        # The frames of the training hold its tensors, and connections that others wait to see closed.
+        error.__traceback__ = None
+        print(
+            f"recover: worker {self._me} has no place any more ({reason[:300]}); it waits as a spare",
+            file=sys.stderr,
+            flush=True,
+        )
+        code = recovery.wait_as_spare()
+        _end(code, f"the run has ended; spare worker {self._me} ends with it")
+
+    # ---- making the parts
+
+    def _connect(self) -> Any:
+        config = self._config
+        addresses = os.environ.get(COORDINATOR_VARIABLE) or config.coordinator
+        if not addresses:
+            raise UserError(
+                "--recover needs a coordinator: start the workers with recover-run, which brings one, or start "
+                "recover-coordinator and name it with --recover-coordinator HOST:PORT"
+            )
+        settings = Settings(
+            heartbeat_interval=config.heartbeat_interval,
+            heartbeat_timeout=config.heartbeat_timeout,
+            hang_timeout=config.hang_timeout,
+            start_timeout=START_SECONDS,
+        )
+        try:
+            return connect(settings, environ={**os.environ, COORDINATOR_VARIABLE: addresses})
+        except (SecretError, ValueError) as error:
+            raise UserError(f"--recover: {error}") from None
+
+    def _make_recovery(self) -> Recovery:
+        args, config, groups = get_args(), self._config, self._groups
+        assert groups.grid is not None
+        fabric = Fabric(
+            store=dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False),
+            secret=find_secret(os.environ),
+            device=self._device,
+            host=_my_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+            collective=config.collective,
+            hook=self._ring_hook if self._injector.active else None,
+        )
+        hooks = Hooks(
+            abort_replica=groups.inside.end,
+            planned=self._planned,
+            last_checkpoint=self._records.last_checkpoint,
+            strike=self._strike,
+            log=lambda event, **fields: self._records.log(self._training.recovery, event, **fields),
+            iteration=self._iteration_now,
+        )
+        interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
+        return Recovery(
+            self._session,
+            self._me,
+            groups.grid,
+            fabric,
+            hooks,
+            multiple_of=args.pipeline_model_parallel_size if interleaved else 1,
+            min_replicas=config.min_replicas,
+        )
+
+    def _planned(self, decision: Decision) -> None:
+        self._groups.planned(decision)
+
+    def _iteration_now(self) -> int:
+        return getattr(get_args(), "curr_iteration", -1) + 1
+
+    # ---- fault injection
+
+    def _strike(self, phase: str) -> None:
+        if self._injector.active:
+            self._injector.at(phase, self._iteration_now())
+
+    def _ring_hook(self, boundary: str, hop: int) -> None:
+        if boundary in HALVES:
+            self._strike(HALVES[boundary])
+
+    def _striking_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward_step(*args: Any, **kwargs: Any) -> Any:
+            self._strike("backward")
+            return original(*args, **kwargs)
+
+        return backward_step
+
+
+START_SECONDS = 3600.0
+"""How long the workers may take from their start to the first iteration: data sets are indexed, checkpoints are read."""
+
+
+def _my_address(host: str, port: int) -> str:
+    """The address of this machine on the way to ``host``: at it the other workers reach this one."""
+    with socket.create_connection((host, port), timeout=60) as connection:
+        return str(connection.getsockname()[0])
+
+
+def _end(code: int, message: str) -> NoReturn:
+    """End the process now: the groups of dead workers could keep an orderly end waiting for good."""
+    print(f"recover: {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,109 @@
+"""What a run leaves for people: steps.jsonl and events.jsonl, by one writer at a time.
+
+Every replica has a candidate (last stage, first tensor and context rank, first lane), which keeps the last steps in
+memory; the candidate of the first replica writes.  When that replica is lost the next candidate takes the file over: it
+adds what the old writer had committed and not written yet, so no committed step is missing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.training import get_args
+
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.step import Outcome
+from recover_megatron.report.events import EVENTS_FILE, EventsFile
+from recover_megatron.report.steps import Step, StepsFile
+
+KEPT = 64
+"""Steps that a candidate remembers: the writer is at most one step ahead of its successor."""
+
+
+class Records:
+    """The records of one worker, and on one of them the files.  ``folder`` None: nothing is written."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._steps: deque[Step] = deque(maxlen=KEPT)
+        self._file: StepsFile | None = None
+        self._events: EventsFile | None = None
+        self._checkpoint = ""
+        self._first = True
+
+    def step(self, recovery: Recovery, outcome: Outcome, result: tuple[Any, ...], seconds: float) -> None:
+        """A step is over: ``result`` is what train_step returned."""
+        if not self._candidate(recovery):
+            return
+        args = get_args()
+        loss, grad_norm = result[0].get("lm loss"), result[5]
+        total = sum(map(len, outcome.counted.values()))
+        step = Step(
+            iteration=args.curr_iteration + 1,
+            loss=None if loss is None else float(loss),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            consumed_samples=args.consumed_train_samples + total * args.micro_batch_size,
+            epoch=recovery.decision.epoch,
+            replicas=len(outcome.counted),
+            seconds=seconds,
+            microbatches=outcome.counted,
+        )
+        self._steps.append(step)
+        if self._writes(recovery):
+            self._write()
+            if outcome.seconds:
+                reran = {str(replica): ids for replica, ids in outcome.reran.items()}
+                self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=_rounded(outcome.seconds))
+        self._first = False
+
+    def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
+        """Add an event, if this worker is the writer."""
+        if self._folder is None or not recovery.started or not self._candidate(recovery) or not self._writes(recovery):
+            return
+        if self._events is None:
+            self._events = EventsFile(self._folder / EVENTS_FILE)
+        self._events.append(event, worker=recovery.me, iteration=get_args().curr_iteration + 1, **fields)
+
+    def saved(self, iteration: int) -> None:
+        """A checkpoint of ``iteration`` is complete (one saved asynchronously: is being written)."""
+        args = get_args()
+        state = " (written asynchronously: see its tracker file)" if args.async_save else ""
+        self._checkpoint = f"iteration {iteration} in {args.save}{state}"
+
+    def last_checkpoint(self) -> str:
+        """In words, for messages."""
+        args = get_args()
+        if self._checkpoint:
+            return self._checkpoint
+        if args.load and args.iteration:
+            return f"iteration {args.iteration} in {args.load} (from which this run started)"
+        return "none was written (--save and --save-interval write them)"
+
+    def _candidate(self, recovery: Recovery) -> bool:
+        return (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+            and recovery.lane == 0
+        )
+
+    def _writes(self, recovery: Recovery) -> bool:
+        return recovery.replica == recovery.decision.replicas[0]
+
+    def _write(self) -> None:
+        if self._folder is None:
+            return
+        if self._file is None:
+            path = self._folder / "steps.jsonl"
+            self._file = StepsFile(path, self._steps[-1].iteration) if self._first else StepsFile.taken_over(path)
+        for step in list(self._steps):
+            if step.iteration > self._file.last:
+                self._file.append(step)
+        self._steps.clear()
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in seconds.items()}

@@ -1,0 +1,55 @@
+"""Random numbers of a microbatch: a function of (seed, iteration, microbatch, position), never of who runs it.
+
+Megatron draws them from streams that go on from microbatch to microbatch; with uneven quotas those would part.  Here
+each forward pass starts from states of its own: the default stream is the same on all tensor-parallel ranks of a stage,
+as in Megatron, and so is every tracked one but those whose purpose it is to differ (they hold the tensor and expert
+ranks in their seed).  Activation recomputation saves and restores states by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.training import get_args
+
+_MASK = (1 << 64) - 1
+SAME_ON_TENSOR_RANKS = ("data-parallel-rng",)
+
+
+def mix(*numbers: int) -> int:
+    """63 well-mixed bits of a sequence of integers (the finaliser of SplitMix64, chained)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 30)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+class MicrobatchSeeds:
+    """Sets the states before a forward pass.  ``device``: that of the model's random numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._scratch = torch.Generator(device=device)
+        self._device = device
+
+    def seed(self, iteration: int, microbatch: int, chunk: int) -> None:
+        """Start microbatch ``microbatch`` of ``iteration`` (from 1) on model chunk ``chunk``."""
+        args = get_args()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        base = mix(args.seed, iteration, microbatch, stage, chunk)
+        torch.manual_seed(base)
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        states = tracker.get_states()
+        if not states:
+            return
+        ranks = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+        )
+        for number, name in enumerate(sorted(states)):
+            own = (0,) if name in SAME_ON_TENSOR_RANKS else ranks
+            self._scratch.manual_seed(mix(base, number + 1, *own))
+            states[name] = self._scratch.get_state()
+        tracker.set_states(states)

@@ -1,0 +1,187 @@
+"""One training step on Megatron's own schedule: what ``instep.step`` asks of a training framework.
+
+    compute(ids)   the schedule that Megatron chose, with our microbatches, their number, and their random numbers; its
+                   last act, finalize_model_grads, is held back (what it was called with is kept)
+    extras()       [tokens | per logged loss: sum, count] of all passes of this step
+    finish(...)    the step is committed: finalize_model_grads, once, with the token count of the whole batch
+
+Losses are divided by the launch's number of microbatches however many this replica runs: the schedules ask
+``forward_step_calc_loss`` by name, and it is told the nominal number (``NominalCount``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
+
+from recover_megatron.instep.gradients import Gradients
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks.accumulated import Accumulated
+from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.data import Microbatches, source_of
+from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
+
+
+class NominalCount:
+    """While ``count`` is set, every loss is divided by it instead of by the number of microbatches of the pass."""
+
+    def __init__(self) -> None:
+        self.count: int | None = None
+
+    def install(self) -> None:
+        parameters = (
+            "model", "output_tensor", "loss_func", "config", "vp_stage", "collect_non_loss_data", "num_microbatches",
+        )  # fmt: skip
+        seams.wrap(schedules, "forward_step_calc_loss", parameters, self._wrap)
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        place = 6
+
+        def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
+            if self.count is not None:
+                if len(args) > place:
+                    args = (*args[:place], self.count, *args[place + 1 :])
+                else:
+                    kwargs["num_microbatches"] = self.count
+            return original(*args, **kwargs)
+
+        return forward_step_calc_loss
+
+
+class MegatronTrainer:
+    """One step of one worker.  ``call``: the keyword arguments with which Megatron called the schedule."""
+
+    def __init__(
+        self,
+        schedule: Callable[..., Any],
+        call: dict[str, Any],
+        buckets: Buckets,
+        recovery: Recovery,
+        seeds: MicrobatchSeeds,
+        accumulated: Accumulated,
+        iteration: int,
+    ) -> None:
+        self._schedule = schedule
+        self._call = call
+        self._model = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        self._buckets = buckets
+        self._recovery = recovery
+        self._seeds = seeds
+        self._accumulated = accumulated
+        self._iteration = iteration
+        self._losses: list[dict[str, torch.Tensor]] = []
+        self._tokens = 0
+        self._finalize_call: dict[str, Any] = {}
+
+    @property
+    def gradients(self) -> Gradients:
+        return self._buckets.gradients
+
+    def compute(self, ids: Sequence[int], *, again: bool) -> None:
+        """See ``instep.step.Trainer``."""
+        self._buckets.new_pass()
+        before = self._accumulated.counts(self._model)
+        with self._finalize_held():
+            losses = self._schedule(
+                **{
+                    **self._call,
+                    "forward_step_func": self._forward_step(ids),
+                    "data_iterator": self._iterators(ids),
+                    "num_microbatches": len(ids),
+                }
+            )
+        self._accumulated.check(self._model, before, len(ids))
+        self._losses += losses or []
+
+    def settle(self) -> None:
+        self._buckets.settle()
+
+    def extras(self) -> torch.Tensor:
+        """[tokens | for each logged loss: its sum, its count]; losses exist on the last stage alone."""
+        numbers = [float(self._tokens)]
+        for key in self._losses[0] if self._losses else ():
+            values = [loss[key].detach().double().view(-1).cpu() for loss in self._losses]
+            if values[0].numel() == 1:  # a mean over a microbatch, not a sum over tokens
+                numbers += [float(sum(values)), float(len(values))]
+            else:
+                numbers += torch.stack(values).sum(dim=0).tolist()
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def finish(self, extras: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        """Let Megatron finish the gradients; returns the losses of the whole batch as one microbatch's.
+
+        ``extras``: those of the whole batch.
+        """
+        config = get_model_config(self._model[0])
+        call = dict(self._finalize_call)
+        if call.get("num_tokens") is not None:
+            call["num_tokens"] = torch.full_like(call["num_tokens"], round(float(extras[0])))
+        self._buckets.committed = True
+        try:
+            config.finalize_model_grads_func(**call)
+        finally:
+            self._buckets.committed = False
+        if not self._losses:
+            return []
+        whole, at = {}, 1
+        for key, like in self._losses[0].items():
+            total, count = extras[at], extras[at + 1]
+            at += 2
+            value = torch.stack([total, count]) if like.numel() == 2 else (total / count).view(1)
+            whole[key] = value.to(device=like.device, dtype=torch.float32)
+        return [whole]
+
+    # ---- inside
+
+    def _iterators(self, ids: Sequence[int]) -> Any:
+        given = self._call["data_iterator"]
+
+        def iterator(of: Any) -> Any:
+            source = source_of(of)
+            if source is None:
+                return None
+            return Microbatches(source, ids, lambda: self._recovery.strike("data"))
+
+        return [iterator(one) for one in given] if isinstance(given, list) else iterator(given)
+
+    def _forward_step(self, ids: Sequence[int]) -> Callable[..., Any]:
+        """The user's forward step; the k-th call on a chunk is microbatch ``ids[k]``."""
+        original = self._call["forward_step_func"]
+        chunks = {id(chunk): number for number, chunk in enumerate(self._model)}
+        calls = dict.fromkeys(chunks, 0)
+
+        def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            j = ids[calls[id(model)]]
+            calls[id(model)] += 1
+            self._recovery.mark("forward", microbatch=j)
+            self._recovery.strike("forward")
+            self._seeds.seed(self._iteration, j, chunks[id(model)])
+            return original(data_iterator, model, *args, **kwargs)
+
+        return forward_step
+
+    @contextmanager
+    def _finalize_held(self) -> Iterator[None]:
+        config = get_model_config(self._model[0])
+        original = config.finalize_model_grads_func
+
+        def hold(
+            model: Any, num_tokens: torch.Tensor | None = None, pg_collection: Any = None, **kwargs: Any
+        ) -> None:
+            self._finalize_call = {"model": model, "num_tokens": num_tokens, **kwargs}
+            if pg_collection is not None:
+                self._finalize_call["pg_collection"] = pg_collection
+            if num_tokens is not None:
+                self._tokens += int(num_tokens)
+
+        config.finalize_model_grads_func = hold
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func = original

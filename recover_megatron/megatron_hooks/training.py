@@ -1,0 +1,229 @@
+"""Megatron's training loop, hooked: the one place that knows where in the loop what happens.
+
+    train()                         joins the first epoch; from here on deaths are survived
+      train_step()
+        forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
+        optimizer.step()            inside a replica: needs nobody else
+      training_log()                barriers: sections of their own
+      evaluate()                    a section: its microbatches are shared out, too
+      save_checkpoint()             a section: written again from the start by whoever is left
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args, training
+
+from recover_megatron.instep.gradients import Tail
+from recover_megatron.instep.process_group import Mode, Traffic
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.step import Outcome, Step
+from recover_megatron.megatron_hooks import buckets as buckets_module
+from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks.accumulated import Accumulated
+from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.data import Microbatches, Source, source_of
+from recover_megatron.megatron_hooks.groups import column_of
+from recover_megatron.megatron_hooks.records import Records
+from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
+from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
+
+
+class TrainingHooks:
+    """See the module's text.  ``recovery`` is made when ``train`` begins: ``make_recovery`` does it."""
+
+    def __init__(
+        self, traffic: Traffic, make_recovery: Callable[[], Recovery], records: Records, device: torch.device
+    ) -> None:
+        self._traffic = traffic
+        self._make_recovery = make_recovery
+        self._records = records
+        self._device = device
+        self._seeds = MicrobatchSeeds(device)
+        self._nominal = NominalCount()
+        self._accumulated = Accumulated()
+        self._buckets: Buckets | None = None
+        self._recovery: Recovery | None = None
+        self._outcome: Outcome | None = None
+        self._eval_starts: dict[int, int] = {}
+
+    @property
+    def recovery(self) -> Recovery:
+        assert self._recovery is not None, "training has not begun"
+        return self._recovery
+
+    @property
+    def begun(self) -> bool:
+        """Whether ``train`` has been entered."""
+        return self._recovery is not None
+
+    def install(self) -> None:
+        """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
+        step = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config")
+        self._nominal.install()
+        self._accumulated.install()
+        buckets_module.install(lambda: self._buckets)
+        seams.wrap(training, "train", ("forward_step_func", "model", "optimizer"), self._train)
+        seams.wrap(training, "train_step", step, self._train_step)
+        seams.wrap(training, "get_forward_backward_func", (), self._schedule)
+        seams.wrap(training, "evaluate", ("forward_step_func", "data_iterator", "model"), self._evaluate)
+        seams.wrap(training, "save_checkpoint", ("iteration", "model", "optimizer"), self._save_checkpoint)
+        seams.wrap(training, "maybe_finalize_async_save", ("blocking", "terminate"), self._finalize_async_save)
+
+    # ---- the loop
+
+    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def train(forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._recovery = self._make_recovery()
+            self._buckets = Buckets(model)
+            self._recovery.start()
+            self._traffic.recovery = self._recovery
+            self._traffic.mode = Mode.OPEN
+            return original(forward_step_func, model, optimizer, *args, **kwargs)
+
+        return train
+
+    def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def train_step(
+            forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            started = time.perf_counter()
+            with self._traffic.during(Mode.STEP):
+                result = original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
+            self.recovery.strike("optimizer")
+            assert self._outcome is not None
+            self._records.step(self.recovery, self._outcome, result, time.perf_counter() - started)
+            return result
+
+        return train_step
+
+    # ---- one pass of the schedule
+
+    def _schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            schedule = original(*args, **kwargs)
+
+            def forward_backward_func(**call: Any) -> Any:
+                if not self.begun:
+                    return schedule(**call)
+                if call.get("forward_only"):
+                    return self._forward_only(schedule, call)
+                return self._step(schedule, call)
+
+            return forward_backward_func
+
+        return get_forward_backward_func
+
+    def _step(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
+        args = get_args()
+        assert self._buckets is not None
+        nominal = get_num_microbatches()
+        total = nominal * args.data_parallel_size
+        recovery = self.recovery
+        model = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        column = column_of(model[0].dp_cp_group)
+        mates = set(recovery.grid.replicas[recovery.replica])
+        for source in _sources(call["data_iterator"]):
+            source.begin(args.consumed_train_samples, recovery.share(total)[recovery.lane], total)
+        trainer = MegatronTrainer(
+            schedule, call, self._buckets, recovery, self._seeds, self._accumulated, args.curr_iteration + 1
+        )
+        tail = Tail(column, total, self._device)
+        self._nominal.count = nominal
+        try:
+            outcome = Step(recovery, trainer, total, tail, 1 / len(mates & set(column))).run()
+        finally:
+            self._nominal.count = None
+        self._outcome = outcome
+        losses = trainer.finish(outcome.extras)
+        recovery.mark("optimizer")
+        recovery.strike("optimizer")
+        return losses
+
+    # ---- evaluation
+
+    def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.begun:
+                return original(forward_step_func, data_iterator, model, *args, **kwargs)
+            megatron_args = get_args()
+            consumed = megatron_args.consumed_valid_samples
+            starts = [(source, source.position) for source in _sources(data_iterator)]
+
+            def run() -> Any:
+                with self._traffic.during(Mode.DEFERRED):
+                    return original(forward_step_func, data_iterator, model, *args, **kwargs)
+
+            def reset() -> None:
+                megatron_args.consumed_valid_samples = consumed
+                for source, position in starts:
+                    source.position = position
+
+            return self.recovery.section("eval", run, reset=reset)
+
+        return evaluate
+
+    def _forward_only(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
+        """One evaluation step: its microbatches are those of a full launch, shared out over the replicas there are."""
+        args = get_args()
+        recovery = self.recovery
+        total = call["num_microbatches"] * args.data_parallel_size
+        mine = recovery.share(total)[recovery.lane]
+        chunks = call["data_iterator"] if isinstance(call["data_iterator"], list) else [call["data_iterator"]]
+        iterators: list[Any] = []
+        for chunk in chunks:
+            source = source_of(chunk)
+            if source is not None:
+                source.begin(source.position, mine, total)
+                source.position += total * call["micro_batch_size"]
+            iterators.append(None if source is None else Microbatches(source, mine, lambda: None))
+        recovery.mark("eval")
+        recovery.strike("eval")
+        given = iterators if isinstance(call["data_iterator"], list) else iterators[0]
+        return schedule(**{**call, "data_iterator": given, "num_microbatches": len(mine)})
+
+    # ---- checkpoints
+
+    def _save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+            if not self.begun:
+                return original(iteration, *args, **kwargs)
+
+            def run() -> Any:
+                self.recovery.mark("checkpoint", allow=CHECKPOINT_SECONDS)
+                self.recovery.strike("checkpoint")
+                with self._traffic.during(Mode.SECTION):
+                    return original(iteration, *args, **kwargs)
+
+            result = self.recovery.section("checkpoint", run)
+            self._records.saved(iteration)
+            return result
+
+        return save_checkpoint
+
+    def _finalize_async_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
+            if not self.begun or not get_args().async_save:
+                return original(*args, **kwargs)
+
+            def run() -> Any:
+                with self._traffic.during(Mode.SECTION):
+                    return original(*args, **kwargs)
+
+            return self.recovery.section("asynchronous checkpoint", run)
+
+        return maybe_finalize_async_save
+
+
+CHECKPOINT_SECONDS = 3600.0
+"""How long a checkpoint may take, beyond the hang timeout, before a worker that makes no mark counts as hung."""
+
+
+def _sources(iterators: Any) -> Sequence[Source]:
+    several = iterators if isinstance(iterators, list) else [iterators]
+    return [source for source in map(source_of, several) if source is not None]
