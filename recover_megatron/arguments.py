@@ -8,9 +8,10 @@ same definitions before either is loaded.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recover_megatron.errors import UserError
@@ -18,7 +19,11 @@ from recover_megatron.errors import UserError
 LOG_DIR_VARIABLE = "RECOVER_LOG_DIR"
 """Environment variable by which ``recover-run --log-dir`` tells its workers the default of ``--recover-log-dir``."""
 
+COORDINATOR_VARIABLE = "RECOVER_COORDINATOR"
+"""Environment variable by which recover-run tells its workers the default of ``--recover-coordinator``."""
+
 DEVICES = ("auto", "cuda", "cpu")
+COLLECTIVES = ("ring", "native")
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,20 @@ class RecoverConfig:
     """Where ``steps.jsonl`` goes; None: it is not written."""
     device: str = "auto"
     """One of ``DEVICES``."""
+    coordinator: str | None = None
+    """``HOST:PORT[,HOST:PORT...]``, the candidate coordinators (``parse_addresses``); None: there are none."""
+    heartbeat_interval: float = 1.0
+    """Seconds, as the two that follow; what they mean: ``membership.records.Settings``."""
+    heartbeat_timeout: float = 5.0
+    hang_timeout: float = 60.0
+    collective: str = "ring"
+    """One of ``COLLECTIVES``."""
+    min_replicas: int = 1
+    """The run ends when fewer complete replicas are left."""
+    inject: str | None = None
+    """Faults to inject, as the user wrote them."""
+    balance: bool = False
+    """Give slow replicas fewer microbatches."""
 
 
 def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -58,6 +77,61 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         help="cuda: a GPU, or an error where there is none; cpu: run on the host device, without a GPU; "
         "auto (default): cuda where there is a CUDA device, else cpu",
     )
+    defaults = RecoverConfig()
+    group.add_argument(
+        "--recover-coordinator",
+        type=str,
+        default=None,
+        metavar="HOST:PORT[,HOST:PORT...]",
+        help="the candidate coordinators, in the same order for all workers "
+        f"(default: those of recover-run, by the environment variable {COORDINATOR_VARIABLE})",
+    )
+    group.add_argument(
+        "--recover-heartbeat-interval",
+        type=float,
+        default=defaults.heartbeat_interval,
+        metavar="S",
+        help="seconds between a worker's signs of life (default: %(default)s)",
+    )
+    group.add_argument(
+        "--recover-heartbeat-timeout",
+        type=float,
+        default=defaults.heartbeat_timeout,
+        metavar="S",
+        help="a host that is silent for so many seconds is out; at least twice the interval (default: %(default)s)",
+    )
+    group.add_argument(
+        "--recover-hang-timeout",
+        type=float,
+        default=defaults.hang_timeout,
+        metavar="S",
+        help="a worker that makes no progress for so many seconds while others wait for it is out; at least the "
+        "heartbeat timeout (default: %(default)s)",
+    )
+    group.add_argument(
+        "--recover-collective",
+        choices=COLLECTIVES,
+        default=defaults.collective,
+        help="how gradients are summed over the replicas: ring, the fault-tolerant ring; native, the backend's own "
+        "collectives (default: %(default)s)",
+    )
+    group.add_argument(
+        "--recover-min-replicas",
+        type=int,
+        default=defaults.min_replicas,
+        metavar="N",
+        help="end the run when fewer complete replicas are left (default: %(default)s)",
+    )
+    group.add_argument(
+        "--recover-inject",
+        type=str,
+        default=None,
+        metavar="SPEC",
+        help="for tests: faults to inject, WORKER@ITERATION:PHASE[:KIND][,...]",
+    )
+    group.add_argument(
+        "--recover-balance", action="store_true", help="give slow replicas fewer microbatches, by measured speed"
+    )
     return parser
 
 
@@ -74,7 +148,75 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from None
     log_dir = args.recover_log_dir or os.environ.get(LOG_DIR_VARIABLE)
-    return RecoverConfig(enabled=args.recover, log_dir=Path(log_dir) if log_dir else None, device=args.recover_device)
+    return RecoverConfig(
+        enabled=args.recover,
+        log_dir=Path(log_dir) if log_dir else None,
+        device=args.recover_device,
+        coordinator=args.recover_coordinator or os.environ.get(COORDINATOR_VARIABLE) or None,
+        heartbeat_interval=args.recover_heartbeat_interval,
+        heartbeat_timeout=args.recover_heartbeat_timeout,
+        hang_timeout=args.recover_hang_timeout,
+        collective=args.recover_collective,
+        min_replicas=args.recover_min_replicas,
+        inject=args.recover_inject,
+        balance=args.recover_balance,
+    )
+
+
+def parse_addresses(text: str) -> list[tuple[str, int]]:
+    """The addresses of ``HOST:PORT[,HOST:PORT...]`` (``[HOST]:PORT`` for IPv6); ValueError for anything else."""
+    addresses = []
+    for item in map(str.strip, text.split(",")):
+        host, _, port = item.rpartition(":")
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        elif ":" in host:
+            host = ""
+        number = int(port) if port.isascii() and port.isdecimal() else 0
+        if not host or not 0 < number < 65536:
+            raise ValueError(f"{item!r} is not HOST:PORT")
+        addresses.append((host, number))
+    return addresses
+
+
+def problems(config: RecoverConfig) -> list[str]:
+    """Every value that cannot be used, one line each, with what to change; empty: none."""
+    found = []
+    interval, timeout, hang = config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout
+    times = {
+        "--recover-heartbeat-interval": interval,
+        "--recover-heartbeat-timeout": timeout,
+        "--recover-hang-timeout": hang,
+    }
+    for flag, seconds in times.items():
+        if not 0 < seconds < math.inf:
+            found.append(f"{flag} {seconds:g}: give a number of seconds above 0")
+    if timeout < 2 * interval:
+        found.append(
+            f"--recover-heartbeat-timeout {timeout:g} must be at least twice --recover-heartbeat-interval {interval:g}"
+        )
+    if hang < timeout:
+        found.append(f"--recover-hang-timeout {hang:g} must not be below --recover-heartbeat-timeout {timeout:g}")
+    if config.min_replicas < 1:
+        found.append(f"--recover-min-replicas {config.min_replicas}: give 1 or more")
+    if config.coordinator is not None:
+        try:
+            parse_addresses(config.coordinator)
+        except ValueError as error:
+            found.append(f"--recover-coordinator (or {COORDINATOR_VARIABLE}) {config.coordinator}: {error}")
+    return found
+
+
+def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
+    """The config in a script's command line for who starts its coordinators; defaults where it is bad.
+
+    The script refuses a bad one itself.
+    """
+    try:
+        config = config_from_argv(argv)
+    except UserError:
+        return RecoverConfig()
+    return RecoverConfig() if problems(replace(config, coordinator=None)) else config
 
 
 def device_from_argv(argv: Sequence[str]) -> str:

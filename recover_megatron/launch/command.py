@@ -86,6 +86,7 @@ def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchP
         host=socket.gethostname(),
         command=options.command(),
         fault_tolerant="--recover" in options.script_args,
+        script_args=tuple(options.script_args),
         log_dir=options.log_dir,
         rendezvous_timeout=options.rendezvous_timeout,
         grace_seconds=options.grace_seconds,

@@ -18,10 +18,12 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
 from recover_megatron.launch.processes import spawn
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import CoordinatorLost
+from recover_megatron.membership.records import Settings
 from recover_megatron.membership.witness import Witness
 from recover_megatron.membership.worker import COORDINATOR_VARIABLE, NODE_VARIABLE
 
@@ -37,6 +39,8 @@ _BOOT = (
 class ControlPlane:
     """Candidates and witness of one launch.  ``on_kill(worker, reason)`` is called in another thread.
 
+    Their times are those of the script's ``--recover-*`` flags: all processes of a run must use the same.
+
     Raises SecretError for a secret of the user's that cannot be used, OSError where no process or socket can be had.
     """
 
@@ -45,22 +49,31 @@ class ControlPlane:
         self._variables = {} if chosen else {SECRET_VARIABLE: secrets.token_hex(32)}
         environment = {**inherited, **self._variables, LAUNCH_ID_VARIABLE: plan.launch_id}
         secret = find_secret(environment)
+        times = times_from_argv(plan.script_args)
+        settings = Settings(
+            heartbeat_interval=times.heartbeat_interval,
+            heartbeat_timeout=times.heartbeat_timeout,
+            hang_timeout=times.hang_timeout,
+        )
         addresses = []
         for number in range(CANDIDATES):
             with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
                 addresses.append(listener.getsockname()[:2])
-                self._start_candidate(plan, number, listener, environment)
+                self._start_candidate(plan, number, listener, environment, settings)
         self._variables[COORDINATOR_VARIABLE] = ",".join(f"{host}:{port}" for host, port in addresses)
         self._variables[NODE_VARIABLE] = f"{plan.host}-{plan.node_rank}"
-        self._witness = Witness(addresses, self._variables[NODE_VARIABLE], secret, on_kill)
+        self._witness = Witness(addresses, self._variables[NODE_VARIABLE], secret, on_kill, settings)
 
     @staticmethod
     def _start_candidate(
-        plan: LaunchPlan, number: int, listener: socket.socket, environment: Mapping[str, str]
+        plan: LaunchPlan, number: int, listener: socket.socket, environment: Mapping[str, str], settings: Settings
     ) -> None:
         events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
         command = [sys.executable, "-I", "-c", _BOOT, _PACKAGE_ROOT, "--world", str(plan.world_size)]
         command += ["--listen-fd", str(listener.fileno()), "--events", str(events)]
+        command += ["--heartbeat-interval", str(settings.heartbeat_interval)]
+        command += ["--heartbeat-timeout", str(settings.heartbeat_timeout)]
+        command += ["--hang-timeout", str(settings.hang_timeout)]
         sink = os.open(os.devnull, os.O_WRONLY)
         try:
             spawn(command, environment, sink, sink, inherit=[listener.fileno()])
@@ -83,12 +96,15 @@ class ControlPlane:
     def verdict(self) -> int | None:
         """The run's exit code as the coordinator decided it: 0 when the last members left in order.
 
-        Asked when all workers have ended.  None: it decided nothing, since no worker opened a session.
+        Asked when all workers have ended.  None: it decided nothing, since no worker opened a session, or the run did
+        not get as far as its first epoch; unless a worker said that the run must end.
         """
-        if self._witness.epoch == 0:
+        if not self._witness.led:
             return None
         out = self._witness.wait_out(LAST_WORD_SECONDS)
-        return out.code if isinstance(out, CoordinatorLost) else None
+        if not isinstance(out, CoordinatorLost) or (self._witness.epoch == 0 and out.by is None):
+            return None
+        return out.code
 
     def close(self) -> None:
         """End the witness's session; the candidates end with the launch."""

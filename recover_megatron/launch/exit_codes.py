@@ -32,6 +32,9 @@ class Outcome(NamedTuple):
 def run_exit_code(outcomes: Sequence[Outcome], fault_tolerant: bool) -> int:
     """The exit code of a run that ended by itself (a run ended by signal S exits with 128 + S instead).
 
+    A run whose workers had sessions ends as their coordinator decided (``ControlPlane.verdict``), with the code that a
+    worker gave up with if one did; this is for the others.
+
     The first row that fits decides:
 
     ===================================================  ==========================================================

@@ -31,6 +31,8 @@ class LaunchPlan:
     command: tuple[str, ...]
     """The interpreter, the script (or ``-m``, module) and its arguments."""
     fault_tolerant: bool
+    script_args: tuple[str, ...] = ()
+    """The script's own arguments: the last of ``command``."""
     log_dir: Path | None = None
     """Absolute."""
     rendezvous_timeout: float = 300.0

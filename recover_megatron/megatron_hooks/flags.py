@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recover_megatron import hostdevice
+from recover_megatron import arguments, hostdevice
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.errors import UserError
 
@@ -116,7 +116,7 @@ def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen."""
     found = [*_layout(args), *_data(args), *_device(args)]
     if config.enabled:
-        found += [*_cannot_recover(args), *_log_dir(config.log_dir)]
+        found += [*arguments.problems(config), *_cannot_recover(args), *_log_dir(config.log_dir)]
     return found
 
 

@@ -46,6 +46,11 @@ class Witness:
         """The last epoch that was formed, as far as this launcher was told; 0: no worker has come yet."""
         return self._core.presentation.formed.epoch
 
+    @property
+    def led(self) -> bool:
+        """Whether a coordinator has ever led: enough workers had come to it."""
+        return self._core.presentation.term > 0
+
     def spawned(self, worker: int, pid: int) -> None:
         """Report a started worker (for the event log)."""
         with self._client.condition:

@@ -1,47 +1,53 @@
-"""A worker's way into the run that its launcher started: addresses, secret and worker id from the environment."""
+"""A worker's way into the run that its launcher started: secret, id and, by default, addresses come by variables."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from recover_megatron.arguments import COORDINATOR_VARIABLE, parse_addresses
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.client import Address
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.session import RevokeCallback, Session
 
-COORDINATOR_VARIABLE = "RECOVER_COORDINATOR"
-"""``host:port[,host:port ...]``: the candidate coordinators, in the order in which all members turn to them."""
 NODE_VARIABLE = "RECOVER_NODE"
 """The name under which the launcher of this worker's node is a witness; not set: there is none."""
-
-
-def parse_addresses(text: str) -> list[Address]:
-    """The candidates of ``host:port,host:port``; ValueError for anything else."""
-    addresses = []
-    for item in text.split(","):
-        host, separator, port = item.strip().rpartition(":")
-        if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"{COORDINATOR_VARIABLE}={text}: {item!r} is not HOST:PORT")
-        addresses.append((host, int(port)))
-    return addresses
 
 
 def connect(
     settings: Settings | None = None,
     on_revoke: RevokeCallback | None = None,
     environ: Mapping[str, str] = os.environ,
+    addresses: Sequence[Address] | None = None,
+    exit_when_out: float | None = None,
 ) -> Session:
     """Open the session of this worker (``Session.connect``), as recover-run's environment variables say.
+
+    ``addresses``: the candidates, instead of the environment's. The launcher is a witness with its own candidates only:
+    with others this worker has none.
 
     Raises KeyError where the launcher gave no coordinator or no rank, ValueError for a malformed address, and
     SecretError without a usable secret.
     """
+    witness = environ.get(NODE_VARIABLE)
+    if addresses is None:
+        addresses = _launchers_addresses(environ[COORDINATOR_VARIABLE])
+    elif COORDINATOR_VARIABLE not in environ or list(addresses) != _launchers_addresses(environ[COORDINATOR_VARIABLE]):
+        witness = None
     return Session.connect(
-        parse_addresses(environ[COORDINATOR_VARIABLE]),
+        addresses,
         int(environ["RANK"]),
         find_secret(environ),
         settings,
-        witness=environ.get(NODE_VARIABLE),
+        witness=witness,
         on_revoke=on_revoke,
+        exit_when_out=exit_when_out,
     )
+
+
+def _launchers_addresses(text: str) -> list[Address]:
+    try:
+        return parse_addresses(text)
+    except ValueError as error:
+        raise ValueError(f"{COORDINATOR_VARIABLE}={text}: {error}") from None

@@ -63,3 +63,87 @@ def test_the_secret_is_in_no_command_line_and_in_no_log(bench):
     secret = (bench.folder / "kept").read_bytes()
     assert len(secret) == 64
     assert not [path for path in (bench.folder / "logs").iterdir() if secret in path.read_bytes()]
+
+
+GIVES_UP = """
+    import os, sys
+    from recover_megatron.arguments import config_from_argv, parse_addresses
+    from recover_megatron.membership import CoordinatorLost
+    from recover_megatron.membership.worker import connect
+
+    config = config_from_argv(sys.argv[2:])
+    session = connect(addresses=parse_addresses(config.coordinator))
+    try:
+        if sys.argv[1] == "at once" and os.environ["RANK"] == "1":
+            session.give_up(42, "the disk is full")
+        session.join({})
+        if os.environ["RANK"] == "1":
+            session.give_up(42, "the disk is full")
+        session.agree(1)
+        session.agree(2)
+        session.wait_revoked()
+    except CoordinatorLost as error:
+        print("LOST", error, flush=True)
+        sys.exit(3)
+    """
+
+
+@pytest.mark.parametrize("when", ["at once", "in an epoch"])
+def test_a_run_that_a_worker_gives_up_ends_with_its_code_whatever_the_workers_exit_with(bench, when):
+    code, launch = bench.run("--nproc-per-node", 3, bench.script(GIVES_UP), when)
+    assert launch.out.count("LOST the disk is full") == 3
+    assert code == 42
+
+
+SAYS_LAST_WORDS = """
+    import os, sys
+    from recover_megatron.membership import CoordinatorLost
+    from recover_megatron.membership.worker import connect
+
+    session = connect()
+    session.join({})
+    rank = int(os.environ["RANK"])
+    if rank < 2:
+        session.last_words(7, None, "ValueError: bad", "Traceback", group=rank)
+        os._exit(5)
+    try:
+        session.wait_revoked()
+        session.join({})
+        session.wait_revoked()
+    except CoordinatorLost as error:
+        print("LOST", error, flush=True)
+        sys.exit(6)
+    """
+
+
+def test_a_fault_that_every_replica_repeats_ends_the_run_with_1(bench):
+    code, launch = bench.run("--nproc-per-node", 3, bench.script(SAYS_LAST_WORDS))
+    assert "LOST iteration 7 raises ValueError: bad wherever it is run: on worker" in launch.out
+    assert code == 1
+
+
+COMMAND_LINES = """
+    import pathlib
+    from recover_megatron.membership.worker import connect
+
+    session = connect()
+    session.join({})
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_bytes().decode(errors="replace").split(chr(0))
+        if "--listen-fd" in words:
+            print("COORDINATOR", " ".join(words), flush=True)
+    session.leave()
+    """
+
+
+def test_the_coordinators_get_the_times_of_the_scripts_flags(bench):
+    flags = ["--recover-heartbeat-interval", "0.5", "--recover-heartbeat-timeout=3", "--recover-hang-timeout", "30"]
+    code, launch = bench.run(bench.script(COMMAND_LINES), "--num-layers", 2, *flags)
+    assert code == 0
+    assert launch.out.count("--heartbeat-interval 0.5 --heartbeat-timeout 3.0 --hang-timeout 30.0") >= 2
+
+
+def test_bad_times_are_left_to_the_script_to_refuse(bench):
+    code, launch = bench.run(bench.script(COMMAND_LINES), "--recover-heartbeat-interval", "9")
+    assert code == 0
+    assert launch.out.count("--heartbeat-interval 1.0 --heartbeat-timeout 5.0 --hang-timeout 60.0") >= 2

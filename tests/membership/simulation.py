@@ -99,6 +99,7 @@ class World:
         self.log: list[dict[str, Any]] = []
         self.formed: dict[int, tuple[int, frozenset[int]]] = {}  # epoch -> (term, members)
         self.order: list[int] = []
+        self.told: dict[str, tuple[int, int]] = {}  # to each member: the last commit, and in or after which epoch
         self.commits: dict[int, int] = {}  # iteration -> the epoch it was first committed in
         for name in self.members:
             self.current[name] = None
@@ -311,6 +312,7 @@ class World:
                     member = self.members[name]
                     if isinstance(member, Member):
                         self._committed(member.committed, member.presentation.formed.epoch)
+                        self._told(name, member)
 
     def _to_coordinator(self, candidate: int, event: Any) -> None:
         coordinator = self.coordinators.get(candidate)
@@ -371,6 +373,14 @@ class World:
                 raise PropertyViolated(
                     f"iteration {iteration}, committed in epoch {where}, is decided again in {epoch}"
                 )
+
+    def _told(self, name: str, member: Member) -> None:
+        """Nothing is committed that a member with a part in it has not reported."""
+        committed, epoch = self.told.get(name, (0, 0))
+        if member.done < member.committed > committed and member.idle_in != epoch:
+            raise PropertyViolated(f"{name} is told that {member.committed} is committed, and has not reported it")
+        assert member.plan is not None
+        self.told[name] = (member.committed, member.plan.epoch)
 
     def _must_know(self, number: int, iteration: int) -> bool:
         """Who never was idle has reported what its epochs committed; who was may have heard of it."""

@@ -202,11 +202,11 @@ CRASHED = [("kill", 0, 0), ("upwards", 31, 0), ("downwards", 6, 0), ("work", 6, 
 HALF_DONE = [("work", 1, 0), ("upwards", 1, 0), *TAKEOVER]
 """One worker has reported a step when the coordinator dies."""
 
-SPARES_APART = [("partition", 1, 1), *[("run", 3, 0)] * 8]
-"""As partitioned, and the two nodes that reach the second candidate only have spares."""
+SPARES_APART = [("partition", 1, 1), ("run", 2, 0), ("freeze", 0, 0), *[("run", 3, 0)] * 8, ("thaw", 0, 0)]
+"""As partitioned, and the two nodes that reach the second candidate only have spares; the first commits for a while."""
 
-PROMOTED = [("idle", 1, 0), ("idle", 2, 0), ("kill", 0, 0), ("run", 0, 0), ("freeze", 1, 0), ("run", 2, 0), *TAKEOVER]
-"""The only worker with a part dies, spares take over, and one of them does not get anywhere in its new place."""
+PROMOTED = [("idle", 1, 0), ("kill", 2, 0), ("run", 2, 0), *HALF_DONE]
+"""A spare gets a place, and has not reported a step when the coordinator dies."""
 
 SCENARIOS: dict[str, tuple[Moves, set[int]]] = {
     "partitioned": (PARTITIONED, set()),

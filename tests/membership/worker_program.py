@@ -1,6 +1,6 @@
 """A worker as the tests run it: joins, agrees on one iteration after the other, prints what happens as JSON lines.
 
-Lines on stdout: {"event": "plan"|"commit"|"revoke"|"pushed"|"out"|"end", "mono": ..., ...}.
+Lines on stdout: {"event": "plan"|"commit"|"revoke"|"pushed"|"out"|"end"|..., "mono": ..., ...}.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from recover_megatron.membership import CoordinatorLost, EpochRevoked, Fenced, Session, Settings, find_secret
@@ -31,6 +33,21 @@ def hold_the_interpreter(seconds: int) -> None:
     ctypes.PyDLL(None).sleep(seconds)
 
 
+def raise_and_tell(session: Session, iteration: int, options: dict[str, object]) -> None:
+    """An exception ends this worker, at once and without any orderly end."""
+    if victim := options.get("kill_first"):
+        os.kill(int(victim), signal.SIGKILL)  # type: ignore[call-overload]
+    try:
+        raise RuntimeError("the loss is not a number")
+    except RuntimeError as error:
+        text = traceback.format_exc() + "x" * 100_000 + "the end"
+        started = time.monotonic()
+        group = int(options["worker"])  # type: ignore[call-overload]
+        heard = session.last_words(iteration, 5, f"{type(error).__name__}: {error}", text, group)
+        tell("last_words", heard=heard, seconds=time.monotonic() - started)
+        os._exit(1)
+
+
 def work(session: Session, options: dict[str, object]) -> int:
     step = float(options.get("step", 0.02))  # type: ignore[arg-type]
     last = int(options.get("iterations", 10**9))  # type: ignore[call-overload]
@@ -44,8 +61,19 @@ def work(session: Session, options: dict[str, object]) -> int:
             time.sleep(120)
             os._exit(0)
         tell("forked")
+    while options.get("spare"):
+        session.idle()
+        tell("idle", epoch=session.epoch)
+        while not session.wait_revoked(timeout=0.1):
+            tell("waiting", committed=session.committed)
+        plan = session.join({"iteration": plan.committed})
+        tell("plan", epoch=plan.epoch, members=sorted(plan.members), committed=plan.committed)
     while iteration <= last:
         try:
+            if options.get("give_up_at") == iteration:
+                session.give_up(42, "the disk is full")
+            if iteration == options.get("raise_at"):
+                raise_and_tell(session, iteration, options)
             session.mark(iteration, "compute")
             if options.get("busy"):
                 burn(step)
@@ -90,7 +118,16 @@ def main() -> int:
         settings,
         witness=options.get("witness"),
         exit_when_out=options.get("exit_when_out"),
-        on_revoke=lambda epoch, reason: tell("pushed", epoch=epoch, reason=reason),
+    )
+    session.on_revoke(
+        lambda epoch, reason: tell(
+            "pushed",
+            epoch=epoch,
+            reason=reason,
+            dead=sorted(session.dead),
+            left=sorted(session.left),
+            opened=sorted(session.opened_members),
+        )
     )
     try:
         code = work(session, options)

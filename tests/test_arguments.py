@@ -1,0 +1,134 @@
+"""The --recover-* flags: their defaults, what is refused, and where each value goes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.arguments import (
+    COORDINATOR_VARIABLE,
+    LOG_DIR_VARIABLE,
+    RecoverConfig,
+    add_recover_arguments,
+    config_from_argv,
+    parse_addresses,
+    problems,
+    times_from_argv,
+)
+from recover_megatron.errors import UserError
+from recover_megatron.membership import Settings
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (COORDINATOR_VARIABLE, LOG_DIR_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_without_flags_the_config_is_its_defaults_and_they_are_fine() -> None:
+    assert config_from_argv([]) == RecoverConfig()
+    assert problems(RecoverConfig()) == []
+
+
+def test_the_default_times_are_those_of_the_protocol() -> None:
+    config, settings = RecoverConfig(), Settings()
+    assert config.heartbeat_interval == settings.heartbeat_interval
+    assert config.heartbeat_timeout == settings.heartbeat_timeout
+    assert config.hang_timeout == settings.hang_timeout
+
+
+def test_every_flag_reaches_the_config_among_flags_of_others() -> None:
+    line = """--num-layers 2 --recover --recover-log-dir runs/a --recover-device cpu --recover-coordinator a:1,b:2
+        --recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 2 --recover-hang-timeout=30 --bf16
+        --recover-collective native --recover-min-replicas 3 --recover-inject 5@7:backward:kill --recover-balance"""
+    assert config_from_argv(line.split()) == RecoverConfig(
+        enabled=True,
+        log_dir=Path("runs/a"),
+        device="cpu",
+        coordinator="a:1,b:2",
+        heartbeat_interval=0.5,
+        heartbeat_timeout=2.0,
+        hang_timeout=30.0,
+        collective="native",
+        min_replicas=3,
+        inject="5@7:backward:kill",
+        balance=True,
+    )
+
+
+def test_the_coordinator_comes_from_the_launcher_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(COORDINATOR_VARIABLE, "launcher:1")
+    assert config_from_argv([]).coordinator == "launcher:1"
+    assert config_from_argv(["--recover-coordinator", "mine:2"]).coordinator == "mine:2"
+    monkeypatch.setenv(COORDINATOR_VARIABLE, "")
+    assert config_from_argv([]).coordinator is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        (["--recover-heartbeat-interval", "0"], "--recover-heartbeat-interval 0: give a number of seconds above 0"),
+        (["--recover-heartbeat-interval", "nan"], "--recover-heartbeat-interval nan: give a number"),
+        (["--recover-hang-timeout", "inf"], "--recover-hang-timeout inf: give a number of seconds above 0"),
+        (["--recover-heartbeat-interval", "3"], "--recover-heartbeat-timeout 5 must be at least twice"),
+        (["--recover-hang-timeout", "4"], "--recover-hang-timeout 4 must not be below --recover-heartbeat-timeout 5"),
+        (["--recover-min-replicas", "0"], "--recover-min-replicas 0: give 1 or more"),
+        (["--recover-coordinator", "host"], "'host' is not HOST:PORT"),
+        (["--recover-coordinator", "a:1,b:x"], "'b:x' is not HOST:PORT"),
+    ],
+)
+def test_a_bad_value_is_refused_with_the_remedy(flags: list[str], refusal: str) -> None:
+    (problem,) = problems(config_from_argv(flags))
+    assert refusal in problem
+
+
+def test_all_bad_values_are_refused_together() -> None:
+    flags = "--recover-heartbeat-interval -1 --recover-hang-timeout 1 --recover-min-replicas 0 --recover-coordinator x"
+    assert len(problems(config_from_argv(flags.split()))) == 4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--recover-heartbeat-interval", "soon"], ["--recover-collective", "tree"], ["--recover-min-replicas", "1.5"]],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(flags: list[str]) -> None:
+    with pytest.raises(UserError, match=flags[0]):
+        config_from_argv(flags)
+
+
+def test_the_timeouts_may_be_as_tight_as_the_rules_allow() -> None:
+    assert problems(RecoverConfig(heartbeat_interval=1, heartbeat_timeout=2, hang_timeout=2)) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a:", ":1", "a:0", "a:65536", "a:-1", "a:1,", "a:1;b:2", "::1:7", "[]:7", "a:¹"]
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        parse_addresses(text)
+
+
+def test_addresses_keep_their_order() -> None:
+    assert parse_addresses("b:2, a:65535,[::1]:7") == [("b", 2), ("a", 65535), ("::1", 7)]
+
+
+def test_the_launcher_takes_the_scripts_times_and_leaves_refusing_to_the_script() -> None:
+    assert times_from_argv(["--recover-heartbeat-interval", "0.5"]).heartbeat_interval == 0.5
+    for bad in (["--recover-heartbeat-interval", "9"], ["--recover-heartbeat-interval", "x"]):
+        assert times_from_argv([*bad, "--recover-hang-timeout", "90"]) == RecoverConfig()
+
+
+def test_an_address_that_the_launcher_replaces_does_not_cost_the_scripts_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COORDINATOR_VARIABLE, "nonsense")
+    assert times_from_argv(["--recover-hang-timeout", "90"]).hang_timeout == 90.0
+
+
+def test_the_help_names_every_flag_and_its_default() -> None:
+    text = add_recover_arguments(argparse.ArgumentParser(prog="x")).format_help()
+    for flag in ("coordinator", "heartbeat-interval", "heartbeat-timeout", "hang-timeout", "collective"):
+        assert f"--recover-{flag}" in text
+    assert "(default: 60.0)" in text
