@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.training import get_args
 
 from recover_megatron import hostdevice
-from recover_megatron.arguments import RecoverConfig
+from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.injector import Injector
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError
@@ -42,7 +42,7 @@ from recover_megatron.megatron_hooks.training import TrainingHooks
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced, SecretError
 from recover_megatron.membership.records import Settings
-from recover_megatron.membership.worker import COORDINATOR_VARIABLE, connect
+from recover_megatron.membership.worker import connect
 
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
 """Boundaries of the ring's messages -> the phase of a fault specification."""
@@ -134,8 +134,7 @@ class FaultTolerance:
 
     def _connect(self) -> Any:
         config = self._config
-        addresses = os.environ.get(COORDINATOR_VARIABLE) or config.coordinator
-        if not addresses:
+        if config.coordinator is None:
             raise UserError(
                 "--recover needs a coordinator: start the workers with recover-run, which brings one, or start "
                 "recover-coordinator and name it with --recover-coordinator HOST:PORT"
@@ -147,7 +146,7 @@ class FaultTolerance:
             start_timeout=START_SECONDS,
         )
         try:
-            return connect(settings, environ={**os.environ, COORDINATOR_VARIABLE: addresses})
+            return connect(settings, addresses=parse_addresses(config.coordinator))
         except (SecretError, ValueError) as error:
             raise UserError(f"--recover: {error}") from None
 
@@ -156,7 +155,7 @@ class FaultTolerance:
         assert groups.grid is not None
         fabric = Fabric(
             store=dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False),
-            secret=find_secret(os.environ),
+            secret=find_secret(os.environ).key("ring"),
             device=self._device,
             host=_my_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
             collective=config.collective,

@@ -50,6 +50,10 @@ class Secret:
         """Whether ``mac`` is that proof, compared in constant time."""
         return hmac.compare_digest(mac, self.mac(role, coordinator_nonce, member_nonce))
 
+    def key(self, purpose: str) -> bytes:
+        """A key derived from the secret for another protocol of the run, such as the ring's."""
+        return hmac.digest(self._value, f"recover-key|{purpose}".encode(), "sha256")
+
 
 def nonce() -> str:
     """32 fresh random bytes, in hex."""
