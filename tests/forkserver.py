@@ -4,9 +4,11 @@ A server process imports torch and Megatron (on the host device) and then forks 
 it is told: one JSON request a line on stdin, one JSON answer a line on stdout.  The server itself starts no thread and
 no process group; a run's rendezvous store lives in a child of its own.
 
-    client (pytest) --request--> server --fork--> store
-                                        --fork--> worker 0 .. N-1   each: RANK etc., a log file, the script as __main__
-                    <--answer---        waits for all; when one fails, ends the others
+    client (pytest) --request--> server --fork--> the run  --fork--> store, coordinator (with --recover)
+                                                           --fork--> worker 0 .. N-1   RANK etc., a log file, the script
+                                                  waits for all workers; when one fails, ends the others; with --recover
+                                                  it is their witness instead, as recover-run is
+                    <--answer---
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import ctypes
 import json
 import os
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +77,8 @@ class ForkServer:
     ) -> Run:
         """Run ``argv`` (script first) in ``workers`` processes and wait for all of them.
 
-        When one fails the others are killed, unless ``together`` is False: then each ends as it will.
+        When one fails the others are killed, unless ``together`` is False: then each ends as it will.  A run with
+        ``--recover`` among its arguments gets a coordinator, and its workers end as they will.
 
         With ``losses`` the last rank writes what its train_step returned, one JSON line an iteration, to that file.
         """
@@ -177,7 +182,9 @@ def _work(rank: int, request: dict[str, Any], port: int, parent: int) -> None:
     os._exit(code)
 
 
-def _wait_for_all(children: dict[int, int], codes: list[int], timeout: float, together: bool) -> None:
+def _wait_for_all(
+    children: dict[int, int], codes: list[int], timeout: float, together: bool, ended: Callable[[int, str], None]
+) -> None:
     """Fill ``codes`` (by rank); ends the others when the time is up or, ``together``, when one fails."""
     deadline = time.monotonic() + timeout
     handles = {os.pidfd_open(pid): pid for pid in children}
@@ -189,31 +196,99 @@ def _wait_for_all(children: dict[int, int], codes: list[int], timeout: float, to
             codes[children[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # what it left behind: loader workers, the checkpoint writer's helper
+            ended(children[pid], f"code {codes[children[pid]]}")
         if not ready or (together and any(codes)):
             for pid in handles.values():
                 os.kill(pid, signal.SIGKILL)
             deadline = time.monotonic() + 60
 
 
-def _serve_run(request: dict[str, Any]) -> list[int]:
-    me = os.getpid()
-    codes = [0] * request["workers"]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(256)
-        port = listener.getsockname()[1]
-        if (store := os.fork()) == 0:
-            _serve_store(listener, request["workers"], me)
+def _coordinate(listener: socket.socket, request: dict[str, Any], secret: str, parent: int) -> None:
+    """Be the coordinator of a run: in a process of its own."""
+    from recover_megatron.arguments import config_from_argv
+    from recover_megatron.membership.__main__ import main as coordinator
+
+    _die_with_parent(parent)
+    os.environ["RECOVER_SECRET"] = secret
+    config = config_from_argv(request["argv"][1:])
+    log = os.open(f"{request['log_dir']}/coordinator.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 2)
+    options = ["--world", str(request["workers"]), "--listen-fd", str(listener.fileno())]
+    options += ["--events", f"{request['log_dir']}/events-0.jsonl"]
+    for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout"):
+        options += [f"--{name.replace('_', '-')}", str(getattr(config, name))]
+    coordinator(options)
+
+
+def _listener() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0), backlog=256)
+
+
+def _fork(run: Callable[[], None]) -> int:
+    if (pid := os.fork()) == 0:
+        try:
+            run()
+        finally:
             os._exit(0)
-    children = {}
-    for rank in range(request["workers"]):
-        if (pid := os.fork()) == 0:
-            _work(rank, request, port, me)
-        children[pid] = rank
-    _wait_for_all(children, codes, request["timeout"], request["together"])
-    os.kill(store, signal.SIGKILL)
-    os.waitpid(store, 0)
+    return pid
+
+
+def _serve_run(request: dict[str, Any]) -> list[int]:
+    """In a process of its own: start everything, wait for the workers, end the rest."""
+    me, workers = os.getpid(), request["workers"]
+    recover = "--recover" in request["argv"]
+    codes = [0] * workers
+    helpers, children = [], {}
+    with _listener() as for_store, _listener() as for_coordinator:
+        port = for_store.getsockname()[1]
+        helpers.append(_fork(lambda: _serve_store(for_store, workers, me)))
+        ended: Callable[[int, str], None] = lambda worker, how: None  # noqa: E731
+        if recover:
+            secret, address = secrets.token_hex(32), for_coordinator.getsockname()[:2]
+            helpers.append(_fork(lambda: _coordinate(for_coordinator, request, secret, me)))
+            request["environment"] = {
+                "RECOVER_COORDINATOR": f"{address[0]}:{address[1]}", "RECOVER_SECRET": secret, "RECOVER_NODE": "node",
+                **request["environment"],
+            }  # fmt: skip
+    for rank in range(workers):
+        children[_fork(lambda rank=rank: _work(rank, request, port, me))] = rank
+    if recover:
+        from recover_megatron.membership.auth import Secret
+        from recover_megatron.membership.witness import Witness
+
+        pids = {rank: pid for pid, rank in children.items()}
+
+        def kill(worker: int, reason: str) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pids[worker], signal.SIGKILL)
+
+        witness = Witness([address], "node", Secret(secret.encode()), kill)
+        ended = witness.ended
+    _wait_for_all(children, codes, request["timeout"], request["together"] and not recover, ended)
+    for helper in helpers:
+        os.kill(helper, signal.SIGKILL)
+        os.waitpid(helper, 0)
     return codes
+
+
+def _in_a_child(request: dict[str, Any]) -> list[int]:
+    """Serve a run in a child: the server itself never starts a thread, so it may always fork."""
+    reading, writing = os.pipe()
+    me = os.getpid()
+
+    def serve() -> None:
+        _die_with_parent(me)
+        try:
+            os.write(writing, json.dumps(_serve_run(request)).encode())
+        except BaseException:  # noqa: BLE001  the client sees that there is no answer
+            traceback.print_exc()
+
+    pid = _fork(serve)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(pid, 0)
+    return json.loads(answer)
 
 
 def main() -> None:
@@ -226,11 +301,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Megatron prints while importing is no answer
     load(RecoverConfig(device="cpu"))
-    import recover_megatron.megatron_hooks.audit  # noqa: F401
+    import recover_megatron.megatron_hooks.fault_tolerance  # noqa: F401
 
     gc.freeze()
     for line in sys.stdin:
-        answers.write(json.dumps({"codes": _serve_run(json.loads(line))}) + "\n")
+        answers.write(json.dumps({"codes": _in_a_child(json.loads(line))}) + "\n")
         answers.flush()
 
 

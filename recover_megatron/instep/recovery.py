@@ -103,6 +103,7 @@ class Recovery:
         self._spare: threading.Thread | None = None
         self._code = 0
         self._arrived = threading.Event()
+        self._spare_over = threading.Event()
         self.microbatch: int | None = None
         """The one that this worker has begun last."""
         self._shares: dict[tuple[int, int], list[list[int]]] = {}
@@ -287,8 +288,7 @@ class Recovery:
     def wait_as_spare(self) -> int:
         """Wait for the end of the run, in the main thread; returns the exit code."""
         self._arrived.set()
-        assert self._spare is not None
-        self._spare.join()
+        self._spare_over.wait()
         return self._code
 
     def _leave_if_orphan(self) -> None:
@@ -350,6 +350,7 @@ class Recovery:
             self._code = lost.code
         except Fenced:
             self._code = EXIT_FENCED
+        self._spare_over.set()
         if not self._arrived.wait(LINGER_SECONDS):
             os._exit(self._code)
 
