@@ -108,7 +108,10 @@ def _tiles(report: Report) -> str:
         tiles.append(_difference_tile("grad norm", report.comparison.worst_grad_norm, report.comparison.iterations))
     lost = past.workers_lost
     tiles.append(
-        (f"{lost} worker{'' if lost == 1 else 's'} lost", f"{len(past.recoveries)} recoveries, epochs included")
+        (
+            f"{lost} worker{'' if lost == 1 else 's'} lost",
+            f"in {len(past.recoveries)} recover{'y' if len(past.recoveries) == 1 else 'ies'}",
+        )
     )
     if steps:
         share = past.seconds / max(sum(step.seconds for step in steps), 1e-9)

@@ -25,7 +25,6 @@ _MAX_LINES = 40
 """More changes of the replicas than this are not marked one by one: the lines would hide the curve."""
 _RUN, _REFERENCE, _CHANGE = "tab:blue", "0.55", "tab:red"
 _PHASE_COLOURS = {
-    "detect": "#c7c7c7",
     "rendezvous": "#ff9f40",
     "regroup": "#f4d35e",
     "pull": "#9bc53d",
@@ -80,8 +79,9 @@ def draw_difference(axes: Any, comparison: Comparison) -> None:
     """The relative difference of the loss to the reference, logarithmic; equal losses are at the bottom."""
     points = [(d.iteration, d.relative) for d in comparison.losses if math.isfinite(d.relative)]
     different = [value for _, value in points if value > 0]
-    floor = min(different, default=1e-16) / 10
+    floor = 10.0 ** (math.floor(math.log10(min(different, default=1e-15))) - 1)
     axes.set_yscale("log")
+    axes.set_ylim(floor / 3, 10 * max(different, default=1e-15))
     axes.plot([x for x, _ in points], [max(y, floor) for _, y in points], ".", color=_RUN, markersize=4)
     axes.axhline(floor, color=_REFERENCE, linewidth=0.8)
     axes.annotate("equal", (1, floor), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize="small")
@@ -118,21 +118,28 @@ def draw_quotas(axes: Any, steps: Sequence[Step]) -> None:
 
 
 def draw_recoveries(axes: Any, recoveries: Sequence[Recovery]) -> None:
-    """A stacked bar of the phases for each recovery, in milliseconds; of many the longest `MAX_BARS`."""
+    """A stacked bar of the phases for each recovery, in milliseconds; of many the longest `MAX_BARS`.
+
+    ``detect`` is written, not drawn: a hang is noticed after seconds, beside which nothing else would be seen.
+    """
     shown = sorted(recoveries, key=lambda r: r.total, reverse=True)[:MAX_BARS]
     shown.sort(key=lambda r: r.time)
     left = [0.0] * len(shown)
     names = [*PHASES, *sorted({name for r in shown for name in r.seconds} - set(PHASES))]
-    for name in names:
+    for name in names[1:]:
         widths = [1000 * r.seconds.get(name, 0.0) for r in shown]
         if any(widths):
             axes.barh(range(len(shown)), widths, left=left, label=name, color=_PHASE_COLOURS.get(name))
             left = [a + b for a, b in zip(left, widths, strict=True)]
+    rest = [max(0.0, 1000 * r.total - end) for r, end in zip(shown, left, strict=True)]
+    if max(rest, default=0) > 1:  # what the workers' total has beyond the phases that they named
+        axes.barh(range(len(shown)), rest, left=left, label="other", color="#e0e0e0")
+    left = [a + b for a, b in zip(left, rest, strict=True)]
     for place, (end, recovery) in enumerate(zip(left, shown, strict=True)):
-        axes.annotate(f" {end:.0f} ms" + (f", {recovery.phase}" if recovery.phase else ""), (end, place), va="center")
+        axes.annotate(f" {end:.0f} ms{_bar_note(recovery)}", (end, place), va="center")
     axes.set_yticks(range(len(shown)), [_bar_name(r) for r in shown])
     axes.invert_yaxis()
-    axes.set_xlim(0, max([*left, 1e-3]) * 1.3)
+    axes.set_xlim(0, max([*left, 1e-3]) * 1.5)
     axes.set(xlabel="milliseconds", title=f"recoveries (the longest {MAX_BARS})" if len(recoveries) > MAX_BARS else "")
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.12 - 0.5 / (1 + len(shown))), ncols=8, fontsize="small")
 
@@ -158,6 +165,13 @@ def mark_changes(axes: Any, steps: Sequence[Step], text: bool = True) -> None:
                 f" {step.replicas}" + (" replicas" if number == 0 else ""),
                 (step.iteration, 0.98), xycoords=top, va="top", fontsize="small", color=_CHANGE,
             )  # fmt: skip
+
+
+def _bar_note(recovery: Recovery) -> str:
+    doing = f", in {recovery.phase}" if recovery.phase else ""
+    return doing + (
+        f"; detected after {1000 * recovery.seconds['detect']:.0f} ms" if "detect" in recovery.seconds else ""
+    )
 
 
 def _bar_name(recovery: Recovery) -> str:

@@ -72,7 +72,7 @@ def worker_events() -> list[Event]:
         events.append(
             {
                 "event": "recovery", "time": at + 0.15, "worker": 7, "iteration": iteration, "epoch": epoch,
-                "reran": {"1": [2, 6], "3": [10, 14]}, "seconds": {**parts, "total": 0.15 + number},
+                "reran": {"1": [2, 6], "3": [10, 14]}, "seconds": {**parts, "total": 0.15 + number / 100},
             }
         )  # fmt: skip
     events += [
