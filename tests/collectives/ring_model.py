@@ -1,15 +1,14 @@
-"""The ring as a state machine: who may send, take and look, with the receiver's slots as the only limit.
+"""The ring as a state machine: who may send and who may take, with the receivers' slots as the only limit.
 
-One member's progress through its program, and what each step needs:
+One member's progress through its program is a row of two kinds of steps, and what each needs:
 
-    SEND   the transport moves the next message that is ready     needs a free slot at the successor
-    LOOK   the ring sees what was sent: a partial sum's slot       needs the thread to be where it looks: see ``Rule``
-           goes back to the predecessor
-    TAKE   the message that is waited for is there: it is dealt    needs that it was asked for and has come
-           with, the ring looks, and asks for the next
+    SEND   the transport moves the next message that is ready: a free slot at the successor
+    TAKE   the first message asked for has come and is dealt with; the ring looks at what was sent, and asks for more
 
-A message occupies a slot of its receiver from SEND until TAKE, a partial sum until the LOOK after it was sent on.
-Steps of different members, and SEND and TAKE of one, come in any order: the kernel decides.
+A message occupies a slot of its receiver from SEND on: until TAKE, or, if it is a partial sum to pass on, until that
+was sent *and* the ring has looked.  When a member that waits looks is the ``Rule``.  Steps of different members, and
+SEND and TAKE of one, come in any order: the kernel decides.  (That a freed slot is heard of late needs no step of its
+own: the predecessor may always send later.)
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ LOOKAHEAD = 1
 class Rule(Enum):
     """When a member that waits for a message looks at what it has sent."""
 
-    WHILE_WAITING = "whenever something was sent"
+    WHILE_WAITING = "whenever the transport tells that something was sent"
     AFTER_THE_WAIT = "not before the message has come"
 
 
 class Step(Enum):
     SEND = "send"
-    LOOK = "look"
     TAKE = "take"
 
 
@@ -109,25 +107,20 @@ class RingModel:
             successor = (rank + 1) % len(places)
             if place.sent < part.ready[place.taken] and self.used(places, successor) < self._slots:
                 yield rank, Step.SEND
-            if place.seen < place.sent and (self._rule is Rule.WHILE_WAITING or place.asked == place.taken):
-                yield rank, Step.LOOK
-            if place.taken < place.asked and place.taken < places[rank - 1].sent:
+            if place.taken < min(place.asked, places[rank - 1].sent):
                 yield rank, Step.TAKE
 
     def after(self, places: Places, move: Move) -> Places:
         """What a step that can be taken makes of ``places``."""
         rank, step = move
         place = places[rank]
-        match step:
-            case Step.SEND:
-                place = place._replace(sent=place.sent + 1)
-            case Step.LOOK:
-                waits_for_a_send = place.asked == place.taken
-                place = place._replace(seen=place.sent)
-                if waits_for_a_send:
-                    place = self._ask(rank, place)
-            case Step.TAKE:
-                place = self._ask(rank, place._replace(taken=place.taken + 1, seen=place.sent))
+        if step is Step.TAKE:
+            place = self._ask(rank, place._replace(taken=place.taken + 1, seen=place.sent))
+        elif place.asked == place.taken:  # asked for nothing: it waits until this message has gone
+            place = self._ask(rank, place._replace(sent=place.sent + 1, seen=place.sent + 1))
+        else:
+            seen = place.sent + 1 if self._rule is Rule.WHILE_WAITING else place.seen
+            place = place._replace(sent=place.sent + 1, seen=seen)
         return (*places[:rank], place, *places[rank + 1 :])
 
     def used(self, places: Places, rank: int) -> int:
