@@ -39,6 +39,7 @@ setup(
         "console_scripts": [
             "recover-run = recover_megatron.launch.__main__:main",
             "recover-coordinator = recover_megatron.membership.__main__:main",
+            "recover-report = recover_megatron.report.full:main",
         ]
     },
 )

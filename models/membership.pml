@@ -10,6 +10,13 @@
 
    With -DPARTITION those of LEAVERS do not come back to candidate 0: the link is cut for good.
 
+   Idle members (spares) are not told apart: an idle member is one that has reported every iteration of its epoch (dn), which is how
+   commits treat it. The code differs in one case: where a new coordinator reaches idle members alone it commits nothing for what
+   they "reported". If all others are gone, an iteration that only they knew to be committed is decided again (below, read "any
+   member with a part" for "any member"); if one of them may be running it does not go on (quorum.can_tell). That rule is not in the
+   model: the simulation in tests/membership checks it, and that leaving it out is found. Giving up and last words only stop a
+   coordinator, as a lost quorum does.
+
    Budgets (-D): DEATHS of workers, CRASHES of candidate 0, SUSPICIONS that are wrong, ABANDONS of a live coordinator.
    Mutants (-D), each must be found: NOQUORUM, TIE, NOACK, NOOPENED, SAMENUMBER, MAJORITYCOMMIT, NOINFERENCE.
 

@@ -12,7 +12,7 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Ledger, Span
 from recover_megatron.collectives.progress import Handle, Progress
 from recover_megatron.collectives.ring import Hook, Ring, Run
-from recover_megatron.collectives.schedule import Chunks, plan, segment_length
+from recover_megatron.collectives.schedule import Chunks, most_partials, plan, segment_length
 from recover_megatron.collectives.transport import Transport
 
 
@@ -29,8 +29,8 @@ class Tuning:
 
     @property
     def slots(self) -> int:
-        """Segments that one member holds at a time: partial sums, the one at hand, and one ahead."""
-        return -(-self.depth // 2) + 2
+        """Segments that one member has room for: all partial sums that it may hold, and one that arrives."""
+        return most_partials(self.depth) + 1
 
 
 class RingGroup(Group):

@@ -21,6 +21,10 @@ Hops of one segment wait for each other, so several segments are under way at a 
 
 Every rank sends in this order and receives in this order, so a message needs no address.  A message of hop h + 1
 depends on the receipt of the same segment at hop h, which is at least ``blocks under way`` messages earlier.
+
+A member holds the partial sums of the blocks that are between two hops of the reduce-scatter half, and nothing is sent to
+a member without room for it.  So blocks start late enough that no more than ``most_partials`` are held at a time: members
+with room for one segment more can't block each other (tests/collectives/ring_model.py).
 """
 
 from __future__ import annotations
@@ -119,6 +123,11 @@ def segment_length(chunks: Chunks, most: int, least: int, depth: int) -> int:
     return max(1, min(most, longest, max(least, -(-longest // depth))))
 
 
+def most_partials(depth: int) -> int:
+    """The most partial sums that a member holds at a time when no neighbour lags, whatever the program."""
+    return -(-depth // 2) + 1
+
+
 def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: int, depth: int) -> Program:
     """The program of ``rank`` in a ring of ``len(chunks)``.
 
@@ -130,7 +139,8 @@ def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: i
     blocks = max(map(len, cut), default=0)
     reduce_hops = size - 1 if reduce else 0
     hops = reduce_hops + gather_hops
-    stride = max(1, -(-hops // max(1, min(depth, blocks))))
+    passed_on = max(0, reduce_hops - 1)
+    stride = max(1, -(-hops // max(1, min(depth, blocks))), -(-passed_on // most_partials(depth)))
     order = sorted((block * stride + hop, block, hop) for block in range(blocks) for hop in range(hops))
 
     sends: list[Send] = []
@@ -147,8 +157,7 @@ def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: i
         if block < len(incoming):
             receipt[block, hop] = len(receives)
             receives.append(Receive(incoming[block], hop, _action(hop, reduce_hops)))
-    held = -(-max(0, reduce_hops - 1) // stride) if stride else 0
-    return Program(tuple(sends), tuple(receives), min(held, blocks) if size > 1 else 0)
+    return Program(tuple(sends), tuple(receives), min(-(-passed_on // stride), blocks))
 
 
 def _action(hop: int, reduce_hops: int) -> Action:

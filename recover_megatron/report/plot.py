@@ -1,39 +1,187 @@
-"""The loss of a run as a picture."""
+"""The pictures of a run, drawn with matplotlib where it is installed.
+
+Each ``draw_*`` draws into axes that it is given; `save` makes the figure around them.  Colours mean the same in all of
+them: blue the run, grey the reference, red a change of the replicas.
+"""
 
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from recover_megatron.report.compare import Comparison
+from recover_megatron.report.history import PHASES, Recovery
 from recover_megatron.report.run_dir import Run
+from recover_megatron.report.steps import Step
+from recover_megatron.report.throughput import rates
+
+MAX_BARS = 30
+_MAX_COLUMNS = 600
+_MAX_LINES = 40
+"""More changes of the replicas than this are not marked one by one: the lines would hide the curve."""
+_RUN, _REFERENCE, _CHANGE = "tab:blue", "0.55", "tab:red"
+_PHASE_COLOURS = {
+    "rendezvous": "#ff9f40",
+    "regroup": "#f4d35e",
+    "pull": "#9bc53d",
+    "rerun": "#3a86c8",
+    "reduce": "#6a4c93",
+    "agree": "#2a9d8f",
+}
 
 
 def plot_loss(run: Run, path: Path) -> bool:
     """Draw the loss over the iterations into ``path`` (PNG).  False if matplotlib is not installed."""
+    return save(path, lambda axes: draw_loss(axes[0], run), [4.5])
+
+
+def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[float]) -> bool:
+    """Make a figure of axes one below the other, of ``heights`` inches, and write it.  False without matplotlib."""
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
         return False
     matplotlib.use("agg")  # no display
     pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(
+        len(heights), figsize=(9, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
+    )
+    try:
+        draw([row[0] for row in axes])
+        figure.savefig(path, dpi=120)
+    finally:
+        pyplot.close(figure)
+    return True
 
-    steps = [step for step in run.steps if step.loss is not None]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot([s.iteration for s in steps], [s.loss for s in steps], linewidth=1, label="training")
+
+def draw_loss(axes: Any, run: Run, reference: Run | None = None) -> None:
+    """The loss over the iterations, the reference below it, evaluations, and where the number of replicas changed."""
+    if reference is not None:
+        _line(axes, [(s.iteration, s.loss) for s in reference.steps], color=_REFERENCE, linewidth=3, label="reference")
+    _line(axes, [(s.iteration, s.loss) for s in run.steps], color=_RUN, linewidth=1, label="training")
     for split, losses in sorted(run.evaluations.items()):
         axes.plot(*zip(*sorted(losses.items()), strict=True), "o-", label=split)
     if run.unigram_entropy is not None:
         axes.axhline(
             run.unigram_entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy of the text"
         )
-    for before, step in pairwise(steps):
-        if step.replicas != before.replicas:
-            axes.axvline(step.iteration, color="tab:red", linewidth=0.8)
-            axes.annotate(f"{step.replicas} replicas", (step.iteration, step.loss), fontsize="small")
+    mark_changes(axes, run.steps)
     axes.set(xlabel="iteration", ylabel="loss (nats per token)", title=run.folder.name)
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
+
+
+def draw_difference(axes: Any, comparison: Comparison) -> None:
+    """The relative difference of the loss to the reference, logarithmic; equal losses are at the bottom."""
+    points = [(d.iteration, d.relative) for d in comparison.losses if math.isfinite(d.relative)]
+    different = [value for _, value in points if value > 0]
+    floor = 10.0 ** (math.floor(math.log10(min(different, default=1e-15))) - 1)
+    axes.set_yscale("log")
+    axes.set_ylim(floor / 3, 10 * max(different, default=1e-15))
+    axes.plot([x for x, _ in points], [max(y, floor) for _, y in points], ".", color=_RUN, markersize=4)
+    axes.axhline(floor, color=_REFERENCE, linewidth=0.8)
+    axes.annotate("equal", (1, floor), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize="small")
+    axes.set(xlabel="iteration", ylabel="relative difference\nof the loss")
+
+
+def draw_replicas(axes: Any, steps: Sequence[Step]) -> None:
+    """How many replicas counted microbatches."""
+    axes.step([s.iteration for s in steps], [s.replicas for s in steps], where="post", color=_RUN, linewidth=1.5)
+    axes.set(ylabel="replicas")
+    axes.set_ylim(0, max((s.replicas for s in steps), default=1) * 1.15)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    mark_changes(axes, steps, text=False)
+
+
+def draw_quotas(axes: Any, steps: Sequence[Step]) -> None:
+    """How many microbatches each replica counted in each iteration, as colours; white: none.
+
+    Of a long run each column is the mean over several iterations.
+    """
+    replicas = sorted({replica for step in steps for replica in step.microbatches})
+    width = math.ceil(len(steps) / _MAX_COLUMNS) or 1
+    columns = [steps[at : at + width] for at in range(0, len(steps), width)]
+    grid = [
+        [sum(len(step.microbatches.get(r, ())) for step in column) / len(column) or math.nan for column in columns]
+        for r in replicas
+    ]
+    extent = (steps[0].iteration - 0.5, steps[-1].iteration + 0.5, len(replicas) - 0.5, -0.5)
+    image = axes.imshow(grid, aspect="auto", interpolation="nearest", extent=extent, cmap="viridis", vmin=0)
+    if len(replicas) <= 16:
+        axes.set_yticks(range(len(replicas)), [str(replica) for replica in replicas])
+    axes.set(xlabel="iteration", ylabel="replica")
+    axes.figure.colorbar(image, ax=axes, label="microbatches", pad=0.01)
+
+
+def draw_recoveries(axes: Any, recoveries: Sequence[Recovery]) -> None:
+    """A stacked bar of the phases for each recovery, in milliseconds; of many the longest `MAX_BARS`.
+
+    ``detect`` is written, not drawn: a hang is noticed after seconds, beside which nothing else would be seen.
+    """
+    shown = sorted(recoveries, key=lambda r: r.total, reverse=True)[:MAX_BARS]
+    shown.sort(key=lambda r: r.time)
+    left = [0.0] * len(shown)
+    names = [*PHASES, *sorted({name for r in shown for name in r.seconds} - set(PHASES))]
+    for name in names[1:]:
+        widths = [1000 * r.seconds.get(name, 0.0) for r in shown]
+        if any(widths):
+            axes.barh(range(len(shown)), widths, left=left, label=name, color=_PHASE_COLOURS.get(name))
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    rest = [max(0.0, 1000 * r.total - end) for r, end in zip(shown, left, strict=True)]
+    if max(rest, default=0) > 1:  # what the workers' total has beyond the phases that they named
+        axes.barh(range(len(shown)), rest, left=left, label="other", color="#e0e0e0")
+    left = [a + b for a, b in zip(left, rest, strict=True)]
+    for place, (end, recovery) in enumerate(zip(left, shown, strict=True)):
+        axes.annotate(f" {end:.0f} ms{_bar_note(recovery)}", (end, place), va="center")
+    axes.set_yticks(range(len(shown)), [_bar_name(r) for r in shown])
+    axes.invert_yaxis()
+    axes.set_xlim(0, max([*left, 1e-3]) * 1.5)
+    axes.set(xlabel="milliseconds", title=f"recoveries (the longest {MAX_BARS})" if len(recoveries) > MAX_BARS else "")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.12 - 0.5 / (1 + len(shown))), ncols=8, fontsize="small")
+
+
+def draw_throughput(axes: Any, steps: Sequence[Step]) -> None:
+    """Samples per second of each iteration."""
+    _line(axes, rates(steps), color=_RUN, linewidth=1)
+    mark_changes(axes, steps)
+    axes.set(xlabel="iteration", ylabel="samples per second")
+    axes.set_ylim(bottom=0)
+
+
+def mark_changes(axes: Any, steps: Sequence[Step], text: bool = True) -> None:
+    """A red line wherever the number of replicas changed, unless there are too many to be told apart."""
+    changes = [step for before, step in pairwise(steps) if step.replicas != before.replicas]
+    if len(changes) > _MAX_LINES:
+        return
+    top = axes.get_xaxis_transform()
+    for number, step in enumerate(changes):
+        axes.axvline(step.iteration, color=_CHANGE, linewidth=0.8, alpha=0.7)
+        if text and len(changes) <= 12:
+            axes.annotate(
+                f" {step.replicas}" + (" replicas" if number == 0 else ""),
+                (step.iteration, 0.98), xycoords=top, va="top", fontsize="small", color=_CHANGE,
+            )  # fmt: skip
+
+
+def _bar_note(recovery: Recovery) -> str:
+    doing = f", in {recovery.phase}" if recovery.phase else ""
+    return doing + (
+        f"; detected after {1000 * recovery.seconds['detect']:.0f} ms" if "detect" in recovery.seconds else ""
+    )
+
+
+def _bar_name(recovery: Recovery) -> str:
+    where = f"iteration {recovery.iteration}" if recovery.iteration is not None else f"epoch {recovery.epoch}"
+    lost = recovery.lost_workers
+    if not lost:
+        return where
+    return f"{where}: worker {', '.join(map(str, lost[:4]))}{', ...' if len(lost) > 4 else ''}"
+
+
+def _line(axes: Any, points: Sequence[tuple[int, float | None]], **style: Any) -> None:
+    """A line through the points; broken where there is no value."""
+    axes.plot([x for x, _ in points], [math.nan if y is None else y for _, y in points], **style)

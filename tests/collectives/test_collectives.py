@@ -64,6 +64,26 @@ def test_all_reduce_sums_buckets_of_every_size(store: Any, way: dict, size: int)
             assert torch.equal(result, sum(integers(rank, numel) for rank in range(size)))
 
 
+@pytest.mark.parametrize("carrier", ["tcp", "tcp-inline"])
+@pytest.mark.parametrize(("size", "depth", "shadows"), [(5, 2, 0), (6, 2, 1), (9, 4, 0)])
+def test_a_ring_whose_slots_are_full_of_sent_partial_sums_goes_on(
+    carrier: str, size: int, depth: int, shadows: int
+) -> None:
+    """The case of the model in test_schedule: as many partial sums as slots, in hundreds of segments a member."""
+    tuning, buckets, elements = Tuning(segment_bytes=64, least_bytes=64, depth=depth), 8, 16
+
+    def work(group: Group) -> list[torch.Tensor]:
+        mine = [Bucket(integers(group.rank, size * depth * 8 * elements)) for _ in range(buckets)]
+        for handle in [group.reduce_scatter(bucket, shadows=shadows) for bucket in mine]:
+            handle.wait(DEADLINE)
+        length = mine[0].flat.numel() // size
+        return [bucket.flat[group.rank * length : (group.rank + 1) * length] for bucket in mine]
+
+    wanted = sum(integers(rank, size * depth * 8 * elements) for rank in range(size)).chunk(size)
+    for rank, shards in enumerate(together(size, work, carrier=carrier, tuning=tuning)):
+        assert all(torch.equal(shard, wanted[rank]) for shard in shards)
+
+
 @rings
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("accumulate", [None, torch.float32], ids=str)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.collectives.ring_group import Tuning
 from recover_megatron.collectives.schedule import Action, Program, even_chunks, plan, segment_length, segments, within
+from tests.collectives.ring_model import Move, RingModel, Rule, Step, deadlock, in_a_row
 
 
 @st.composite
@@ -46,86 +50,60 @@ def test_within_keeps_to_the_shards(spans: list[Span], size: int) -> None:
         assert all(shard.start <= span.start and span.stop <= shard.stop for span in chunk)
 
 
-class Member:
-    """A rank of the model: what is in scratch is the list of the ranks that were added, in order."""
-
-    def __init__(self, rank: int, program: Program) -> None:
-        self.rank = rank
-        self.program = program
-        self.posted = self.handled = 0
-        self.partials: dict[int, list[int]] = {}
-        self.bucket: dict[Span, list[int]] = {}
-        self.inbox: deque[tuple[Span, list[int]]] = deque()
-        self.slots = 0
-        self.most_slots = 0
+def walk(model: RingModel, choose: Callable[[list[Move]], Move]) -> list[Move]:
+    """Steps in the order chosen until nobody can move; AssertionError if that is not the end."""
+    places, taken = model.start, []
+    while moves := list(model.moves(places)):
+        taken.append(choose(moves))
+        places = model.after(places, taken[-1])
+    assert model.over(places), f"every member waits for another: {places}"
+    return taken
 
 
-def run_model(
-    programs: list[Program], own: list[list[Span]], reduce: bool, slots: int, turn: st.DataObject
-) -> list[Member]:
-    """Advance one member at a time, in any order; a message occupies one of the receiver's slots until it is dealt
-    with, a partial sum until it is sent on.  AssertionError when nobody can move before all are done."""
-    members = [Member(rank, program) for rank, program in enumerate(programs)]
-    for member in members:
-        if not reduce:
-            member.bucket.update({span: [member.rank] for span in own[member.rank]})
-
-    def can_send(member: Member) -> bool:
-        successor = members[(member.rank + 1) % len(members)]
-        sends = member.program.sends
-        return (
-            member.posted < len(sends)
-            and sends[member.posted].after <= member.handled
-            and successor.slots < slots
-        )  # fmt: skip
-
-    def can_take(member: Member) -> bool:
-        return bool(member.inbox)
-
-    while any(m.posted < len(m.program.sends) or m.handled < len(m.program.receives) for m in members):
-        moves = [(can_send, m) for m in members if can_send(m)] + [(can_take, m) for m in members if can_take(m)]
-        assert moves, "every member waits for another"
-        kind, member = turn.draw(st.sampled_from(moves)) if len(moves) > 1 else moves[0]
-        if kind is can_send:
-            send = member.program.sends[member.posted]
+def carry(
+    programs: list[Program], moves: list[Move], own: list[list[Span]], reduce: bool
+) -> list[dict[Span, list[int]]]:
+    """What the messages carry: by rank, for each finished segment the ranks that were added, in order."""
+    buckets: list[dict[Span, list[int]]] = [
+        {} if reduce else {span: [rank] for span in own[rank]} for rank in range(len(own))
+    ]
+    partials: list[dict[int, list[int]]] = [{} for _ in own]
+    inboxes: list[deque[tuple[Span, list[int]]]] = [deque() for _ in own]
+    sent, taken = [0] * len(own), [0] * len(own)
+    for rank, step in moves:
+        program, bucket = programs[rank], buckets[rank]
+        if step is Step.SEND:
+            send = program.sends[sent[rank]]
+            sent[rank] += 1
             if not send.partial:
-                content = member.bucket[send.span]
-            elif send.hop:
-                content = member.partials.pop(send.after - 1)
-                member.slots -= 1
+                content = bucket[send.span]
             else:
-                content = [member.rank]
-            successor = members[(member.rank + 1) % len(members)]
-            successor.inbox.append((send.span, content))
-            successor.slots += 1
-            successor.most_slots = max(successor.most_slots, successor.slots)
-            member.posted += 1
+                content = partials[rank].pop(send.after - 1) if send.hop else [rank]
+            inboxes[(rank + 1) % len(own)].append((send.span, content))
         else:
-            span, content = member.inbox.popleft()
-            receive = member.program.receives[member.handled]
+            span, content = inboxes[rank].popleft()
+            receive = program.receives[taken[rank]]
             assert receive.span == span, "a message met another receive"
             if receive.action is Action.ADD:
-                member.partials[member.handled] = [*content, member.rank]
+                partials[rank][taken[rank]] = [*content, rank]
             else:
-                finished = content if receive.action is Action.STORE else [*content, member.rank]
-                assert span not in member.bucket, "a segment was finished twice"
-                member.bucket[span] = finished
-                member.slots -= 1
-            member.handled += 1
-    return members
+                assert span not in bucket, "a segment was finished twice"
+                bucket[span] = content if receive.action is Action.STORE else [*content, rank]
+            taken[rank] += 1
+    return buckets
 
 
 @given(
     spans=spans(),
-    size=st.integers(2, 6),
+    size=st.integers(2, 9),
     length=st.integers(5, 60),
     depth=st.integers(1, 6),
     reduce=st.booleans(),
-    hops=st.integers(0, 5),
-    data=st.data(),
+    hops=st.integers(0, 8),
+    random=st.randoms(use_true_random=False),
 )
 def test_every_segment_is_summed_in_the_documented_order_and_nobody_deadlocks(
-    spans: list[Span], size: int, length: int, depth: int, reduce: bool, hops: int, data: st.DataObject
+    spans: list[Span], size: int, length: int, depth: int, reduce: bool, hops: int, random: Random
 ) -> None:
     hops = min(hops, size - 1)
     chunks = even_chunks(spans, size)
@@ -133,15 +111,89 @@ def test_every_segment_is_summed_in_the_documented_order_and_nobody_deadlocks(
     programs = [
         plan(rank, chunks, length, reduce=reduce, gather_hops=hops, depth=depth) for rank in range(size)
     ]  # fmt: skip
-    slots = Tuning(depth=depth).slots - 1  # one less than the transport has: nothing may depend on looking ahead
-    members = run_model(programs, own, reduce, slots, data)
+    moves = walk(RingModel(programs, Tuning(depth=depth).slots), random.choice)
+    buckets = carry(programs, moves, own, reduce)
     for owner, cut in enumerate(own):
         order = [(owner + step) % size for step in range(1, size + 1)] if reduce else [owner]
         for span in cut:
             for distance in range(hops + 1):
-                assert members[(owner + distance) % size].bucket[span] == order
-    total = sum(len(member.bucket) for member in members)
+                assert buckets[(owner + distance) % size][span] == order
+    total = sum(len(bucket) for bucket in buckets)
     assert total == sum(map(len, own)) * (hops + 1), "a segment went further than asked"
+
+
+def programs_of(size: int, blocks: int, depth: int, hops: int, *, missing: int = 0, times: int = 1) -> list[Program]:
+    """Reductions of ``blocks`` segments a member, the last of ``missing`` members left out, ``times`` in a row."""
+    chunks = even_chunks([Span(0, size * blocks - missing)], size)
+    return [
+        in_a_row([plan(rank, chunks, 1, reduce=True, gather_hops=hops, depth=depth)] * times) for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "blocks"),
+    [
+        (2, 1),
+        (2, 3),
+        (3, 1),
+        (3, 3),
+        (4, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 2), (5, 1)]),
+    ],
+)
+def test_no_order_of_events_closes_a_circle_of_waiting(size: int, blocks: int, depth: int) -> None:
+    for hops in {0, 1, size - 1}:
+        for missing in (0, 1):
+            programs = programs_of(size, blocks, depth, hops, missing=missing)
+            assert deadlock(RingModel(programs, max(program.partials for program in programs) + 1)) is None
+
+
+@pytest.mark.slow
+def test_no_order_of_events_stops_the_ring_that_once_stopped() -> None:
+    """All 230,000 states of it."""
+    assert deadlock(RingModel(programs_of(5, 2, depth=2, hops=0), Tuning(depth=2).slots)) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "blocks", "depth", "hops"),
+    [(5, 2, 2, 0), (6, 2, 2, 1), (8, 3, 2, 0), (5, 4, 4, 0)],
+    ids=["reduce-scatter", "with a shadow", "of eight", "deeper"],
+)
+def test_a_ring_that_looks_only_after_its_wait_would_stop_for_good(
+    size: int, blocks: int, depth: int, hops: int
+) -> None:
+    """The model sees the deadlock that the ring once had: partial sums that were sent kept their slots.
+
+    A member waits for a message; all its slots hold partial sums that it has passed on; its predecessor, who would send
+    that message, waits for a slot; and the predecessor's own slots are full for the same reason.
+    """
+    programs = programs_of(size, blocks, depth, hops)
+    slots = Tuning(depth=depth).slots
+    model = RingModel(programs, slots, Rule.AFTER_THE_WAIT)
+    stuck = deadlock(model)
+    assert stuck is not None
+    full = [rank for rank in range(size) if model.used(stuck, rank) == slots]
+    assert any(stuck[rank].seen < stuck[rank].sent for rank in full)
+    random = Random(1)
+    for _ in range(20):
+        walk(RingModel(programs, slots), random.choice)
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+def test_collectives_handed_in_together_do_not_block_each_other(missing: int) -> None:
+    random = Random(2)
+    for size, depth in ((5, 2), (8, 2), (9, 4), (12, 4)):
+        for hops in (0, 1, size - 1):
+            programs = programs_of(size, 4, depth, hops, missing=missing, times=3)
+            for _ in range(3):
+                walk(RingModel(programs, Tuning(depth=depth).slots), random.choice)
+
+
+@given(st.integers(2, 24), st.integers(1, 6), st.integers(1, 6), st.integers(0, 23))
+def test_there_is_room_for_all_partial_sums_and_one_arrival(size: int, blocks: int, depth: int, hops: int) -> None:
+    for program in programs_of(size, blocks, depth, min(hops, size - 1))[:2]:
+        assert program.partials + 1 <= Tuning(depth=depth).slots
 
 
 @given(st.integers(0, 100000), st.integers(2, 64), st.integers(1, 4))

@@ -60,6 +60,7 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
         ([*GOOD, "--hidden-size", "33"], "Megatron refuses these flags"),
         ([*GOOD, "--recover", "--dataloader-type", "cyclic"], "--recover needs --dataloader-type single"),
         ([*GOOD, "--recover", "--recover-log-dir", "/proc/nowhere"], "--recover-log-dir /proc/nowhere: "),
+        ([*GOOD, "--recover", "--recover-min-replicas", "0"], "--recover-min-replicas 0: give 1 or more"),
         ([*GOOD, "--recover", "--rerun-mode", "validate_results"], "--recover needs --rerun-mode disabled"),
         ([*GOOD, "--transformer-impl", "transformer_engine"], "needs TransformerEngine's GPU kernels"),
         ([*GOOD, "--context-parallel-size", "1", "--data-path", "/no where/a"], "no /no where/a.bin"),

@@ -1,0 +1,79 @@
+"""A run beside its reference: the same training without failures, iteration by iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from recover_megatron.report.steps import Step
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value of one iteration in both runs."""
+
+    iteration: int
+    run: float
+    reference: float
+
+    @property
+    def relative(self) -> float:
+        """|run - reference| / |reference|; 0 for equal ones (two NaNs are equal), infinite where only one is finite."""
+        if self.run == self.reference or (math.isnan(self.run) and math.isnan(self.reference)):
+            return 0.0
+        difference = abs(self.run - self.reference)
+        if not math.isfinite(difference) or self.reference == 0:
+            return math.inf
+        return difference / abs(self.reference)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two runs have in common and where they differ."""
+
+    iterations: int
+    """How many both have."""
+    losses: list[Difference]
+    """In the order of the iterations; those where either was skipped are left out."""
+    grad_norms: list[Difference]
+    unlike: list[str]
+    """What no rounding explains, a sentence each: other samples, a step that only one of them skipped."""
+
+    @property
+    def worst_loss(self) -> Difference | None:
+        """The largest relative difference; the first of equals."""
+        return max(self.losses, key=lambda difference: difference.relative, default=None)
+
+    @property
+    def worst_grad_norm(self) -> Difference | None:
+        """The same of the grad norms."""
+        return max(self.grad_norms, key=lambda difference: difference.relative, default=None)
+
+
+def compare(run: Sequence[Step], reference: Sequence[Step]) -> Comparison:
+    """Compare the iterations that both have."""
+    other = {step.iteration: step for step in reference}
+    pairs = [(step, other[step.iteration]) for step in run if step.iteration in other]
+    unlike = []
+    for mine, theirs in pairs:
+        if mine.consumed_samples != theirs.consumed_samples:
+            unlike.append(
+                f"iteration {mine.iteration}: {mine.consumed_samples} samples were consumed by its end, "
+                f"{theirs.consumed_samples} in the reference"
+            )
+        elif (mine.loss is None) != (theirs.loss is None):
+            who = "this run" if mine.loss is None else "the reference"
+            unlike.append(f"iteration {mine.iteration}: only {who} skipped the step")
+    return Comparison(
+        len(pairs), _differences(pairs, lambda step: step.loss), _differences(pairs, lambda s: s.grad_norm), unlike
+    )
+
+
+def _differences(pairs: Sequence[tuple[Step, Step]], value: Callable[[Step], float | None]) -> list[Difference]:
+    found = []
+    for mine, theirs in pairs:
+        a, b = value(mine), value(theirs)
+        if a is not None and b is not None:
+            found.append(Difference(mine.iteration, a, b))
+    return found

@@ -1,0 +1,104 @@
+"""``recover-report DIR``: the whole report of a run as an HTML page and its pictures as PNG files.
+
+Exit status as of ``python -m recover_megatron.report``: 0; 1 if the audit failed; 2 if there is no run there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from recover_megatron.report import plot
+from recover_megatron.report.command import arguments, audited, refuse, tell
+from recover_megatron.report.compare import compare
+from recover_megatron.report.history import read_history
+from recover_megatron.report.page import Report, page
+from recover_megatron.report.run_dir import NotARun, read_run
+from recover_megatron.report.summary import summary
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    parser = arguments(
+        "recover-report",
+        "Report of a run as one HTML page: audit, loss beside a reference, replicas and quotas, each recovery.",
+    )
+    parser.add_argument("--reference", type=Path, metavar="DIR2", help="log folder of the run without failures")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: DIR/report.html); PNGs beside it")
+    args = parser.parse_args(argv)
+    try:
+        run, found = audited(args)
+        reference = read_run(args.reference) if args.reference else None
+        report = Report(
+            run=run,
+            violations=found,
+            history=read_history(args.run_dir),
+            reference=reference,
+            comparison=compare(run.steps, reference.steps) if reference else None,
+        )
+    except (NotARun, OSError, ValueError) as error:
+        return refuse(error)
+    out = args.out or args.run_dir / "report.html"
+    try:
+        out.write_text(page(report, pictures(report, out)), encoding="utf-8")
+    except OSError as error:
+        print(f"report: error: cannot write {error.filename or out}: {error.strerror}", file=sys.stderr)
+        return 2
+    print(summary(run, found))
+    if report.comparison is not None:
+        print(f"{'reference':<16}{_reference(report)}")
+    print(f"{'report':<16}{out}")
+    return tell(found)
+
+
+def pictures(report: Report, out: Path) -> dict[str, Path]:
+    """Draw all there is to draw beside ``out``: title -> PNG; none without matplotlib.  Raises OSError."""
+    steps, comparison = report.run.steps, report.comparison
+    if not steps:
+        return {}
+
+    def loss(axes: Sequence[Any]) -> None:
+        plot.draw_loss(axes[0], report.run, report.reference)
+        if comparison is not None and comparison.losses:
+            plot.draw_difference(axes[1], comparison)
+            axes[1].sharex(axes[0])
+
+    def replicas(axes: Sequence[Any]) -> None:
+        plot.draw_replicas(axes[0], steps)
+        plot.draw_quotas(axes[1], steps)
+        axes[0].sharex(axes[1])
+
+    with_reference = comparison is not None and bool(comparison.losses)
+    wanted: list[tuple[str, str, Callable[[Sequence[Any]], None], list[float]]] = [
+        ("Loss", "loss", loss, [3.8, 1.6] if with_reference else [4.2]),
+        ("Replicas, and the microbatches each counted", "replicas", replicas, [1.3, 2.7]),
+        ("Throughput", "throughput", lambda axes: plot.draw_throughput(axes[0], steps), [3.0]),
+    ]
+    timed = [recovery for recovery in report.history.recoveries if recovery.seconds]
+    if timed:
+        height = 1.3 + 0.33 * min(len(timed), plot.MAX_BARS)
+        bars = ("Time of each recovery", "recoveries", lambda axes: plot.draw_recoveries(axes[0], timed), [height])
+        wanted.insert(2, bars)
+    drawn = {}
+    for title, name, draw, heights in wanted:
+        path = out.with_name(f"{out.stem}-{name}.png")
+        if plot.save(path, draw, heights):
+            drawn[title] = path
+    return drawn
+
+
+def _reference(report: Report) -> str:
+    assert report.comparison is not None
+    worst = report.comparison.worst_loss
+    if worst is None:
+        return "no iteration in common"
+    return (
+        f"largest relative difference of the loss {worst.relative:.2e}, in iteration {worst.iteration}; "
+        f"{report.comparison.iterations} iterations compared"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""The faults of a run and what each cost, put together from the event files (docs/report.md has their schema).
+
+A recovery is one change of the membership after the start: a plan of a new epoch, the deaths that led to it, what was
+run again, and how long each phase took.  Different writers know different parts: the coordinator why and when somebody
+went, the workers what it cost them, fault injection when it struck.  Epoch numbers start anew with each launch, so
+events of several launches into one folder (a run that resumed) are kept apart.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recover_megatron.report.events import Event, read_run_events
+
+PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
+"""Of a recovery, in their order.  ``detect``: from the strike (where fault injection noted it) to the coordinator."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One change of the membership, and what it cost."""
+
+    time: float
+    """Unix seconds: of the fault where the coordinator saw one, else of the plan."""
+    launch: int = 0
+    """Counted from 0: which launch into this folder."""
+    epoch: int | None = None
+    """The one that it led to; None: no plan followed."""
+    iteration: int | None = None
+    """In which it was; None: no worker told."""
+    phase: str = ""
+    """What the workers were doing."""
+    lost_workers: tuple[int, ...] = ()
+    lost_replicas: tuple[int, ...] = ()
+    causes: tuple[str, ...] = ()
+    """In words."""
+    replicas: int | None = None
+    """How many went on."""
+    reran: int = 0
+    """Microbatches that were run again."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Phase -> seconds, `PHASES` first.  Of several workers' accounts the longest."""
+    total: float = 0.0
+    """Seconds from when the workers heard of it until the step was finished; without ``detect``."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What the event files tell of a run."""
+
+    launches: int
+    start: Event | None
+    """The last start that a worker told."""
+    recoveries: list[Recovery]
+    """In the order of time."""
+    quotas: list[Event]
+    """Changes of the quotas for measured speeds."""
+    others: list[Event]
+    """Retried evaluations and checkpoints, moved roles."""
+    end: str
+    """How the run ended, in words."""
+    good_end: bool | None
+    """None: nobody told of an end."""
+
+    @property
+    def workers_lost(self) -> int:
+        """How many workers were lost, over all launches, while the run went on."""
+        return len({(r.launch, worker) for r in self.recoveries if r.epoch is not None for worker in r.lost_workers})
+
+    @property
+    def seconds(self) -> float:
+        """Spent in all recoveries."""
+        return sum(recovery.total for recovery in self.recoveries)
+
+
+def read_history(folder: Path) -> History:
+    """The history of the run in ``folder``; an empty one where there are no events.
+
+    Raises ValueError for an event that does not keep to the schema, OSError.
+    """
+    try:
+        return history(*read_run_events(folder))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"an event in {folder} does not keep to the schema: {error!r}") from error
+
+
+def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]) -> History:
+    """The same, from the events themselves, each sequence in the order of time."""
+    starts = _launches(workers, coordinators)
+    recoveries = []
+    for number, begin in enumerate(starts):
+        end = starts[number + 1] if number + 1 < len(starts) else math.inf
+        parts = ([event for event in group if begin <= event["time"] < end] for group in (workers, coordinators, chaos))
+        recoveries += _recoveries(number, *parts)
+    told, good = _end(workers, coordinators, starts[-1])
+    return History(
+        launches=len(starts),
+        start=next((event for event in reversed(workers) if event["event"] == "start"), None),
+        recoveries=sorted(recoveries, key=lambda recovery: recovery.time),
+        quotas=_distinct(event for event in workers if event["event"] == "quotas"),
+        others=[
+            event
+            for event in workers
+            if event["event"] == "writer" or (event["event"] in ("evaluation", "checkpoint") and event.get("retries"))
+        ],
+        end=told,
+        good_end=good,
+    )
+
+
+def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[float]:
+    """The times from which on events belong to the 1st, 2nd, ... launch; the first is the beginning of time."""
+    listening = [e["time"] for e in coordinators if e["event"] == "listening" and e.get("candidate", 0) == 0]
+    if listening:
+        return [-math.inf, *listening[1:]]
+    starts, running = [-math.inf], False
+    for event in workers:
+        if event["event"] == "start" and running:
+            starts.append(event["time"])
+        running = event["event"] != "start"
+    return starts
+
+
+def _recoveries(
+    launch: int, workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]
+) -> list[Recovery]:
+    """Of one launch."""
+    told: dict[int, list[Event]] = {}
+    for event in workers:
+        if event["event"] in ("plan", "recovery"):
+            told.setdefault(event["epoch"], []).append(event)
+    decided = {event["epoch"]: event for event in coordinators if event["event"] == "plan"}
+    epochs = sorted(told.keys() | decided.keys())
+    faults = [event for event in coordinators if event["event"] == "fault"]
+    revokes = [event for event in coordinators if event["event"] == "revoke"]
+    # A fault belongs to the first plan after it.
+    times = [decided[epoch]["time"] if epoch in decided else told[epoch][0]["time"] for epoch in epochs]
+    by_plan: dict[int, list[Event]] = {}
+    for fault in faults:
+        by_plan.setdefault(bisect_right(times, fault["time"]), []).append(fault)
+    recoveries = []
+    for place, epoch in enumerate(epochs):
+        reasons = [event.get("reason", "") for event in revokes if event["epoch"] == epoch]
+        recovery = _recovery(
+            launch, epoch, times[place], told.get(epoch, []), decided.get(epoch), by_plan.get(place, []), reasons, chaos
+        )
+        started = place == 0 and not recovery.lost_workers and not recovery.lost_replicas and not recovery.reran
+        if not started:
+            recoveries.append(recovery)
+    for fault in by_plan.get(len(epochs), []):  # no plan followed
+        causes = (_cause(fault, chaos),)
+        recoveries.append(
+            Recovery(
+                fault["time"], launch, lost_workers=(fault["worker"],), causes=causes, seconds=_detect([fault], chaos)
+            )
+        )
+    return recoveries
+
+
+def _recovery(
+    launch: int,
+    epoch: int,
+    planned: float,
+    told: Sequence[Event],
+    decided: Event | None,
+    faults: Sequence[Event],
+    reasons: Sequence[str],
+    chaos: Sequence[Event],
+) -> Recovery:
+    plans = [event for event in told if event["event"] == "plan"]
+    finished = [event for event in told if event["event"] == "recovery"]
+    plan: Mapping[str, Any] = plans[0] if plans else {}
+    lost = set(plan.get("lost_workers", ())) | {fault["worker"] for fault in faults}
+    parts: dict[str, float] = _longest([decided] if decided else [], ("rendezvous",))
+    parts |= _longest(plans)
+    parts |= _longest(finished)
+    total = parts.pop("total", None)
+    if total is None:
+        total = sum(parts.values())
+    parts |= _detect(faults, chaos)
+    order = [*PHASES, *(name for name in parts if name not in PHASES)]
+    account = max(finished, key=lambda event: event["seconds"].get("total", 0.0), default=None)
+    iterations = [event["iteration"] for event in (*finished, *plans)]
+    doing = dict.fromkeys(event["phase"] for event in plans if event.get("phase"))
+    return Recovery(
+        time=faults[0]["time"] if faults else planned,
+        launch=launch,
+        epoch=epoch,
+        iteration=iterations[0] if iterations else None,
+        phase=", ".join(doing),
+        lost_workers=tuple(sorted(lost)),
+        lost_replicas=tuple(sorted(plan.get("lost_replicas", ()))),
+        causes=tuple(_cause(fault, chaos) for fault in faults) or tuple(reason for reason in reasons if reason),
+        replicas=len(plan["replicas"]) if "replicas" in plan else None,
+        reran=sum(len(ids) for ids in account["reran"].values()) if account else 0,
+        seconds={name: parts[name] for name in order if name in parts},
+        total=total,
+    )
+
+
+def _longest(events: Iterable[Event], only: Sequence[str] = ()) -> dict[str, float]:
+    """Phase -> the longest time that any of ``events`` gives for it."""
+    longest: dict[str, float] = {}
+    for event in events:
+        for name, seconds in event.get("seconds", {}).items():
+            if not only or name in only:
+                longest[name] = max(longest.get(name, 0.0), float(seconds))
+    return longest
+
+
+def _strike(fault: Event, chaos: Sequence[Event]) -> Event | None:
+    """The strike that led to the fault, if it was one."""
+    struck = [
+        event
+        for event in chaos
+        if event["event"] == "strike" and event["worker"] == fault["worker"] and event["time"] <= fault["time"]
+    ]
+    return struck[-1] if struck else None
+
+
+def _detect(faults: Iterable[Event], chaos: Sequence[Event]) -> dict[str, float]:
+    waits = [fault["time"] - strike["time"] for fault in faults if (strike := _strike(fault, chaos)) is not None]
+    return {"detect": max(waits)} if waits else {}
+
+
+def _cause(fault: Event, chaos: Sequence[Event]) -> str:
+    strike = _strike(fault, chaos)
+    host = f" on {fault['host']}" if fault.get("host") else ""
+    injected = f" (chaos: {strike['kind']})" if strike else ""
+    return f"worker {fault['worker']}{host}: {fault.get('reason', fault.get('kind', ''))}{injected}"
+
+
+def _distinct(events: Iterable[Event]) -> list[Event]:
+    """The first of the events that tell the same of the same iteration (several workers may tell it)."""
+    seen: dict[tuple[int, str], Event] = {}
+    for event in events:
+        seen.setdefault((event["iteration"], str(event.get("quotas"))), event)
+    return list(seen.values())
+
+
+def _end(workers: Sequence[Event], coordinators: Sequence[Event], since: float) -> tuple[str, bool | None]:
+    """How the last launch ended."""
+    stops = [event for event in coordinators if event["event"] == "stop" and event["time"] >= since]
+    ends = [event for event in workers if event["event"] == "end" and event["time"] >= since]
+    if bad := [event for event in stops if event.get("code")]:
+        return f"stopped with exit code {bad[-1]['code']}: {bad[-1].get('reason', '')}", False
+    if ends:
+        return f"finished after iteration {max(event['iteration'] for event in ends)}", True
+    if stops:
+        return f"finished: {stops[-1].get('reason', '')}", True
+    return "no end was recorded: it still runs, or was killed as a whole", None

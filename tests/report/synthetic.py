@@ -1,0 +1,124 @@
+"""The log folders of a run that never was, with all that a report may find in one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from recover_megatron.report.events import Event
+from recover_megatron.report.steps import Step
+
+REPLICAS, M, SIZE = 4, 16, 2
+T0 = 1_700_000_000.0
+DEATHS = {20: (5, 2), 33: (1, 0)}
+"""Iteration -> the worker that dies in it, and its replica; two workers to a replica."""
+
+
+def shares(alive: list[int]) -> dict[int, list[int]]:
+    return {replica: list(range(place, M, len(alive))) for place, replica in enumerate(alive)}
+
+
+def steps(iterations: int = 50, deaths: dict[int, tuple[int, int]] = DEATHS, noise: float = 0.0) -> list[Step]:
+    """4 replicas, 0.2 s for an iteration of 32 samples; in a death's iteration 0.35 s."""
+    made, alive = [], list(range(REPLICAS))
+    for n in range(1, iterations + 1):
+        if n in deaths:
+            alive.remove(deaths[n][1])
+        made.append(
+            Step(
+                iteration=n,
+                loss=(2 + 3 * math.exp(-n / 15) + 0.05 * math.sin(7 * n)) * (1 + noise * (n == 41)),
+                grad_norm=1.0,
+                consumed_samples=M * SIZE * n,
+                epoch=1 + sum(death <= n for death in deaths),
+                replicas=len(alive),
+                seconds=0.2 * REPLICAS / len(alive) + (0.15 if n in deaths else 0),
+                microbatches=shares(alive),
+            )
+        )
+    return made
+
+
+def write_steps(folder: Path, made: list[Step]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "steps.jsonl").write_text("".join(step.to_json() + "\n" for step in made))
+    return folder
+
+
+def write_lines(path: Path, events: list[Event]) -> None:
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def worker_events() -> list[Event]:
+    shape = {"tp": 2, "pp": 1, "cp": 1, "ep": 1}
+    start = {"event": "start", "time": T0, "worker": 0, "iteration": 1, "world": 8, "shape": shape}
+    events: list[Event] = [{**start, "replicas": [0, 1, 2, 3], "microbatches": M}]
+    alive = list(range(REPLICAS))
+    for number, (iteration, (worker, replica)) in enumerate(DEATHS.items()):
+        alive.remove(replica)
+        at, epoch = T0 + iteration, 2 + number
+        for writer in (7, 6):  # two workers tell it; the second took longer
+            slower = 0.004 * (writer == 6)
+            events.append(
+                {
+                    "event": "plan", "time": at + 0.03, "worker": writer, "iteration": iteration, "epoch": epoch,
+                    "replicas": list(alive), "spares": [worker ^ 1], "lost_workers": [worker],
+                    "lost_replicas": [replica], "quotas": {str(r): len(ids) for r, ids in shares(alive).items()},
+                    "phase": "backward", "seconds": {"rendezvous": 0.012 + slower, "regroup": 0.02},
+                }
+            )  # fmt: skip
+        parts = {"rendezvous": 0.016, "regroup": 0.02, "pull": 0.005, "rerun": 0.08, "reduce": 0.02, "agree": 0.004}
+        events.append(
+            {
+                "event": "recovery", "time": at + 0.15, "worker": 7, "iteration": iteration, "epoch": epoch,
+                "reran": {"1": [2, 6], "3": [10, 14]}, "seconds": {**parts, "total": 0.15 + number / 100},
+            }
+        )  # fmt: skip
+    events += [
+        {"event": "quotas", "time": T0 + 40, "worker": 7, "iteration": 40, "quotas": {"1": 6, "3": 10},
+         "seconds_per_microbatch": {"1": 0.05, "3": 0.03}},
+        {"event": "writer", "time": T0 + 33.1, "worker": 7, "iteration": 33},
+        {"event": "evaluation", "time": T0 + 45, "worker": 7, "iteration": 45, "retries": 0},
+        {"event": "checkpoint", "time": T0 + 46, "worker": 7, "iteration": 46, "retries": 2, "seconds": 1.5},
+        {"event": "end", "time": T0 + 50, "worker": 7, "iteration": 50},
+    ]  # fmt: skip
+    return events
+
+
+def coordinator_events() -> list[Event]:
+    events: list[Event] = [
+        {"event": "listening", "time": T0 - 2, "mono": 1.0, "address": "127.0.0.1:1", "world": 8},
+        {"event": "revoke", "time": T0 - 1, "mono": 2.0, "epoch": 1, "reason": "the run starts", "members": [[0, 8]]},
+        {"event": "plan", "time": T0 - 0.5, "mono": 2.5, "epoch": 1, "members": [[0, 8]], "committed": 0,
+         "seconds": {"rendezvous": 0.5}},
+    ]  # fmt: skip
+    for number, (iteration, (worker, _)) in enumerate(DEATHS.items()):
+        at, common = T0 + iteration, {"mono": 3.0 + number}
+        reason = "SIGKILL" if number == 0 else "no progress & <b>silent</b>"
+        fault = {"event": "fault", "time": at, "kind": "dead", "worker": worker, "host": "node1", "reason": reason}
+        seconds = {"rendezvous": 0.011, "since_fault": 0.012}
+        events += [
+            {**fault, **common},
+            {"event": "revoke", "time": at + 0.001, "epoch": 2 + number, "reason": "it died", "members": [], **common},
+            {"event": "plan", "time": at + 0.012, "epoch": 2 + number, "members": [], "committed": iteration - 1,
+             "seconds": seconds, **common},
+        ]  # fmt: skip
+    return [*events, {"event": "stop", "time": T0 + 51, "mono": 9.0, "code": 0, "reason": "all workers have left"}]
+
+
+def chaos_events() -> list[Event]:
+    return [
+        {"event": "strike", "time": T0 + 20 - 0.003, "worker": 5, "pid": 7, "kind": "kill"},
+        {"event": "strike", "time": T0 + 33 - 2.5, "worker": 1, "pid": 8, "kind": "stop"},
+    ]
+
+
+def write_run(folder: Path, noise: float = 0.0) -> Path:
+    """A whole run: two deaths, both survived."""
+    write_steps(folder, steps(noise=noise))
+    write_lines(folder / "events.jsonl", worker_events())
+    write_lines(folder / "events-0.jsonl", coordinator_events())
+    write_lines(folder / "events-1.jsonl", [])
+    write_lines(folder / "chaos.jsonl", chaos_events())
+    return folder

@@ -1,0 +1,298 @@
+"""recover-report: what its page says of a run, number by number, and what it says of a bad one."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.report.compare import compare
+from recover_megatron.report.full import main
+from recover_megatron.report.history import history, read_history
+from recover_megatron.report.throughput import levels, rates
+from tests.report.synthetic import (
+    DEATHS,
+    SIZE,
+    T0,
+    M,
+    chaos_events,
+    coordinator_events,
+    steps,
+    worker_events,
+    write_lines,
+    write_run,
+    write_steps,
+)
+
+
+class Text(HTMLParser):
+    """The text of a page, cell by cell; fails for a tag that is not closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.rows: list[list[str]] = []
+        self.images: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "img":
+            self.images.append(values["src"] or "")
+        elif tag != "meta":
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.cells.append(data)
+        if "td" in self._open or "th" in self._open:
+            self.rows[-1][-1] += data
+
+    def table(self, *head: str) -> list[dict[str, str]]:
+        """The rows of the table whose head has all of ``head``."""
+        at = next(n for n, row in enumerate(self.rows) if set(head) <= set(row))
+        found = []
+        for row in self.rows[at + 1 :]:
+            if len(row) != len(self.rows[at]) or not row[0].strip().isdigit():
+                break
+            found.append(dict(zip(self.rows[at], row, strict=True)))
+        return found
+
+    def beside(self, text: str) -> str:
+        """The text that follows ``text`` on the page."""
+        return self.cells[self.cells.index(text) + 1]
+
+
+def report(folder: Path, *options: object) -> tuple[int, Text]:
+    code = main([str(folder), *map(str, options)])
+    return code, Text((folder / "report.html").read_text())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def test_the_verdict_is_on_top(run: Path) -> None:
+    code, page = report(run)
+    assert code == 0
+    body = page.cells.index("Run run")
+    assert page.cells[body + 2] == "AUDIT PASSED"
+    assert (
+        page.beside("AUDIT PASSED")
+        == "in each of 50 iterations (1 to 50) each of the 16 microbatches was counted exactly once"
+    )
+
+
+def test_each_recovery_is_told_with_its_cause_and_the_time_of_its_phases(run: Path) -> None:
+    _, page = report(run)
+    first, second = page.table("iteration", "cause", "rerun", "total")
+    assert first == {
+        "iteration": "20", "epoch": "2", "lost": "workers 5; replicas 2",
+        "cause": "worker 5 on node1: SIGKILL (chaos: kill)", "they were in": "backward", "replicas after": "3",
+        "run again": "4", "detect": "3.0", "rendezvous": "16.0", "regroup": "20.0", "pull": "5.0", "rerun": "80.0",
+        "reduce": "20.0", "agree": "4.0", "total": "150.0",
+    }  # fmt: skip
+    assert second["cause"] == "worker 1 on node1: no progress & <b>silent</b> (chaos: stop)"
+    assert (second["iteration"], second["detect"], second["total"]) == ("33", "2,500.0", "160.0")
+    assert page.beside("2 workers lost") == "in 2 recoveries"
+    assert page.beside("0.31 s recovering").startswith("median 155 ms each, 2.10% of the iterations")  # of 14.77 s
+
+
+def test_what_came_over_the_network_is_escaped(run: Path) -> None:
+    report(run)
+    assert "<b>silent" not in (run / "report.html").read_text()
+
+
+def test_the_page_needs_nothing_outside_and_shows_the_pictures_that_lie_beside_it(run: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _, page = report(run)
+    names = ["report-loss.png", "report-replicas.png", "report-recoveries.png", "report-throughput.png"]
+    assert [base64.b64decode(src.split(",")[1]) for src in page.images] == [(run / name).read_bytes() for name in names]
+    assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    assert not re.search(r"https?://|src=\"(?!data:)|<script", (run / "report.html").read_text())
+
+
+def test_the_largest_difference_from_the_reference_is_stated(run: Path, tmp_path: Path, capsys) -> None:
+    reference = write_steps(tmp_path / "reference", steps(deaths={}))
+    code, page = report(run, "--reference", reference)
+    assert code == 0
+    assert page.beside("equal") == "loss: all digits, 50 iterations compared with the reference"
+    noisy = write_run(tmp_path / "noisy", noise=3e-7)
+    code, page = report(noisy, "--reference", reference)
+    assert code == 0
+    assert page.beside("3.00e-07").startswith("largest relative difference of the loss, in iteration 41 (2.")
+    assert "largest relative difference of the loss 3.00e-07, in iteration 41; 50 iterations" in capsys.readouterr().out
+
+
+def test_other_samples_than_the_reference_are_no_rounding(run: Path, tmp_path: Path) -> None:
+    shifted = [dataclasses.replace(s, consumed_samples=s.consumed_samples + 32) for s in steps(deaths={})]
+    _, page = report(run, "--reference", write_steps(tmp_path / "reference", shifted))
+    assert "What is wrong (50)" in page.cells
+    assert "iteration 1: 32 samples were consumed by its end, 64 in the reference" in page.cells
+
+
+def test_a_lost_microbatch_is_a_failed_audit(run: Path) -> None:
+    bad = steps()
+    bad[29] = dataclasses.replace(bad[29], microbatches={0: list(range(15))})
+    write_steps(run, bad)
+    code, page = report(run)
+    assert code == 1
+    assert "AUDIT PASSED" not in page.cells
+    assert page.beside("AUDIT FAILED") == "iteration 30: microbatches [15] were not counted"
+
+
+def test_a_run_that_stopped_early_says_why(run: Path) -> None:
+    stopped = [e for e in coordinator_events() if e["event"] != "stop"]
+    reason = "no replica is whole <any more>"
+    fault = {"event": "fault", "time": T0 + 60, "kind": "dead", "worker": 3, "host": "n", "reason": "SIGBUS"}
+    stop = {"event": "stop", "time": T0 + 61, "mono": 9.0, "code": 10, "reason": reason}
+    write_lines(run / "events-0.jsonl", [*stopped, fault, stop])
+    code, page = report(run)
+    assert code == 0
+    assert page.beside("ENDED EARLY") == f"stopped with exit code 10: {reason}"
+    last = history(worker_events(), [*stopped, fault, stop], []).recoveries[-1]
+    assert (last.epoch, last.lost_workers, last.causes) == (None, (3,), ("worker 3 on n: SIGBUS",))
+
+
+def test_throughput_is_told_by_the_number_of_replicas(run: Path) -> None:
+    _, page = report(run)
+    rows = page.table("replicas", "samples/s, median")
+    assert [list(row.values()) for row in rows] == [
+        ["4", "18", "0.2000", "160.0", "100%", "100%"],
+        ["3", "12", "0.2667", "120.0", "75%", "75%"],
+        ["2", "17", "0.4000", "80.0", "50%", "50%"],
+    ]
+    assert page.beside("160.0 samples/s") == "median with 4 replicas"
+
+
+def test_other_changes_are_listed(run: Path) -> None:
+    _, page = report(run)
+    rows = [(row["iteration"], row["what"], row[""]) for row in page.table("iteration", "what")]
+    assert rows == [
+        ("33", "writer", "worker 7 writes and prints now"),
+        ("40", "quotas balanced", "1: 6, 3: 10"),
+        ("46", "checkpoint", "retried 2 times"),
+    ]
+
+
+def test_a_run_without_events_is_reported_by_its_steps(tmp_path: Path) -> None:
+    code, page = report(write_steps(tmp_path / "bare", steps()))
+    assert code == 0
+    assert "No fault is recorded." in page.cells
+    assert page.beside("no end") == "no end was recorded: it still runs, or was killed as a whole"
+
+
+def test_the_recoveries_of_the_workers_alone_and_of_the_coordinator_alone(tmp_path: Path) -> None:
+    alone = history(worker_events(), [], []).recoveries
+    assert [(r.iteration, r.lost_workers, r.total, "detect" in r.seconds) for r in alone] == [
+        (20, (5,), 0.15, False), (33, (1,), 0.16, False),
+    ]  # fmt: skip
+    told = history([], coordinator_events(), chaos_events()).recoveries
+    assert [(r.epoch, r.lost_workers, dict(r.seconds), r.total) for r in told] == [
+        (2, (5,), {"detect": pytest.approx(0.003, abs=1e-6), "rendezvous": 0.011}, 0.011),
+        (3, (1,), {"detect": pytest.approx(2.5), "rendezvous": 0.011}, 0.011),
+    ]
+
+
+def test_several_deaths_before_one_plan_are_one_recovery() -> None:
+    events = coordinator_events()
+    first = next(n for n, e in enumerate(events) if e["event"] == "fault")
+    second = {**events[first], "time": events[first]["time"] + 0.0005, "worker": 6, "reason": "SIGSEGV"}
+    told = history(worker_events(), [*events[: first + 1], second, *events[first + 1 :]], []).recoveries
+    assert told[0].lost_workers == (5, 6)
+    assert told[0].causes == ("worker 5 on node1: SIGKILL", "worker 6 on node1: SIGSEGV")
+    assert len(told) == 2
+
+
+def test_epochs_of_two_launches_into_one_folder_are_kept_apart(run: Path) -> None:
+    def later(events):
+        return [{**event, "time": event["time"] + 1000} for event in events]
+
+    write_lines(run / "events.jsonl", worker_events() + later(worker_events()))
+    write_lines(run / "events-0.jsonl", coordinator_events() + later(coordinator_events()))
+    past = read_history(run)
+    assert past.launches == 2
+    assert [(r.launch, r.epoch, r.iteration) for r in past.recoveries] == [
+        (0, 2, 20),
+        (0, 3, 33),
+        (1, 2, 20),
+        (1, 3, 33),
+    ]
+    assert past.workers_lost == 4
+    workers_only = history(worker_events() + later(worker_events()), [], [])
+    assert [(r.launch, r.epoch) for r in workers_only.recoveries] == [(0, 2), (0, 3), (1, 2), (1, 3)]
+
+
+def test_a_loss_that_is_no_number_differs_from_one_that_is() -> None:
+    good = steps(3, {})
+    nan = [dataclasses.replace(good[0], loss=float("nan")), dataclasses.replace(good[1], loss=None), good[2]]
+    one_sided = compare(nan, good)
+    assert one_sided.worst_loss is not None
+    assert (one_sided.worst_loss.iteration, one_sided.worst_loss.relative) == (1, float("inf"))
+    assert one_sided.unlike == ["iteration 2: only this run skipped the step"]
+    both = compare(nan, nan)
+    assert both.worst_loss is not None
+    assert (both.iterations, both.worst_loss.relative, both.unlike) == (3, 0.0, [])
+    assert compare(good, []).worst_loss is None
+
+
+def test_rates_leave_out_what_cannot_be_known() -> None:
+    assert rates(steps(1, {})) == []
+    assert rates(steps(3, {})) == [(n, pytest.approx(M * SIZE / 0.2)) for n in (1, 2, 3)]
+    gap = [s for s in steps(6, {}) if s.iteration != 3]
+    assert [rate for _, rate in rates(gap)] == [pytest.approx(160)] * 5
+    assert levels([]) == []
+
+
+def test_without_matplotlib_the_page_has_all_but_the_pictures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    code, page = report(run)
+    assert code == 0
+    assert page.images == []
+    assert "No pictures: matplotlib is not installed." in page.cells
+    assert len(page.table("iteration", "cause")) == len(DEATHS)
+
+
+def test_the_page_goes_where_it_was_told_to(run: Path, tmp_path: Path, capsys) -> None:
+    assert main([str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert "AUDIT PASSED" in html.unescape((tmp_path / "page.html").read_text())
+    assert not (run / "report.html").exists()
+    assert main([str(run), "--out", str(tmp_path / "none" / "page.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ['{"event": "plan", "time": 1}', '{"event": "fault", "time": 2}', "junk"])
+def test_an_event_against_the_schema_is_an_error_without_a_traceback(run: Path, capsys, line: str) -> None:
+    with (run / "events-0.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert main([str(run)]) == 2
+    assert capsys.readouterr().err.startswith("report: error: ")
+
+
+def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, run: Path, capsys) -> None:
+    assert main([str(tmp_path / "none")]) == 2
+    assert main([str(run), "--reference", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
+    code, page = report(write_steps(tmp_path / "empty", []))
+    assert code == 0
+    assert page.beside("NOTHING TO AUDIT") == "no iteration was committed"
