@@ -115,9 +115,13 @@ def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequ
 
 def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[float]:
     """The times from which on events belong to the 1st, 2nd, ... launch; the first is the beginning of time."""
-    listening = [e["time"] for e in coordinators if e["event"] == "listening" and e.get("candidate", 0) == 0]
+    listening: dict[str, list[float]] = {}  # every candidate says so once in each launch
+    for event in coordinators:
+        if event["event"] == "listening":
+            listening.setdefault(event.get("file", ""), []).append(event["time"])
     if listening:
-        return [-math.inf, *listening[1:]]
+        fullest = max(listening.values(), key=len)
+        return [-math.inf, *fullest[1:]]
     starts, running = [-math.inf], False
     for event in workers:
         if event["event"] == "start" and running:
