@@ -203,6 +203,7 @@ def test_the_recoveries_of_the_workers_alone_and_of_the_coordinator_alone(tmp_pa
         (20, (5,), 0.15, False), (33, (1,), 0.16, False),
     ]  # fmt: skip
     told = history([], coordinator_events(), chaos_events()).recoveries
+    assert [r.iteration for r in told] == [20, 33]
     assert [(r.epoch, r.lost_workers, dict(r.seconds), r.total) for r in told] == [
         (2, (5,), {"detect": pytest.approx(0.003, abs=1e-6), "rendezvous": 0.011}, 0.011),
         (3, (1,), {"detect": pytest.approx(2.5), "rendezvous": 0.011}, 0.011),
