@@ -22,8 +22,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked
@@ -37,6 +37,8 @@ from recover_megatron.workload import assign, quotas
 
 LINGER_SECONDS = 10.0
 """How long a worker that is out of the run, or whose run has ended, waits for its main thread; then it just ends."""
+FIRST_SECONDS = 600.0
+"""What the first decision may take beyond the hang timeout between two marks: kernels are compiled in it."""
 BLAME_SECONDS = 1.0
 """How long to wait for the news of a death after my replica's communication failed, before saying so myself."""
 
@@ -103,6 +105,7 @@ class Recovery:
         self._pending: Decision | None = None
         self._lock = threading.Lock()
         self._spare: threading.Thread | None = None
+        self._finished = False
         self._code = 0
         self.section_kind = ""
         """What the last section was, or is."""
@@ -172,6 +175,8 @@ class Recovery:
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress: see ``Session.mark``."""
         self.microbatch, self.phase = microbatch, phase
+        if self.session.committed == 0:
+            allow += FIRST_SECONDS
         self.session.mark(self.hooks.iteration(), phase, microbatch, waiting, allow)
 
     def strike(self, phase: str) -> None:
@@ -182,11 +187,12 @@ class Recovery:
 
     def start(self) -> None:
         """Join the first epoch: from now on deaths are survived.  Raises as ``rendezvous`` does."""
-        self._join(Status(self.replica))
+        self._join(self._status())
 
     def finish(self) -> None:
         """The training is over for this worker: leave in order, when all have come this far."""
         self.section("end", lambda: None)
+        self._finished = True
         self.generation.close()
         self.session.leave()
 
@@ -229,11 +235,19 @@ class Recovery:
                 self.agree(number)
                 return result
             except EpochRevoked:
-                self.rendezvous(Status(self.replica, number))
+                self.rendezvous(self._status(at=number))
                 if self.committed(number):  # only when all had reported it done, this worker too
                     return result
                 reset()
                 self.hooks.log("again", what=kind)
+
+    def rendezvous_in_step(self, number: int, total: int, ran: Sequence[int]) -> None:
+        """As ``rendezvous``, in the middle of step ``number`` of ``total`` microbatches: my replica holds ``ran``."""
+        self.rendezvous(self._status(at=number, step=True, total=total, ran=tuple(ran)))
+
+    def _status(self, **fields: Any) -> Status:
+        hooks = self.hooks
+        return Status(self.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **fields)
 
     def rendezvous(self, status: Status) -> None:
         """Meet the others and take up the plan of the next epoch.
@@ -286,7 +300,7 @@ class Recovery:
         if not missing:
             return None
         replicas = sorted({self.grid.place(worker)[0] for worker in missing})
-        self.losses.append(Loss(self.hooks.iteration(), missing, replicas))
+        self.losses.append(Loss(decision.iteration, missing, replicas))
         return self.losses[-1]
 
     @property
@@ -299,7 +313,7 @@ class Recovery:
         wanted = f"{self._min_replicas} are wanted" if self._min_replicas > 1 else "one is needed"
         message = (
             f"{len(decision.replicas)} complete replicas are left, {wanted}. Workers lost: {lost or 'none'}; alive "
-            f"without a place: {len(decision.spares)}. Last checkpoint: {self.hooks.last_checkpoint()}"
+            f"without a place: {len(decision.spares)}. Last checkpoint: {decision.checkpoint}"
         )
         self.session.give_up(EXIT_NO_REPLICA, message)
         raise NoReplica(message)
@@ -340,6 +354,8 @@ class Recovery:
             generation, started = self._generation, self.started
         if generation is not None:
             generation.end(reason)
+        if self._finished:
+            return
         if epoch == 0:
             self._out(reason)
         elif not started:
@@ -361,9 +377,10 @@ class Recovery:
         self._spare.start()
 
     def _be_spare(self, note: str) -> None:
+        mine = replace(self._status(), replica=None, note=note)
         try:
             while True:
-                plan = self.session.join(Status(None, note=note).to_json(), f"replica {self.replica} is broken: {note}")
+                plan = self.session.join(mine.to_json(), f"replica {self.replica} is broken: {note}")
                 statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
                 decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
                 self._note_losses(self._decision, decision)

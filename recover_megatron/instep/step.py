@@ -30,7 +30,6 @@ import torch
 
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.instep.gradients import Gradients, Tail, alive
-from recover_megatron.instep.plan import Status
 from recover_megatron.instep.recovery import Recovery
 
 
@@ -168,7 +167,7 @@ class Step:
 
     def _rendezvous(self) -> State:
         recovery = self._recovery
-        recovery.rendezvous(Status(recovery.replica, self._number, True, self._total, tuple(self._ran)))
+        recovery.rendezvous_in_step(self._number, self._total, self._ran)
         if recovery.committed(self._number):
             self._outcome.by_plan = True
             return State.COMMITTED
