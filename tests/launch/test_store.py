@@ -187,8 +187,9 @@ def test_node_0_gives_up_when_a_node_never_appears(bench):
 def test_node_0_does_not_wait_for_ever_for_a_node_whose_launcher_was_killed(bench):
     script = bench.script(UNTIL_TOLD)
     nodes = ["--nnodes", 2, "--master-port", free_port()]
-    first = bench.start(*nodes, "--node-rank", 0, script, "--recover")
-    second = bench.start(*nodes, "--node-rank", 1, script, "--recover")
+    secret = {"RECOVER_SECRET": "one that both nodes share"}
+    first = bench.start(*nodes, "--node-rank", 0, script, "--recover", environment=secret)
+    second = bench.start(*nodes, "--node-rank", 1, script, "--recover", environment=secret)
     second.wait_for("UP 1")
     second.send(signal.SIGKILL)
     second.wait()
