@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import eventually
+from .conftest import eventually, processes_with
 
 ALL_REDUCE = """
     import os
@@ -126,7 +126,7 @@ def test_ranks_of_several_nodes_and_the_store_stays_for_the_last(bench):
     assert first.process.poll() is None
     (bench.folder / "go2").touch()
     second.wait_for("UP 3")
-    pid = next(pid for pid in second.left() if b"\0RANK=3\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    (pid,) = set(second.left()) & set(processes_with("RANK=3"))
     os.kill(pid, signal.SIGKILL)
     assert second.wait() == 137
     assert first.wait() == 137
