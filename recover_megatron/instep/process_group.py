@@ -246,11 +246,17 @@ class EpochGroup(dist.ProcessGroup):
     def monitored_barrier(self, *unused: Any, **unused_too: Any) -> None:
         self.barrier()
 
+    # Point-to-point messages stay inside a replica (an interleaved pipeline of two stages sends them over the default
+    # group): torch's own group carries them, whatever the mode, under the ranks of the launch.
+
     def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
-        return self._run(lambda on: on.send(tensors, to, tag))
+        return self.original.send(tensors, self._at_launch(to), tag)
 
     def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:
-        return self._run(lambda on: on.recv(tensors, source, tag))
+        return self.original.recv(tensors, self._at_launch(source), tag)
+
+    def _at_launch(self, rank: int) -> int:
+        return self.workers.index(self._traffic.members(self)[rank])
 
 
 def _done() -> dist.Work:

@@ -102,6 +102,8 @@ class Recovery:
         self._lock = threading.Lock()
         self._spare: threading.Thread | None = None
         self._code = 0
+        self.section_kind = ""
+        """What the last section was, or is."""
         self._arrived = threading.Event()
         self._spare_over = threading.Event()
         self.microbatch: int | None = None
@@ -197,10 +199,13 @@ class Recovery:
         """
         number = self.begin()
         result = None
+        self.section_kind = kind
         while True:
             try:
                 self.check()
                 result = run()
+                # Before it is reported done: what is reported done by all who are left counts as decided.
+                self.generation.check()
                 self.agree(number)
                 return result
             except EpochRevoked:

@@ -47,6 +47,9 @@ from recover_megatron.membership.worker import connect
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
 """Boundaries of the ring's messages -> the phase of a fault specification."""
 
+SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint": "checkpoint"}
+"""Kinds of sections -> the phase of a fault specification."""
+
 
 class FaultTolerance:
     """See the module's text.  One per worker."""
@@ -189,8 +192,11 @@ class FaultTolerance:
     # ---- fault injection
 
     def _strike(self, phase: str) -> None:
-        if self._injector.active:
-            self._injector.at(phase, self._iteration_now())
+        if not self._injector.active:
+            return
+        if phase == "traffic":  # an operation inside a section: a further visit of its phase
+            phase = SECTIONS.get(self._training.recovery.section_kind, "")
+        self._injector.at(phase, self._iteration_now())
 
     def _ring_hook(self, boundary: str, hop: int) -> None:
         if boundary in HALVES:
