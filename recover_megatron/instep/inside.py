@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 def _connections() -> dict[int, tuple[int, ...]]:
     """The TCP sockets of this process: descriptor -> identity (device, inode)."""
-    found = {}
+    found: dict[int, tuple[int, ...]] = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

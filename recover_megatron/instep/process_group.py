@@ -136,7 +136,7 @@ class EpochGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self.original.group_name
 
-    def getGroupName(self) -> str:  # noqa: N802  torch's name
+    def getGroupName(self) -> str:
         return self.original.group_name
 
     @property
@@ -189,7 +189,7 @@ class EpochGroup(dist.ProcessGroup):
         return self._run(lambda on: on.reduce(tensors, opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """The caller made room for those that were there when it asked: a loss meanwhile leaves the last places as is."""
+        """The caller made room for who was there when it asked: a loss meanwhile leaves the last places as is."""
 
         def start(on: Any) -> Any:
             size = self.size() if on is not self.original else len(self.workers)

@@ -1,10 +1,10 @@
 """Process groups: which of Megatron's reach over replicas, and what they are after workers were lost.
 
-    torch.distributed.init_process_group     the default group  --> EpochGroup
-    parallel_state.create_group              of several replicas --> EpochGroup
-                                             of one replica      --> torch's own, noted by InsideGroups
-    a new plan                               global ranks count the workers that have a place, without gaps: rank 0
-                                             prints, the last rank logs, checkpoints are written by ranks 0 .. n-1
+torch.distributed.init_process_group     the default group  --> EpochGroup
+parallel_state.create_group              of several replicas --> EpochGroup
+                                         of one replica      --> torch's own, noted by InsideGroups
+a new plan                               global ranks count the workers that have a place, without gaps: rank 0
+                                         prints, the last rank logs, checkpoints are written by ranks 0 .. n-1
 """
 
 from __future__ import annotations
