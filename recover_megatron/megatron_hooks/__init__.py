@@ -15,6 +15,7 @@ With --recover (docs/instep.md follows a gradient through them)::
     groups, layout   process groups that reach over replicas; which workers are a replica
     data, rng        the samples and the random numbers of a microbatch, by its number
     accumulated      how many microbatches entered the gradient, counted where it happens
+    balancing        fewer microbatches for a slow replica (--recover-balance)
     records          steps.jsonl and events.jsonl
 
 Importing this package imports no Megatron; its modules do.
