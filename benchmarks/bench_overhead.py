@@ -6,7 +6,8 @@ Both runs (same script, same flags but for --recover) are alive at the same time
 each (ABBA): whatever else the machine does slows both alike.  The clock is the same in both (timed_pretrain.py): an
 iteration lasts from one train_step to the next, all that Megatron does in between included; the first of a block, after
 the pause, is dropped.  Each pair of neighbouring blocks gives one ratio of medians; the table has the median of the
-ratios with their quartiles, and the relative difference of the losses after the last iteration.
+ratios with their quartiles, the same of the processor time of all workers (which other work on the machine hardly
+changes), and the relative difference of the losses after the last iteration.
 
 --profile DIR writes cProfile dumps of worker 0's main thread.  --json FILE writes every measurement.
 """
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import threading
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,19 +112,34 @@ def compare(servers: dict[str, ForkServer], workers: int, flags: list[str], opti
 
 
 def blocks(folder: Path, workers: int, length: int) -> dict[str, Any]:
-    """Seconds of each iteration of each block, without the first, on the last worker's clock; the last loss."""
-    rows = times(folder, workers - 1)
-    found = []
-    for start in range(0, len(rows) - length - 1, length):
-        part = rows[start : start + length + 1]
-        found.append([after["at"] - before["go"] for before, after in zip(part[1:], part[2:], strict=False)])
-    return {"seconds": found, "loss": rows[-1]["loss"]}
+    """By block: seconds of each iteration but the first, on the last worker's clock; processor seconds of an iteration,
+    over all workers.  And the last loss."""
+    rows = [times(folder, rank) for rank in range(workers)]
+    last = rows[-1]
+    seconds, used = [], []
+    for start in range(0, len(last) - length - 1, length):
+        part = last[start : start + length + 1]
+        seconds.append([after["at"] - before["go"] for before, after in pairwise(part[1:])])
+        used.append(sum(its[start + length]["cpu"] - its[start]["cpu"] for its in rows) / length)
+    return {"seconds": seconds, "cpu": used, "loss": next(its[-1]["loss"] for its in rows[::-1])}
 
 
-def ratios(measured: dict[str, Any]) -> list[float]:
-    """Of the medians of each pair of blocks."""
-    pairs = zip(measured["with"]["seconds"], measured["without"]["seconds"], strict=True)
-    return [statistics.median(ours) / statistics.median(stock) for ours, stock in [*pairs][WARM_UP:]]
+def ratios(measured: dict[str, Any]) -> dict[str, list[float]]:
+    """Of each pair of blocks: of the medians of their seconds, and of their processor time."""
+    ours, stock = measured["with"], measured["without"]
+    return {
+        "wall": [
+            statistics.median(mine) / statistics.median(its)
+            for mine, its in [*zip(ours["seconds"], stock["seconds"], strict=True)][WARM_UP:]
+        ],
+        "cpu": [mine / its for mine, its in [*zip(ours["cpu"], stock["cpu"], strict=True)][WARM_UP:]],
+    }
+
+
+def spread(values: list[float]) -> str:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
 def main() -> None:
@@ -143,8 +160,10 @@ def main() -> None:
         options.profile.mkdir(parents=True, exist_ok=True)
     iterations = options.block * options.blocks + 1
     rows = []
-    print("| model | layout | overlap | without, ms | with, ms | ratio (quartiles) | loss difference | |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| model | layout | overlap | without, ms | with, ms | ratio (quartiles) | processor time | loss difference | |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     with ExitStack() as stack:
         servers = {side: stack.enter_context(ForkServer()) for side in SIDES}
         for model in options.models:
@@ -157,7 +176,6 @@ def main() -> None:
                     name = f"{model}-{layout}-{'overlap' if overlap else 'plain'}"
                     measured = compare(servers, workers, flags, options, name)
                     found = ratios(measured)
-                    low, middle, high = statistics.quantiles(found, n=4)
                     typical = {
                         side: 1e3 * statistics.median(s for block in measured[side]["seconds"][WARM_UP:] for s in block)
                         for side in SIDES
@@ -166,7 +184,7 @@ def main() -> None:
                     difference = "?" if None in losses else f"{abs(losses[1] / losses[0] - 1):.1e}"
                     print(
                         f"| {model} | {layout} | {'yes' if overlap else 'no'} | {typical['without']:.1f} "
-                        f"| {typical['with']:.1f} | {middle:.3f} ({low:.3f}-{high:.3f}) | {difference} "
+                        f"| {typical['with']:.1f} | {spread(found['wall'])} | {spread(found['cpu'])} | {difference} "
                         f"| {load_average()} |",
                         flush=True,
                     )

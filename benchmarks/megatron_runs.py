@@ -19,7 +19,7 @@ COMMON = (
     "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --transformer-impl local "
     "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion "
     "--no-bias-dropout-fusion --attention-softmax-in-fp32 --distributed-backend gloo --eval-interval 100000 "
-    "--eval-iters 0 --split 99,1,0 --num-workers 0 --recover-device cpu"
+    "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --split 99,1,0 --num-workers 0 --recover-device cpu"
 ).split()
 RECOVER = ["--recover", "--recover-hang-timeout", "3600"]
 """The hang timeout is long since two runs that take turns stand still for as long as the other one runs."""
@@ -56,6 +56,7 @@ class Model:
 
 
 MODELS = {
+    "toy": Model(2, 32, 32, 127, 1, 32),
     "tiny": Model(4, 32, 32, 127, 2, 16),
     "small": Model(4, 128, 128, 1024, 2, 16),
     "medium": Model(4, 256, 128, 2048, 2, 16),

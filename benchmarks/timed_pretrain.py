@@ -3,12 +3,16 @@
 It notes when each iteration begins, by the same few lines with and without --recover, and does what the environment
 asks for besides (nothing, by default):
 
-    BENCH_OUT=DIR           every worker appends to DIR/times-<rank>.jsonl: {"iteration", "at", "loss"}, "at" being the
-                            moment before the iteration, "loss" that of the one before it, "go": when it went on
+    BENCH_OUT=DIR           every worker appends to DIR/times-<rank>.jsonl, an iteration a line: "at", the moment before
+                            it; "go", when it went on after a pause; "cpu", the processor seconds of the process by
+                            then; "loss", that of the iteration before
     BENCH_BLOCK=K           before iterations 1, 1+K, 1+2K, ... the worker writes a byte to DIR/done and waits for one
                             in DIR/go-<rank>: so two runs can take turns
     BENCH_KILL=W@I,...      worker W gets SIGKILL in its first backward pass of iteration I (from 1), once: a file in
                             DIR says that it has happened
+    BENCH_MICROBATCH=S      a device of fixed speed is played: a microbatch takes S seconds at least, a third of them
+                            forward, whatever else the processors have to do (the worker sleeps for the rest)
+    BENCH_THREADS=1         a row also has the processor seconds of each thread so far, by name
     BENCH_PROFILE=FILE      cProfile of rank 0's main thread from iteration 10 on, dumped at the end
 """
 
@@ -21,6 +25,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +44,8 @@ class Clock:
         self._kills = {int(at) for worker, at in _kills(environment.get("BENCH_KILL", "")) if worker == self._rank}
         self._file = open(self._folder / f"times-{self._rank}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._profile = environment.get("BENCH_PROFILE") if self._rank == 0 else None
+        self._microbatch = float(environment.get("BENCH_MICROBATCH", "0"))
+        self._threads = bool(environment.get("BENCH_THREADS"))
         self._profiler = cProfile.Profile()
         self._iteration = 0
         self._first: int | None = None
@@ -49,7 +56,9 @@ class Clock:
         from megatron.training import training
 
         training.train_step = self._around(training.train_step, self._train_step)
-        if self._kills:
+        if self._microbatch:
+            schedules.forward_step = self._around(schedules.forward_step, self._forward_step)
+        if self._kills or self._microbatch:
             schedules.backward_step = self._around(schedules.backward_step, self._backward_step)
 
     @staticmethod
@@ -79,8 +88,14 @@ class Clock:
                 done.write(b"x")
             with open(self._folder / f"go-{self._rank}", "rb", buffering=0) as go:
                 go.read(1)
-        row = {"iteration": self._iteration, "at": at, "go": time.monotonic(), "loss": self._loss}
+        go, used = time.monotonic(), time.process_time()
+        row: dict[str, Any] = {"iteration": self._iteration, "at": at, "go": go, "cpu": used, "loss": self._loss}
+        if self._threads:
+            row["threads"] = threads()
         self._file.write(json.dumps(row) + "\n")
+
+    def _forward_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return at_least(self._microbatch / 3, original, *args, **kwargs)
 
     def _backward_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._iteration in self._kills:
@@ -88,14 +103,33 @@ class Clock:
             if not mark.exists():
                 mark.write_text(repr(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
+        return at_least(self._microbatch * 2 / 3, original, *args, **kwargs)
 
     def close(self) -> None:
         """The run is over."""
-        self._file.write(json.dumps({"iteration": None, "at": time.monotonic(), "loss": self._loss}) + "\n")
+        row = {"iteration": None, "at": time.monotonic(), "cpu": time.process_time(), "loss": self._loss}
+        self._file.write(json.dumps(row) + "\n")
         if self._profile:
             self._profiler.disable()
             self._profiler.dump_stats(self._profile)
+
+
+def at_least(seconds: float, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` and return its result when so many seconds have passed."""
+    until = time.monotonic() + seconds
+    result = function(*args, **kwargs)
+    time.sleep(max(0.0, until - time.monotonic()))
+    return result
+
+
+def threads() -> dict[str, float]:
+    """Processor seconds of each thread of this process so far; those that Python did not start are "other"."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    used: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = names.get(int(task.name), "other")
+        used[name] = used.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
+    return used
 
 
 def _kills(text: str) -> list[tuple[int, int]]:
