@@ -55,7 +55,7 @@ class MicrobatchSeeds:
         tracker.set_states(states)
 
     def _seed_default(self, base: int) -> None:
-        # Not torch.manual_seed: it takes a traceback of this deep stack for every kind of accelerator that is not in use
+        # Not torch.manual_seed: it takes a traceback of this deep stack for every kind of accelerator that is unused
         # (to seed it if it ever is), which took longer than all else that a microbatch costs here.
         torch.default_generator.manual_seed(base)
         if self._device.type == "cuda":
