@@ -12,6 +12,7 @@ asks for besides (nothing, by default):
                             DIR says that it has happened
     BENCH_MICROBATCH=S      a device of fixed speed is played: a microbatch takes S seconds at least, a third of them
                             forward, whatever else the processors have to do (the worker sleeps for the rest)
+    BENCH_MEMORY=1          a row also has "rss", the process's resident KiB, and "peak", the most since the row before
     BENCH_THREADS=1         a row also has the processor seconds of each thread so far, by name
     BENCH_PROFILE=FILE      cProfile of rank 0's main thread from iteration 10 on, dumped at the end
 """
@@ -45,6 +46,7 @@ class Clock:
         self._file = open(self._folder / f"times-{self._rank}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._profile = environment.get("BENCH_PROFILE") if self._rank == 0 else None
         self._microbatch = float(environment.get("BENCH_MICROBATCH", "0"))
+        self._memory = bool(environment.get("BENCH_MEMORY"))
         self._threads = bool(environment.get("BENCH_THREADS"))
         self._profiler = cProfile.Profile()
         self._iteration = 0
@@ -90,6 +92,8 @@ class Clock:
                 go.read(1)
         go, used = time.monotonic(), time.process_time()
         row: dict[str, Any] = {"iteration": self._iteration, "at": at, "go": go, "cpu": used, "loss": self._loss}
+        if self._memory:
+            row |= memory()
         if self._threads:
             row["threads"] = threads()
         self._file.write(json.dumps(row) + "\n")
@@ -120,6 +124,13 @@ def at_least(seconds: float, function: Any, *args: Any, **kwargs: Any) -> Any:
     result = function(*args, **kwargs)
     time.sleep(max(0.0, until - time.monotonic()))
     return result
+
+
+def memory() -> dict[str, int]:
+    """Resident KiB of this process: now, and the most since the last call."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
+    return {"rss": int(status["VmRSS"].split()[0]), "peak": int(status["VmHWM"].split()[0])}
 
 
 def threads() -> dict[str, float]:

@@ -38,6 +38,11 @@ class Aside:
         self._bucket = bucket
         self._kept = [(span, bucket.flat[span.start : span.stop].clone()) for span in bucket.ledger.reduced]
 
+    @property
+    def nbytes(self) -> int:
+        """What the copies take."""
+        return sum(values.nbytes for _, values in self._kept)
+
     def put_back(self) -> None:
         """Overwrite the REDUCED spans with the finished sums."""
         for span, values in self._kept:
