@@ -69,6 +69,11 @@ class Aside:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         self.put_back()
 
+    @property
+    def nbytes(self) -> int:
+        """What the copies take."""
+        return sum(values.nbytes for _, values in self._kept)
+
     def put_back(self) -> None:
         """Overwrite the REDUCED spans with the finished sums."""
         for span, values in self._kept:

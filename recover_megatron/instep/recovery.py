@@ -101,6 +101,7 @@ class Recovery:
         self._min_replicas = min_replicas
         self._generation: Generation | None = None
         self._decision: Decision | None = None
+        self._live: tuple[Decision, frozenset[int]] | None = None
         self._at = 0
         self._pending: Decision | None = None
         self._lock = threading.Lock()
@@ -140,8 +141,11 @@ class Recovery:
 
     @property
     def live(self) -> frozenset[int]:
-        """The workers that have a place."""
-        return frozenset(self.decision.workers(self.grid))
+        """The workers that have a place; the same object as long as the decision is."""
+        decision = self.decision
+        if self._live is None or self._live[0] is not decision:
+            self._live = decision, frozenset(decision.workers(self.grid))
+        return self._live[1]
 
     def committed(self, number: int) -> bool:
         """Whether a decision is known to be over."""

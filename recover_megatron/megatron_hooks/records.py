@@ -56,7 +56,9 @@ class Records:
             self._write()
             if outcome.seconds:
                 reran = {str(replica): ids for replica, ids in outcome.reran.items()}
-                self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=_rounded(outcome.seconds))
+                seconds = _rounded(outcome.seconds)
+                aside = outcome.aside_bytes
+                self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=seconds, aside_bytes=aside)
         self._first = False
 
     def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
