@@ -200,7 +200,11 @@ class Recovery:
         while True:
             try:
                 self.check()
-                result = run()
+                outcome = run()
+                # Not left to ``agree``: the session may not have heard yet of what an operation of ``run`` has met (and
+                # gone on after: ``Mode.DEFERRED``), and what is reported done counts in later epochs, too.
+                self.check()
+                result = outcome
                 self.agree(number)
                 return result
             except EpochRevoked:
