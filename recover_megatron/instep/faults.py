@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch.distributed as dist
 
 _SIGNS = (
@@ -26,5 +28,6 @@ def is_communication(error: BaseException) -> bool:
 
 
 def signature(error: BaseException) -> str:
-    """An exception in one line: equal for the same fault on another worker."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
+    """An exception in one line: for the same fault on another worker equal but for its numbers (ranks, devices)."""
+    text = " ".join(str(error).split()).replace(platform.node() or "\0", "this host")
+    return f"{type(error).__name__}: {text}"[:1000]
