@@ -37,9 +37,7 @@ MODEL = (
 ).split()
 EVALUATE = "--eval-interval 1 --eval-iters 2".split()
 NO_EVALUATION = "--eval-interval 1000 --eval-iters 0".split()
-QUICK_TO_SEE_A_HANG = (
-    "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 6 --recover-hang-timeout 6".split()
-)
+QUICK_TO_SEE_A_HANG = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 6 --recover-hang-timeout 6".split()
 
 LOSS, GRAD_NORM, PARAMETERS = 1e-5, 1e-4, 1e-5
 """How far a run may be from the failure-free one, relative."""
