@@ -1,14 +1,14 @@
 """--recover, put together: what is installed before Megatron starts, and how a worker's part in the run ends.
 
-install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
-run(call)   calls Megatron's pretrain(), and decides what its end means:
+    install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
+    run(call)   calls Megatron's pretrain(), and decides what its end means:
 
-    it returns, or exits with 0     the training is over: leave in order
-    Orphaned, or the replica's      a spare until the run ends
-      communication failed
-    NoReplica, CoordinatorLost      the run has ended, with an exit code of its own
-    Fenced                          this worker was put out: exit code 13
-    anything else                   a fault of this worker: its traceback goes to its log and to the coordinator
+        it returns, or exits with 0     the training is over: leave in order
+        Orphaned, or the replica's      a spare until the run ends
+          communication failed
+        NoReplica, CoordinatorLost      the run has ended, with an exit code of its own
+        Fenced                          this worker was put out: exit code 13
+        anything else                   a fault of this worker: its traceback goes to its log and to the coordinator
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ PHASES = (
 )  # fmt: skip
 WHEN = ("first", "later", "last")
 BEFORE_THE_COMMIT = ("data", "forward", "backward", "reduce-scatter", "all-gather", "agree")
+IN_A_MICROBATCH = ("data", "forward", "backward")
 IN_THE_RING = ("reduce-scatter", "all-gather")
 IN_THE_MAIN_THREAD = [phase for phase in PHASES if phase not in IN_THE_RING]
 
@@ -126,18 +127,22 @@ def row(source: random.Random, layout: Layout, iterations: int = ITERATIONS) -> 
     strikes for certain.
     """
     victims = source.sample(range(layout.replicas), layout.replicas - 1)
+    together = source.randint(1, iterations)
+    when = [source.choice([together, source.randint(1, iterations)]) for _ in victims]
     strikes: list[Strike] = []
-    when = sorted(source.choice([source.randint(1, iterations)] * 2 + [0]) or 3 for _ in victims)
-    for replica, iteration in zip(victims, when, strict=True):
-        before = [strike for strike in strikes if strike.iteration == iteration]
-        phases = [*BEFORE_THE_COMMIT, "optimizer"]
-        if any(strike.phase in IN_THE_RING for strike in before):
-            phases = [phase for phase in phases if phase not in IN_THE_RING]
-        if any(strike.phase in BEFORE_THE_COMMIT for strike in before):
-            phases += ["recovery", "recovery"]
-        phase = source.choice(phases)
-        strikes.append(Strike(replica, _position(source, layout, phase), iteration, phase))
+    for replica, iteration in zip(victims, sorted(when), strict=True):
+        phase = source.choice(_phases([strike.phase for strike in strikes if strike.iteration == iteration]))
+        visit = source.randint(1, min(2, layout.samples // layout.replicas)) if phase in IN_A_MICROBATCH else 1
+        strikes.append(Strike(replica, _position(source, layout, phase), iteration, phase, visit=visit))
     return Case(layout, tuple(strikes), iterations, source.random() < 0.5)
+
+
+def _phases(before: list[str]) -> list[str]:
+    """What may strike in an iteration in which others strike at ``before``."""
+    phases = [phase for phase in BEFORE_THE_COMMIT if phase not in IN_THE_RING or not {*before} & {*IN_THE_RING}]
+    if {*before} & {*BEFORE_THE_COMMIT}:
+        phases += ["recovery", "recovery"]
+    return [*phases, "optimizer"]
 
 
 def _position(source: random.Random, layout: Layout, phase: str) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.forkserver import ForkServer
 from tests.instep.cells import SEED
-from tests.instep.runs import SAMPLES, Case, Result
+from tests.instep.runs import Case, Result
 
 Reference = Callable[[Case], Result]
 
@@ -24,7 +24,7 @@ def reference(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
             result = plain.run(forkserver, tmp_path_factory.mktemp(f"reference-{plain.layout.name}"))
             assert result.ended.ok, result.told()
             assert [len(step.microbatches) for step in result.steps] == [plain.layout.replicas] * plain.iterations
-            assert {sum(map(len, step.microbatches.values())) for step in result.steps} == {SAMPLES}
+            assert {sum(map(len, step.microbatches.values())) for step in result.steps} == {plain.layout.samples}
             made[plain] = result
         return made[plain]
 

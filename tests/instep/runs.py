@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -29,7 +29,7 @@ SAMPLES = 12
 """Global batch, in microbatches of one sample: whole shares for 4, 3, 2 and 1 replicas."""
 MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
-    f"--micro-batch-size 1 --global-batch-size {SAMPLES} --optimizer sgd --sgd-momentum 0.9 --lr 0.3 --min-lr 0.1 "
+    "--micro-batch-size 1 --optimizer sgd --sgd-momentum 0.9 --lr 0.3 --min-lr 0.1 "
     "--lr-decay-style cosine --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 "
     "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
     "--no-bias-gelu-fusion --no-bias-dropout-fusion --attention-softmax-in-fp32 --distributed-backend gloo "
@@ -54,6 +54,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     flags: str = ""
+    samples: int = SAMPLES
+    """Global batch."""
 
     @property
     def grid(self) -> LaunchGrid:
@@ -68,7 +70,7 @@ class Layout:
     @property
     def argv(self) -> list[str]:
         sizes = ["--tensor-model-parallel-size", str(self.tensor), "--pipeline-model-parallel-size", str(self.pipeline)]
-        return [*sizes, *self.flags.split()]
+        return [*sizes, "--global-batch-size", str(self.samples), *self.flags.split()]
 
 
 LAYOUTS = [
@@ -111,6 +113,11 @@ class Case:
     strikes: tuple[Strike, ...] = ()
     iterations: int = 8
     dropout: bool = False
+    flags: tuple[str, ...] = ()
+
+    def with_flags(self, *flags: str) -> Case:
+        """The same with further flags, which the failure-free run does without."""
+        return replace(self, flags=flags)
 
     def __str__(self) -> str:
         inject = ",".join(strike.spec(self.layout) for strike in self.strikes)
@@ -131,7 +138,7 @@ class Case:
             flags += QUICK_TO_SEE_A_HANG
         if self.strikes:
             flags += ["--recover-inject", ",".join(strike.spec(self.layout) for strike in self.strikes)]
-        return [OURS, *MODEL, *self.layout.argv, *flags, "--recover", "--recover-log-dir", str(out)]
+        return [OURS, *MODEL, *self.layout.argv, *flags, "--recover", "--recover-log-dir", str(out), *self.flags]
 
     def run(self, server: ForkServer, out: Path) -> Result:
         """Run it to its end."""
@@ -194,8 +201,9 @@ def check_audit(result: Result, iterations: int) -> None:
     """Every iteration once, every microbatch once, the samples right, nothing by a replica after its loss."""
     steps = result.steps
     assert [step.iteration for step in steps] == list(range(1, iterations + 1)), result.told()
-    assert violations(steps, SAMPLES) == []
-    assert [step.consumed_samples for step in steps] == [SAMPLES * step.iteration for step in steps]
+    samples = result.case.layout.samples
+    assert violations(steps, samples) == []
+    assert [step.consumed_samples for step in steps] == [samples * step.iteration for step in steps]
     lost = {strike.replica: strike.iteration for strike in result.case.strikes}
     for step in steps:
         gone = {replica for replica, iteration in lost.items() if iteration < step.iteration}
@@ -205,7 +213,12 @@ def check_audit(result: Result, iterations: int) -> None:
 
 def check_steps(result: Result, reference: Result) -> None:
     """Loss and gradient norm of each iteration."""
-    for ours, theirs in zip(result.steps, reference.steps, strict=True):
+    check_steps_until(result, reference, result.case.iterations)
+
+
+def check_steps_until(result: Result, reference: Result, last: int) -> None:
+    """The same of a run that ended after iteration ``last``."""
+    for ours, theirs in zip(result.steps, reference.steps[:last], strict=True):
         for name, bound in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
             mine, its = getattr(ours, name), getattr(theirs, name)
             assert math.isclose(mine, its, rel_tol=bound), (str(result.case), ours.iteration, name, mine, its)
@@ -244,8 +257,3 @@ def distance(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor
     assert set(ours) == set(theirs)
     squares = sum(float((ours[name].double() - theirs[name].double()).pow(2).sum()) for name in ours)
     return math.sqrt(squares / sum(float(tensor.double().pow(2).sum()) for tensor in theirs.values()))
-
-
-def specs(layout: Layout, strikes: Sequence[Strike]) -> str:
-    """As --recover-inject takes them."""
-    return ",".join(strike.spec(layout) for strike in strikes)
