@@ -22,9 +22,9 @@ Hops of one segment wait for each other, so several segments are under way at a 
 Every rank sends in this order and receives in this order, so a message needs no address.  A message of hop h + 1
 depends on the receipt of the same segment at hop h, which is at least ``blocks under way`` messages earlier.
 
-A member holds the partial sums of the blocks that are between two hops of the reduce-scatter half, and nothing is sent to
-a member without room for it.  So blocks start late enough that no more than ``most_partials`` are held at a time: members
-with room for one segment more can't block each other (tests/collectives/ring_model.py).
+A member holds the partial sums of the blocks that are between two hops of the reduce-scatter half, and nothing is sent
+to a member without room for it.  So blocks start late enough that no more than ``most_partials`` are held at a time:
+members with room for one segment more can't block each other (tests/collectives/ring_model.py).
 """
 
 from __future__ import annotations

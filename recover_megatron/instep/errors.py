@@ -16,4 +16,4 @@ class NoReplica(InStepError):
 
 
 class Disagreement(InStepError):
-    """Workers tell of states that no order of events explains, or a sum is not what was agreed: nothing is committed."""
+    """Workers tell of what no order of events explains, or a sum is not what was agreed: nothing is committed."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 def _connections() -> dict[int, tuple[int, ...]]:
     """The TCP sockets of this process: descriptor -> identity (device, inode)."""
-    found = {}
+    found: dict[int, tuple[int, ...]] = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -27,15 +27,19 @@ def _connections() -> dict[int, tuple[int, ...]]:
 
 
 class InsideGroups:
-    """Notes the groups of one worker's replica as they are made, and ends them all."""
+    """Notes the groups of one worker's replica as they are made, and ends them all.
 
-    def __init__(self) -> None:
+    ``store_port``: connections from or to it are the store's, which other workers need, and are left alone.
+    """
+
+    def __init__(self, store_port: int) -> None:
+        self._store_port = store_port
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
         self._ended = False
 
-    def make(self, create: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    def make(self, create: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
         """Make a group with ``create`` and note it.
 
         Called at start-up, while no other thread opens connections that last (those to the coordinator and to the
@@ -43,6 +47,8 @@ class InsideGroups:
         """
         before = set(_connections().values())
         group = create()
+        if group is None:  # the default one
+            group = dist.distributed_c10d._get_default_group()
         if dist.get_backend(group) == "nccl":
             self._nccl.append(group)
             return group
@@ -57,10 +63,10 @@ class InsideGroups:
             try:
                 # A listener must not be shut: gloo ends the process when its listener fails.
                 listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                sock.getpeername()
-            except OSError:  # not connected
-                listening = 1
-            if listening or sock.family not in (socket.AF_INET, socket.AF_INET6):
+                ports = {sock.getsockname()[1], sock.getpeername()[1]}
+            except (OSError, IndexError, TypeError):  # not connected, or not TCP
+                listening, ports = 1, set()
+            if listening or self._store_port in ports or sock.family not in (socket.AF_INET, socket.AF_INET6):
                 sock.close()
             else:
                 self._sockets.append(sock)

@@ -136,7 +136,7 @@ class EpochGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self.original.group_name
 
-    def getGroupName(self) -> str:  # noqa: N802  torch's name
+    def getGroupName(self) -> str:
         return self.original.group_name
 
     @property
@@ -189,7 +189,7 @@ class EpochGroup(dist.ProcessGroup):
         return self._run(lambda on: on.reduce(tensors, opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """The caller made room for those that were there when it asked: a loss meanwhile leaves the last places as is."""
+        """The caller made room for who was there when it asked: a loss meanwhile leaves the last places as is."""
 
         def start(on: Any) -> Any:
             size = self.size() if on is not self.original else len(self.workers)
@@ -246,11 +246,17 @@ class EpochGroup(dist.ProcessGroup):
     def monitored_barrier(self, *unused: Any, **unused_too: Any) -> None:
         self.barrier()
 
+    # Point-to-point messages stay inside a replica (an interleaved pipeline of two stages sends them over the default
+    # group): torch's own group carries them, whatever the mode, under the ranks of the launch.
+
     def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
-        return self._run(lambda on: on.send(tensors, to, tag))
+        return self.original.send(tensors, self._at_launch(to), tag)
 
     def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:
-        return self._run(lambda on: on.recv(tensors, source, tag))
+        return self.original.recv(tensors, self._at_launch(source), tag)
+
+    def _at_launch(self, rank: int) -> int:
+        return self.workers.index(self._traffic.members(self)[rank])
 
 
 def _done() -> dist.Work:

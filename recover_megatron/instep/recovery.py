@@ -56,6 +56,8 @@ class Hooks:
     last_checkpoint: Callable[[], str] = lambda: "none was written"
     strike: Callable[[str], None] = _nothing
     """Fault injection: a phase was reached."""
+    describe: Callable[[Decision], dict[str, Any]] = lambda decision: {}
+    """What else the event of a new plan should say."""
     log: Callable[..., None] = _nothing
     """``log(event, **fields)``: into events.jsonl."""
     iteration: Callable[[], int] = lambda: 0
@@ -102,10 +104,14 @@ class Recovery:
         self._lock = threading.Lock()
         self._spare: threading.Thread | None = None
         self._code = 0
+        self.section_kind = ""
+        """What the last section was, or is."""
         self._arrived = threading.Event()
         self._spare_over = threading.Event()
         self.microbatch: int | None = None
         """The one that this worker has begun last."""
+        self.phase = ""
+        """What it was doing when it last said so."""
         self._shares: dict[tuple[int, int], list[list[int]]] = {}
         session.on_revoke(self._revoked)
 
@@ -137,19 +143,22 @@ class Recovery:
         """Whether a decision is known to be over."""
         return self.session.committed >= number
 
+    def counts(self, total: int) -> dict[int, int]:
+        """How many microbatches of a step of ``total`` each replica runs, by the present plan."""
+        return quotas(total, self.decision.replicas, multiple_of=self._multiple_of * self.grid.lanes)
+
     def share(self, total: int) -> list[list[int]]:
         """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
         key = (self.decision.epoch, total)
         if key not in self._shares:
             replicas = self.decision.replicas
-            counts = quotas(total, replicas, multiple_of=self._multiple_of * self.grid.lanes)
-            every = assign(total, self.grid.lanes, replicas, counts, len(self.grid.replicas))
+            every = assign(total, self.grid.lanes, replicas, self.counts(total), len(self.grid.replicas))
             self._shares = {key: every[self.replica]}
         return self._shares[key]
 
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress: see ``Session.mark``."""
-        self.microbatch = microbatch
+        self.microbatch, self.phase = microbatch, phase
         self.session.mark(self.hooks.iteration(), phase, microbatch, waiting, allow)
 
     def strike(self, phase: str) -> None:
@@ -197,6 +206,7 @@ class Recovery:
         """
         number = self.begin()
         result = None
+        self.section_kind = kind
         while True:
             try:
                 self.check()
@@ -231,7 +241,7 @@ class Recovery:
         plan = self.session.join(status.to_json(), "asked for by a worker")
         statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
         decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-        self._note_losses(before, decision)
+        lost = self._note_losses(before, decision)
         if len(decision.replicas) < self._min_replicas:
             self._give_up(decision)
         if self.replica not in decision.replicas:
@@ -251,16 +261,21 @@ class Recovery:
             epoch=decision.epoch,
             replicas=list(decision.replicas),
             spares=list(decision.spares),
-            lost_workers=self.losses[-1].workers if self.losses and before else [],
-            seconds={"rendezvous": time.perf_counter() - started},
+            lost_workers=lost.workers if lost else [],
+            lost_replicas=lost.replicas if lost else [],
+            seconds={"rendezvous": round(time.perf_counter() - started, 6)},
+            **self.hooks.describe(decision),
         )
 
-    def _note_losses(self, before: Decision | None, decision: Decision) -> None:
+    def _note_losses(self, before: Decision | None, decision: Decision) -> Loss | None:
         known = set(self.grid_workers) if before is None else {*before.workers(self.grid), *before.spares}
         now = {*decision.workers(self.grid), *decision.spares}
-        if missing := sorted(known - now):
-            replicas = sorted({self.grid.place(worker)[0] for worker in missing})
-            self.losses.append(Loss(self.hooks.iteration(), missing, replicas))
+        missing = sorted(known - now)
+        if not missing:
+            return None
+        replicas = sorted({self.grid.place(worker)[0] for worker in missing})
+        self.losses.append(Loss(self.hooks.iteration(), missing, replicas))
+        return self.losses[-1]
 
     @property
     def grid_workers(self) -> list[int]:

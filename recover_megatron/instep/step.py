@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -28,7 +29,7 @@ from typing import Protocol
 import torch
 
 from recover_megatron.collectives.errors import EpochRevoked
-from recover_megatron.instep.gradients import Gradients, Tail
+from recover_megatron.instep.gradients import Gradients, Tail, alive
 from recover_megatron.instep.plan import Status
 from recover_megatron.instep.recovery import Recovery
 
@@ -172,11 +173,9 @@ class Step:
         recovery, gradients = self._recovery, self._trainer.gradients
         gradients.hold()
         self._open()
-        try:
+        # If it is revoked: other columns may have finished and be running already, so this one runs, and tells later.
+        with suppress(EpochRevoked):
             gradients.pull(recovery.generation, recovery.live, self._tail)
-        except EpochRevoked:
-            # Other columns may have finished pulling and are running already: so does this one, and tells afterwards.
-            pass
         recovery.strike("recovery")
         kept = gradients.set_aside()
         self._compute()
@@ -186,11 +185,9 @@ class Step:
     def _open(self) -> None:
         """Open the rings of this epoch before anything depends on them."""
         recovery = self._recovery
-        try:
+        with suppress(EpochRevoked):  # told again where the step reduces
             for column in dict.fromkeys([*self._trainer.gradients.columns, self._tail.column]):
-                recovery.generation.ring(tuple(w for w in column if w in recovery.live))
-        except EpochRevoked:
-            pass  # told again where the step reduces
+                recovery.generation.ring(alive(column, recovery.live))
 
     def _took(self, state: State, seconds: float) -> None:
         key = state.value

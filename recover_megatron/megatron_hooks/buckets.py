@@ -1,8 +1,8 @@
 """Gradient buckets: where Megatron would sum a bucket over the data-parallel ranks, it is handed to the step instead.
 
-    register_grad_ready (the last parameter's gradient is in)  --start_grad_sync-->  Gradients.ready     may be summed
-    the schedule's end                                          (finalize is held back: see trainer)
-    the step is committed --finish_grad_sync-->  scaled, as Megatron would have before the sum
+register_grad_ready (the last parameter's gradient is in)  --start_grad_sync-->  Gradients.ready     may be summed
+the schedule's end                                          (finalize is held back: see trainer)
+the step is committed --finish_grad_sync-->  scaled, as Megatron would have before the sum
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from recover_megatron.instep.gradients import Gradients
+from recover_megatron.instep.gradients import Column, Gradients
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.groups import column_of
 
@@ -29,7 +29,7 @@ class Buckets:
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
         ]
         self._number: dict[int, list[int]] = {}
-        parts = []
+        parts: list[tuple[Column, torch.Tensor]] = []
         for group in self._groups:
             column = column_of(group.data_parallel_group)
             for bucket in group.buckets:

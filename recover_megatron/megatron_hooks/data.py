@@ -5,8 +5,8 @@
     Source.get(j)                        microbatch j of this iteration; one that is not mine is read on the spot
 
 Microbatch j of the iteration that starts at ``consumed`` samples is samples consumed + j*size .. + size-1: the order in
-which stock Megatron deals them (--dataloader-type single).  Samples carry their number with them (``TaggedDataset``), so
-what ``get`` returns is checked, not believed.
+which stock Megatron deals them (--dataloader-type single).  Samples carry their number with them
+(``TaggedDataset``), so what ``get`` returns is checked, not believed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Source:
         batch = self._here.pop(first, None)
         if batch is None:
             samples = range(first, first + self._size)
-            if samples.stop > len(self._dataset):  # type: ignore[arg-type]
+            if samples.stop > len(self._dataset):
                 raise IndexError(f"samples {samples} are beyond the end of the dataset")
             batch = self._collate([self._dataset[sample] for sample in samples])
         read = batch.pop(SAMPLE).tolist()
@@ -114,7 +114,7 @@ class Source:
             if self._cursor == len(ids):
                 self._ahead, self._cursor = self._ahead + total * self._size, 0
             first = self._ahead + ids[self._cursor] * self._size
-            if first + self._size > len(self._dataset):  # type: ignore[arg-type]
+            if first + self._size > len(self._dataset):
                 return None
             self._cursor += 1
             if first not in self._asked and first not in self._here:
@@ -124,7 +124,7 @@ class Source:
     # ---- Megatron wraps a loader in an iterator, and never asks it for anything but its length
 
     def __len__(self) -> int:
-        return len(self._dataset) // self._size  # type: ignore[arg-type]
+        return len(self._dataset) // self._size
 
     def __iter__(self) -> Source:
         return self

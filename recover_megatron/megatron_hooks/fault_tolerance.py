@@ -1,14 +1,14 @@
 """--recover, put together: what is installed before Megatron starts, and how a worker's part in the run ends.
 
-    install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
-    run(call)   calls Megatron's pretrain(), and decides what its end means:
+install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
+run(call)   calls Megatron's pretrain(), and decides what its end means:
 
-        it returns, or exits with 0     the training is over: leave in order
-        Orphaned, or the replica's      a spare until the run ends
-          communication failed
-        NoReplica, CoordinatorLost      the run has ended, with an exit code of its own
-        Fenced                          this worker was put out: exit code 13
-        anything else                   a fault of this worker: its traceback goes to its log and to the coordinator
+    it returns, or exits with 0     the training is over: leave in order
+    Orphaned, or the replica's      a spare until the run ends
+      communication failed
+    NoReplica, CoordinatorLost      the run has ended, with an exit code of its own
+    Fenced                          this worker was put out: exit code 13
+    anything else                   a fault of this worker: its traceback goes to its log and to the coordinator
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import get_args
 
@@ -47,6 +48,9 @@ from recover_megatron.membership.worker import connect
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
 """Boundaries of the ring's messages -> the phase of a fault specification."""
 
+SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint": "checkpoint"}
+"""Kinds of sections -> the phase of a fault specification."""
+
 
 class FaultTolerance:
     """See the module's text.  One per worker."""
@@ -54,7 +58,7 @@ class FaultTolerance:
     def __init__(self, config: RecoverConfig) -> None:
         self._config = config
         self._me = int(os.environ["RANK"])
-        self._iteration = 0
+        self._first_plan = True
         self._injector = Injector(parse_spec(config.inject) if config.inject else [], self._me)
         self._groups = Groups(self._me)
         self._records = Records(config.log_dir)
@@ -82,6 +86,7 @@ class FaultTolerance:
                     raise
             if self._training.begun:
                 self._training.recovery.finish()
+                self._records.log(self._training.recovery, "end")
             else:
                 self._session.leave()
         except UserError:
@@ -158,7 +163,7 @@ class FaultTolerance:
             secret=find_secret(os.environ).key("ring"),
             device=self._device,
             host=_my_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-            collective=config.collective,
+            collective=cast(Any, config.collective),
             hook=self._ring_hook if self._injector.active else None,
         )
         hooks = Hooks(
@@ -166,6 +171,7 @@ class FaultTolerance:
             planned=self._planned,
             last_checkpoint=self._records.last_checkpoint,
             strike=self._strike,
+            describe=self._describe,
             log=lambda event, **fields: self._records.log(self._training.recovery, event, **fields),
             iteration=self._iteration_now,
         )
@@ -183,6 +189,28 @@ class FaultTolerance:
     def _planned(self, decision: Decision) -> None:
         self._groups.planned(decision)
         self._records.planned(self._training.recovery)
+        if self._first_plan:
+            self._first_plan = False
+            args, recovery = get_args(), self._training.recovery
+            shape = {
+                "tp": args.tensor_model_parallel_size,
+                "pp": args.pipeline_model_parallel_size,
+                "cp": args.context_parallel_size,
+                "ep": getattr(args, "expert_model_parallel_size", 1) or 1,
+            }
+            self._records.log(
+                recovery,
+                "start",
+                world=recovery.grid.world,
+                shape=shape,
+                replicas=list(decision.replicas),
+                microbatches=_microbatches(),
+            )
+
+    def _describe(self, decision: Decision) -> dict[str, Any]:
+        recovery = self._training.recovery
+        quotas = {str(replica): count for replica, count in recovery.counts(_microbatches()).items()}
+        return {"quotas": quotas, "phase": recovery.phase}
 
     def _iteration_now(self) -> int:
         return getattr(get_args(), "curr_iteration", -1) + 1
@@ -190,8 +218,11 @@ class FaultTolerance:
     # ---- fault injection
 
     def _strike(self, phase: str) -> None:
-        if self._injector.active:
-            self._injector.at(phase, self._iteration_now())
+        if not self._injector.active:
+            return
+        if phase == "traffic":  # an operation inside a section: a further visit of its phase
+            phase = SECTIONS.get(self._training.recovery.section_kind, "")
+        self._injector.at(phase, self._iteration_now())
 
     def _ring_hook(self, boundary: str, hop: int) -> None:
         if boundary in HALVES:
@@ -205,8 +236,13 @@ class FaultTolerance:
         return backward_step
 
 
+def _microbatches() -> int:
+    """Of one iteration, over all replicas."""
+    return get_num_microbatches() * get_args().data_parallel_size
+
+
 START_SECONDS = 3600.0
-"""How long the workers may take from their start to the first iteration: data sets are indexed, checkpoints are read."""
+"""How long the workers may take until the first iteration: data sets are indexed, checkpoints are read."""
 
 
 def _my_address(host: str, port: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from recover_megatron import arguments, hostdevice
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments
+from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -116,7 +117,8 @@ def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen."""
     found = [*_layout(args), *_data(args), *_device(args)]
     if config.enabled:
-        found += [*arguments.problems(config), *_cannot_recover(args), *_log_dir(config.log_dir)]
+        found += [*arguments.problems(config), *_injection(args, config)]
+        found += [*_cannot_recover(args), *_log_dir(config.log_dir)]
     return found
 
 
@@ -208,6 +210,22 @@ def _device(args: argparse.Namespace) -> list[str]:
     return []
 
 
+def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
+    """A fault specification that cannot be read, or names workers that there are none of."""
+    if config.inject is None:
+        return []
+    try:
+        faults = parse_spec(config.inject)
+    except ValueError as error:
+        return [f"--recover-inject: {error}"]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return [
+        f"--recover-inject {fault}: there is no worker {fault.worker} in a run of {world}"
+        for fault in faults
+        if fault.worker >= world
+    ]
+
+
 def _log_dir(folder: Path | None) -> list[str]:
     """A folder for steps.jsonl that cannot be made or written, found before the first iteration has been trained."""
     if folder is None:
@@ -221,17 +239,37 @@ def _log_dir(folder: Path | None) -> list[str]:
     return []
 
 
+REFUSED = {
+    "use_distributed_optimizer": ("--use-distributed-optimizer", "each worker would hold state that nobody else has"),
+    "use_layer_wise_distributed_optimizer": ("the layer-wise distributed optimizer", "as --use-distributed-optimizer"),
+    "use_torch_fsdp2": ("--use-torch-fsdp2", "its groups can't be changed"),
+    "use_megatron_fsdp": ("--use-megatron-fsdp", "its groups can't be changed"),
+    "ddp_average_in_collective": ("--ddp-average-in-collective", "an average would depend on who is alive"),
+    "inprocess_restart": ("--inprocess-restart", "it restarts what --recover keeps running"),
+    "hybrid_context_parallel": ("--hybrid-context-parallel", "its microbatches differ in size"),
+    "perform_rl_step": ("--perform-rl-step", "its microbatches are not known by their numbers"),
+    "fim_data": ("--fim-data", "its samples depend on who read which before"),
+    "full_validation": ("--full-validation", "its evaluation steps depend on the number of replicas"),
+    "iterations_to_skip": ("--iterations-to-skip", "skipped samples are read past the hooks"),
+    "decrease_batch_size_if_needed": ("--decrease-batch-size-if-needed", "the batch must not depend on who is alive"),
+    "te_rng_tracker": ("--te-rng-tracker", "its random states can't be set per microbatch"),
+    "moe_router_enable_expert_bias": ("--moe-router-enable-expert-bias", "it sums over all replicas in the step"),
+    "overlap_moe_expert_parallel_comm": ("--overlap-moe-expert-parallel-comm", "its schedule was not examined"),
+    "delay_wgrad_compute": ("--delay-wgrad-compute", "gradients would come after the sum"),
+    "check_weight_hash_across_dp_replicas_interval": (
+        "--check-weight-hash-across-dp-replicas-interval", "it expects all replicas of the launch"),
+    "ckpt_assume_constant_structure": (
+        "--ckpt-assume-constant-structure", "who writes what changes when workers are lost"),
+}  # fmt: skip
+"""Attribute of Megatron's arguments -> (flag, why it is refused with --recover)."""
+
+
 def _cannot_recover(args: argparse.Namespace) -> list[str]:
-    """What --recover refuses for now: where the audit could not tell what was accumulated."""
-    refused = {
-        "use_torch_fsdp2": "--use-torch-fsdp2",
-        "use_megatron_fsdp": "--use-megatron-fsdp",
-        "inprocess_restart": "--inprocess-restart",
-        "hybrid_context_parallel": "--hybrid-context-parallel",
-        "perform_rl_step": "--perform-rl-step",
-    }
+    """What --recover refuses for now: where it could not keep every microbatch counted once, or has not been tried."""
     found = [
-        f"--recover cannot be combined with {flag} yet" for name, flag in refused.items() if getattr(args, name, None)
+        f"--recover cannot be combined with {flag} yet: {why}"
+        for name, (flag, why) in REFUSED.items()
+        if getattr(args, name, None)
     ]
     graphs = getattr(args, "cuda_graph_impl", None)
     if graphs not in (None, "none") or getattr(args, "enable_cuda_graph", False):
@@ -243,4 +281,19 @@ def _cannot_recover(args: argparse.Namespace) -> list[str]:
         )
     if getattr(args, "rerun_mode", "disabled") != "disabled":
         found.append("--recover needs --rerun-mode disabled: a re-run of a step would count its microbatches twice")
+    balancing = getattr(args, "moe_router_load_balancing_type", None) or ()
+    for kind in {balancing} if isinstance(balancing, str) else set(balancing):
+        if kind in ("global_aux_loss", "quantile_balancing"):
+            found.append(f"--recover cannot be combined with --moe-router-load-balancing-type {kind} yet: "
+                         "it sums over all replicas in the step")  # fmt: skip
+    delayed = getattr(args, "fp8", None) and getattr(args, "fp8_recipe", "delayed") == "delayed"
+    if delayed and not getattr(args, "tp_only_amax_red", False):
+        found.append("--recover with delayed FP8 scaling needs --tp-only-amax-red: amax must stay in the replica")
+    if getattr(args, "non_persistent_ckpt_type", None) == "local":
+        found.append("--recover cannot be combined with --non-persistent-ckpt-type local yet: its groups are fixed")
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    if group not in (None, getattr(args, "pipeline_model_parallel_size", 1)):
+        found.append(
+            "--recover needs --microbatch-group-size-per-virtual-pipeline-stage at its default, the pipeline size"
+        )
     return found

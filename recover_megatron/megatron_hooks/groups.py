@@ -1,14 +1,15 @@
 """Process groups: which of Megatron's reach over replicas, and what they are after workers were lost.
 
-    torch.distributed.init_process_group     the default group  --> EpochGroup
-    parallel_state.create_group              of several replicas --> EpochGroup
-                                             of one replica      --> torch's own, noted by InsideGroups
-    a new plan                               global ranks count the workers that have a place, without gaps: rank 0
-                                             prints, the last rank logs, checkpoints are written by ranks 0 .. n-1
+torch.distributed.init_process_group     the default group  --> EpochGroup
+parallel_state.create_group              of several replicas --> EpochGroup
+                                         of one replica      --> torch's own, noted by InsideGroups
+a new plan                               global ranks count the workers that have a place, without gaps: rank 0
+                                         prints, the last rank logs, checkpoints are written by ranks 0 .. n-1
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ class Groups:
 
     def __init__(self, me: int) -> None:
         self.traffic = Traffic()
-        self.inside = InsideGroups()
+        self.inside = InsideGroups(store_port=int(os.environ["MASTER_PORT"]))
         self.grid: LaunchGrid | None = None
         self._me = me
         self._lists: dict[str, Any] = {}
@@ -49,7 +50,14 @@ class Groups:
 
     def _initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
+            make_default = dist.init_process_group
+
+            def init_process_group(*args: Any, **kwargs: Any) -> None:
+                # It carries messages inside a replica, too: those of an interleaved pipeline of two stages.
+                self.inside.make(lambda: make_default(*args, **kwargs))
+
+            with seams.replaced(dist, "init_process_group", init_process_group):
+                result = original(*args, **kwargs)
             default = dist.distributed_c10d._get_default_group()
             everyone = tuple(range(dist.get_world_size()))
             register(EpochGroup(self.traffic, default, everyone, self._me, "world"))

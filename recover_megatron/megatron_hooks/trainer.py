@@ -171,9 +171,7 @@ class MegatronTrainer:
         config = get_model_config(self._model[0])
         original = config.finalize_model_grads_func
 
-        def hold(
-            model: Any, num_tokens: torch.Tensor | None = None, pg_collection: Any = None, **kwargs: Any
-        ) -> None:
+        def hold(model: Any, num_tokens: torch.Tensor | None = None, pg_collection: Any = None, **kwargs: Any) -> None:
             self._finalize_call = {"model": model, "num_tokens": num_tokens, **kwargs}
             if pg_collection is not None:
                 self._finalize_call["pg_collection"] = pg_collection

@@ -1,12 +1,12 @@
 """Megatron's training loop, hooked: the one place that knows where in the loop what happens.
 
-    train()                         joins the first epoch; from here on deaths are survived
-      train_step()
-        forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
-        optimizer.step()            inside a replica: needs nobody else
-      training_log()                barriers: sections of their own
-      evaluate()                    a section: its microbatches are shared out, too
-      save_checkpoint()             a section: written again from the start by whoever is left
+train()                         joins the first epoch; from here on deaths are survived
+  train_step()
+    forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
+    optimizer.step()            inside a replica: needs nobody else
+  training_log()                barriers: sections of their own
+  evaluate()                    a section: its microbatches are shared out, too
+  save_checkpoint()             a section: written again from the start by whoever is left
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training import get_args, training
+from megatron.training import async_utils, get_args, training
 
 from recover_megatron.instep.gradients import Tail
 from recover_megatron.instep.process_group import Mode, Traffic
@@ -50,7 +50,7 @@ class TrainingHooks:
         self._buckets: Buckets | None = None
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
-        self._eval_starts: dict[int, int] = {}
+        self._async_writers: frozenset[int] = frozenset()
 
     @property
     def recovery(self) -> Recovery:
@@ -201,6 +201,7 @@ class TrainingHooks:
                     return original(iteration, *args, **kwargs)
 
             result = self.recovery.section("checkpoint", run)
+            self._async_writers = self.recovery.live
             self._records.saved(iteration)
             return result
 
@@ -208,16 +209,30 @@ class TrainingHooks:
 
     def _finalize_async_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
-            if not self.begun or not get_args().async_save:
+            if not self.begun or async_utils.is_empty_async_queue():
                 return original(*args, **kwargs)
 
             def run() -> Any:
+                if self.recovery.live != self._async_writers:
+                    self._abandon_async_saves()
                 with self._traffic.during(Mode.SECTION):
                     return original(*args, **kwargs)
 
             return self.recovery.section("asynchronous checkpoint", run)
 
         return maybe_finalize_async_save
+
+    def _abandon_async_saves(self) -> None:
+        """Forget checkpoints under way when one of their writers is gone: its part may be incomplete.
+
+        Everybody left does so, also who had finished one already: the tracker file names the checkpoint before.
+        """
+        pending = async_utils._async_calls_queue.async_calls
+        if pending:
+            self.recovery.hooks.log("checkpoint abandoned", number=len(pending))
+        while pending:
+            call = pending.popleft()
+            call.async_caller.is_current_async_call_done(True, True)  # wait here; ask nobody
 
 
 CHECKPOINT_SECONDS = 3600.0

@@ -25,6 +25,7 @@ so they are no such survivors (``quorum.can_tell``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ from recover_megatron.membership.events import (
     Closed,
     CoordinatorEffect,
     CoordinatorEvent,
+    Exit,
     Received,
     Settle,
     Tick,
@@ -61,8 +63,7 @@ class Coordinator(Epochs):
             isinstance(event, Received) and event.message["type"] in ("heartbeat", "join")
         )
         if self.state is State.STOPPED:
-            if isinstance(event, Received):
-                self._refuse(event.session, "this coordinator has stopped")
+            self._after_the_end(event, now)
             return self._effects
         match event:
             case Received(session, message):
@@ -80,6 +81,21 @@ class Coordinator(Epochs):
             case Settle():
                 self._settle(now)
         return self._effects
+
+    def _after_the_end(self, event: CoordinatorEvent, now: float) -> None:
+        """Tell those who come late, if they are waited for; see ``_stop``."""
+        waited = bool(self._untold)
+        if isinstance(event, Received):
+            if waited and event.message["type"] in ("attach", "attach_witness"):
+                self._send([event.session], self._farewell)
+                self._do(Close(event.session))
+                self._untold.discard(event.message.get("worker", -1))
+            else:
+                self._refuse(event.session, "this coordinator has stopped")
+        if waited and (not self._untold or now >= self.deadline):
+            self._untold.clear()
+            self.deadline = math.inf
+            self._do(Exit(self._farewell["code"], self._farewell["reason"]))
 
     # -- members come and go ------------------------------------------------------------------------------------------
 

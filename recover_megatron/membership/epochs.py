@@ -67,6 +67,8 @@ class Epochs(Roster):
         self._due = False  # something other than a join may have made the open rendezvous ready
         self._stuck_epochs = 0
         self._words: dict[int, LastWords] = {}  # by worker
+        self._farewell: dict[str, Any] = {}  # the stop message, once there is one
+        self._untold: set[int] = set()  # who is still to get it; when there is nobody left, the coordinator ends
         self._revoked_at = 0.0
 
     # -- epochs -------------------------------------------------------------------------------------------------------
@@ -284,11 +286,21 @@ class Epochs(Roster):
         }
 
     def _stop(self, code: int, reason: str, by: int | None = None) -> None:
-        """End the run for all; ``by``: the worker whose word it is."""
+        """End the run for all; ``by``: the worker whose word it is.
+
+        A worker's word holds for those, too, that have not come to the open rendezvous yet: they are waited for, as
+        long as the rendezvous would have, and told. (Any other reason may be this coordinator's alone: let them try
+        another.)
+        """
+        if by is not None and self.state is State.RENDEZVOUS:
+            self._untold = {w.number for w in map(self.workers.get, self.opened.members) if w and w.session is None}
+            self._untold &= self._with_fate(Fate.LIVE)
         self.state = State.STOPPED
-        self.deadline = math.inf
+        self.deadline = self._patience if self._untold else math.inf
         self._changes = []
         self._log("stop", code=code, reason=reason)
         message = {"type": "stop", "code": code, "reason": reason[:2000]}
-        self._send(sorted(self._sessions), message if by is None else {**message, "by": by})
-        self._do(Exit(code, reason))
+        self._farewell = message if by is None else {**message, "by": by}
+        self._send(sorted(self._sessions), self._farewell)
+        if not self._untold:
+            self._do(Exit(code, reason))

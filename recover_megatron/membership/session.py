@@ -160,17 +160,19 @@ class Session:
     def join(self, status: Json, reason: str = "") -> Plan:
         """Join the next epoch with ``status`` and wait for its plan, through all restarts of the rendezvous.
 
-        Every member of the epoch gets the same plan. If ``plan.committed`` has reached an iteration that this worker
-        reported done, that iteration is committed: apply its step. If the present epoch was not revoked, joining
-        asks for a new one; say why in ``reason``. Raises ``Fenced`` or ``CoordinatorLost``; ``ValueError`` for a status
-        that is no JSON or too long.
+        Every member of the epoch gets the same plan; its epoch may be revoked already, as at any later time. If
+        ``plan.committed`` has reached an iteration that this worker reported done, that iteration is committed: apply
+        its step. If the present epoch was not revoked, joining asks for a new one; say why in ``reason``. Raises
+        ``Fenced`` or ``CoordinatorLost``; ``ValueError`` for a status that is no JSON or too long.
         """
         encode({"type": "join", "status": status}, MAX_TO_COORDINATOR // 2)
         with self._client.condition:
             self._raise_if_out()
             before = self.epoch
             self._client.perform(self._core.join(status, reason or "no reason given"))
-            while self.epoch == before or self._core.revoked:
+            while self.epoch == before:
+                # A plan ends this join even if its epoch is over by the time this thread runs: the next rendezvous
+                # needs another join, with another status.
                 self._raise_if_out()
                 self._client.condition.wait()
             plan = self._core.plan

@@ -1,16 +1,18 @@
 """pretrain_gpt_recover.py in a Megatron that was tampered with, to see that the audit tells: sabotage.py WHAT flags...
 
 lost-backward     rank 1 leaves out the backward pass of one microbatch in iteration 3
-same-data         rank 1 reads rank 0's samples
+other-samples     rank 1 reads the samples before those that it is asked for
+same-share        rank 1 thinks that rank 0's share is its own
 """
 
 import os
 import sys
 
 from megatron.core.pipeline_parallel import schedules
-from megatron.training.datasets import data_samplers
 
 import pretrain_gpt_recover
+from recover_megatron.instep import recovery
+from recover_megatron.megatron_hooks import data
 
 what = sys.argv.pop(1)
 if os.environ["RANK"] == "1":
@@ -24,8 +26,11 @@ if os.environ["RANK"] == "1":
             return None if calls == 10 else backward_step(*args, **kwargs)
 
         schedules.backward_step = losing_backward_step
-    elif what == "same-data":
-        data_samplers.MegatronPretrainingSampler.get_start_end_idx = lambda self: (0, self.micro_batch_size)
+    elif what == "other-samples":
+        data.TaggedDataset.__getitem__ = lambda self, index: {**self._dataset[index], data.SAMPLE: int(index) - 2}
+    elif what == "same-share":
+        share = recovery.Recovery.share
+        recovery.Recovery.share = lambda self, total: [[j - 1 for j in lane] for lane in share(self, total)]
     else:
         raise SystemExit(f"unknown sabotage {what}")
 pretrain_gpt_recover.main()

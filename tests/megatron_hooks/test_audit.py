@@ -19,23 +19,29 @@ def sabotaged(forkserver: ForkServer, out: Path, what: str) -> Run:
     return forkserver.run(2, [script, what, *GOOD, "--recover-log-dir", str(out)], out, timeout=120)
 
 
-def test_a_backward_pass_left_out_ends_the_run_before_its_step_is_reported(
+def test_a_worker_that_left_out_a_backward_pass_is_put_down_and_its_microbatches_are_run_by_others(
     forkserver: ForkServer, tmp_path: Path
 ) -> None:
     run = sabotaged(forkserver, tmp_path, "lost-backward")
-    assert run.codes[1] == 1, run.tail()
+    assert run.codes == [0, 1], run.tail()
     assert "added the gradients of 3 microbatches, not of its 4" in run.logs[1].read_text()
-    assert [step.iteration for step in read_steps(tmp_path / "steps.jsonl")] == [1, 2]
+    steps = list(read_steps(tmp_path / "steps.jsonl"))
+    assert [sorted(step.microbatches) for step in steps] == [[0, 1], [0, 1], [0], [0]]
+    assert [audit_problem(step) for step in steps] == [None] * 4
 
 
-def test_samples_read_twice_are_in_the_audit_as_they_were(forkserver: ForkServer, tmp_path: Path) -> None:
-    run = sabotaged(forkserver, tmp_path, "same-data")
-    assert run.ok, run.tail()
-    for step in read_steps(tmp_path / "steps.jsonl"):
-        assert step.microbatches[1] == step.microbatches[0]
-        problem = audit_problem(step)
-        assert problem is not None
-        assert "more than once" in problem
+def test_a_worker_that_reads_other_samples_than_asked_is_put_down(forkserver: ForkServer, tmp_path: Path) -> None:
+    run = sabotaged(forkserver, tmp_path, "other-samples")
+    assert run.codes == [0, 1], run.tail()
+    assert "the loader gave [0, 1]" in run.logs[1].read_text()
+    assert [audit_problem(step) for step in read_steps(tmp_path / "steps.jsonl")] == [None] * 4
+
+
+def test_a_step_whose_microbatches_were_counted_twice_is_not_committed(forkserver: ForkServer, tmp_path: Path) -> None:
+    run = sabotaged(forkserver, tmp_path, "same-share")
+    assert run.codes == [1, 1], run.tail()
+    assert "microbatches counted other than once, of 8: {0: 2.0, 1: 0.0" in run.logs[0].read_text()
+    assert not list(tmp_path.glob("steps.jsonl"))
 
 
 def test_worker_processes_that_prefetch_do_not_blur_the_audit(forkserver: ForkServer, tmp_path: Path) -> None:

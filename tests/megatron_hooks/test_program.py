@@ -14,7 +14,17 @@ from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 GOOD = [*MODEL, *SCHEDULE, *MOCK]
 SEAMS = [
     "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",
+    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync",
+    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync",
+    "megatron.core.parallel_state.create_group",
+    "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
+    "megatron.training.initialize._initialize_distributed",
     "megatron.training.training.build_pretraining_data_loader",
+    "megatron.training.training.evaluate",
+    "megatron.training.training.get_forward_backward_func",
+    "megatron.training.training.maybe_finalize_async_save",
+    "megatron.training.training.save_checkpoint",
+    "megatron.training.training.train",
     "megatron.training.training.train_step",
 ]
 

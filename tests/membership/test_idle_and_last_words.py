@@ -194,6 +194,33 @@ def test_giving_up_before_the_first_plan_ends_the_run_too() -> None:
     assert world.formed == {}
 
 
+def test_who_comes_late_to_the_start_of_a_run_that_was_given_up_is_told() -> None:
+    world = World(3)
+    world.frozen.add("w2")  # it has not started yet
+    world._member_effects("w0", world.worker(0).end_run(7, "no data"))
+    world.run_fairly(10.0)
+    assert stops(world) == [(7, "no data")]
+    assert 0 in world.coordinators
+    world.frozen.clear()
+    world.run_fairly(5.0)
+    out = world.worker(2).out
+    assert isinstance(out, CoordinatorLost)
+    assert out.code == 7
+    assert 0 not in world.coordinators
+
+
+def test_who_never_comes_is_not_waited_for_longer_than_the_start_of_the_run_would_have() -> None:
+    world = World(3)
+    world.kill_worker(2, silently=True)
+    world.unreported.clear()
+    world._member_effects("w0", world.worker(0).end_run(7, "no data"))
+    world.run_fairly(SETTINGS.start_timeout / 2)
+    assert 0 in world.coordinators
+    world.run_fairly(SETTINGS.start_timeout / 2 + 5)
+    assert 0 not in world.coordinators
+    assert stops(world) == [(7, "no data")]
+
+
 # -- last words -------------------------------------------------------------------------------------------------------
 
 ERROR = "RuntimeError: the loss is not a number"

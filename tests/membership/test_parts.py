@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.membership import MembershipError, Session
-from recover_megatron.membership.auth import read_secret_file
+from recover_megatron.membership import CoordinatorLost, MembershipError, Session, wire
+from recover_megatron.membership.auth import Secret, nonce, read_secret_file
 from recover_megatron.membership.detect import Progress, judge
 from recover_megatron.membership.events import Verdict
 from recover_megatron.membership.lease import Lease
@@ -107,3 +109,53 @@ def test_an_error_in_a_callback_ends_the_waits_instead_of_letting_them_hang(
 
         with pytest.raises(MembershipError, match="thread has failed"):
             wait()
+
+
+class ByHand:
+    """A coordinator of one worker, whose messages the test writes."""
+
+    def __init__(self, listener: socket.socket, secret: Secret) -> None:
+        self.sock, _ = listener.accept()
+        self.sock.settimeout(30)
+        self.decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_COORDINATOR)
+        challenge = nonce()
+        self.say({"type": "challenge", "version": wire.PROTOCOL_VERSION, "nonce": challenge})
+        auth = self.hear("auth")
+        self.decoder.limit, self.decoder.schemas = wire.MAX_TO_COORDINATOR, wire.TO_COORDINATOR
+        self.say({"type": "proof", "mac": secret.mac("coordinator", challenge, auth["nonce"])})
+
+    def say(self, *messages: dict[str, Any]) -> None:
+        """All at once."""
+        self.sock.sendall(b"".join(wire.encode(message) for message in messages))
+
+    def hear(self, kind: str) -> dict[str, Any]:
+        while True:
+            while (message := self.decoder.next()) is None:
+                self.decoder.feed(self.sock.recv(1 << 16))
+            if message["type"] == kind:
+                return message
+
+
+def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_runs() -> None:
+    secret = Secret(b"x" * 32)
+    common = {"term": 1 << 32, "members": [[0, 0]]}
+
+    def revoke(epoch: int) -> dict[str, Any]:
+        return {"type": "revoke", "epoch": epoch, "dead": [], "left": [], "reason": "a test", **common}
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        session = Session.connect([listener.getsockname()[:2]], 0, secret)
+        coordinator = ByHand(listener, secret)
+        coordinator.say(revoke(1))
+        plans = []
+        joiner = threading.Thread(target=lambda: plans.append(session.join({})), daemon=True)
+        joiner.start()
+        coordinator.hear("join")
+        coordinator.say({"type": "plan", "epoch": 1, "committed": 0, **common}, revoke(2))
+        joiner.join(30)
+        assert [plan.epoch for plan in plans] == [1]
+        assert session.wait_revoked(30)
+        coordinator.say({"type": "stop", "code": 0, "reason": "the test is over"})
+        with pytest.raises(CoordinatorLost):
+            session.join({})
+        coordinator.sock.close()
