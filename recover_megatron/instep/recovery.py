@@ -71,6 +71,11 @@ class Loss:
     iteration: int
     workers: list[int]
     replicas: list[int] = field(default_factory=list)
+    later: bool = False
+    """Who noted it was a spare since ``iteration``, and does not know how far the others were."""
+
+    def __str__(self) -> str:
+        return f"{'after ' if self.later else ''}iteration {self.iteration}: {', '.join(map(str, self.workers))}"
 
 
 class Recovery:
@@ -104,6 +109,10 @@ class Recovery:
         self._lock = threading.Lock()
         self._spare: threading.Thread | None = None
         self._code = 0
+        self._knowing: frozenset[int] = frozenset()
+        """Who had a place in the last epoch that had any."""
+        self.ended_because = ""
+        """Why a spare's wait was over."""
         self.section_kind = ""
         """What the last section was, or is."""
         self._arrived = threading.Event()
@@ -247,6 +256,7 @@ class Recovery:
         if self.replica not in decision.replicas:
             self._orphan("a worker of its replica has no place any more")
             raise Orphaned(f"replica {self.replica} is broken")
+        self._knowing = frozenset(decision.workers(self.grid))
         with self._lock:
             self._decision = decision
             self._generation = Generation(plan.epoch, self.me, self._fabric)
@@ -267,14 +277,14 @@ class Recovery:
             **self.hooks.describe(decision),
         )
 
-    def _note_losses(self, before: Decision | None, decision: Decision) -> Loss | None:
+    def _note_losses(self, before: Decision | None, decision: Decision, later: bool = False) -> Loss | None:
         known = set(self.grid_workers) if before is None else {*before.workers(self.grid), *before.spares}
         now = {*decision.workers(self.grid), *decision.spares}
         missing = sorted(known - now)
         if not missing:
             return None
         replicas = sorted({self.grid.place(worker)[0] for worker in missing})
-        self.losses.append(Loss(self.hooks.iteration(), missing, replicas))
+        self.losses.append(Loss(self.hooks.iteration(), missing, replicas, later))
         return self.losses[-1]
 
     @property
@@ -283,7 +293,7 @@ class Recovery:
         return sorted(worker for replica in self.grid.replicas for worker in replica)
 
     def _give_up(self, decision: Decision) -> None:
-        lost = "; ".join(f"iteration {loss.iteration}: {', '.join(map(str, loss.workers))}" for loss in self.losses)
+        lost = "; ".join(map(str, self.losses))
         wanted = f"{self._min_replicas} are wanted" if self._min_replicas > 1 else "one is needed"
         message = (
             f"{len(decision.replicas)} complete replicas are left, {wanted}. Workers lost: {lost or 'none'}; alive "
@@ -305,7 +315,7 @@ class Recovery:
         self._orphan(f"{type(error).__name__}: {error}"[:500])
 
     def wait_as_spare(self) -> int:
-        """Wait for the end of the run, in the main thread; returns the exit code."""
+        """Wait for the end of the run, in the main thread; returns the exit code (why: ``ended_because``)."""
         self._arrived.set()
         self._spare_over.wait()
         return self._code
@@ -349,26 +359,31 @@ class Recovery:
         self._spare.start()
 
     def _be_spare(self, note: str) -> None:
+        later = False
         try:
             while True:
                 plan = self.session.join(Status(None, note=note).to_json(), f"replica {self.replica} is broken: {note}")
                 statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
                 decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-                self._note_losses(self._decision, decision)
-                self._decision = decision
+                self._note_losses(self._decision, decision, later)
+                self._decision, later = decision, True
                 if not decision.replicas and self.session.left:
                     self.session.leave()
                     break
                 if len(decision.replicas) < self._min_replicas:
-                    self._give_up(decision)
+                    # Whoever was at work until now knows when it ended and the last checkpoint: it says so to all.
+                    if self.me in self._knowing or not self._knowing & set(statuses):
+                        self._give_up(decision)
+                elif decision.replicas:
+                    self._knowing = frozenset(decision.workers(self.grid))
                 self.session.idle()
                 self.session.wait_revoked()
-        except NoReplica:
-            self._code = EXIT_NO_REPLICA
+        except NoReplica as nobody:
+            self._code, self.ended_because = EXIT_NO_REPLICA, str(nobody)
         except CoordinatorLost as lost:
-            self._code = lost.code
-        except Fenced:
-            self._code = EXIT_FENCED
+            self._code, self.ended_because = lost.code, str(lost)
+        except Fenced as fenced:
+            self._code, self.ended_because = EXIT_FENCED, str(fenced)
         self._spare_over.set()
         if not self._arrived.wait(LINGER_SECONDS):
             os._exit(self._code)

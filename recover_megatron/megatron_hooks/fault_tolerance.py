@@ -133,7 +133,7 @@ class FaultTolerance:
             flush=True,
         )
         code = recovery.wait_as_spare()
-        _end(code, f"the run has ended; spare worker {self._me} ends with it")
+        _end(code, f"the run has ended; spare worker {self._me} ends with it: {recovery.ended_because}")
 
     # ---- making the parts
 
