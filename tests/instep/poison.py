@@ -1,4 +1,4 @@
-"""pretrain_gpt_recover.py with one bad sample: poison.py WHAT SAMPLE flags...
+"""pretrain_gpt_recover.py with one bad sample to train on: poison.py WHAT SAMPLE flags...
 
 raise    reading the sample raises
 nan      its loss is no number
@@ -8,18 +8,18 @@ import sys
 from typing import Any
 
 import torch
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.utils import Split
 
 import pretrain_gpt_recover
 
 what, bad = sys.argv.pop(1), int(sys.argv.pop(1))
-assert issubclass(MockGPTDataset, GPTDataset)
 original = GPTDataset.__getitem__
 
 
 def __getitem__(self: Any, index: int) -> Any:
     sample = original(self, index)
-    if index != bad:
+    if index != bad or self.index_split is not Split.train:
         return sample
     if what == "raise":
         raise ValueError(f"sample {index} is rotten")

@@ -114,6 +114,7 @@ class Case:
     iterations: int = 8
     dropout: bool = False
     flags: tuple[str, ...] = ()
+    script: str = OURS
 
     def with_flags(self, *flags: str) -> Case:
         """The same with further flags, which the failure-free run does without."""
@@ -125,7 +126,7 @@ class Case:
 
     @property
     def failure_free(self) -> Case:
-        return Case(self.layout, (), self.iterations, self.dropout)
+        return Case(self.layout, (), self.iterations, self.dropout, script=self.script)
 
     def argv(self, out: Path) -> list[str]:
         phases = {strike.phase for strike in self.strikes}
@@ -138,7 +139,7 @@ class Case:
             flags += QUICK_TO_SEE_A_HANG
         if self.strikes:
             flags += ["--recover-inject", ",".join(strike.spec(self.layout) for strike in self.strikes)]
-        return [OURS, *MODEL, *self.layout.argv, *flags, "--recover", "--recover-log-dir", str(out), *self.flags]
+        return [self.script, *MODEL, *self.layout.argv, *flags, "--recover", "--recover-log-dir", str(out), *self.flags]
 
     def run(self, server: ForkServer, out: Path) -> Result:
         """Run it to its end."""
@@ -224,7 +225,7 @@ def check_steps_until(result: Result, reference: Result, last: int) -> None:
             assert math.isclose(mine, its, rel_tol=bound), (str(result.case), ours.iteration, name, mine, its)
 
 
-def check_parameters(result: Result, reference: Result) -> None:
+def check_parameters(result: Result, reference: Result, bound: float = PARAMETERS) -> None:
     """Those of the survivors: bit for bit the same in a column, and those of the reference but for rounding."""
     layout = result.case.layout
     lost = {strike.replica for strike in result.case.strikes}
@@ -233,7 +234,7 @@ def check_parameters(result: Result, reference: Result) -> None:
     for column in columns:
         its = reference.left[column[0]]["parameters"]
         first = result.left[column[survivors[0]]]["parameters"]
-        assert distance(first, its) < PARAMETERS, (str(result.case), column, distance(first, its))
+        assert distance(first, its) < bound, (str(result.case), column, distance(first, its))
         for replica in survivors[1:]:
             other = result.left[column[replica]]["parameters"]
             different = [name for name in first if not torch.equal(first[name], other[name])]

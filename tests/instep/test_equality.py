@@ -10,11 +10,12 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.forkserver import ForkServer
 from tests.instep.cells import EVERYTHING, IN_THE_MAIN_THREAD, SEED, Cell, case_of, cells, drawn, rows
 from tests.instep.conftest import Reference
-from tests.instep.runs import LAYOUTS, Case, check
+from tests.instep.runs import LAYOUTS, Case, Layout, Strike, check, check_parameters
 
 pytestmark = pytest.mark.slow
 
@@ -52,3 +53,17 @@ def test_deaths_down_to_one_replica_change_nothing_but_rounding(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
 ) -> None:
     equal(forkserver, reference, case, tmp_path)
+
+
+@pytest.mark.parametrize("layout", [DP4, TP2, PP2], ids=lambda layout: layout.name)
+def test_with_64_bits_nothing_is_left_of_the_difference(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
+) -> None:
+    """So it was rounding: an error in the sum would be there with any number of bits."""
+    deaths = (Strike(1, 0, 2, "reduce-scatter"), Strike(0, 0, 4, "forward", visit=2))
+    script = str(Path(__file__).with_name("double.py"))
+    case = Case(layout, deaths, dropout=True, script=script)
+    result, its = case.run(forkserver, tmp_path), reference(case)
+    check(result, its)
+    assert {tensor.dtype for tensor in its.left[0]["parameters"].values()} == {torch.float64}
+    check_parameters(result, its, bound=1e-10)

@@ -256,3 +256,18 @@ def test_the_same_fault_is_known_on_whatever_worker_and_host(monkeypatch: pytest
     assert not words(12, "node-b", ValueError(nan.format(12, "node-b", 4))).repeats(first)
     assert not words(12, "node-b", RuntimeError("out of memory")).repeats(first)
     assert not words(1, "node-a", RuntimeError(nan.format(1, "node-a", 1))).repeats(first), "a mate's is no second one"
+
+
+def test_a_fault_that_a_loader_process_meets_is_the_one_met_on_the_spot() -> None:
+    class Reads(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            raise ValueError(f"sample {index} is rotten")
+
+    with pytest.raises(ValueError, match="rotten") as on_the_spot:
+        Reads()[0]
+    with pytest.raises(ValueError, match="rotten") as in_a_process:
+        next(iter(torch.utils.data.DataLoader(Reads(), num_workers=1)))
+    assert signature(in_a_process.value) == signature(on_the_spot.value) == "ValueError: sample 0 is rotten"
