@@ -121,6 +121,7 @@ class Recovery:
         """The one that this worker has begun last."""
         self.phase = ""
         """What it was doing when it last said so."""
+        self._balanced: dict[int, int] | None = None
         self._shares: dict[tuple[int, int], list[list[int]]] = {}
         session.on_revoke(self._revoked)
 
@@ -154,7 +155,19 @@ class Recovery:
 
     def counts(self, total: int) -> dict[int, int]:
         """How many microbatches of a step of ``total`` each replica runs, by the present plan."""
-        return quotas(total, self.decision.replicas, multiple_of=self._multiple_of * self.grid.lanes)
+        if self._balanced is not None and sum(self._balanced.values()) == total:
+            return self._balanced
+        return quotas(total, self.decision.replicas, multiple_of=self.granularity)
+
+    def rebalance(self, counts: dict[int, int]) -> None:
+        """From the next step on, until the next plan, replicas run so many.  All workers must say the same."""
+        self._balanced = counts
+        self._shares.clear()
+
+    @property
+    def granularity(self) -> int:
+        """What the number of microbatches of a replica must be a multiple of."""
+        return self._multiple_of * self.grid.lanes
 
     def share(self, total: int) -> list[list[int]]:
         """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
@@ -257,6 +270,7 @@ class Recovery:
             self._orphan("a worker of its replica has no place any more")
             raise Orphaned(f"replica {self.replica} is broken")
         self._knowing = frozenset(decision.workers(self.grid))
+        self._balanced = None
         with self._lock:
             self._decision = decision
             self._generation = Generation(plan.epoch, self.me, self._fabric)

@@ -63,7 +63,9 @@ class FaultTolerance:
         self._groups = Groups(self._me)
         self._records = Records(config.log_dir)
         self._device = torch.device("cpu" if hostdevice.is_active() else "cuda")
-        self._training = TrainingHooks(self._groups.traffic, self._make_recovery, self._records, self._device)
+        self._training = TrainingHooks(
+            self._groups.traffic, self._make_recovery, self._records, self._device, balance=config.balance
+        )
         self._session = self._connect()
 
     def install(self) -> None:

@@ -187,10 +187,10 @@ def test_a_status_is_the_same_after_its_way_through_json() -> None:
 
 def summed(fills: list[tuple[int, list[int]]], total: int, share: float = 1.0) -> Tail:
     """The tail after the sum over workers that filled it so: (replica, ids)."""
-    tails = [Tail((0,), total, torch.device("cpu")) for _ in fills]
+    tails = [Tail((0,), total, 8, torch.device("cpu")) for _ in fills]
     for tail, (replica, ids) in zip(tails, fills, strict=True):
         tail.fill(replica, ids, torch.tensor([1.0, 2.0], dtype=torch.float64), share)
-    result = Tail((0,), total, torch.device("cpu"))
+    result = Tail((0,), total, 8, torch.device("cpu"))
     result.bucket.flat.copy_(torch.stack([tail.bucket.flat for tail in tails]).sum(dim=0))
     return result
 
@@ -213,17 +213,17 @@ def test_a_sum_in_which_an_id_is_not_counted_once_is_refused(second: list[int]) 
 
 
 def test_filling_again_leaves_what_is_finished_alone() -> None:
-    tail = Tail((0,), 4, torch.device("cpu"))
+    tail = Tail((0,), 4, 1, torch.device("cpu"))
     tail.fill(0, [0, 1], torch.zeros(1, dtype=torch.float64), 1.0)
     tail.bucket.flat[:4] = 1.0
     tail.bucket.ledger.mark(range(0, 4), 1)
-    tail.fill(0, [3], torch.ones(1, dtype=torch.float64), 1.0)
-    assert tail.bucket.flat[:9].tolist() == [1, 1, 1, 1, 0, 0, 0, 1, 1]
+    tail.fill(0, [3], torch.ones(1, dtype=torch.float64), 1.0, seconds=0.5)
+    assert tail.bucket.flat[:10].tolist() == [1, 1, 1, 1, 0, 0, 0, 1, 0.5, 1]
 
 
 def test_more_numbers_than_the_tail_has_room_for_are_refused() -> None:
     with pytest.raises(ValueError, match="room for"):
-        Tail((0,), 4, torch.device("cpu")).fill(0, [], torch.zeros(EXTRAS + 1, dtype=torch.float64), 1.0)
+        Tail((0,), 4, 1, torch.device("cpu")).fill(0, [], torch.zeros(EXTRAS + 1, dtype=torch.float64), 1.0)
 
 
 # ---- whose fault
