@@ -107,13 +107,16 @@ def decide(epoch: int, statuses: Mapping[int, Status], grid: LaunchGrid, *, mult
 
 
 def _told(replica: int, statuses: Sequence[Status]) -> Status:
-    """What a whole replica says: its workers run in lock-step, so they must say the same."""
+    """What a whole replica says: its workers run in lock-step, so they must say the same.
+
+    But for one case: a decision is over, one worker has heard so and begun the next, and the coordinator died before
+    all were told.  The next plan tells the others; none of their replica can have run anything meanwhile.
+    """
     newest = max(statuses, key=lambda status: (status.at, status.step))
     for status in statuses:
         if status.at == newest.at and status.step == newest.step and set(status.ran) != set(newest.ran):
             raise Disagreement(f"workers of replica {replica} ran different microbatches: {status} and {newest}")
-    if any(status.at != newest.at for status in statuses):
-        # A step cannot have begun at one worker of a replica and the one before be open at another: see docs/instep.md.
+    if any(status.at < newest.at - bool(not newest.ran) for status in statuses):
         raise Disagreement(f"workers of replica {replica} are at different decisions: {list(statuses)}")
     return newest
 

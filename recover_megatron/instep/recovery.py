@@ -74,6 +74,9 @@ class Loss:
     workers: list[int]
     replicas: list[int] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}: {', '.join(map(str, self.workers))}"
+
 
 class Recovery:
     """See the module's text.  One per worker; the main thread calls it, the session's thread its revoke callback."""
@@ -108,6 +111,8 @@ class Recovery:
         self._spare: threading.Thread | None = None
         self._finished = False
         self._code = 0
+        self.ended_because = ""
+        """Why a spare's wait was over."""
         self.section_kind = ""
         """What the last section was, or is."""
         self._arrived = threading.Event()
@@ -233,9 +238,11 @@ class Recovery:
         while True:
             try:
                 self.check()
-                result = run()
-                # Before it is reported done: what is reported done by all who are left counts as decided.
-                self.generation.check()
+                outcome = run()
+                # Not left to ``agree``: the session may not have heard yet of what an operation of ``run`` has met (and
+                # gone on after: ``Mode.DEFERRED``), and what is reported done counts in later epochs, too.
+                self.check()
+                result = outcome
                 self.agree(number)
                 return result
             except EpochRevoked:
@@ -313,7 +320,7 @@ class Recovery:
         return sorted(worker for replica in self.grid.replicas for worker in replica)
 
     def _give_up(self, decision: Decision) -> None:
-        lost = "; ".join(f"iteration {loss.iteration}: {', '.join(map(str, loss.workers))}" for loss in self.losses)
+        lost = "; ".join(map(str, self.losses))
         wanted = f"{self._min_replicas} are wanted" if self._min_replicas > 1 else "one is needed"
         message = (
             f"{len(decision.replicas)} complete replicas are left, {wanted}. Workers lost: {lost or 'none'}; alive "
@@ -335,7 +342,7 @@ class Recovery:
         self._orphan(f"{type(error).__name__}: {error}"[:500])
 
     def wait_as_spare(self) -> int:
-        """Wait for the end of the run, in the main thread; returns the exit code."""
+        """Wait for the end of the run, in the main thread; returns the exit code (why: ``ended_because``)."""
         self._arrived.set()
         self._spare_over.wait()
         return self._code
@@ -389,6 +396,8 @@ class Recovery:
                 decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
                 self._note_losses(self._decision, decision)
                 self._decision = decision
+                # Should nobody else be left, the last words are this worker's: it remembers what the others told.
+                mine = replace(mine, iteration=decision.iteration, checkpoint=decision.checkpoint)
                 if not decision.replicas and self.session.left:
                     self.session.leave()
                     break
@@ -396,12 +405,12 @@ class Recovery:
                     self._give_up(decision)
                 self.session.idle()
                 self.session.wait_revoked()
-        except NoReplica:
-            self._code = EXIT_NO_REPLICA
+        except NoReplica as nobody:
+            self._code, self.ended_because = EXIT_NO_REPLICA, str(nobody)
         except CoordinatorLost as lost:
-            self._code = lost.code
-        except Fenced:
-            self._code = EXIT_FENCED
+            self._code, self.ended_because = lost.code, str(lost)
+        except Fenced as fenced:
+            self._code, self.ended_because = EXIT_FENCED, str(fenced)
         self._spare_over.set()
         if not self._arrived.wait(LINGER_SECONDS):
             os._exit(self._code)

@@ -61,6 +61,11 @@ class Records:
                 self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=seconds, aside_bytes=aside)
         self._first = False
 
+    def planned(self, recovery: Recovery) -> None:
+        """A new epoch: whoever has become the writer adds what the lost one left out; no further step may come."""
+        if self._steps and self._candidate(recovery) and self._writes(recovery):
+            self._write()
+
     def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
         """Add an event, if this worker is the writer."""
         if self._folder is None or not recovery.started or not self._candidate(recovery) or not self._writes(recovery):
