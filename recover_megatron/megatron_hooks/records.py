@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+from megatron.training import get_args
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
