@@ -145,6 +145,12 @@ class Recovery:
         return self._decision is not None
 
     @property
+    def orphaned(self) -> bool:
+        """Whether this worker's replica is known to be broken."""
+        with self._lock:
+            return self._spare is not None
+
+    @property
     def live(self) -> frozenset[int]:
         """The workers that have a place; the same object as long as the decision is."""
         decision = self.decision
@@ -348,9 +354,7 @@ class Recovery:
         return self._code
 
     def _leave_if_orphan(self) -> None:
-        with self._lock:
-            orphan = self._spare is not None
-        if orphan or self._lost_of_mine():
+        if self.orphaned or self._lost_of_mine():
             self._orphan("a worker of its replica is gone")
             raise Orphaned(f"replica {self.replica} is broken")
 
@@ -389,13 +393,15 @@ class Recovery:
 
     def _be_spare(self, note: str) -> None:
         mine = replace(self._status(), replica=None, note=note)
+        # Kept apart from ``decision``: the main thread may still be on its way out, by the plan in which it had a place.
+        seen = self._decision
         try:
             while True:
                 plan = self.session.join(mine.to_json(), f"replica {self.replica} is broken: {note}")
                 statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
                 decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-                self._note_losses(self._decision, decision)
-                self._decision = decision
+                self._note_losses(seen, decision)
+                seen = decision
                 # Should nobody else be left, the last words are this worker's: it remembers what the others told.
                 mine = replace(mine, iteration=decision.iteration, checkpoint=decision.checkpoint)
                 if not decision.replicas and self.session.left:
