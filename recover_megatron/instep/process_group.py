@@ -63,8 +63,7 @@ class Traffic:
         """The workers of a group that have a place now, in its order."""
         if self.recovery is None or not self.recovery.started:
             return group.workers
-        live = self.recovery.live
-        return tuple(worker for worker in group.workers if worker in live)
+        return group.among(self.recovery.live)
 
     def run(self, group: EpochGroup, operation: Operation, alone: Callable[[], None]) -> None:
         """Carry out one operation.  ``alone``: its effect if this worker were the only member."""
@@ -114,9 +113,16 @@ class EpochGroup(dist.ProcessGroup):
         self.original = original
         self._me = me
         self._traffic = traffic
+        self._among: tuple[frozenset[int] | None, tuple[int, ...]] = (None, ())
         super().__init__(self._rank_at_launch, len(workers))
 
     # ---- who
+
+    def among(self, live: frozenset[int]) -> tuple[int, ...]:
+        """The workers that are in ``live``.  Megatron asks for sizes many times an iteration: kept for the last one."""
+        if self._among[0] is not live:
+            self._among = live, tuple(worker for worker in self.workers if worker in live)
+        return self._among[1]
 
     def rank(self) -> int:
         members = self._traffic.members(self)

@@ -20,8 +20,8 @@ Nothing before COMMITTED changes a parameter, and after it no worker of another 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -30,7 +30,6 @@ import torch
 
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.instep.gradients import Gradients, Tail, alive
-from recover_megatron.instep.plan import Status
 from recover_megatron.instep.recovery import Recovery
 
 
@@ -75,7 +74,10 @@ class Outcome:
     reran: dict[int, list[int]] = field(default_factory=dict)
     """Replica -> ids that it ran in place of lost ones."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of the recovery, by phase; empty if there was none."""
+    """Of the recovery, by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker took part in it;
+    empty if there was none."""
+    aside_bytes: int = 0
+    """The most that finished sums took which were set aside during a re-run."""
     speeds: dict[int, float] = field(default_factory=dict)
     """Replica -> seconds per microbatch of its main pass, the same on all workers of a column."""
     by_plan: bool = False
@@ -107,21 +109,22 @@ class Step:
         self._number = recovery.begin()
         self._trainer.gradients.begin()
         self._open()
-        state = State.COMPUTE
+        state, recovering = State.COMPUTE, False
         decision = recovery.pending(self._number)
         if decision is None:
             self._todo = recovery.share(self._total)
         else:  # others have begun this step already, in an epoch that this worker joined before it began
             self._todo = decision.rerun.get(recovery.replica, [])
-            state = State.RERUN
+            state, recovering = State.RERUN, True
         while state is not State.COMMITTED:
             started = time.perf_counter()
             try:
                 following = self._advance(state)
             except EpochRevoked:
                 following = State.RENDEZVOUS
-            if self._outcome.seconds or following is State.RENDEZVOUS:
-                self._took(state, time.perf_counter() - started)
+            if recovering and state is not State.RERUN:  # which tells its parts
+                self._took(state.value, time.perf_counter() - started)
+            recovering = recovering or following is State.RENDEZVOUS
             state = following
         self._outcome.counted = self._tail.verify()
         self._outcome.extras = self._tail.extras
@@ -168,7 +171,7 @@ class Step:
 
     def _rendezvous(self) -> State:
         recovery = self._recovery
-        recovery.rendezvous(Status(recovery.replica, self._number, True, self._total, tuple(self._ran)))
+        recovery.rendezvous_in_step(self._number, self._total, self._ran)
         if recovery.committed(self._number):
             self._outcome.by_plan = True
             return State.COMMITTED
@@ -181,16 +184,19 @@ class Step:
 
     def _rerun(self) -> None:
         recovery, gradients = self._recovery, self._trainer.gradients
-        gradients.hold()
-        self._open()
+        with self._phase("regroup"):
+            gradients.hold()
+            self._open()
         # If it is revoked: other columns may have finished and be running already, so this one runs, and tells later.
-        with suppress(EpochRevoked):
+        with self._phase("pull"), suppress(EpochRevoked):
             gradients.pull(recovery.generation, recovery.live, self._tail)
         recovery.strike("recovery")
-        kept = gradients.set_aside()
-        self._compute()
-        for aside in kept:
-            aside.put_back()
+        with self._phase("rerun"):
+            kept = gradients.set_aside()
+            self._outcome.aside_bytes = max(self._outcome.aside_bytes, sum(aside.nbytes for aside in kept))
+            self._compute()
+            for aside in kept:
+                aside.put_back()
 
     def _open(self) -> None:
         """Open the rings of this epoch before anything depends on them."""
@@ -199,6 +205,13 @@ class Step:
             for column in dict.fromkeys([*self._trainer.gradients.columns, self._tail.column]):
                 recovery.generation.ring(alive(column, recovery.live))
 
-    def _took(self, state: State, seconds: float) -> None:
-        key = state.value
-        self._outcome.seconds[key] = self._outcome.seconds.get(key, 0.0) + seconds
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._took(name, time.perf_counter() - started)
+
+    def _took(self, phase: str, seconds: float) -> None:
+        self._outcome.seconds[phase] = self._outcome.seconds.get(phase, 0.0) + seconds

@@ -135,7 +135,7 @@ class FaultTolerance:
             flush=True,
         )
         code = recovery.wait_as_spare()
-        _end(code, f"the run has ended; spare worker {self._me} ends with it")
+        _end(code, f"the run has ended; spare worker {self._me} ends with it: {recovery.ended_because}")
 
     # ---- making the parts
 
@@ -190,6 +190,7 @@ class FaultTolerance:
 
     def _planned(self, decision: Decision) -> None:
         self._groups.planned(decision)
+        self._records.planned(self._training.recovery)
         if self._first_plan:
             self._first_plan = False
             args, recovery = get_args(), self._training.recovery

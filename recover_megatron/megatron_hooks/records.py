@@ -56,8 +56,15 @@ class Records:
             self._write()
             if outcome.seconds:
                 reran = {str(replica): ids for replica, ids in outcome.reran.items()}
-                self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=_rounded(outcome.seconds))
+                seconds = _rounded(outcome.seconds)
+                aside = outcome.aside_bytes
+                self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=seconds, aside_bytes=aside)
         self._first = False
+
+    def planned(self, recovery: Recovery) -> None:
+        """A new epoch: whoever has become the writer adds what the lost one left out; no further step may come."""
+        if self._steps and self._candidate(recovery) and self._writes(recovery):
+            self._write()
 
     def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
         """Add an event, if this worker is the writer."""

@@ -38,7 +38,7 @@ class MicrobatchSeeds:
         args = get_args()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         base = mix(args.seed, iteration, microbatch, stage, chunk)
-        torch.manual_seed(base)
+        self._seed_default(base)
         tracker = tensor_parallel.get_cuda_rng_tracker()
         states = tracker.get_states()
         if not states:
@@ -53,3 +53,10 @@ class MicrobatchSeeds:
             self._scratch.manual_seed(mix(base, number + 1, *own))
             states[name] = self._scratch.get_state()
         tracker.set_states(states)
+
+    def _seed_default(self, base: int) -> None:
+        # Not torch.manual_seed: it takes a traceback of this deep stack for every kind of accelerator that is unused
+        # (to seed it if it ever is), which took longer than all else that a microbatch costs here.
+        torch.default_generator.manual_seed(base)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(base)

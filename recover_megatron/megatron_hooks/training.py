@@ -192,10 +192,16 @@ class TrainingHooks:
                 source.begin(source.position, mine, total)
                 source.position += total * call["micro_batch_size"]
             iterators.append(None if source is None else Microbatches(source, mine, lambda: None))
-        recovery.mark("eval")
         recovery.strike("eval")
+        forward_step_func = call["forward_step_func"]
+
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            recovery.mark("eval")
+            return forward_step_func(*args, **kwargs)
+
         given = iterators if isinstance(call["data_iterator"], list) else iterators[0]
-        return schedule(**{**call, "data_iterator": given, "num_microbatches": len(mine)})
+        mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(mine)}
+        return schedule(**{**call, **mine_only})
 
     # ---- checkpoints
 
@@ -223,6 +229,7 @@ class TrainingHooks:
                 return original(*args, **kwargs)
 
             def run() -> Any:
+                self.recovery.mark("checkpoint", allow=CHECKPOINT_SECONDS)
                 if self.recovery.live != self._async_writers:
                     self._abandon_async_saves()
                 with self._traffic.during(Mode.SECTION):

@@ -1,0 +1,291 @@
+"""Useful tokens for the workers' time under failures: --recover, and checkpoint-and-restart with stock Megatron.
+
+    python benchmarks/bench_goodput.py --png goodput.png
+
+The same schedule of real SIGKILLs (worker W in its backward pass of iteration I) against
+
+    none       stock Megatron, nobody dies
+    recover    --recover, no checkpoints: the run goes on with those who are left, with the same batch
+    replaced   stock Megatron with checkpoints: a death ends the launch, a supervisor starts all anew from the last
+               checkpoint at once, with as many workers as before: lost ones are replaced for nothing
+    shrinking  the same, but lost workers stay lost: the launch has as many workers as the batch can be divided by, the
+               others wait and are paid for
+
+Start-up is favourable to checkpoint-and-restart here: workers are forked from a process that has imported Megatron, and
+deaths are seen at once.  The checkpoint interval is the one of Young and Daly, sqrt(2 x cost x time between failures),
+from the costs measured first (--interval N to set another).  All runs do the same iterations, so the same tokens.
+
+A worker's time counts from its launch (from the first launch on, where lost workers are replaced) until it is dead or
+the run is over; "without start-up" leaves out the time from each launch to its first iteration.  Each worker plays a
+device of fixed speed (--microbatch-seconds): on a machine with fewer cores than workers the survivors would otherwise
+be faster for every death.
+
+Prints a table; --json FILE writes every measurement, --png FILE draws tokens over worker-seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.megatron_runs import COMMON, MODELS, SCRIPT, load_average, times  # noqa: E402
+from tests.forkserver import ForkServer  # noqa: E402
+
+MAX_LAUNCHES = 50
+
+
+@dataclass
+class Launch:
+    """One start of workers.  Times are seconds on the clock of the machine."""
+
+    workers: int
+    paid: int
+    """Workers that are held, those that wait included."""
+    started: float
+    ended: float
+    first: float
+    """When the first iteration began; ``ended`` if none did."""
+    deaths: list[float]
+    began: dict[int, float]
+    """Iteration -> when it began, at the last worker of those that live."""
+    losses: dict[int, float]
+    start_seconds: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start_seconds = self.first - self.started
+
+
+@dataclass
+class Result:
+    """A whole run."""
+
+    name: str
+    launches: list[Launch]
+    tokens: int
+    interval: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.launches[-1].ended - self.launches[0].started
+
+    def paid_until(self, moment: float, *, startup: bool = True) -> float:
+        """Worker-seconds by then, with or without those between a launch and its first iteration."""
+        total = 0.0
+        for number, launch in enumerate(self.launches):
+            # Between two launches the workers are held as well.
+            last = number == len(self.launches) - 1
+            end = min(moment, launch.ended if last else self.launches[number + 1].started)
+            begin = launch.started if startup else launch.first
+            total += launch.paid * max(0.0, end - begin)
+            if self.name == "recover":
+                total -= sum(max(0.0, end - max(begin, death)) for death in launch.deaths)
+        return total
+
+    @property
+    def per_worker_second(self) -> float:
+        return self.tokens / self.paid_until(math.inf)
+
+    @property
+    def per_worker_second_without_startup(self) -> float:
+        return self.tokens / self.paid_until(math.inf, startup=False)
+
+    @property
+    def startup_share(self) -> float:
+        return 1 - self.paid_until(math.inf, startup=False) / self.paid_until(math.inf)
+
+
+class Bench:
+    """Runs launches of one configuration."""
+
+    def __init__(self, server: ForkServer, folder: Path, options: Any) -> None:
+        self._server = server
+        self._folder = folder
+        self._options = options
+        self._count = 0
+        self.model = MODELS[options.model]
+
+    def launch(self, workers: int, paid: int, kills: list[str], *flags: str) -> Launch:
+        """Start ``workers`` and wait for their end; kills that have struck are taken off ``kills``."""
+        self._count += 1
+        out = self._folder / f"launch-{self._count}"
+        out.mkdir()
+        options = self._options
+        argv = [SCRIPT, *COMMON, *self.model.argv, "--log-interval", "10", *flags]
+        environment = {
+            "BENCH_OUT": str(out),
+            "BENCH_KILL": ",".join(kills),
+            "BENCH_MICROBATCH": str(options.microbatch_seconds),
+        }
+        started = time.monotonic()
+        run = self._server.run(workers, argv, out, environment=environment, timeout=options.timeout)
+        ended = time.monotonic()
+        struck = {path.name.removeprefix("killed-"): float(path.read_text()) for path in out.glob("killed-*")}
+        if not run.ok and not struck:
+            raise RuntimeError(run.tail(40))
+        if "--recover" in flags and any(code not in (0, -9) for code in run.codes):
+            raise RuntimeError(run.tail(40))
+        kills[:] = [kill for kill in kills if kill not in struck]
+        began: dict[int, float] = {}
+        losses: dict[int, float] = {}
+        for rank in range(workers):
+            if (out / f"times-{rank}.jsonl").exists():
+                iteration = 0
+                for row in times(out, rank):
+                    iteration = row["iteration"] or iteration + 1
+                    began[iteration] = max(began.get(iteration, 0.0), row["at"])
+                    if row["loss"] is not None:
+                        losses[iteration - 1] = row["loss"]
+        first = min(began.values(), default=ended)
+        return Launch(workers, paid, started, ended, first, sorted(struck.values()), began, losses)
+
+    def run(self, name: str, kills: list[str], interval: int | None = None) -> Result:
+        """A whole run: ``name`` as in the module's text."""
+        options = self._options
+        iterations, left, alive = options.iterations, list(kills), options.workers
+        flags = ["--train-iters", str(iterations)]
+        launches = []
+        if name == "recover":
+            launches.append(self.launch(alive, alive, left, *flags, "--recover"))
+        elif name == "none":
+            launches.append(self.launch(alive, alive, [], *flags))
+        else:
+            save = self._folder / f"checkpoints-{name}"
+            flags += ["--save", str(save), "--load", str(save), "--save-interval", str(interval)]
+            workers = alive
+            while not launches or max(launches[-1].began, default=0) <= iterations:
+                before = len(left)
+                launches.append(self.launch(workers, alive, left, *flags))
+                if len(launches) > MAX_LAUNCHES:
+                    raise RuntimeError("the run does not get on")
+                if name == "shrinking":
+                    alive -= before - len(left)
+                    # A schedule names workers of the first launch: those that are left have the first numbers now.
+                    left = [_renamed(kill, alive) for kill in left]
+                    workers = max(n for n in range(1, alive + 1) if self._microbatches % n == 0)
+                    left = [_renamed(kill, workers) for kill in left]
+        return Result(name, launches, iterations * self.model.tokens, interval)
+
+    @property
+    def _microbatches(self) -> int:
+        return self.model.global_batch // self.model.micro_batch
+
+    def costs(self) -> tuple[float, float]:
+        """Seconds of an iteration and of a checkpoint, measured."""
+        workers = self._options.workers
+        flags = ["--train-iters", "7"]
+        plain = self.launch(workers, workers, [], *flags)
+        save = ["--save", str(self._folder / "checkpoints-costs"), "--save-interval", "1"]
+        saving = self.launch(workers, workers, [], *flags, *save)
+        iteration, both = (
+            statistics.median(run.began[at + 1] - run.began[at] for at in range(2, 7)) for run in (plain, saving)
+        )
+        return iteration, max(0.0, both - iteration)
+
+
+def _renamed(kill: str, workers: int) -> str:
+    worker, iteration = kill.split("@")
+    return f"{int(worker) % workers}@{iteration}"
+
+
+def young_daly(iteration: float, checkpoint: float, between: float) -> int:
+    """The best number of iterations between checkpoints; ``between``: seconds between failures."""
+    return max(1, round(math.sqrt(2 * checkpoint * between) / iteration))
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Tokens trained over worker-seconds spent; what is lost by a restart falls back."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=110)
+    for result in results:
+        per_iteration = result.tokens / (max(max(launch.began) for launch in result.launches if launch.began) - 1)
+        points = []
+        for launch in result.launches:
+            points += [(result.paid_until(at), (i - 1) * per_iteration) for i, at in sorted(launch.began.items())]
+        axes.plot(*zip(*points, strict=True), label=LABELS[result.name], linewidth=1.4)
+    axes.set_xlabel("worker-seconds, start-up included")
+    axes.set_ylabel("tokens trained")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+LABELS = {
+    "none": "no failures",
+    "recover": "--recover",
+    "replaced": "restart, lost workers replaced",
+    "shrinking": "restart, lost workers stay lost",
+}
+
+
+def main() -> None:
+    """Measure, print the table, write what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--model", choices=MODELS, default="toy")
+    parser.add_argument("--iterations", type=int, default=25)
+    parser.add_argument("--kills", default="7@5,1@10,4@15,2@20", metavar="W@I,...", help="the schedule")
+    parser.add_argument("--microbatch-seconds", type=float, default=0.25, help="of the device that a worker plays")
+    parser.add_argument("--interval", type=int, help="iterations between checkpoints (default: by Young and Daly)")
+    parser.add_argument("--runs", nargs="+", default=list(LABELS), choices=LABELS)
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one launch")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    options = parser.parse_args()
+    kills = [kill for kill in options.kills.split(",") if kill]
+    results = []
+    with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
+        bench = Bench(server, Path(folder), options)
+        iteration, checkpoint = bench.costs()
+        between = iteration * options.iterations / (len(kills) + 1)
+        interval = options.interval or young_daly(iteration, checkpoint, between)
+        print(
+            f"an iteration takes {iteration:.2f} s, a checkpoint {checkpoint:.2f} s, {between:.1f} s between failures: "
+            f"a checkpoint every {interval} iterations\n"
+        )
+        print("| run | launches | wall, s | worker-seconds | tokens per worker-second | without start-up | start-up |")
+        print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
+        for name in options.runs:
+            result = bench.run(name, kills, None if name in ("none", "recover") else interval)
+            results.append(result)
+            print(
+                f"| {LABELS[name]} | {len(result.launches)} | {result.seconds:.1f} | {result.paid_until(math.inf):.0f} "
+                f"| {result.per_worker_second:.2f} | {result.per_worker_second_without_startup:.2f} "
+                f"| {100 * result.startup_share:.0f} % |",
+                flush=True,
+            )
+    by_name = {result.name: result for result in results}
+    if "recover" in by_name:
+        ours = by_name["recover"]
+        print()
+        for other in (result for result in results if result is not ours):
+            print(
+                f"recover / {other.name}: {ours.per_worker_second / other.per_worker_second:.2f}, without start-up "
+                f"{ours.per_worker_second_without_startup / other.per_worker_second_without_startup:.2f}"
+            )
+    last = {name: result.launches[-1].losses.get(options.iterations) for name, result in by_name.items()}
+    print(f"\nlast losses: {last}; {load_average()}")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    if options.png:
+        draw(results, options.png)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What --recover costs when nothing fails: iteration time with it over iteration time without.
+
+    python benchmarks/bench_overhead.py --models small medium --layouts dp4 tp2-dp2 pp2-dp2
+
+Both runs (same script, same flags but for --recover) are alive at the same time and take turns, a block of iterations
+each (ABBA): whatever else the machine does slows both alike.  The clock is the same in both (timed_pretrain.py): an
+iteration lasts from one train_step to the next, all that Megatron does in between included; the first of a block, after
+the pause, is dropped.  Each pair of neighbouring blocks gives one ratio of medians; the table has the median of the
+ratios with their quartiles, the same of the processor time of all workers (which other work on the machine hardly
+changes), and the relative difference of the losses after the last iteration.
+
+--profile DIR writes cProfile dumps of worker 0's main thread.  --json FILE writes every measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.megatron_runs import COMMON, LAYOUTS, MODELS, RECOVER, SCRIPT, load_average, times  # noqa: E402
+from tests.forkserver import ForkServer, Run  # noqa: E402
+
+SIDES = {"without": [], "with": RECOVER}
+WARM_UP = 1
+"""Blocks of each side that are not counted."""
+
+
+class Turns:
+    """The pipes by which a run is told to do its next block."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        names = ["done", *(f"go-{rank}" for rank in range(workers))]
+        for name in names:
+            os.mkfifo(folder / name)
+        # Open for both directions: no end of file, and no waiting for the other side to open.
+        self._done, *self._go = (os.open(folder / name, os.O_RDWR) for name in names)
+        self._stopped = False
+
+    def wait(self) -> None:
+        """Until every worker stands still."""
+        for _ in self._go:
+            if os.read(self._done, 1) != b"x":
+                raise RuntimeError("a run ended before its time")
+
+    def go(self) -> None:
+        for pipe in self._go:
+            os.write(pipe, b"x")
+
+    def stop(self) -> None:
+        """The run has ended: nobody waits for it any more."""
+        os.write(self._done, b"-" * len(self._go))
+
+    def close(self) -> None:
+        for pipe in (self._done, *self._go):
+            os.close(pipe)
+
+
+def compare(servers: dict[str, ForkServer], workers: int, flags: list[str], options: Any, name: str) -> dict[str, Any]:
+    """Run both sides in turns; their seconds per iteration by block, and their last losses."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {side: Path(temporary) / side for side in SIDES}
+        runs: dict[str, Run] = {}
+        turns, threads = {}, []
+        for side, more in SIDES.items():
+            folders[side].mkdir()
+            turns[side] = Turns(folders[side], workers)
+            environment = {"BENCH_OUT": str(folders[side]), "BENCH_BLOCK": str(options.block)}
+            if options.profile:
+                environment["BENCH_PROFILE"] = str(options.profile / f"{name}-{side}.prof")
+            argv = [SCRIPT, *flags, *more]
+            if more:
+                argv += ["--recover-log-dir", str(folders[side])]
+
+            def run(side: str = side, argv: list[str] = argv, environment: dict[str, str] = environment) -> None:
+                runs[side] = servers[side].run(
+                    workers, argv, folders[side], environment=environment, timeout=options.timeout
+                )
+                turns[side].stop()
+
+            threads.append(threading.Thread(target=run))
+            threads[-1].start()
+        try:
+            order = [side for at in range(options.blocks) for side in (list(SIDES) if at % 2 == 0 else [*SIDES][::-1])]
+            for side in SIDES:
+                turns[side].wait()
+            for side in order:
+                turns[side].go()
+                turns[side].wait()
+            for side in SIDES:
+                turns[side].go()
+        finally:
+            for thread in threads:
+                thread.join()
+            for side in SIDES:
+                turns[side].close()
+                if not runs[side].ok:
+                    print(runs[side].tail(40), file=sys.stderr)
+        return {side: blocks(folders[side], workers, options.block) for side in SIDES}
+
+
+def blocks(folder: Path, workers: int, length: int) -> dict[str, Any]:
+    """By block: seconds of each iteration but the first, on the last worker's clock; processor seconds of an iteration,
+    over all workers.  And the last loss."""
+    rows = [times(folder, rank) for rank in range(workers)]
+    last = rows[-1]
+    seconds, used = [], []
+    for start in range(0, len(last) - length - 1, length):
+        part = last[start : start + length + 1]
+        seconds.append([after["at"] - before["go"] for before, after in pairwise(part[1:])])
+        used.append(sum(its[start + length]["cpu"] - its[start]["cpu"] for its in rows) / length)
+    return {"seconds": seconds, "cpu": used, "loss": next(its[-1]["loss"] for its in rows[::-1])}
+
+
+def ratios(measured: dict[str, Any]) -> dict[str, list[float]]:
+    """Of each pair of blocks: of the medians of their seconds, and of their processor time."""
+    ours, stock = measured["with"], measured["without"]
+    return {
+        "wall": [
+            statistics.median(mine) / statistics.median(its)
+            for mine, its in [*zip(ours["seconds"], stock["seconds"], strict=True)][WARM_UP:]
+        ],
+        "cpu": [mine / its for mine, its in [*zip(ours["cpu"], stock["cpu"], strict=True)][WARM_UP:]],
+    }
+
+
+def spread(values: list[float]) -> str:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["small", "medium"], choices=MODELS)
+    parser.add_argument("--layouts", nargs="+", default=["dp4", "tp2-dp2", "pp2-dp2"], choices=LAYOUTS)
+    parser.add_argument("--block", type=int, default=6, help="iterations in a turn")
+    parser.add_argument("--blocks", type=int, default=17, help="turns of each side")
+    parser.add_argument("--overlap", choices=["no", "yes", "both"], default="both", help="--overlap-grad-reduce")
+    parser.add_argument("--log-interval", type=int, default=10, help="Megatron's")
+    parser.add_argument("--flags", default="", help="more flags for both sides")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one comparison")
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.profile:
+        options.profile.mkdir(parents=True, exist_ok=True)
+    iterations = options.block * options.blocks + 1
+    rows = []
+    print(
+        "| model | layout | overlap | without, ms | with, ms | ratio (quartiles) | processor time | loss difference | |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    with ExitStack() as stack:
+        servers = {side: stack.enter_context(ForkServer()) for side in SIDES}
+        for model in options.models:
+            for layout in options.layouts:
+                for overlap in {"no": [False], "yes": [True], "both": [False, True]}[options.overlap]:
+                    workers, shape = LAYOUTS[layout]
+                    flags = [*COMMON, *MODELS[model].argv, *shape.split(), *options.flags.split()]
+                    flags += ["--train-iters", str(iterations), "--log-interval", str(options.log_interval)]
+                    flags += ["--overlap-grad-reduce"] if overlap else []
+                    name = f"{model}-{layout}-{'overlap' if overlap else 'plain'}"
+                    measured = compare(servers, workers, flags, options, name)
+                    found = ratios(measured)
+                    typical = {
+                        side: 1e3 * statistics.median(s for block in measured[side]["seconds"][WARM_UP:] for s in block)
+                        for side in SIDES
+                    }
+                    losses = [measured[side]["loss"] for side in SIDES]
+                    difference = "?" if None in losses else f"{abs(losses[1] / losses[0] - 1):.1e}"
+                    print(
+                        f"| {model} | {layout} | {'yes' if overlap else 'no'} | {typical['without']:.1f} "
+                        f"| {typical['with']:.1f} | {spread(found['wall'])} | {spread(found['cpu'])} | {difference} "
+                        f"| {load_average()} |",
+                        flush=True,
+                    )
+                    rows.append({"model": model, "layout": layout, "overlap": overlap, "ratios": found, **measured})
+    print(
+        f"\n{options.blocks - WARM_UP} pairs of {options.block - 1} iterations, {iterations} iterations in all, "
+        f"log interval {options.log_interval}; {os.cpu_count()} cores, {platform.machine()}"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What the benchmarks of whole Megatron runs share: models, layouts, flags, and what timed_pretrain.py left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+SCRIPT = str(REPOSITORY / "benchmarks" / "timed_pretrain.py")
+
+COMMON = (
+    "--num-attention-heads 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
+    "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --transformer-impl local "
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion --attention-softmax-in-fp32 --distributed-backend gloo --eval-interval 100000 "
+    "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --split 99,1,0 --num-workers 0 --recover-device cpu"
+).split()
+RECOVER = ["--recover", "--recover-hang-timeout", "3600"]
+"""The hang timeout is long since two runs that take turns stand still for as long as the other one runs."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT to train."""
+
+    layers: int
+    hidden: int
+    sequence: int
+    vocabulary: int
+    micro_batch: int
+    global_batch: int
+
+    @property
+    def argv(self) -> list[str]:
+        return (
+            f"--num-layers {self.layers} --hidden-size {self.hidden} --seq-length {self.sequence} "
+            f"--max-position-embeddings {self.sequence} --vocab-size {self.vocabulary} "
+            f"--micro-batch-size {self.micro_batch} --global-batch-size {self.global_batch}"
+        ).split()
+
+    @property
+    def tokens(self) -> int:
+        """In one iteration."""
+        return self.global_batch * self.sequence
+
+    @property
+    def parameters(self) -> int:
+        """About."""
+        return 12 * self.layers * self.hidden**2 + (self.vocabulary + self.sequence) * self.hidden
+
+
+MODELS = {
+    "toy": Model(2, 32, 32, 127, 1, 32),
+    "tiny": Model(4, 32, 32, 127, 2, 16),
+    "small": Model(4, 128, 128, 1024, 2, 16),
+    "medium": Model(4, 256, 128, 2048, 2, 16),
+    "large": Model(8, 512, 256, 4096, 1, 8),
+}
+LAYOUTS = {
+    "dp2": (2, ""),
+    "dp4": (4, ""),
+    "dp8": (8, ""),
+    "tp2-dp2": (4, "--tensor-model-parallel-size 2"),
+    "pp2-dp2": (4, "--pipeline-model-parallel-size 2"),
+}
+"""Name -> workers, flags."""
+
+
+def times(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What a worker noted, one row for the moment before each iteration; the end has iteration None."""
+    return [json.loads(line) for line in (folder / f"times-{rank}.jsonl").read_text().splitlines()]
+
+
+def load_average() -> str:
+    """Of the last minute, and the cores there are."""
+    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

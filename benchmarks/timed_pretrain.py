@@ -1,0 +1,169 @@
+"""pretrain_gpt_recover.py with a clock in it: the script of the benchmarks that compare whole training runs.
+
+It notes when each iteration begins, by the same few lines with and without --recover, and does what the environment
+asks for besides (nothing, by default):
+
+    BENCH_OUT=DIR           every worker appends to DIR/times-<rank>.jsonl, an iteration a line: "at", the moment before
+                            it; "go", when it went on after a pause; "cpu", the processor seconds of the process by
+                            then; "loss", that of the iteration before
+    BENCH_BLOCK=K           before iterations 1, 1+K, 1+2K, ... the worker writes a byte to DIR/done and waits for one
+                            in DIR/go-<rank>: so two runs can take turns
+    BENCH_KILL=W@I,...      worker W gets SIGKILL in its first backward pass of iteration I (from 1), once: a file in
+                            DIR says that it has happened
+    BENCH_MICROBATCH=S      a device of fixed speed is played: a microbatch takes S seconds at least, a third of them
+                            forward, whatever else the processors have to do (the worker sleeps for the rest)
+    BENCH_MEMORY=1          a row also has "rss", the process's resident KiB, and "peak", the most since the row before
+    BENCH_THREADS=1         a row also has the processor seconds of each thread so far, by name
+    BENCH_PROFILE=FILE      cProfile of rank 0's main thread from iteration 10 on, dumped at the end
+"""
+
+from __future__ import annotations
+
+import cProfile
+import functools
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt_recover.py"
+PROFILE_FROM = 10
+
+
+class Clock:
+    """Wraps train_step (inside what --recover wraps around it) and, for kills, the backward pass."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._rank = int(environment["RANK"])
+        self._folder = Path(environment["BENCH_OUT"])
+        self._block = int(environment.get("BENCH_BLOCK", "0"))
+        self._kills = {int(at) for worker, at in _kills(environment.get("BENCH_KILL", "")) if worker == self._rank}
+        self._file = open(self._folder / f"times-{self._rank}.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._profile = environment.get("BENCH_PROFILE") if self._rank == 0 else None
+        self._microbatch = float(environment.get("BENCH_MICROBATCH", "0"))
+        self._memory = bool(environment.get("BENCH_MEMORY"))
+        self._threads = bool(environment.get("BENCH_THREADS"))
+        self._profiler = cProfile.Profile()
+        self._iteration = 0
+        self._first: int | None = None
+        self._loss: float | None = None
+
+    def install(self) -> None:
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.training import training
+
+        training.train_step = self._around(training.train_step, self._train_step)
+        if self._microbatch:
+            schedules.forward_step = self._around(schedules.forward_step, self._forward_step)
+        if self._kills or self._microbatch:
+            schedules.backward_step = self._around(schedules.backward_step, self._backward_step)
+
+    @staticmethod
+    def _around(original: Any, wrapper: Any) -> Any:
+        # What --recover wraps is checked by its parameters: keep those of the original.
+        return functools.wraps(original)(lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+    def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        self._iteration = get_args().curr_iteration + 1
+        if self._first is None:
+            self._first = self._iteration
+        self._note()
+        if self._profile and self._iteration == self._first + PROFILE_FROM:
+            self._profiler.enable()
+        result = original(*args, **kwargs)
+        loss = result[0].get("lm loss")
+        self._loss = None if loss is None else float(loss)
+        return result
+
+    def _note(self) -> None:
+        at = time.monotonic()
+        assert self._first is not None
+        if self._block and (self._iteration - self._first) % self._block == 0:
+            with open(self._folder / "done", "wb", buffering=0) as done:
+                done.write(b"x")
+            with open(self._folder / f"go-{self._rank}", "rb", buffering=0) as go:
+                go.read(1)
+        go, used = time.monotonic(), time.process_time()
+        row: dict[str, Any] = {"iteration": self._iteration, "at": at, "go": go, "cpu": used, "loss": self._loss}
+        if self._memory:
+            row |= memory()
+        if self._threads:
+            row["threads"] = threads()
+        self._file.write(json.dumps(row) + "\n")
+
+    def _forward_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return at_least(self._microbatch / 3, original, *args, **kwargs)
+
+    def _backward_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._iteration in self._kills:
+            mark = self._folder / f"killed-{self._rank}@{self._iteration}"
+            if not mark.exists():
+                mark.write_text(repr(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+        return at_least(self._microbatch * 2 / 3, original, *args, **kwargs)
+
+    def close(self) -> None:
+        """The run is over."""
+        row = {"iteration": None, "at": time.monotonic(), "cpu": time.process_time(), "loss": self._loss}
+        self._file.write(json.dumps(row) + "\n")
+        if self._profile:
+            self._profiler.disable()
+            self._profiler.dump_stats(self._profile)
+
+
+def at_least(seconds: float, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` and return its result when so many seconds have passed."""
+    until = time.monotonic() + seconds
+    result = function(*args, **kwargs)
+    time.sleep(max(0.0, until - time.monotonic()))
+    return result
+
+
+def memory() -> dict[str, int]:
+    """Resident KiB of this process: now, and the most since the last call."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
+    return {"rss": int(status["VmRSS"].split()[0]), "peak": int(status["VmHWM"].split()[0])}
+
+
+def threads() -> dict[str, float]:
+    """Processor seconds of each thread of this process so far; those that Python did not start are "other"."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    used: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = names.get(int(task.name), "other")
+        used[name] = used.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
+    return used
+
+
+def _kills(text: str) -> list[tuple[int, int]]:
+    """(worker, iteration) of each kill."""
+    pairs = (item.split("@") for item in text.split(",") if item)
+    return [(int(worker), int(iteration)) for worker, iteration in pairs]
+
+
+def main() -> None:
+    """Install the clock, then be the script."""
+    from recover_megatron.arguments import config_from_argv
+    from recover_megatron.megatron_hooks.program import load
+
+    load(config_from_argv(sys.argv[1:]))
+    clock = Clock(dict(os.environ))
+    clock.install()
+    sys.argv[0] = str(SCRIPT)
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    finally:
+        clock.close()
+
+
+if __name__ == "__main__":
+    main()
