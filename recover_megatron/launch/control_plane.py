@@ -141,6 +141,12 @@ class ControlPlane:
             return None
         return out.code
 
+    @property
+    def reason(self) -> str:
+        """Why the run has ended, as the coordinator told; empty if it has told nothing."""
+        out = self._witness.out
+        return str(out) if isinstance(out, CoordinatorLost) else ""
+
     def close(self) -> None:
         """End the witness's session; the candidates end with the launch."""
         self._witness.close()

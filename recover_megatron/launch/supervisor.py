@@ -435,6 +435,8 @@ class Supervisor:
         code = self._exit_code()
         if any(worker.pid is not None for worker in self._workers.values()):
             self._console.say(messages.summary(list(self._workers.values()), code))
+            if code != 0 and self._control and self._control.verdict() == code:
+                self._console.say(f"the run was ended: {self._control.reason}")
         self._flush_output()
         if self._control:
             self._control.close()

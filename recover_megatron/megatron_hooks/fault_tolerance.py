@@ -150,7 +150,6 @@ class FaultTolerance:
             heartbeat_interval=config.heartbeat_interval,
             heartbeat_timeout=config.heartbeat_timeout,
             hang_timeout=config.hang_timeout,
-            start_timeout=START_SECONDS,
         )
         try:
             return connect(settings, addresses=parse_addresses(config.coordinator))
@@ -241,10 +240,6 @@ class FaultTolerance:
 def _microbatches() -> int:
     """Of one iteration, over all replicas."""
     return get_num_microbatches() * get_args().data_parallel_size
-
-
-START_SECONDS = 3600.0
-"""How long the workers may take until the first iteration: data sets are indexed, checkpoints are read."""
 
 
 def _my_address(host: str, port: int) -> str:
