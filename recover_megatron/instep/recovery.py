@@ -263,7 +263,7 @@ class Recovery:
         plan = self.session.join(status.to_json(), "asked for by a worker")
         statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
         decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-        lost = self._note_losses(before, decision)
+        lost = self._note_losses(decision)
         if len(decision.replicas) < self._min_replicas:
             self._give_up(decision)
         if self.replica not in decision.replicas:
@@ -291,15 +291,16 @@ class Recovery:
             **self.hooks.describe(decision),
         )
 
-    def _note_losses(self, before: Decision | None, decision: Decision, later: bool = False) -> Loss | None:
-        known = set(self.grid_workers) if before is None else {*before.workers(self.grid), *before.spares}
-        now = {*decision.workers(self.grid), *decision.spares}
-        missing = sorted(known - now)
-        if not missing:
-            return None
-        replicas = sorted({self.grid.place(worker)[0] for worker in missing})
-        self.losses.append(Loss(self.hooks.iteration(), missing, replicas, later))
-        return self.losses[-1]
+    def _note_losses(self, decision: Decision, later: bool = False) -> Loss | None:
+        """What is lost and was not noted yet; by the main thread and, where the replica broke, by the spare's."""
+        with self._lock:
+            noted = {worker for loss in self.losses for worker in loss.workers}
+            missing = sorted({*self.grid_workers} - noted - {*decision.workers(self.grid), *decision.spares})
+            if not missing:
+                return None
+            replicas = sorted({self.grid.place(worker)[0] for worker in missing})
+            self.losses.append(Loss(self.hooks.iteration(), missing, replicas, later))
+            return self.losses[-1]
 
     @property
     def grid_workers(self) -> list[int]:
@@ -373,14 +374,15 @@ class Recovery:
         self._spare.start()
 
     def _be_spare(self, note: str) -> None:
+        """In the spare's thread.  ``decision`` stays that of the epoch in which the main thread may still be."""
         later = False
         try:
             while True:
                 plan = self.session.join(Status(None, note=note).to_json(), f"replica {self.replica} is broken: {note}")
                 statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
                 decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-                self._note_losses(self._decision, decision, later)
-                self._decision, later = decision, True
+                self._note_losses(decision, later)
+                later = True
                 if not decision.replicas and self.session.left:
                     self.session.leave()
                     break
