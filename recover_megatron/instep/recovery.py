@@ -283,7 +283,7 @@ class Recovery:
         plan = self.session.join(status.to_json(), "asked for by a worker")
         statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
         decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-        lost = self._note_losses(before, decision)
+        lost = self._note_losses(decision)
         if len(decision.replicas) < self._min_replicas:
             self._give_up(decision)
         if self.replica not in decision.replicas:
@@ -310,15 +310,16 @@ class Recovery:
             **self.hooks.describe(decision),
         )
 
-    def _note_losses(self, before: Decision | None, decision: Decision) -> Loss | None:
-        known = set(self.grid_workers) if before is None else {*before.workers(self.grid), *before.spares}
-        now = {*decision.workers(self.grid), *decision.spares}
-        missing = sorted(known - now)
-        if not missing:
-            return None
-        replicas = sorted({self.grid.place(worker)[0] for worker in missing})
-        self.losses.append(Loss(decision.iteration, missing, replicas))
-        return self.losses[-1]
+    def _note_losses(self, decision: Decision) -> Loss | None:
+        """What is lost and was not noted yet; by the main thread and, where the replica broke, by the spare's."""
+        with self._lock:
+            noted = {worker for loss in self.losses for worker in loss.workers}
+            missing = sorted({*self.grid_workers} - noted - {*decision.workers(self.grid), *decision.spares})
+            if not missing:
+                return None
+            replicas = sorted({self.grid.place(worker)[0] for worker in missing})
+            self.losses.append(Loss(decision.iteration, missing, replicas))
+            return self.losses[-1]
 
     @property
     def grid_workers(self) -> list[int]:
@@ -392,16 +393,14 @@ class Recovery:
         self._spare.start()
 
     def _be_spare(self, note: str) -> None:
+        """In the spare's thread.  ``decision`` stays that of the epoch in which the main thread may still be."""
         mine = replace(self._status(), replica=None, note=note)
-        # Kept apart from ``decision``: the main thread may still be on its way out, by the plan in which it had a place.
-        seen = self._decision
         try:
             while True:
                 plan = self.session.join(mine.to_json(), f"replica {self.replica} is broken: {note}")
                 statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
                 decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-                self._note_losses(seen, decision)
-                seen = decision
+                self._note_losses(decision)
                 # Should nobody else be left, the last words are this worker's: it remembers what the others told.
                 mine = replace(mine, iteration=decision.iteration, checkpoint=decision.checkpoint)
                 if not decision.replicas and self.session.left:
