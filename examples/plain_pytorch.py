@@ -8,81 +8,59 @@ share), what was not is summed again after the lost microbatches were run by oth
 """
 
 import argparse
-import os
+import contextlib
 
 import torch
 
 from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.epoch import SessionEpoch
+from recover_megatron.collectives.column import Column
 from recover_megatron.collectives.errors import EpochRevoked
-from recover_megatron.collectives.opening import open_group
-from recover_megatron.membership.auth import SECRET_VARIABLE
-from recover_megatron.membership.worker import connect
+from recover_megatron.workload import reassign
 
-M, ME = 16, int(os.environ["RANK"])
+M = 16
 torch.manual_seed(1)  # the same model everywhere
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 target = torch.randn(32, 1, dtype=torch.float64)
+bucket = Bucket.of_gradients(model.parameters(), extra=1)  # and the loss, as its last element
 
 
-def new_bucket() -> Bucket:
-    """Room for a gradient and the loss, all of it LOCAL."""
-    return Bucket(torch.zeros(sum(p.numel() for p in model.parameters()) + 1, dtype=torch.float64))
-
-
-def gradient(iteration: int, j: int) -> torch.Tensor:
-    """Microbatch (iteration, j): the same samples whoever runs it.  Returns its gradient and, last, its loss."""
+def run(iteration: int, j: int) -> None:
+    """Add microbatch (iteration, j) to the bucket: the same samples whoever runs it."""
     x = torch.randn(8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * iteration + j))
     loss = (model(x) - x @ target).square().mean() / M
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    return torch.cat([*(g.reshape(-1) for g in grads), loss.detach().reshape(1)])
+    loss.backward()
+    bucket.flat[-1] += loss.detach()
 
 
-def step(bucket: Bucket, iteration: int) -> None:
-    """The committed update: the same bits on every worker."""
-    at = 0
-    for p in model.parameters():
-        p.grad = bucket.flat[at : at + p.numel()].view_as(p).clone()
-        at += p.numel()
-    optimizer.step()
-    print(f"iteration {iteration} loss {bucket.flat[-1].item()!r}", flush=True)
+def share(column: Column, iteration: int) -> list[int]:
+    """What this worker runs of what the members did not have when they joined: nobody has a new iteration's."""
+    had = {w: status["ran"] for w, status in column.statuses.items() if status["iteration"] == iteration}
+    lost = sorted(set(range(M)).difference(*had.values()))
+    load = {w: len(microbatches) for w, microbatches in had.items()}
+    return reassign(lost, 1, column.members, load=load)[column.me][0]
 
 
 def main(iterations: int) -> None:
-    session, secret = connect(), os.environ[SECRET_VARIABLE].encode()
-    store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    iteration, group = 1, None
-    bucket, mine, ran = new_bucket(), set[int](), set[int]()
-    while iteration <= iterations:
-        try:
-            if group is None:  # a new epoch: everybody tells which microbatches of which iteration it runs
-                plan = session.join({"iteration": iteration, "mine": sorted(mine)})
-                members = sorted(plan.members)
-                if plan.committed >= iteration:  # decided before the last epoch ended
-                    step(bucket, iteration)
-                    iteration, bucket, mine, ran = iteration + 1, new_bucket(), set(), set()
-                statuses = [status for status in plan.data["statuses"].values() if status["iteration"] == iteration]
-                lost = sorted(set(range(M)).difference(*(status["mine"] for status in statuses)))
-                mine |= set(lost[members.index(ME) :: len(members)])
-                group = open_group(SessionEpoch(session, plan, ME), store, name="dp", secret=secret)
-                group.pull([bucket])  # what was finished anywhere is final
-            for j in sorted(mine - ran):
-                aside = bucket.set_aside()
-                bucket.flat += gradient(iteration, j)
-                aside.put_back()
-                ran.add(j)
-            group.all_reduce(bucket).wait()
-            session.agree(iteration)
-        except EpochRevoked:
-            if group is not None:
-                group.close()
-            group = None
-            continue
-        step(bucket, iteration)
-        iteration, bucket, ran = iteration + 1, new_bucket(), set()
-        mine = set(range(M)[members.index(ME) :: len(members)])
-    session.leave()
+    column = Column.from_environment()
+    for iteration in range(1, iterations + 1):
+        bucket.clear()
+        ran: list[int] = []
+        while column.committed < iteration:
+            with contextlib.suppress(EpochRevoked):  # somebody died: join those that are left, with what is there
+                if column.over:
+                    column.join({"iteration": iteration, "ran": ran})
+                    continue  # it may be known now that all had finished the iteration before the death
+                group = column.group([bucket])  # what is finished anywhere is final: here, too, from now on
+                for j in share(column, iteration):
+                    with bucket.set_aside():  # what is finished stays as it is
+                        run(iteration, j)
+                    ran.append(j)
+                group.all_reduce(bucket).wait()
+                column.agree(iteration)
+        optimizer.step()  # with the same bits on every worker
+        print(f"iteration {iteration} loss {bucket.flat[-1].item()!r}", flush=True)
+    column.leave()
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument(
         "--recover",
         action="store_true",
-        help="install the hooks of recover_megatron (today: the audit of microbatches in steps.jsonl; see README.md)",
+        help="finish the step on the survivors when a worker dies (docs/operations.md); needs recover-run",
     )
     group.add_argument(
         "--recover-log-dir",

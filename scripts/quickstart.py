@@ -1,4 +1,9 @@
-"""The part of quickstart.sh that runs inside .venv: corpus, training, summary.  See quickstart.sh."""
+"""The part of quickstart.sh that runs inside .venv.  See quickstart.sh.
+
+corpus --> training, in which a worker is killed in the middle of a step --> the same training, nobody dies
+                                                                                      |
+       what the death changed: nothing but the order of additions, or exit status 1 <-'--> report.html
+"""
 
 from __future__ import annotations
 
@@ -19,9 +24,12 @@ from typing import Any
 
 import prepare_corpus
 from lib.progress import Progress
+from lib.recoveries import Recoveries
 
-from recover_megatron.report.__main__ import main as report
+from recover_megatron.report.compare import compare
 from recover_megatron.report.follow import Follower
+from recover_megatron.report.full import main as report
+from recover_megatron.report.run_dir import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENCE = 128
@@ -29,8 +37,13 @@ MICRO_BATCH = 2
 LEAST_MICROBATCHES = 8
 POLL_SECONDS = 0.3
 TAIL_LINES = 25
+VICTIM = 1
+"""The worker that is killed."""
+ROUNDING = 1e-4
+"""Relative difference of the grad norm in the iteration of the death, above which the order of additions explains
+nothing: a microbatch more or less changes it by some 1e-1."""
 
-# Chosen by trial for the lowest loss in two minutes on two cores.
+# Chosen by trial for a low loss after a minute on two cores.
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --position-embedding-type rope --disable-bias-linear "
     "--init-method-std 0.06 --attention-dropout 0 --hidden-dropout 0"
@@ -62,8 +75,20 @@ def from_root(word: str | Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(word)
 
 
-def training_command(args: argparse.Namespace, run: Path, data_flags: Sequence[str]) -> list[str]:
-    """The whole command line of the training: what a user would type in the root of the checkout."""
+def victims_iteration(args: argparse.Namespace) -> int | None:
+    """The iteration in which a worker is killed; None: nobody is."""
+    if args.no_failure or args.resume or args.workers < 2:
+        return None
+    return max(1, args.iters * 2 // 5)
+
+
+def training_command(
+    args: argparse.Namespace, run: Path, data_flags: Sequence[str], fault: int | None = None, save: bool = True
+) -> list[str]:
+    """The whole command line of a training: what a user would type in the root of the checkout.
+
+    ``fault``: the iteration in whose backward pass ``VICTIM`` is killed.
+    """
     batch = MICRO_BATCH * microbatches(args.workers)
     launcher = [
         from_root(Path(sys.executable).with_name("recover-run")),
@@ -78,7 +103,10 @@ def training_command(args: argparse.Namespace, run: Path, data_flags: Sequence[s
     command += ["--train-iters", str(args.iters), "--log-interval", "10", "--num-workers", "0"]
     # One evaluation, when the training is over; checkpoints in its middle and at its end.
     command += ["--eval-interval", str(args.iters + 1), "--eval-iters", "16"]
-    command += ["--save", from_root(run / "checkpoint"), "--save-interval", str(max(1, args.iters // 2))]
+    if save:
+        command += ["--save", from_root(run / "checkpoint"), "--save-interval", str(max(1, args.iters // 2))]
+    if fault is not None:
+        command += ["--recover-inject", f"{VICTIM}@{fault}:backward:kill"]
     if args.resume:
         command += ["--load", from_root(run / "checkpoint"), "--override-opt-param-scheduler"]
     return [*command, *args.megatron]
@@ -119,6 +147,7 @@ def checkpointed(run: Path) -> int:
 def train(command: Sequence[str], run: Path, progress: Progress) -> int:
     """Run the training to its end, showing progress; returns its exit status.  Ends it when this process is told to."""
     follower = Follower(run / "steps.jsonl", after_iteration=checkpointed(run))
+    recoveries = Recoveries(run)
     environment = dict(os.environ)
     cores = len(os.sched_getaffinity(0))
     workers = int(command[command.index("--nproc-per-node") + 1])
@@ -132,6 +161,8 @@ def train(command: Sequence[str], run: Path, progress: Progress) -> int:
         shown = False
         while True:
             ended = process.poll() is not None
+            for line in recoveries.new_lines():
+                print(line, flush=True)
             for line in progress.lines(follower.new_steps()):
                 if not shown:
                     print(progress.header())
@@ -186,32 +217,86 @@ def settings_of(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def run_training(command: Sequence[str], run: Path, corpus: dict[str, Any], rows: int = 25) -> int:
+    """Train, and leave in ``run`` what the report wants to know; returns the exit status."""
+    settings = settings_of(command)
+    run.mkdir(exist_ok=True)
+    (run / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n", encoding="utf-8")
+    (run / "run.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    began = time.monotonic()
+    progress = Progress(settings["iterations"], corpus["unigram_entropy_nats"]["valid_under_train"], rows)
+    status = train(command, run, progress)
+    settings |= {"exit_code": status, "seconds": round(time.monotonic() - began, 1)}
+    (run / "run.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    print()
+    if status != 0:
+        print(tail(run / "console.log"), file=sys.stderr)
+        print(f"quickstart: the training ended with exit code {status}; its last output is above", file=sys.stderr)
+    return status
+
+
+def what_it_changed(run: Path, reference: Path, fault: int) -> list[str]:
+    """The run with the death beside the one without, as lines to print.
+
+    Raises Stop if nobody died, if the step in which somebody did was not finished by the others, or if more changed
+    than the order of additions.
+    """
+    steps = {step.iteration: step for step in read_run(run).steps}
+    ends = {worker["worker_id"]: worker for worker in json.loads((run / "workers.json").read_bytes())}
+    if ends[VICTIM]["signal"] != signal.SIGKILL:
+        raise Stop(f"worker {VICTIM} was to be killed in iteration {fault}, and was not: {ends[VICTIM]['state']}")
+    if fault not in steps or not steps[fault].replicas < steps[min(steps)].replicas:
+        raise Stop(f"worker {VICTIM} was killed in iteration {fault}, but no step there was finished by fewer replicas")
+    both = compare(list(steps.values()), read_run(reference).steps)
+    losses = {difference.iteration: difference.relative for difference in both.losses}
+    norms = {difference.iteration: difference.relative for difference in both.grad_norms}
+    if both.unlike or fault not in norms:
+        raise Stop(f"the two runs are not comparable: {(both.unlike or ['the reference ends before'])[0]}")
+    before = max((norms[t] for t in norms if t < fault), default=0.0)
+    lines = [
+        "what the death changed, relative to the run in which nobody dies:",
+        f"  before iteration {fault}: grad norm by at most {before:.1e}",
+        f"  iteration {fault}, the one of the death: loss by {losses[fault]:.1e}, grad norm by {norms[fault]:.1e}",
+        f"  all iterations: loss by at most {max(losses.values()):.1e} (in {max(losses, key=lambda t: losses[t])})",
+    ]
+    if not norms[fault] <= ROUNDING:
+        raise Stop("\n".join([*lines, f"  that is more than the order of additions explains ({ROUNDING:.0e})"]))
+    return lines
+
+
 def quickstart(args: argparse.Namespace) -> int:
-    """Corpus, training, summary; returns the exit status.  Raises Stop."""
+    """Corpus, training, reference, report; returns the exit status.  Raises Stop."""
     corpus = corpus_of(args.corpus)
     run = args.out.resolve()
+    reference = run / "reference"
+    fault = victims_iteration(args)
     with claim(run, args.resume):
-        command = training_command(args, run, corpus["megatron_flags"])
-        settings = settings_of(command)
-        (run / "run.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        (run / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n", encoding="utf-8")
-        console = run / "console.log"
-        print(f"training: {args.workers} workers, {settings['iterations']} iterations; all output goes to {console}")
+        command = training_command(args, run, corpus["megatron_flags"], fault)
+        print(
+            f"training: {args.workers} workers, {settings_of(command)['iterations']} iterations; all output goes to "
+            f"{run / 'console.log'}"
+        )
+        if fault is not None:
+            print(
+                f"A REAL DEATH: in the backward pass of iteration {fault} worker {VICTIM} gets SIGKILL, as by kill -9 "
+                "(--recover-inject; --no-failure: without)"
+            )
         print(f"in {ROOT}:\n  {shlex.join(command)}\n", flush=True)
-        began = time.monotonic()
-        progress = Progress(settings["iterations"], corpus["unigram_entropy_nats"]["valid_under_train"])
-        status = train(command, run, progress)
-        settings |= {"exit_code": status, "seconds": round(time.monotonic() - began, 1)}
-        (run / "run.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        print()
-        if status != 0:
-            print(tail(console), file=sys.stderr)
-            print(f"quickstart: the training ended with exit code {status}; its last output is above", file=sys.stderr)
-            if not (run / "steps.jsonl").is_file():
-                return status
-        audit_status = report([str(run)])
-    names = ("console.log", "worker-0.log", "workers.json", "steps.jsonl", "checkpoint", "loss.png")
-    print(f"{'written':<16}{run}: " + ", ".join(name for name in names if (run / name).exists()))
+        status = run_training(command, run, corpus)
+        compared = status == 0 and fault is not None
+        if compared:
+            print("reference: the same training again, nobody dies\n", flush=True)
+            again = training_command(args, reference, corpus["megatron_flags"], save=False)
+            status = run_training(again, reference, corpus, rows=5)
+            compared = status == 0
+        if not (run / "steps.jsonl").is_file():
+            return status
+        audit_status = report([str(run), *(["--reference", str(reference)] if compared else [])])
+        names = ("console.log", "worker-0.log", "workers.json", "steps.jsonl", "events.jsonl", "checkpoint")
+        print(f"{'written':<16}{run}: " + ", ".join(name for name in names if (run / name).exists()))
+        if compared:
+            assert fault is not None
+            print("\n" + "\n".join(what_it_changed(run, reference, fault)))
     return status or audit_status
 
 
@@ -219,14 +304,16 @@ def parser() -> argparse.ArgumentParser:
     """The command line of quickstart.sh."""
     parser = argparse.ArgumentParser(
         prog="quickstart.sh",
-        description="Train a small GPT on real text with recover_megatron, on this machine's CPU.",
+        description="Train a small GPT on real text with recover_megatron, on this machine's CPU; kill a worker in the "
+        "middle of a step; compare with the same training in which nobody dies.",
         epilog="Flags after -- are given to Megatron, after those chosen here. docs/quickstart.md says more.",
     )
-    parser.add_argument("--iters", type=int, default=500, help="iterations (default: %(default)s)")
+    parser.add_argument("--iters", type=int, default=200, help="iterations (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="data-parallel workers (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="folder of the run")
     parser.add_argument("--corpus", type=Path, help="a corpus made by prepare_corpus.py (default: Python's library)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder of the run")
+    parser.add_argument("--no-failure", action="store_true", help="kill nobody, and train once (so does --resume)")
     return parser
 
 

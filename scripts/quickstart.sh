@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train a small GPT on real text on this machine, with or without a GPU: set-up, corpus, training, summary.
+# Train a small GPT on real text on this machine, with or without a GPU, and kill -9 a worker in the middle of a step:
+# set-up, corpus, training, the same training without the death, report.
 #
 #   scripts/quickstart.sh                      4 data-parallel workers, a few minutes; results in runs/quickstart
 #   scripts/quickstart.sh --help               the options

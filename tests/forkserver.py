@@ -72,6 +72,7 @@ class ForkServer:
         *,
         environment: dict[str, str] | None = None,
         losses: Path | None = None,
+        training: Path | None = None,
         timeout: float = 300,
         together: bool = True,
     ) -> Run:
@@ -81,16 +82,20 @@ class ForkServer:
         ``--recover`` among its arguments gets a coordinator, and its workers end as they will.
 
         With ``losses`` the last rank writes what its train_step returned, one JSON line an iteration, to that file.
+        With ``training`` every worker that trains to the end writes its parameters, and the losses of its evaluations,
+        to WORKER.pt in that folder.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        log_dir.mkdir(parents=True, exist_ok=True)
+        for folder in (log_dir, training or log_dir):
+            folder.mkdir(parents=True, exist_ok=True)
         request = {
             "workers": workers,
             "argv": argv,
             "log_dir": str(log_dir),
             "environment": environment or {},
             "losses": str(losses) if losses else None,
+            "training": str(training) if training else None,
             "timeout": timeout,
             "together": together,
         }
@@ -147,6 +152,32 @@ def _record_losses(path: str) -> None:
     training.train_step = recording_train_step
 
 
+def _record_training(path: str) -> None:
+    """Write, when the training is over, the parameters ({chunk and name: tensor}) and the loss of each evaluation."""
+    import torch
+    from megatron.training import get_args, training
+
+    train, evaluate = training.train, training.evaluate
+    evaluations: dict[int, float] = {}
+
+    def recording_evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        if result[0] and "lm loss" in result[0]:
+            evaluations[get_args().curr_iteration + 1] = float(result[0]["lm loss"])  # made again: the last one counts
+        return result
+
+    def recording_train(forward_step_func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = train(forward_step_func, model, *args, **kwargs)
+        named = {f"{n} {name}": p for n, chunk in enumerate(model) for name, p in chunk.named_parameters()}
+        parameters = {name: p.detach().clone() for name, p in named.items()}
+        torch.save({"parameters": parameters, "evaluations": evaluations}, path)
+        return result
+
+    # What --recover wraps is checked by its parameters: keep those of the originals.
+    recording_evaluate.__wrapped__, recording_train.__wrapped__ = evaluate, train  # type: ignore[attr-defined]
+    training.evaluate, training.train = recording_evaluate, recording_train
+
+
 def _work(rank: int, request: dict[str, Any], port: int, parent: int) -> None:
     _die_with_parent(parent)
     os.setsid()
@@ -171,6 +202,8 @@ def _work(rank: int, request: dict[str, Any], port: int, parent: int) -> None:
     try:
         if request["losses"] and rank == workers - 1:
             _record_losses(request["losses"])
+        if request["training"]:
+            _record_training(f"{request['training']}/{rank}.pt")
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as exit_:

@@ -14,7 +14,7 @@ import pytest
 
 from recover_megatron.report.steps import audit_problem, read_steps
 from tests.forkserver import REPOSITORY
-from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +90,33 @@ def test_sigterm_ends_a_training_run_in_order(tmp_path: Path) -> None:
     assert [w["state"] for w in workers(tmp_path)] == ["killed", "killed"]
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert all(audit_problem(step) is None for step in read_steps(tmp_path / "steps.jsonl"))
+
+
+def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(
+    tmp_path: Path,
+) -> None:
+    """In two pipelines of two stages: the leading coordinator first, a worker of one of them when the next one leads."""
+    argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--pipeline-model-parallel-size", "2", "--recover"]
+    argv += ["--train-iters", "40", "--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", "2"]
+    undisturbed = launch(tmp_path / "undisturbed", "--warm", "--nproc-per-node", "4", *argv)
+    said, _ = undisturbed.communicate(timeout=PATIENCE)
+    assert undisturbed.returncode == 0, said
+    out = tmp_path / "killed"
+    run = launch(out, "--warm", "--nproc-per-node", "4", *argv)
+    wait_until_iteration(out, 4)
+    leading = subprocess.run(["pgrep", "-f", str(out / "events-0.jsonl")], capture_output=True, text=True, check=True)
+    for pid in leading.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    wait_until_iteration(out, 8)
+    os.kill(int(str(workers(out)[1]["pid"])), signal.SIGKILL)
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 0, said
+    assert '"event":"plan"' in (out / "events-1.jsonl").read_text()
+    steps, expected = (list(read_steps(folder / "steps.jsonl")) for folder in (out, tmp_path / "undisturbed"))
+    assert [step.iteration for step in steps] == list(range(1, 41))
+    assert [audit_problem(step) for step in steps] == [None] * 40
+    assert steps[-1].replicas == 1
+    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
 
 
 @pytest.mark.parametrize("start", ["warm", "cold"])

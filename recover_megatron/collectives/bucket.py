@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -21,8 +23,31 @@ class Bucket:
         self.flat = tensor.detach().view(-1)
         self.ledger = Ledger(self.flat.numel()) if ledger is None else ledger
 
+    @classmethod
+    def of_gradients(cls, parameters: Iterable[torch.Tensor], extra: int = 0) -> Self:
+        """A bucket that is the memory of the parameters' ``grad``, in order, and ``extra`` elements behind them.
+
+        All parameters must have the first one's type and device.  ``backward`` then accumulates into the bucket, and an
+        optimizer steps with it.  (``zero_grad`` must not be called: it would take the gradients out of the bucket.)
+        """
+        tensors = list(parameters)
+        flat = torch.zeros(sum(p.numel() for p in tensors) + extra, dtype=tensors[0].dtype, device=tensors[0].device)
+        at = 0
+        for parameter in tensors:
+            parameter.grad = flat[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+        return cls(flat)
+
+    def clear(self) -> None:
+        """The next iteration: all zero, all LOCAL."""
+        self.flat.zero_()
+        self.ledger.clear()
+
     def set_aside(self) -> Aside:
-        """Copy the REDUCED spans (and nothing else) before gradients are accumulated into the bucket once more."""
+        """Copy the REDUCED spans (and nothing else) before gradients are accumulated into the bucket once more.
+
+        ``with bucket.set_aside():`` puts them back at the end.
+        """
         return Aside(self)
 
     def element_bytes(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
@@ -37,6 +62,12 @@ class Aside:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._kept = [(span, bucket.flat[span.start : span.stop].clone()) for span in bucket.ledger.reduced]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        self.put_back()
 
     @property
     def nbytes(self) -> int:

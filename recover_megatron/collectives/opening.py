@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from recover_megatron.collectives.door import Door
 from recover_megatron.collectives.epoch import Epoch, Revocation
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.gloo import GlooBackend, GlooTransport
@@ -23,6 +24,15 @@ Carrier = Literal["tcp", "tcp-inline", "gloo", "nccl"]
 """``tcp``: connections, with shared memory between neighbours on one host; ``tcp-inline``: without."""
 
 
+def open_door(host: str = "127.0.0.1", tuning: Tuning | None = None, carrier: Carrier = "tcp") -> Door:
+    """A door for a group that is opened later with the same arguments."""
+    return Door(host, _slots(tuning or Tuning(), carrier))
+
+
+def _slots(tuning: Tuning, carrier: Carrier) -> tuple[int, int] | None:
+    return (tuning.slots, tuning.segment_bytes) if carrier == "tcp" else None
+
+
 def open_group(
     epoch: Epoch,
     store: KeyValue,
@@ -37,12 +47,14 @@ def open_group(
     tuning: Tuning | None = None,
     hook: Hook | None = None,
     hanging: bool = False,
+    door: Door | None = None,
 ) -> Group:
     """Join the other members of ``epoch``; every member must call it, with the same arguments.
 
     ``store``: keys of one group of one epoch are written once, under ``ring/<name>/<epoch>``; gloo and NCCL need a
     ``torch.distributed.Store``.  ``name``: tells the columns apart.  ``carrier``: default tcp (native: gloo), nccl for
-    a CUDA ``device``.  ``timeout``: seconds in which all members must have come.  ``hook``, ``hanging``: for tests.
+    a CUDA ``device``.  ``timeout``: seconds in which all members must have come.  ``door``: from ``open_door``, for the
+    carriers tcp and tcp-inline; it is used up.  ``hook``, ``hanging``: for tests.
 
     Raises ``EpochRevoked``: also when a member vanished while the group was being opened.  ``TimeoutError``.
     """
@@ -70,9 +82,9 @@ def open_group(
             return NcclTransport(rank, size, torch_store(), revocation, ring=ring, device=device)
         if carrier == "gloo":
             return GlooTransport(rank, size, gloo())
-        slots = (tuning.slots, tuning.segment_bytes) if carrier == "tcp" else None
+        slots = _slots(tuning, carrier)
         return TcpTransport(
-            rank, size, store, revocation, secret=secret, ring=ring, slots=slots, host=host, timeout=timeout
+            rank, size, store, revocation, secret=secret, ring=ring, slots=slots, host=host, timeout=timeout, door=door
         )
 
     def native_backend() -> NativeBackend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from recover_megatron.collectives.epoch import Revocation
@@ -19,6 +20,22 @@ class KeyValue(Protocol):
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are set; must not block."""
+
+
+class Known:
+    """What everybody was told already: nothing has to be published, nothing is waited for."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = dict(values)
+
+    def set(self, key: str, value: str) -> None:
+        """The others know it."""
+
+    def get(self, key: str) -> bytes:
+        return self._values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
 
 
 def await_key(store: KeyValue, key: str, revocation: Revocation, timeout: float) -> str:

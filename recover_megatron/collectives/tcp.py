@@ -31,6 +31,7 @@ from collections.abc import Callable
 
 import torch
 
+from recover_megatron.collectives.door import Door, family_of
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import CollectiveMismatch, PeerLost
 from recover_megatron.collectives.hello import Meeting
@@ -110,10 +111,12 @@ class TcpTransport(Transport):
         slots: tuple[int, int] | None,
         host: str = "127.0.0.1",
         timeout: float = 60.0,
+        door: Door | None = None,
     ) -> None:
         """Meet both neighbours.
 
-        ``host``: the address of this machine that the others can reach; loopback by default.  ``ring``: a name that no
+        ``host``: the address of this machine that the others can reach; loopback by default.  ``door``: made before,
+        with the same host and slots; it is closed when the neighbours have been met.  ``ring``: a name that no
         other ring of the job has (group, epoch).  ``secret``: the job's.  ``slots``: number and bytes of the slots for
         neighbours on one host, the same on all members; None: everything goes through the connections.  Raises
         ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
@@ -141,7 +144,7 @@ class TcpTransport(Transport):
         revocation.on_throw(self.abort)
         if size > 1:
             try:
-                self._meet(rank, size, store, secret, ring, slots, host, timeout)
+                self._meet(rank, size, store, secret, ring, slots, door or Door(host, slots), timeout)
             except BaseException:
                 self.close()
                 raise
@@ -154,23 +157,25 @@ class TcpTransport(Transport):
         secret: bytes,
         ring: str,
         slots: tuple[int, int] | None,
-        host: str,
+        door: Door,
         timeout: float,
     ) -> None:
         after, before = (rank + 1) % size, (rank - 1) % size
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        offer, here = "-", machine() if slots else ""
-        if slots:
-            self._mine = Slots.make(*slots)
-            offer = f"{here}:{os.getpid()}:{self._mine.descriptor}"
-        with socket.create_server((host, 0), family=family, backlog=128) as listener:
-            store.set(f"{ring}/{rank}", f"{host} {listener.getsockname()[1]} {offer}")
+        here = machine() if slots else ""
+        with contextlib.closing(door):
+            self._mine = door.take_slots()
+            store.set(f"{ring}/{rank}", door.address)
             address, port, theirs = await_key(store, f"{ring}/{after}", self._revocation, timeout).split(" ")
-            self._out = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+            self._out = socket.socket(family_of(address), socket.SOCK_STREAM)
             self._out.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                self._out.connect((address, int(port)))
-            meeting = Meeting(listener, self._revocation, self._wake, secret)
+                try:
+                    self._out.connect((address, int(port)))
+                except BlockingIOError:
+                    raise
+                except OSError as error:  # its host is gone, and this one knows it at once
+                    raise self._lost("successor", error) from error
+            meeting = Meeting(door.listener, self._revocation, self._wake, secret)
             self._in = meeting.hold(
                 self._out, f"{ring} {rank} {after}".encode(), f"{ring} {before} {rank}".encode(), timeout
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch.distributed as dist
 
 _SIGNS = (
@@ -17,6 +19,9 @@ _SIGNS = (
 )
 """Texts of torch's communication errors that have no type of their own (gloo raises RuntimeError)."""
 
+_FROM_A_LOADER = "in DataLoader worker process"
+"""In the text of an exception that a process of a torch DataLoader raised: its traceback follows, and its own text."""
+
 
 def is_communication(error: BaseException) -> bool:
     """Whether ``error`` came from an operation on a group of processes, so that another worker may be its cause."""
@@ -26,5 +31,8 @@ def is_communication(error: BaseException) -> bool:
 
 
 def signature(error: BaseException) -> str:
-    """An exception in one line: equal for the same fault on another worker."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]
+    """An exception in one line: for the same fault on another worker equal but for its numbers (ranks, devices)."""
+    text = " ".join(str(error).split()).replace(platform.node() or "\0", "this host")
+    if _FROM_A_LOADER in text:  # one worker's loader process met what another meets on the spot
+        text = text.rpartition(f" {type(error).__name__}: ")[2]
+    return f"{type(error).__name__}: {text}"[:1000]

@@ -112,30 +112,35 @@ EXTRAS = 64
 
 
 class Tail:
-    """See the module's text.  Layout, float64: [count of id 0..total-1 | replica+1 of id 0..total-1 | extras].
+    """See the module's text.  Layout, float64, ``replicas`` being the launch's number of them:
+
+    [count of id 0..total-1 | replica+1 of id 0..total-1 | seconds per microbatch of each replica | extras]
 
     The size is the same at all members from the start, since a recovery may compare ledgers before anybody has filled
     it.  ``extras``: any numbers that are summed over the column (losses, tokens); their meaning is the caller's.
     """
 
-    def __init__(self, column: Column, total: int, device: torch.device) -> None:
+    def __init__(self, column: Column, total: int, replicas: int, device: torch.device) -> None:
         self.column = column
         self.total = total
-        self.bucket = Bucket(torch.zeros(2 * total + EXTRAS, dtype=torch.float64, device=device))
+        self._seconds_at = 2 * total
+        self._extras_at = 2 * total + replicas
+        self.bucket = Bucket(torch.zeros(self._extras_at + EXTRAS, dtype=torch.float64, device=device))
 
-    def fill(self, replica: int, ids: Sequence[int], extras: torch.Tensor, share: float) -> None:
+    def fill(self, replica: int, ids: Sequence[int], extras: torch.Tensor, share: float, seconds: float = 0.0) -> None:
         """Set what this worker adds: the ids of all that it ran, and its extras (float64, flat, at most ``EXTRAS``).
 
-        ``share``: 1 / how many workers of this column stand in one replica: their counts add up to one.  What is
-        finished already is not touched.
+        ``share``: 1 / how many workers of this column stand in one replica: their counts add up to one.  ``seconds``:
+        per microbatch of the main pass.  What is finished already is not touched.
         """
         if extras.numel() > EXTRAS:
             raise ValueError(f"{extras.numel()} numbers to be logged per step, there is room for {EXTRAS}")
-        flat = torch.zeros(2 * self.total + EXTRAS, dtype=torch.float64)
+        flat = torch.zeros(self._extras_at + EXTRAS, dtype=torch.float64)
         where = torch.tensor(list(ids), dtype=torch.int64)
         flat[where] = share
         flat[self.total + where] = share * (replica + 1)
-        flat[2 * self.total : 2 * self.total + extras.numel()] = extras
+        flat[self._seconds_at + replica] = share * seconds
+        flat[self._extras_at : self._extras_at + extras.numel()] = extras
         aside = self.bucket.set_aside()
         self.bucket.flat.copy_(flat)
         aside.put_back()
@@ -154,4 +159,10 @@ class Tail:
     @property
     def extras(self) -> torch.Tensor:
         """The sums of the extras, float64, on the host."""
-        return self.bucket.flat[2 * self.total :].cpu()
+        return self.bucket.flat[self._extras_at :].cpu()
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """Replica -> seconds per microbatch, of those that told."""
+        told = self.bucket.flat[self._seconds_at : self._extras_at].tolist()
+        return {replica: seconds for replica, seconds in enumerate(told) if seconds > 0}

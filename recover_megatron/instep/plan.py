@@ -34,6 +34,10 @@ class Status:
     """Microbatches of that step, over all replicas."""
     ran: Sequence[int] = ()
     """Ids whose gradients the workers of this replica hold, all lanes together."""
+    iteration: int = 0
+    """The training iteration under way, from 1; a spare's: when it became one."""
+    checkpoint: str = ""
+    """The last checkpoint that it knows of, in words."""
     note: str = ""
     """Why it is a spare, for the log."""
 
@@ -56,6 +60,10 @@ class Decision:
     epoch: int
     replicas: tuple[int, ...]
     spares: tuple[int, ...]
+    iteration: int = 0
+    """The newest that anybody tells of."""
+    checkpoint: str = ""
+    """The last that is known to who is at that iteration."""
     at: int = 0
     step: bool = False
     """Whether ``at`` is a step that some replica has gradients of."""
@@ -80,8 +88,9 @@ def decide(epoch: int, statuses: Mapping[int, Status], grid: LaunchGrid, *, mult
     spares = tuple(sorted(set(statuses) - working))
     at = max((status.at for status in told.values()), default=0)
     begun = {replica: status for replica, status in told.items() if status.at == at and status.step}
+    newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint))
     if not begun:
-        return Decision(epoch, replicas, spares, at)
+        return Decision(epoch, replicas, spares, newest.iteration, newest.checkpoint, at)
     totals = {status.total for status in begun.values()}
     if len(totals) > 1:
         raise Disagreement(f"replicas disagree on the microbatches of one step: {sorted(totals)}")
@@ -94,17 +103,20 @@ def decide(epoch: int, statuses: Mapping[int, Status], grid: LaunchGrid, *, mult
     # Whoever has not begun has all of its share still to run; the others have finished theirs and wait.
     before = dict.fromkeys(replicas, 0) if not late else {**load, **late}
     shares = reassign(lost, grid.lanes, replicas, load=before, multiple_of=multiple_of * grid.lanes)
-    return Decision(epoch, replicas, spares, at, True, shares)
+    return Decision(epoch, replicas, spares, newest.iteration, newest.checkpoint, at, True, shares)
 
 
 def _told(replica: int, statuses: Sequence[Status]) -> Status:
-    """What a whole replica says: its workers run in lock-step, so they must say the same."""
+    """What a whole replica says: its workers run in lock-step, so they must say the same.
+
+    But for one case: a decision is over, one worker has heard so and begun the next, and the coordinator died before
+    all were told.  The next plan tells the others; none of their replica can have run anything meanwhile.
+    """
     newest = max(statuses, key=lambda status: (status.at, status.step))
     for status in statuses:
         if status.at == newest.at and status.step == newest.step and set(status.ran) != set(newest.ran):
             raise Disagreement(f"workers of replica {replica} ran different microbatches: {status} and {newest}")
-    if any(status.at != newest.at for status in statuses):
-        # A step cannot have begun at one worker of a replica and the one before be open at another: see docs/instep.md.
+    if any(status.at < newest.at - bool(not newest.ran) for status in statuses):
         raise Disagreement(f"workers of replica {replica} are at different decisions: {list(statuses)}")
     return newest
 

@@ -22,8 +22,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked
@@ -37,6 +37,8 @@ from recover_megatron.workload import assign, quotas
 
 LINGER_SECONDS = 10.0
 """How long a worker that is out of the run, or whose run has ended, waits for its main thread; then it just ends."""
+FIRST_SECONDS = 600.0
+"""What the first decision may take beyond the hang timeout between two marks: kernels are compiled in it."""
 BLAME_SECONDS = 1.0
 """How long to wait for the news of a death after my replica's communication failed, before saying so myself."""
 
@@ -72,6 +74,9 @@ class Loss:
     workers: list[int]
     replicas: list[int] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}: {', '.join(map(str, self.workers))}"
+
 
 class Recovery:
     """See the module's text.  One per worker; the main thread calls it, the session's thread its revoke callback."""
@@ -104,7 +109,10 @@ class Recovery:
         self._pending: Decision | None = None
         self._lock = threading.Lock()
         self._spare: threading.Thread | None = None
+        self._finished = False
         self._code = 0
+        self.ended_because = ""
+        """Why a spare's wait was over."""
         self.section_kind = ""
         """What the last section was, or is."""
         self._arrived = threading.Event()
@@ -113,6 +121,7 @@ class Recovery:
         """The one that this worker has begun last."""
         self.phase = ""
         """What it was doing when it last said so."""
+        self._balanced: dict[int, int] | None = None
         self._shares: dict[tuple[int, int], list[list[int]]] = {}
         session.on_revoke(self._revoked)
 
@@ -149,7 +158,19 @@ class Recovery:
 
     def counts(self, total: int) -> dict[int, int]:
         """How many microbatches of a step of ``total`` each replica runs, by the present plan."""
-        return quotas(total, self.decision.replicas, multiple_of=self._multiple_of * self.grid.lanes)
+        if self._balanced is not None and sum(self._balanced.values()) == total:
+            return self._balanced
+        return quotas(total, self.decision.replicas, multiple_of=self.granularity)
+
+    def rebalance(self, counts: dict[int, int]) -> None:
+        """From the next step on, until the next plan, replicas run so many.  All workers must say the same."""
+        self._balanced = counts
+        self._shares.clear()
+
+    @property
+    def granularity(self) -> int:
+        """What the number of microbatches of a replica must be a multiple of."""
+        return self._multiple_of * self.grid.lanes
 
     def share(self, total: int) -> list[list[int]]:
         """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
@@ -163,6 +184,8 @@ class Recovery:
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress: see ``Session.mark``."""
         self.microbatch, self.phase = microbatch, phase
+        if self.session.committed == 0:
+            allow += FIRST_SECONDS
         self.session.mark(self.hooks.iteration(), phase, microbatch, waiting, allow)
 
     def strike(self, phase: str) -> None:
@@ -173,11 +196,12 @@ class Recovery:
 
     def start(self) -> None:
         """Join the first epoch: from now on deaths are survived.  Raises as ``rendezvous`` does."""
-        self._join(Status(self.replica))
+        self._join(self._status())
 
     def finish(self) -> None:
         """The training is over for this worker: leave in order, when all have come this far."""
         self.section("end", lambda: None)
+        self._finished = True
         self.generation.close()
         self.session.leave()
 
@@ -214,17 +238,27 @@ class Recovery:
         while True:
             try:
                 self.check()
-                result = run()
-                # Before it is reported done: what is reported done by all who are left counts as decided.
-                self.generation.check()
+                outcome = run()
+                # Not left to ``agree``: the session may not have heard yet of what an operation of ``run`` has met (and
+                # gone on after: ``Mode.DEFERRED``), and what is reported done counts in later epochs, too.
+                self.check()
+                result = outcome
                 self.agree(number)
                 return result
             except EpochRevoked:
-                self.rendezvous(Status(self.replica, number))
+                self.rendezvous(self._status(at=number))
                 if self.committed(number):  # only when all had reported it done, this worker too
                     return result
                 reset()
                 self.hooks.log("again", what=kind)
+
+    def rendezvous_in_step(self, number: int, total: int, ran: Sequence[int]) -> None:
+        """As ``rendezvous``, in the middle of step ``number`` of ``total`` microbatches: my replica holds ``ran``."""
+        self.rendezvous(self._status(at=number, step=True, total=total, ran=tuple(ran)))
+
+    def _status(self, **fields: Any) -> Status:
+        hooks = self.hooks
+        return Status(self.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **fields)
 
     def rendezvous(self, status: Status) -> None:
         """Meet the others and take up the plan of the next epoch.
@@ -249,6 +283,7 @@ class Recovery:
         if self.replica not in decision.replicas:
             self._orphan("a worker of its replica has no place any more")
             raise Orphaned(f"replica {self.replica} is broken")
+        self._balanced = None
         with self._lock:
             self._decision = decision
             self._generation = Generation(plan.epoch, self.me, self._fabric)
@@ -276,7 +311,7 @@ class Recovery:
         if not missing:
             return None
         replicas = sorted({self.grid.place(worker)[0] for worker in missing})
-        self.losses.append(Loss(self.hooks.iteration(), missing, replicas))
+        self.losses.append(Loss(decision.iteration, missing, replicas))
         return self.losses[-1]
 
     @property
@@ -285,11 +320,11 @@ class Recovery:
         return sorted(worker for replica in self.grid.replicas for worker in replica)
 
     def _give_up(self, decision: Decision) -> None:
-        lost = "; ".join(f"iteration {loss.iteration}: {', '.join(map(str, loss.workers))}" for loss in self.losses)
+        lost = "; ".join(map(str, self.losses))
         wanted = f"{self._min_replicas} are wanted" if self._min_replicas > 1 else "one is needed"
         message = (
             f"{len(decision.replicas)} complete replicas are left, {wanted}. Workers lost: {lost or 'none'}; alive "
-            f"without a place: {len(decision.spares)}. Last checkpoint: {self.hooks.last_checkpoint()}"
+            f"without a place: {len(decision.spares)}. Last checkpoint: {decision.checkpoint}"
         )
         self.session.give_up(EXIT_NO_REPLICA, message)
         raise NoReplica(message)
@@ -307,7 +342,7 @@ class Recovery:
         self._orphan(f"{type(error).__name__}: {error}"[:500])
 
     def wait_as_spare(self) -> int:
-        """Wait for the end of the run, in the main thread; returns the exit code."""
+        """Wait for the end of the run, in the main thread; returns the exit code (why: ``ended_because``)."""
         self._arrived.set()
         self._spare_over.wait()
         return self._code
@@ -330,6 +365,8 @@ class Recovery:
             generation, started = self._generation, self.started
         if generation is not None:
             generation.end(reason)
+        if self._finished:
+            return
         if epoch == 0:
             self._out(reason)
         elif not started:
@@ -351,13 +388,16 @@ class Recovery:
         self._spare.start()
 
     def _be_spare(self, note: str) -> None:
+        mine = replace(self._status(), replica=None, note=note)
         try:
             while True:
-                plan = self.session.join(Status(None, note=note).to_json(), f"replica {self.replica} is broken: {note}")
+                plan = self.session.join(mine.to_json(), f"replica {self.replica} is broken: {note}")
                 statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
                 decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
                 self._note_losses(self._decision, decision)
                 self._decision = decision
+                # Should nobody else be left, the last words are this worker's: it remembers what the others told.
+                mine = replace(mine, iteration=decision.iteration, checkpoint=decision.checkpoint)
                 if not decision.replicas and self.session.left:
                     self.session.leave()
                     break
@@ -365,12 +405,12 @@ class Recovery:
                     self._give_up(decision)
                 self.session.idle()
                 self.session.wait_revoked()
-        except NoReplica:
-            self._code = EXIT_NO_REPLICA
+        except NoReplica as nobody:
+            self._code, self.ended_because = EXIT_NO_REPLICA, str(nobody)
         except CoordinatorLost as lost:
-            self._code = lost.code
-        except Fenced:
-            self._code = EXIT_FENCED
+            self._code, self.ended_because = lost.code, str(lost)
+        except Fenced as fenced:
+            self._code, self.ended_because = EXIT_FENCED, str(fenced)
         self._spare_over.set()
         if not self._arrived.wait(LINGER_SECONDS):
             os._exit(self._code)

@@ -30,7 +30,6 @@ import torch
 
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.instep.gradients import Gradients, Tail, alive
-from recover_megatron.instep.plan import Status
 from recover_megatron.instep.recovery import Recovery
 
 
@@ -79,6 +78,10 @@ class Outcome:
     empty if there was none."""
     aside_bytes: int = 0
     """The most that finished sums took which were set aside during a re-run."""
+    speeds: dict[int, float] = field(default_factory=dict)
+    """Replica -> seconds per microbatch of its main pass, the same on all workers of a column."""
+    by_plan: bool = False
+    """Whether the commit was learnt from the plan of a later epoch."""
 
 
 class Step:
@@ -93,6 +96,7 @@ class Step:
         self._ran: list[int] = []
         self._todo: list[list[int]] = []
         self._again = False
+        self._pace = 0.0
         self._outcome = Outcome({}, torch.empty(0))
         self._number = 0
 
@@ -124,6 +128,7 @@ class Step:
             state = following
         self._outcome.counted = self._tail.verify()
         self._outcome.extras = self._tail.extras
+        self._outcome.speeds = self._tail.seconds
         return self._outcome
 
     def _advance(self, state: State) -> State:
@@ -138,7 +143,7 @@ class Step:
             case State.REDUCE:
                 recovery.mark("reduce-scatter", waiting=True)
                 recovery.check()
-                self._tail.fill(recovery.replica, self._ran, self._trainer.extras(), self._share)
+                self._tail.fill(recovery.replica, self._ran, self._trainer.extras(), self._share, self._pace)
                 self._trainer.gradients.reduce(recovery.generation, recovery.live, self._tail)
                 self._tail.verify()
                 return State.AGREE
@@ -155,7 +160,10 @@ class Step:
     def _compute(self) -> None:
         mine = self._todo[self._recovery.lane] if self._todo else []
         if mine:
+            started = time.perf_counter()
             self._trainer.compute(mine, again=self._again)
+            if not self._again:
+                self._pace = (time.perf_counter() - started) / len(mine)
             self._again = True
         self._ran += [j for lane in self._todo for j in lane]
         self._todo = []
@@ -163,8 +171,9 @@ class Step:
 
     def _rendezvous(self) -> State:
         recovery = self._recovery
-        recovery.rendezvous(Status(recovery.replica, self._number, True, self._total, tuple(self._ran)))
+        recovery.rendezvous_in_step(self._number, self._total, self._ran)
         if recovery.committed(self._number):
+            self._outcome.by_plan = True
             return State.COMMITTED
         decision = recovery.decision
         for replica, lanes in decision.rerun.items():

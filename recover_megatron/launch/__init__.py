@@ -19,4 +19,5 @@ Modules, from the outside in::
     output                          workers' output: prefixes, log files, bounded memory
     workers_file                    workers.json
     peers, nodes, store             the launchers of other nodes, what they say to each other, the torch TCPStore
+    control_plane, candidates       the job's coordinator, and where each node hosts a candidate for it
 """

@@ -10,9 +10,14 @@ import traceback
 from collections.abc import Sequence
 
 from recover_megatron.launch import arguments, listener, warm_client
+from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
+from recover_megatron.launch.messages import SHARE_A_SECRET
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.supervisor import Supervisor
+from recover_megatron.membership.auth import find_secret
+from recover_megatron.membership.errors import SecretError
+from recover_megatron.membership.worker import HOST_VARIABLE
 
 
 def run_guarded(argv: Sequence[str]) -> int:
@@ -66,11 +71,25 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
         reserved, reason = listener.open_listener(options.master_addr, options.master_port, options.nnodes)
     if reason:
         reasons.append(reason)
+    if options.nnodes > 1:
+        reasons += _check_secret(options)
     if reasons:
         if reserved:
             reserved.close()
         raise arguments.UsageError(reasons)
     return options, reserved
+
+
+def _check_secret(options: arguments.Options) -> list[str]:
+    """Several nodes cannot make up a secret that they share: the reasons against that of the user, or against none."""
+    if not has_secret(os.environ):
+        missing = f"--recover over several nodes needs a secret that they share: {SHARE_A_SECRET}"
+        return [missing] if "--recover" in options.script_args else []
+    try:
+        find_secret(os.environ)
+    except SecretError as error:
+        return [str(error)]
+    return []
 
 
 def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchPlan:
@@ -87,6 +106,8 @@ def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchP
         command=options.command(),
         fault_tolerant="--recover" in options.script_args,
         script_args=tuple(options.script_args),
+        control_plane=options.nnodes == 1 or has_secret(os.environ),
+        node_address=os.environ.get(HOST_VARIABLE) or None,
         log_dir=options.log_dir,
         rendezvous_timeout=options.rendezvous_timeout,
         grace_seconds=options.grace_seconds,

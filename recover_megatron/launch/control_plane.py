@@ -1,12 +1,14 @@
 """The job's coordinator, hosted by the launcher, and the launcher's own session with it.
 
-The launcher of a single-node launch starts two candidate coordinators (processes of their own; when one is killed the
-workers turn to the other), gives the workers their addresses and the job's secret, and is the witness: it says how its
-workers end, and kills those that the coordinator puts out.  A script that never opens a session is not affected.
+The launcher of a single-node launch starts two candidate coordinators on loopback (processes of their own; when one is
+killed the workers turn to the other); of several launchers each of the first three starts one (candidates.py).  A
+launcher gives its workers the addresses and the job's secret, and is the witness of its node: it says how its workers
+end, and kills those that the coordinator puts out.  A script that never opens a session is not affected.
 
     RECOVER_COORDINATOR   host:port,host:port   the candidates, in the order in which the members turn to them
     RECOVER_SECRET        the job's secret: the user's own, or a random one for this launch
     RECOVER_NODE          the name under which this launcher is a witness
+    RECOVER_HOST          several nodes: the address by which the others reach this one
 """
 
 from __future__ import annotations
@@ -15,25 +17,33 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from recover_megatron.arguments import times_from_argv
+from recover_megatron.launch.candidates import BACKLOG, Address, Candidates, join_addresses
 from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
 from recover_megatron.launch.processes import spawn
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import CoordinatorLost
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.witness import Witness
-from recover_megatron.membership.worker import COORDINATOR_VARIABLE, NODE_VARIABLE
+from recover_megatron.membership.worker import COORDINATOR_VARIABLE, HOST_VARIABLE, NODE_VARIABLE
 
-CANDIDATES = 2
+HERE = 2
+"""Candidates of a launch on one node."""
 LAST_WORD_SECONDS = 2.0
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from recover_megatron.membership.__main__ import main; sys.exit(main())"
 )
+
+
+def has_secret(environ: Mapping[str, str]) -> bool:
+    """Whether the user has chosen the job's secret."""
+    return SECRET_VARIABLE in environ or SECRET_FILE_VARIABLE in environ
 
 
 class ControlPlane:
@@ -44,9 +54,15 @@ class ControlPlane:
     Raises SecretError for a secret of the user's that cannot be used, OSError where no process or socket can be had.
     """
 
-    def __init__(self, plan: LaunchPlan, inherited: Mapping[str, str], on_kill: Callable[[int, str], None]) -> None:
-        chosen = SECRET_VARIABLE in inherited or SECRET_FILE_VARIABLE in inherited
-        self._variables = {} if chosen else {SECRET_VARIABLE: secrets.token_hex(32)}
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        inherited: Mapping[str, str],
+        on_kill: Callable[[int, str], None],
+        candidates: Candidates | None = None,
+    ) -> None:
+        """``candidates``: of a launch over several nodes; the listener is this object's from now on."""
+        self._variables = {} if has_secret(inherited) else {SECRET_VARIABLE: secrets.token_hex(32)}
         environment = {**inherited, **self._variables, LAUNCH_ID_VARIABLE: plan.launch_id}
         secret = find_secret(environment)
         times = times_from_argv(plan.script_args)
@@ -55,12 +71,17 @@ class ControlPlane:
             heartbeat_timeout=times.heartbeat_timeout,
             hang_timeout=times.hang_timeout,
         )
-        addresses = []
-        for number in range(CANDIDATES):
-            with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
-                addresses.append(listener.getsockname()[:2])
+        if candidates is None:
+            listeners = [(n, socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)) for n in range(HERE)]
+            addresses: Sequence[Address] = [listener.getsockname()[:2] for _, listener in listeners]
+        else:
+            listeners = [(plan.node_rank, candidates.listener)] if candidates.listener else []
+            addresses = candidates.addresses
+            self._variables[HOST_VARIABLE] = candidates.host
+        for number, listener in listeners:
+            with listener:
                 self._start_candidate(plan, number, listener, environment, settings)
-        self._variables[COORDINATOR_VARIABLE] = ",".join(f"{host}:{port}" for host, port in addresses)
+        self._variables[COORDINATOR_VARIABLE] = join_addresses(addresses)
         self._variables[NODE_VARIABLE] = f"{plan.host}-{plan.node_rank}"
         self._witness = Witness(addresses, self._variables[NODE_VARIABLE], secret, on_kill, settings)
 
@@ -93,6 +114,20 @@ class ControlPlane:
         """A worker of this node has been reaped."""
         self._witness.ended(worker, how)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether the run is under way, for all that this launcher knows: others may go on without its workers."""
+        return self._witness.led and self._witness.out is None
+
+    def when_decided(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, in another thread, when the run is over or no coordinator is reached any more."""
+
+        def wait() -> None:
+            self._witness.wait_out()
+            callback()
+
+        threading.Thread(target=wait, daemon=True, name="recover-launch-verdict").start()
+
     def verdict(self) -> int | None:
         """The run's exit code as the coordinator decided it: 0 when the last members left in order.
 
@@ -105,6 +140,12 @@ class ControlPlane:
         if not isinstance(out, CoordinatorLost) or (self._witness.epoch == 0 and out.by is None):
             return None
         return out.code
+
+    @property
+    def reason(self) -> str:
+        """Why the run has ended, as the coordinator told; empty if it has told nothing."""
+        out = self._witness.out
+        return str(out) if isinstance(out, CoordinatorLost) else ""
 
     def close(self) -> None:
         """End the witness's session; the candidates end with the launch."""

@@ -6,6 +6,15 @@ from collections.abc import Sequence
 
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import Worker, WorkerState, describe_end
+from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
+
+SHARE_A_SECRET = (
+    f"set {SECRET_VARIABLE} (16 random characters or more) or {SECRET_FILE_VARIABLE} (a file of mode 0600) to the same "
+    "on every node"
+)
+
+
+NO_CONTROL_PLANE = f"no coordinator for this run, since its nodes share no secret: {SHARE_A_SECRET} to have one"
 
 
 def opening(plan: LaunchPlan, warm: str) -> str:

@@ -3,15 +3,18 @@
 ::
 
     key                      written by     meaning
-    job                      node 0         {"nnodes", "nproc_per_node", "run_id"}
+    job                      node 0         {"nnodes", "nproc_per_node", "control_plane", "run_id"}
+    coordinators             node 0         the candidates' addresses, in order; empty when the launch is ended before
     node/R/claims            each node R    counter: the first to add 1 is node R, a later one is refused
     node/R/beats             each node R>0  counter: changes every BEAT_SECONDS while the launcher lives
     mail                     nodes R>0      queue read by node 0: "joined", "refused" and "report" messages
     end                      node 0         the reason for which the launch cannot be completed; all stop
 
 A node that disagrees with ``job`` is refused before it starts a worker; if it was still missing, the launch can never
-be complete, and node 0 ends it.  A ``report`` carries the ends of all workers of a node and is its launcher's last
-message; node 0 keeps the store up until it has one from every node, or the node's beats have stopped for LOST_SECONDS.
+be complete, and node 0 ends it.  Each of the first nodes tells in ``joined`` where its candidate coordinator listens
+(candidates.py); no worker starts before all know all of them.  A ``report`` carries the ends of all workers of a node
+and is its launcher's last message; node 0 keeps the store up until it has one from every node, or the node's beats have
+stopped for LOST_SECONDS.
 
 Store operations block, so each side runs in a thread of its own and calls back through the event loop.
 """
@@ -27,8 +30,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from recover_megatron.launch.candidates import Address, Candidates, OwnPlace, address_from, hosting
 from recover_megatron.launch.exit_codes import Outcome
 from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.messages import SHARE_A_SECRET
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.store import Store, join_store, serve_store, timed_out
 
@@ -45,6 +50,8 @@ class NodeEvents:
 
     joined: Callable[[str], None]
     """This node takes part; the argument is the run id (other nodes)."""
+    coordinators: Callable[[Candidates], None]
+    """All candidate coordinators are known."""
     all_joined: Callable[[], None]
     """Every node takes part (node 0)."""
     refused: Callable[[str], None]
@@ -118,32 +125,47 @@ class NodeThreads:
                     f"node rank {plan.node_rank} has been taken by another launcher of this launch: give each node its "
                     "own --node-rank"
                 )
-            me = {"node_rank": plan.node_rank, "host": plan.host}
+            me: dict[str, Any] = {"node_rank": plan.node_rank, "host": plan.host}
             if reason is not None:
                 _mail(store, {"kind": "refused", **me, "reason": reason, "duplicate": duplicate})
                 self._tell(self._events.refused, reason)
                 return
-            _mail(store, {"kind": "joined", **me})
+            own = OwnPlace(plan, (plan.master_addr, plan.master_port)) if plan.control_plane else None
+            _mail(store, {"kind": "joined", **me, "coordinator": own.address if own else None})
             self._tell(self._events.joined, str(job["run_id"]))
         except (RuntimeError, ImportError, ValueError, KeyError) as error:
             self._tell(self._events.failed, f"the store of node 0 cannot be used: {_one_line(error)}")
             return
-        self._follow(store)
+        except OSError as error:
+            self._tell(self._events.failed, f"no coordinator can listen here: {_one_line(error)}")
+            return
+        try:
+            if own:
+                self._learn_candidates(own, self._await(store, "coordinators"))
+        except (RuntimeError, ValueError) as error:
+            reason = f"node 0 is gone before all nodes had told where their coordinators are: {_one_line(error)}"
+            self._tell(self._events.failed, reason)
+            return
+        try:
+            self._tell(self._events.failed, self._await(store, "end").decode(errors="replace"))
+        except RuntimeError as error:
+            self._tell(self._events.store_lost, _one_line(error))
 
-    def _follow(self, store: Store) -> None:
-        """Beat, until node 0 ends the launch or is gone."""
+    def _learn_candidates(self, own: OwnPlace, told: bytes) -> None:
+        if told:
+            addresses = [address_from(value) for value in json.loads(told)]
+            self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener))
+
+    def _await(self, store: Store, key: str) -> bytes:
+        """The value of ``key`` when node 0 sets it; beats meanwhile.  Raises RuntimeError when the store is gone."""
         while True:
             try:
                 store.add(f"{PREFIX}node/{self._plan.node_rank}/beats", 1)
-                store.wait([PREFIX + "end"], timedelta(seconds=BEAT_SECONDS))
-                reason = store.get(PREFIX + "end").decode(errors="replace")
+                store.wait([PREFIX + key], timedelta(seconds=BEAT_SECONDS))
+                return store.get(PREFIX + key)
             except RuntimeError as error:
-                if timed_out(error):
-                    continue
-                self._tell(self._events.store_lost, _one_line(error))
-                return
-            self._tell(self._events.failed, reason)
-            return
+                if not timed_out(error):
+                    raise
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         # A connection of its own: the other one is blocked in wait.
@@ -164,13 +186,20 @@ class _Host:
         self._events = events
         self._tell = tell
         self._members: dict[int, _Member] = {}
+        self._candidates: dict[int, Address] = {}
+        """Those of other nodes, until all are known."""
         self._missing = set(range(1, plan.nnodes))
         self._deadline = time.monotonic() + plan.rendezvous_timeout
 
     def run(self) -> None:
         """Until every node has reported or is lost, or the launch cannot be completed."""
         plan = self._plan
-        job = {"nnodes": plan.nnodes, "nproc_per_node": plan.nproc_per_node, "run_id": plan.run_id}
+        job = {
+            "nnodes": plan.nnodes,
+            "nproc_per_node": plan.nproc_per_node,
+            "control_plane": plan.control_plane,
+            "run_id": plan.run_id,
+        }
         self._store.set(PREFIX + "job", json.dumps(job))
         self._store.set_timeout(timedelta(seconds=BEAT_SECONDS))
         checked = time.monotonic()
@@ -192,8 +221,13 @@ class _Host:
         """False: the launch cannot be completed."""
         kind, rank, host = message.get("kind"), message.get("node_rank"), message.get("host")
         if kind == "joined" and rank in self._missing:
+            hosts = self._plan.control_plane and rank < hosting(self._plan)
+            if hosts:
+                self._candidates[rank] = address_from(message.get("coordinator"))
             self._missing.remove(rank)
             self._members[rank] = _Member(str(host), -1, time.monotonic())
+            if hosts and len(self._candidates) == hosting(self._plan) - 1 and not self._tell_candidates():
+                return False
             if not self._missing:
                 self._tell(self._events.all_joined)
         elif kind == "report" and rank in self._members:
@@ -205,6 +239,18 @@ class _Host:
             if self._missing and rank not in self._members and not message.get("duplicate"):
                 return self._end(text + "; the launch cannot be complete")
             self._tell(self._events.note, text)
+        return True
+
+    def _tell_candidates(self) -> bool:
+        """False: there can be none here."""
+        try:
+            own = OwnPlace(self._plan, self._candidates[1])
+        except OSError as error:
+            return self._end(f"no coordinator can listen on node 0: {_one_line(error)}")
+        assert own.address is not None
+        addresses = [own.address, *(self._candidates[rank] for rank in sorted(self._candidates))]
+        self._store.set(PREFIX + "coordinators", json.dumps(addresses))
+        self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener))
         return True
 
     def _check_members(self) -> bool:
@@ -226,6 +272,7 @@ class _Host:
 
     def _end(self, reason: str) -> bool:
         self._store.set(PREFIX + "end", f"node 0 ended the launch: {reason}")
+        self._store.set(PREFIX + "coordinators", "")  # whoever waits for them looks at the end next
         self._tell(self._events.failed, reason)
         return False
 
@@ -236,7 +283,12 @@ def _disagreement(plan: LaunchPlan, job: dict[str, Any]) -> str | None:
         if job.get(key) != own:
             flag = "--" + key.replace("_", "-")
             found.append(f"{flag} is {own} here (node {plan.node_rank}) but {job.get(key)} on node 0")
-    return "; ".join(found) + ": give the same on every node" if found else None
+    if found:
+        return "; ".join(found) + ": give the same on every node"
+    if job.get("control_plane") != plan.control_plane:
+        here, there = ("a", "none") if plan.control_plane else ("no", "one")
+        return f"there is {here} secret here (node {plan.node_rank}) but {there} on node 0: {SHARE_A_SECRET}"
+    return None
 
 
 def _mail(store: Store, message: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from recover_megatron.launch import messages
+from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome
 from recover_megatron.launch.loop import EventLoop, Timer
 from recover_megatron.launch.nodes import NodeEvents, NodeThreads
@@ -25,6 +26,8 @@ class PeerEvents:
 
     joined: Callable[[], None]
     """This node takes part: ``Peers.joined`` and ``Peers.run_id`` are set."""
+    coordinators: Callable[[Candidates], None]
+    """Several nodes with a control plane: all candidate coordinators are known.  Never before ``joined``."""
     stop: Callable[[str, int], None]
     """The launch cannot go on here: the reason, and the exit code."""
     waited: Callable[[], None]
@@ -55,6 +58,7 @@ class Peers:
             plan,
             NodeEvents(
                 joined=self._on_joined,
+                coordinators=events.coordinators,
                 all_joined=lambda: events.say(f"all {plan.nnodes} nodes take part"),
                 refused=lambda reason: events.stop(f"refused by node 0: {reason}", REFUSED),
                 note=events.say,

@@ -33,6 +33,10 @@ class LaunchPlan:
     fault_tolerant: bool
     script_args: tuple[str, ...] = ()
     """The script's own arguments: the last of ``command``."""
+    control_plane: bool = True
+    """Whether the launchers host the run's coordinator.  False: several nodes without a secret that they share."""
+    node_address: str | None = None
+    """This node's address for the others, as the user chose it; None: that of the way to them."""
     log_dir: Path | None = None
     """Absolute."""
     rendezvous_timeout: float = 300.0

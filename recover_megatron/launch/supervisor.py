@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 
 from recover_megatron.launch import messages
+from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.cold import ColdStart, WorkerEvents, WorkerSource
 from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome, run_exit_code
@@ -68,7 +69,9 @@ class Supervisor:
         self._stop_signal_at = 0.0
         self._warm: WarmParent | None = None
         self._source: WorkerSource | None = None
-        peer_events = PeerEvents(self._start_workers_if_ready, self._stop, self._end, self._console.say)
+        peer_events = PeerEvents(
+            self._start_workers_if_ready, self._start_control_plane, self._stop, self._finish, self._console.say
+        )
         self._peers = Peers(self._loop, plan, listener, peer_events)
         self._workers = {worker.worker_id: worker for worker in map(self._new_worker, range(plan.nproc_per_node))}
         self._pidfds: dict[int, int] = {}
@@ -92,7 +95,10 @@ class Supervisor:
         if sets_omp_threads(self._plan, self._inherited):
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
         self._peers.join()
-        self._start_control_plane()
+        if self._plan.nnodes == 1:
+            self._start_control_plane(None)
+        elif not self._plan.control_plane:
+            self._console.say(messages.NO_CONTROL_PLANE)
         if self._state is LaunchState.STARTING:
             self._start_source()
         self._write_workers()
@@ -104,23 +110,26 @@ class Supervisor:
 
     # --- starting ---
 
-    def _start_control_plane(self) -> None:
-        if self._plan.nnodes > 1:
+    def _start_control_plane(self, candidates: Candidates | None) -> None:
+        """``candidates``: of a launch over several nodes, whose workers wait for this."""
+        if self._state is not LaunchState.STARTING:
             return
         try:
-            self._control = ControlPlane(self._plan, self._inherited, self._on_kill_order)
+            self._control = ControlPlane(self._plan, self._inherited, self._on_kill_order, candidates)
         except SecretError as error:
             self._stop(str(error), REFUSED)
         except OSError as error:
             self._stop(f"the coordinator cannot be started: {error}", LAUNCH_FAILED)
         else:
             self._environment |= self._control.variables
+            self._start_workers_if_ready()
 
     def _start_source(self) -> None:
         """Start what the workers are started by."""
         if not self._warm_wanted:
             self._source = ColdStart(self._plan, self._environment, self._worker_events)
             self._start_workers_if_ready()
+            self._peers.serve_store()
             return
         try:
             self._start_warm_parent()
@@ -163,6 +172,8 @@ class Supervisor:
         """Start the workers once there is something to start them with and this node takes part."""
         if self._source is None or not self._peers.joined or self._state is not LaunchState.STARTING:
             return
+        if self._plan.control_plane and self._control is None:
+            return
         for worker in self._workers.values():
             try:
                 self._start_worker(self._source, worker)
@@ -179,6 +190,8 @@ class Supervisor:
         streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log_file)
         self._streams[worker.worker_id] = streams
         variables = worker_variables(self._plan, worker.local_rank, self._peers.run_id)
+        if self._control:
+            variables |= self._control.variables
         try:
             source.start(worker.worker_id, variables, stdout, stderr)
         finally:
@@ -245,6 +258,17 @@ class Supervisor:
             self._end()
         elif self._peers.own_workers_ended(self._outcomes()):
             self._state = LaunchState.WAITING
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Nobody waits for this launcher; its candidate and its exit code are those of the run, which may go on."""
+        if self._control and self._plan.nnodes > 1 and self._control.undecided:
+            self._state = LaunchState.WAITING
+            self._console.say(
+                "the workers of this node have ended; staying until the coordinator says how the run ends"
+            )
+            self._control.when_decided(lambda: self._loop.call_from_thread(self._end))
         else:
             self._end()
 
@@ -411,6 +435,8 @@ class Supervisor:
         code = self._exit_code()
         if any(worker.pid is not None for worker in self._workers.values()):
             self._console.say(messages.summary(list(self._workers.values()), code))
+            if code != 0 and self._control and self._control.verdict() == code:
+                self._console.say(f"the run was ended: {self._control.reason}")
         self._flush_output()
         if self._control:
             self._control.close()

@@ -5,7 +5,18 @@ seams       how a Megatron function or method is wrapped: checked for its expect
 flags       what is refused before any process group is made, all reasons at once
 gpt_script  the parts of Megatron-LM's pretrain_gpt.py, for the wheel, which has none
 program     picks the script's parts (a checkout's own, or gpt_script) and calls Megatron's pretrain()
-audit       which microbatches entered the gradient, recorded where it happens; steps.jsonl
+
+With --recover (docs/instep.md follows a gradient through them)::
+
+    fault_tolerance  puts the following together; what each end of a worker means
+    training         the loop: what is a step, what is a section
+    trainer          one step on Megatron's own schedule, with any microbatches, as often as needed
+    buckets          where Megatron would sum a gradient bucket
+    groups, layout   process groups that reach over replicas; which workers are a replica
+    data, rng        the samples and the random numbers of a microbatch, by its number
+    accumulated      how many microbatches entered the gradient, counted where it happens
+    balancing        fewer microbatches for a slow replica (--recover-balance)
+    records          steps.jsonl and events.jsonl
 
 Importing this package imports no Megatron; its modules do.
 """

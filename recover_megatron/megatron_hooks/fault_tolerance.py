@@ -63,7 +63,9 @@ class FaultTolerance:
         self._groups = Groups(self._me)
         self._records = Records(config.log_dir)
         self._device = torch.device("cpu" if hostdevice.is_active() else "cuda")
-        self._training = TrainingHooks(self._groups.traffic, self._make_recovery, self._records, self._device)
+        self._training = TrainingHooks(
+            self._groups.traffic, self._make_recovery, self._records, self._device, balance=config.balance
+        )
         self._session = self._connect()
 
     def install(self) -> None:
@@ -133,7 +135,7 @@ class FaultTolerance:
             flush=True,
         )
         code = recovery.wait_as_spare()
-        _end(code, f"the run has ended; spare worker {self._me} ends with it")
+        _end(code, f"the run has ended; spare worker {self._me} ends with it: {recovery.ended_because}")
 
     # ---- making the parts
 
@@ -148,7 +150,6 @@ class FaultTolerance:
             heartbeat_interval=config.heartbeat_interval,
             heartbeat_timeout=config.heartbeat_timeout,
             hang_timeout=config.hang_timeout,
-            start_timeout=START_SECONDS,
         )
         try:
             return connect(settings, addresses=parse_addresses(config.coordinator))
@@ -188,6 +189,7 @@ class FaultTolerance:
 
     def _planned(self, decision: Decision) -> None:
         self._groups.planned(decision)
+        self._records.planned(self._training.recovery)
         if self._first_plan:
             self._first_plan = False
             args, recovery = get_args(), self._training.recovery
@@ -238,10 +240,6 @@ class FaultTolerance:
 def _microbatches() -> int:
     """Of one iteration, over all replicas."""
     return get_num_microbatches() * get_args().data_parallel_size
-
-
-START_SECONDS = 3600.0
-"""How long the workers may take until the first iteration: data sets are indexed, checkpoints are read."""
 
 
 def _my_address(host: str, port: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.training import get_args
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
@@ -36,6 +37,7 @@ class Records:
 
     def step(self, recovery: Recovery, outcome: Outcome, result: tuple[Any, ...], seconds: float) -> None:
         """A step is over: ``result`` is what train_step returned."""
+        _to_megatrons_writers(recovery, outcome)
         if not self._candidate(recovery):
             return
         args = get_args()
@@ -56,10 +58,14 @@ class Records:
             self._write()
             if outcome.seconds:
                 reran = {str(replica): ids for replica, ids in outcome.reran.items()}
-                seconds = _rounded(outcome.seconds)
-                aside = outcome.aside_bytes
-                self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=seconds, aside_bytes=aside)
+                phases, aside = _rounded(outcome.seconds), outcome.aside_bytes
+                self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=phases, aside_bytes=aside)
         self._first = False
+
+    def planned(self, recovery: Recovery) -> None:
+        """A new epoch: whoever has become the writer adds what the lost one left out; no further step may come."""
+        if self._steps and self._candidate(recovery) and self._writes(recovery):
+            self._write()
 
     def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
         """Add an event, if this worker is the writer."""
@@ -105,6 +111,22 @@ class Records:
             if step.iteration > self._file.last:
                 self._file.append(step)
         self._steps.clear()
+
+
+def _to_megatrons_writers(recovery: Recovery, outcome: Outcome) -> None:
+    """Scalars for TensorBoard and W&B, on the rank that has Megatron's writers."""
+    scalars = {
+        "recover/replicas": float(len(recovery.decision.replicas)),
+        "recover/spares": float(len(recovery.decision.spares)),
+        "recover/epoch": float(recovery.decision.epoch),
+        "recover/recovery-seconds": sum(outcome.seconds.values()),
+    }
+    iteration = get_args().curr_iteration + 1
+    if board := get_tensorboard_writer():
+        for name, value in scalars.items():
+            board.add_scalar(name, value, iteration)
+    if wandb := get_wandb_writer():
+        wandb.log(scalars, iteration)
 
 
 def _rounded(seconds: dict[str, float]) -> dict[str, float]:

@@ -106,11 +106,10 @@ class MegatronTrainer:
         """[tokens | for each logged loss: its sum, its count]; losses exist on the last stage alone."""
         numbers = [float(self._tokens)]
         for key in self._losses[0] if self._losses else ():
-            values = [loss[key].detach().double().view(-1).cpu() for loss in self._losses]
-            if values[0].numel() == 1:  # a mean over a microbatch, not a sum over tokens
-                numbers += [float(sum(values)), float(len(values))]
-            else:
-                numbers += torch.stack(values).sum(dim=0).tolist()
+            values = torch.stack([loss[key].detach().double().view(-1) for loss in self._losses])
+            sums = values.sum(dim=0).tolist()
+            # One number is a mean over a microbatch, two are a sum over tokens and their count.
+            numbers += sums if len(sums) == 2 else [sums[0], float(len(values))]
         return torch.tensor(numbers, dtype=torch.float64)
 
     def finish(self, extras: torch.Tensor) -> list[dict[str, torch.Tensor]]:

@@ -26,6 +26,7 @@ from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.megatron_hooks import buckets as buckets_module
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.accumulated import Accumulated
+from recover_megatron.megatron_hooks.balancing import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.data import Microbatches, Source, source_of
 from recover_megatron.megatron_hooks.groups import column_of
@@ -38,9 +39,16 @@ class TrainingHooks:
     """See the module's text.  ``recovery`` is made when ``train`` begins: ``make_recovery`` does it."""
 
     def __init__(
-        self, traffic: Traffic, make_recovery: Callable[[], Recovery], records: Records, device: torch.device
+        self,
+        traffic: Traffic,
+        make_recovery: Callable[[], Recovery],
+        records: Records,
+        device: torch.device,
+        *,
+        balance: bool = False,
     ) -> None:
         self._traffic = traffic
+        self._balance = balance
         self._make_recovery = make_recovery
         self._records = records
         self._device = device
@@ -133,13 +141,15 @@ class TrainingHooks:
         trainer = MegatronTrainer(
             schedule, call, self._buckets, recovery, self._seeds, self._accumulated, args.curr_iteration + 1
         )
-        tail = Tail(column, total, self._device)
+        tail = Tail(column, total, len(recovery.grid.replicas), self._device)
         self._nominal.count = nominal
         try:
             outcome = Step(recovery, trainer, total, tail, 1 / len(mates & set(column))).run()
         finally:
             self._nominal.count = None
         self._outcome = outcome
+        if self._balance:
+            rebalance(recovery, outcome, total)
         losses = trainer.finish(outcome.extras)
         recovery.mark("optimizer")
         recovery.strike("optimizer")
@@ -182,10 +192,16 @@ class TrainingHooks:
                 source.begin(source.position, mine, total)
                 source.position += total * call["micro_batch_size"]
             iterators.append(None if source is None else Microbatches(source, mine, lambda: None))
-        recovery.mark("eval")
         recovery.strike("eval")
+        forward_step_func = call["forward_step_func"]
+
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            recovery.mark("eval")
+            return forward_step_func(*args, **kwargs)
+
         given = iterators if isinstance(call["data_iterator"], list) else iterators[0]
-        return schedule(**{**call, "data_iterator": given, "num_microbatches": len(mine)})
+        mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(mine)}
+        return schedule(**{**call, **mine_only})
 
     # ---- checkpoints
 
@@ -213,6 +229,7 @@ class TrainingHooks:
                 return original(*args, **kwargs)
 
             def run() -> Any:
+                self.recovery.mark("checkpoint", allow=CHECKPOINT_SECONDS)
                 if self.recovery.live != self._async_writers:
                     self._abandon_async_saves()
                 with self._traffic.during(Mode.SECTION):

@@ -41,8 +41,8 @@ class Settings:
     """A host that is silent for this long is out."""
     hang_timeout: float = 60.0
     """A worker that others wait for is out after this long without a new progress mark."""
-    start_timeout: float = 600.0
-    """All workers must have come to the first rendezvous within this time."""
+    start_timeout: float = 3600.0
+    """All workers must have come to the first rendezvous within this time: data sets are indexed, checkpoints read."""
     max_stuck_epochs: int = 3
     """So many epochs in a row that all workers wait in and none commits in end the run."""
 

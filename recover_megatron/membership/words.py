@@ -7,6 +7,7 @@ two replicas that end with the same error at the same microbatch of the same ite
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +46,13 @@ class LastWords:
 
     def repeats(self, earlier: LastWords) -> bool:
         """Whether another replica ended in the same way at the same work."""
-        ours = (self.iteration, self.microbatch, self.error)
-        return self.group != earlier.group and ours == (earlier.iteration, earlier.microbatch, earlier.error)
+        ours, theirs = ((words.iteration, words.microbatch, alike(words.error)) for words in (self, earlier))
+        return self.group != earlier.group and ours == theirs
+
+
+def alike(error: str) -> str:
+    """An error without what is the worker's: messages hold ranks, devices, process ids, addresses."""
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", error)
 
 
 def true_cause(words: LastWords, earlier: Iterable[LastWords]) -> str | None:

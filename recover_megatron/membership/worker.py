@@ -13,6 +13,8 @@ from recover_megatron.membership.session import RevokeCallback, Session
 
 NODE_VARIABLE = "RECOVER_NODE"
 """The name under which the launcher of this worker's node is a witness; not set: there is none."""
+HOST_VARIABLE = "RECOVER_HOST"
+"""The address of this worker's node by which the other nodes reach it; not set: there are no others."""
 
 
 def connect(

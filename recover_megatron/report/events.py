@@ -72,9 +72,11 @@ def read_events(path: Path) -> Iterator[Event]:
 def read_run_events(folder: Path) -> tuple[list[Event], list[Event], list[Event]]:
     """The events of a run's log folder: the workers', the coordinators', the chaos; each in the order of time.
 
-    Raises ValueError for a line that is no event.
+    Those of a coordinator get ``file``, the name of its file.  Raises ValueError for a line that is no event.
     """
-    coordinators = [event for path in sorted(folder.glob(COORDINATOR_FILES)) for event in read_events(path)]
+    coordinators = [
+        {**event, "file": path.name} for path in sorted(folder.glob(COORDINATOR_FILES)) for event in read_events(path)
+    ]
     groups = list(read_events(folder / EVENTS_FILE)), coordinators, list(read_events(folder / CHAOS_FILE))
     for group in groups:
         group.sort(key=lambda event: event["time"])

@@ -32,7 +32,7 @@ class Recovery:
     epoch: int | None = None
     """The one that it led to; None: no plan followed."""
     iteration: int | None = None
-    """In which it was; None: no worker told."""
+    """In which it was; None: nobody told."""
     phase: str = ""
     """What the workers were doing."""
     lost_workers: tuple[int, ...] = ()
@@ -115,9 +115,13 @@ def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequ
 
 def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[float]:
     """The times from which on events belong to the 1st, 2nd, ... launch; the first is the beginning of time."""
-    listening = [e["time"] for e in coordinators if e["event"] == "listening" and e.get("candidate", 0) == 0]
+    listening: dict[str, list[float]] = {}  # every candidate says so once in each launch
+    for event in coordinators:
+        if event["event"] == "listening":
+            listening.setdefault(event.get("file", ""), []).append(event["time"])
     if listening:
-        return [-math.inf, *listening[1:]]
+        fullest = max(listening.values(), key=len)
+        return [-math.inf, *fullest[1:]]
     starts, running = [-math.inf], False
     for event in workers:
         if event["event"] == "start" and running:
@@ -186,6 +190,8 @@ def _recovery(
     order = [*PHASES, *(name for name in parts if name not in PHASES)]
     account = max(finished, key=lambda event: event["seconds"].get("total", 0.0), default=None)
     iterations = [event["iteration"] for event in (*finished, *plans)]
+    if decided is not None and "committed" in decided:
+        iterations.append(decided["committed"] + 1)  # if no worker told: the one after the last that was committed
     doing = dict.fromkeys(event["phase"] for event in plans if event.get("phase"))
     return Recovery(
         time=faults[0]["time"] if faults else planned,

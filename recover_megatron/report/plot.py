@@ -139,9 +139,10 @@ def draw_recoveries(axes: Any, recoveries: Sequence[Recovery]) -> None:
         axes.annotate(f" {end:.0f} ms{_bar_note(recovery)}", (end, place), va="center")
     axes.set_yticks(range(len(shown)), [_bar_name(r) for r in shown])
     axes.invert_yaxis()
-    axes.set_xlim(0, max([*left, 1e-3]) * 1.5)
-    axes.set(xlabel="milliseconds", title=f"recoveries (the longest {MAX_BARS})" if len(recoveries) > MAX_BARS else "")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.12 - 0.5 / (1 + len(shown))), ncols=8, fontsize="small")
+    longest_note = max((len(_bar_note(r)) for r in shown), default=0)
+    axes.set_xlim(0, max([*left, 1e-3]) * (1.15 + 0.02 * longest_note))
+    axes.set(xlabel="milliseconds" + (f" (the longest {MAX_BARS} recoveries)" if len(recoveries) > MAX_BARS else ""))
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=8, fontsize="small", frameon=False)
 
 
 def draw_throughput(axes: Any, steps: Sequence[Step]) -> None:

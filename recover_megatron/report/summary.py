@@ -15,6 +15,9 @@ from recover_megatron.report.steps import Step
 _LAST = 10
 """The training loss of one iteration is noisy: the summary gives the mean over so many."""
 
+_CHANGES = 8
+"""Of the number of replicas, as many are told one by one."""
+
 
 def summary(run: Run, violations: Sequence[str]) -> str:
     """The summary of ``run``; ``violations`` are what the audit found."""
@@ -53,10 +56,11 @@ def _time(steps: Sequence[Step]) -> str:
 
 
 def _replicas(steps: Sequence[Step]) -> str:
-    text = str(steps[0].replicas)
-    for before, step in pairwise(steps):
-        if step.replicas != before.replicas:
-            text += f", {step.replicas} from iteration {step.iteration}"
+    changes = [step for before, step in pairwise(steps) if step.replicas != before.replicas]
+    parts = [f"{step.replicas} from iteration {step.iteration}" for step in changes]
+    if len(parts) > _CHANGES:
+        parts[_CHANGES // 2 : -_CHANGES // 2] = [f"... ({len(parts) - _CHANGES} more changes)"]
+    text = ", ".join([str(steps[0].replicas), *parts])
     epochs = len({step.epoch for step in steps})
     return text + (f" ({epochs} epochs)" if epochs > 1 else "")
 

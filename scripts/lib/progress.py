@@ -15,11 +15,11 @@ _BAR_WIDTH = 30
 class Progress:
     """Turns steps into the lines to print."""
 
-    def __init__(self, iterations: int, reference: float) -> None:
-        """``reference`` is the loss that fills the bar: the unigram entropy of the text."""
+    def __init__(self, iterations: int, reference: float, rows: int = _ROWS) -> None:
+        """``reference`` is the loss that fills the bar: the unigram entropy of the text; ``rows``: about so many."""
         self._iterations = iterations
         self._reference = reference
-        self._every = max(1, iterations // _ROWS)
+        self._every = max(1, iterations // rows)
         self._since: list[Step] = []
 
     def header(self) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import eventually
+from .conftest import eventually, processes_with
 
 ALL_REDUCE = """
     import os
@@ -126,7 +126,7 @@ def test_ranks_of_several_nodes_and_the_store_stays_for_the_last(bench):
     assert first.process.poll() is None
     (bench.folder / "go2").touch()
     second.wait_for("UP 3")
-    pid = next(pid for pid in second.left() if b"\0RANK=3\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    (pid,) = set(second.left()) & set(processes_with("RANK=3"))
     os.kill(pid, signal.SIGKILL)
     assert second.wait() == 137
     assert first.wait() == 137
@@ -187,8 +187,9 @@ def test_node_0_gives_up_when_a_node_never_appears(bench):
 def test_node_0_does_not_wait_for_ever_for_a_node_whose_launcher_was_killed(bench):
     script = bench.script(UNTIL_TOLD)
     nodes = ["--nnodes", 2, "--master-port", free_port()]
-    first = bench.start(*nodes, "--node-rank", 0, script, "--recover")
-    second = bench.start(*nodes, "--node-rank", 1, script, "--recover")
+    secret = {"RECOVER_SECRET": "one that both nodes share"}
+    first = bench.start(*nodes, "--node-rank", 0, script, "--recover", environment=secret)
+    second = bench.start(*nodes, "--node-rank", 1, script, "--recover", environment=secret)
     second.wait_for("UP 1")
     second.send(signal.SIGKILL)
     second.wait()

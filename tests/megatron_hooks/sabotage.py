@@ -2,17 +2,19 @@
 
 lost-backward     rank 1 leaves out the backward pass of one microbatch in iteration 3
 other-samples     rank 1 reads the samples before those that it is asked for
+slow              rank 1 needs 0.3 s more for each microbatch
 same-share        rank 1 thinks that rank 0's share is its own
 """
 
 import os
 import sys
+import time
 
 from megatron.core.pipeline_parallel import schedules
 
 import pretrain_gpt_recover
 from recover_megatron.instep import recovery
-from recover_megatron.megatron_hooks import data
+from recover_megatron.megatron_hooks import data, gpt_script
 
 what = sys.argv.pop(1)
 if os.environ["RANK"] == "1":
@@ -31,6 +33,14 @@ if os.environ["RANK"] == "1":
     elif what == "same-share":
         share = recovery.Recovery.share
         recovery.Recovery.share = lambda self, total: [[j - 1 for j in lane] for lane in share(self, total)]
+    elif what == "slow":
+        forward_step = gpt_script.forward_step
+
+        def slow_forward_step(*args: object, **kwargs: object) -> object:
+            time.sleep(0.3)
+            return forward_step(*args, **kwargs)
+
+        gpt_script.forward_step = slow_forward_step
     else:
         raise SystemExit(f"unknown sabotage {what}")
 pretrain_gpt_recover.main()

@@ -119,6 +119,6 @@ def write_run(folder: Path, noise: float = 0.0) -> Path:
     write_steps(folder, steps(noise=noise))
     write_lines(folder / "events.jsonl", worker_events())
     write_lines(folder / "events-0.jsonl", coordinator_events())
-    write_lines(folder / "events-1.jsonl", [])
+    write_lines(folder / "events-1.jsonl", [{"event": "listening", "time": T0 - 1.9, "mono": 1.1, "world": 8}])
     write_lines(folder / "chaos.jsonl", chaos_events())
     return folder

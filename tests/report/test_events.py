@@ -27,7 +27,7 @@ def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def write(path: Path, worker: int) -> None:
     file = EventsFile(path)
-    while True:
+    for _ in range(100_000):  # until it is killed; an end, in case the test was
         file.append("plan", worker=worker, text=str(worker) * 3000)
 
 
@@ -37,12 +37,14 @@ def test_lines_of_many_writers_stay_whole_though_they_are_killed(tmp_path: Path)
     writers = [context.Process(target=write, args=(path, n)) for n in range(4)]
     for writer in writers:
         writer.start()
-    while not path.exists() or len({event["worker"] for event in read_events(path)}) < 4:
-        pass
+    deadline = time.monotonic() + 60
+    while len({event["worker"] for event in read_events(path)}) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
     for writer in writers:
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
     assert path.read_bytes().endswith(b"\n")
+    assert {event["worker"] for event in read_events(path)} == set(range(4))
     assert all(event["text"] == str(event["worker"]) * 3000 for event in read_events(path))
 
 
@@ -65,3 +67,4 @@ def test_the_files_of_a_run_are_told_apart_and_sorted_by_time(tmp_path: Path) ->
     (tmp_path / "chaos.jsonl").write_text('{"event": "strike", "time": 3}\n')
     names = [[event["event"] for event in group] for group in read_run_events(tmp_path)]
     assert names == [["b", "a"], ["d", "c"], ["strike"]]
+    assert [event["file"] for event in read_run_events(tmp_path)[1]] == ["events-1.jsonl", "events-0.jsonl"]

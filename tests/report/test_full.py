@@ -203,10 +203,18 @@ def test_the_recoveries_of_the_workers_alone_and_of_the_coordinator_alone(tmp_pa
         (20, (5,), 0.15, False), (33, (1,), 0.16, False),
     ]  # fmt: skip
     told = history([], coordinator_events(), chaos_events()).recoveries
+    assert [r.iteration for r in told] == [20, 33]
     assert [(r.epoch, r.lost_workers, dict(r.seconds), r.total) for r in told] == [
         (2, (5,), {"detect": pytest.approx(0.003, abs=1e-6), "rendezvous": 0.011}, 0.011),
         (3, (1,), {"detect": pytest.approx(2.5), "rendezvous": 0.011}, 0.011),
     ]
+
+
+def test_of_several_accounts_of_a_phase_the_longest_counts() -> None:
+    plans = [event for event in worker_events() if event["event"] == "plan"]
+    for events in (plans, plans[::-1]):
+        told = history(sorted(events, key=lambda e: e["time"]), [], []).recoveries
+        assert dict(told[0].seconds) == {"rendezvous": 0.016, "regroup": 0.02}
 
 
 def test_several_deaths_before_one_plan_are_one_recovery() -> None:
@@ -225,8 +233,10 @@ def test_epochs_of_two_launches_into_one_folder_are_kept_apart(run: Path) -> Non
 
     write_lines(run / "events.jsonl", worker_events() + later(worker_events()))
     write_lines(run / "events-0.jsonl", coordinator_events() + later(coordinator_events()))
+    standby = [{"event": "listening", "time": T0 - 1.9, "mono": 1.1, "world": 8}]
+    write_lines(run / "events-1.jsonl", standby + later(standby))
     past = read_history(run)
-    assert past.launches == 2
+    assert past.launches == 2, "each of two candidates says that it listens"
     assert [(r.launch, r.epoch, r.iteration) for r in past.recoveries] == [
         (0, 2, 20),
         (0, 3, 33),

@@ -130,6 +130,19 @@ def test_the_summary_has_the_losses_beside_the_unigram_entropy(
     assert "exit code       0" in said
 
 
+def test_of_many_changes_of_the_replicas_the_first_and_the_last_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, [step(n, replicas=20 - n, epoch=n) for n in range(1, 13)])
+    assert main([str(tmp_path), "--no-plot"]) == 0
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("replicas"))
+    assert said == (
+        "replicas        19, 18 from iteration 2, 17 from iteration 3, 16 from iteration 4, 15 from iteration 5, "
+        "... (3 more changes), 11 from iteration 9, 10 from iteration 10, 9 from iteration 11, 8 from iteration 12 "
+        "(12 epochs)"
+    )
+
+
 def test_what_is_no_run_is_told_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nowhere")]) == 2
     assert main([str(tmp_path)]) == 2

@@ -1,21 +1,25 @@
-"""quickstart.py: the command it builds, the folder it cleans, the launcher that it starts and ends.
+"""quickstart.py: the command it builds, the folder it cleans, the launcher that it starts and ends, what it claims.
 
-The launcher is a stand-in: a program that writes steps.jsonl.  The real one is run by quickstart.sh itself.
+The launcher is a stand-in: a program that writes steps.jsonl.  The slow test at the end has the real one.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import prepare_corpus
 import psutil
 import pytest
 import quickstart
 from lib.progress import Progress
+from lib.recoveries import Recoveries, describe
 
 from recover_megatron.report.steps import Step
 
@@ -43,9 +47,9 @@ import quickstart
 launcher, folder, steps, status = sys.argv[1:5]
 quickstart.corpus_of = lambda path: {{"megatron_flags": [], "unigram_entropy_nats": {{"valid_under_train": 3.0}}}}
 made = quickstart.training_command
-quickstart.training_command = lambda args, run, flags: (
+quickstart.training_command = lambda args, run, flags, fault: (
     [sys.executable, launcher, folder, steps, status, *made(args, run, flags)[1:]])
-sys.exit(quickstart.main(["--out", folder, *sys.argv[5:]]))
+sys.exit(quickstart.main(["--out", folder, "--no-failure", *sys.argv[5:]]))
 """
 
 
@@ -181,3 +185,108 @@ def test_the_table_has_a_line_now_and_then_with_the_mean_since_the_last_one() ->
 @pytest.mark.parametrize("loss", [None, float("nan"), float("inf"), 1e30])
 def test_a_loss_that_is_no_number_does_not_break_the_table(loss: float | None) -> None:
     assert list(Progress(1, 3.0).lines([Step(1, loss, None, 2, 0, 1, 0.5, {0: [0]})]))
+
+
+# ---- the death
+
+
+def test_a_worker_is_killed_unless_it_would_be_the_only_one_or_the_user_does_not_want_it(tmp_path: Path) -> None:
+    assert quickstart.victims_iteration(options("--iters", "200")) == 80  # type: ignore[arg-type]
+    assert quickstart.victims_iteration(options("--iters", "1")) == 1  # type: ignore[arg-type]
+    for words in (["--no-failure"], ["--resume"], ["--workers", "1"]):
+        assert quickstart.victims_iteration(options(*words)) is None  # type: ignore[arg-type]
+    command = quickstart.training_command(options(), tmp_path, [], 80)  # type: ignore[arg-type]
+    assert command[command.index("--recover-inject") + 1] == "1@80:backward:kill"
+    reference = quickstart.training_command(options(), tmp_path, [], save=False)  # type: ignore[arg-type]
+    assert "--recover-inject" not in reference
+    assert "--save" not in reference
+
+
+FAULT = 3
+
+
+def two_runs(
+    tmp_path: Path, *, died: int | None = 9, fewer: int = 3, norm: float = 1.0, samples: int = 16
+) -> tuple[Path, Path]:
+    """Log folders of a run in which worker 1 died in iteration ``FAULT`` and of its reference."""
+    folders = tmp_path / "run", tmp_path / "run" / "reference"
+    for folder in folders:
+        folder.mkdir()
+        with (folder / "steps.jsonl").open("w") as file:
+            for t in range(1, 6):
+                late = folder is folders[0] and t >= FAULT
+                grad_norm = norm if late else 1.0
+                replicas = fewer if late else 4
+                step = Step(t, 3.0, grad_norm, (samples if late else 16) * t, 1, replicas, 0.1, {0: [0]})
+                file.write(step.to_json() + "\n")
+    (folders[0] / "workers.json").write_text(json.dumps([{"worker_id": 1, "state": "running", "signal": died}]))
+    return folders
+
+
+def test_what_the_death_changed_is_told_where_it_is_rounding_only(tmp_path: Path) -> None:
+    text = "\n".join(quickstart.what_it_changed(*two_runs(tmp_path, norm=1 + 1e-7), FAULT))
+    assert "before iteration 3: grad norm by at most 0.0e+00" in text
+    assert "the one of the death: loss by 0.0e+00, grad norm by 1.0e-07" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"norm": 1.01}, "more than the order of additions"),
+        ({"norm": float("nan")}, "more than the order of additions"),
+        ({"died": None}, "was not"),
+        ({"fewer": 4}, "fewer replicas"),
+        ({"samples": 14}, "not comparable"),
+    ],
+)
+def test_a_death_that_did_not_happen_or_changed_more_than_rounding_is_no_success(
+    tmp_path: Path, change: dict[str, float], words: str
+) -> None:
+    with pytest.raises(quickstart.Stop, match=words):
+        quickstart.what_it_changed(*two_runs(tmp_path, **change), FAULT)  # type: ignore[arg-type]
+
+
+def test_a_recovery_is_told_as_it_happens_and_a_half_written_line_when_it_is_whole(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    events.write_text('{"event": "plan", "lost_workers": [7], "iteration": 1, "epoch": 2, "replicas": [0]}\n')
+    recoveries = Recoveries(tmp_path)
+    plan = {"event": "plan", "iteration": 9, "epoch": 3, "replicas": [0, 2], "spares": [], "lost_workers": [1]}
+    whole = json.dumps(plan)
+    with events.open("a") as file:
+        file.write(whole[:20])
+        file.flush()
+        assert list(recoveries.new_lines()) == []
+        file.write(whole[20:] + "\n")
+    assert list(recoveries.new_lines()) == ["    >>>  iteration 9: worker 1 lost; epoch 3 goes on with replicas 0, 2"]
+    assert list(recoveries.new_lines()) == []
+
+
+def test_the_start_is_no_recovery_and_one_says_who_ran_what_again() -> None:
+    assert describe({"event": "plan", "iteration": 1, "epoch": 1, "replicas": [0, 1], "lost_workers": []}) is None
+    recovery = {"event": "recovery", "iteration": 9, "epoch": 3, "reran": {"0": [1], "2": [5, 6]}}
+    assert describe({**recovery, "seconds": {"rendezvous": 0.0244, "rerun": 1.5}}) == (
+        "iteration 9: run again: microbatch 1 by replica 0, microbatches 5, 6 by replica 2; "
+        "finished (rendezvous 24 ms, rerun 1500 ms)"
+    )
+
+
+@pytest.mark.slow
+def test_the_quickstart_kills_a_worker_finishes_its_step_and_shows_that_nothing_else_changed(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"document {number}: " + "the quick brown fox jumps over the dog. " * 40)
+    assert prepare_corpus.main(["--input", str(text), "--out", str(tmp_path / "corpus")]) == 0
+    run = tmp_path / "run"
+    command = [sys.executable, str(SCRIPTS / "quickstart.py"), "--iters", "5", "--workers", "3", "--out", str(run)]
+    process = subprocess.run(
+        [*command, "--corpus", str(tmp_path / "corpus"), "--", "--num-layers", "1", "--hidden-size", "32"],
+        capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.search(r"iteration 2: worker 1 lost; epoch \d+ goes on with replicas 0, 2", process.stdout)
+    assert "run again" in process.stdout
+    assert "3, 2 from iteration 2" in process.stdout
+    assert "largest relative difference of the loss" in process.stdout
+    assert "iteration 2, the one of the death" in process.stdout
+    assert "audit" in (run / "report.html").read_text().lower()

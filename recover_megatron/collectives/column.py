@@ -1,0 +1,133 @@
+"""Plain data parallelism: all workers of the run are one column, each holds the whole model.
+
+    while column.committed < iteration:
+        try:
+            if column.over:                          at the start, and after every death
+                column.join(status)                  waits for all live workers; the statuses of all are then known
+            else:
+                group = column.group([bucket])       what was REDUCED anywhere is final: all have it now
+                ...                                  run what the statuses leave to this worker
+                group.all_reduce(bucket).wait()
+                column.agree(iteration)
+        except EpochRevoked:
+            pass
+
+The workers meet by the addresses that they join with, so no store is needed: a node may go with all that it hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.door import Door
+from recover_megatron.collectives.epoch import SessionEpoch
+from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.opening import open_door, open_group
+from recover_megatron.collectives.rendezvous import Known
+from recover_megatron.collectives.ring_group import Tuning
+from recover_megatron.membership.auth import find_secret
+from recover_megatron.membership.records import Json, Plan
+from recover_megatron.membership.session import Session
+from recover_megatron.membership.worker import HOST_VARIABLE, connect
+
+LOOPBACK = "127.0.0.1"
+
+
+class Column:
+    """This worker's place in it.  The coordinators must have the default planner, as those of recover-run do."""
+
+    def __init__(
+        self, session: Session, me: int, secret: bytes, *, host: str = LOOPBACK, tuning: Tuning | None = None
+    ) -> None:
+        """``me``: this worker's id.  ``secret``: the job's, for the ring.  ``host``: as for ``open_group``."""
+        self.me = me
+        self.session = session
+        self._secret = secret
+        self._host = host
+        self._tuning = tuning
+        self._plan: Plan | None = None
+        self._door: Door | None = None
+        self._group: Group | None = None
+        self._failed = False
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Column:
+        """That of a worker of recover-run; starts its session.  Raises as ``membership.worker.connect`` does."""
+        key = find_secret(environ).key("column")
+        session = connect(environ=environ)
+        return cls(session, int(environ["RANK"]), key, host=environ.get(HOST_VARIABLE, LOOPBACK))
+
+    @property
+    def over(self) -> bool:
+        """Whether a new epoch must be joined: there was none yet, or it was revoked, or a neighbour was lost."""
+        lost = self._failed or (self._group is not None and self._group.revoked)
+        return self._plan is None or self.session.revoked or lost
+
+    @property
+    def committed(self) -> int:
+        """The last iteration known to be committed."""
+        return self.session.committed
+
+    @property
+    def members(self) -> list[int]:
+        """Worker ids of the epoch, ascending; empty before the first."""
+        return sorted(self._plan.members) if self._plan else []
+
+    @property
+    def statuses(self) -> dict[int, Json]:
+        """What each member joined the epoch with; empty before the first."""
+        return {worker: told["status"] for worker, told in self._told().items()}
+
+    def join(self, status: Json) -> None:
+        """Leave the old epoch's group, and join the next epoch: waits for all live workers.
+
+        Afterwards ``committed`` may have reached an iteration that this worker reported: then its step must be applied.
+        Raises as ``Session.join`` does.
+        """
+        self._close()
+        self._door = open_door(self._host, self._tuning)
+        self._plan = self.session.join({"door": self._door.address, "status": status})
+        self._failed = False
+
+    def group(self, buckets: Sequence[Bucket]) -> Group:
+        """The epoch's group.  At its first use in the epoch it is opened, and ``buckets`` are pulled.
+
+        Every member must come with the same buckets at the same iteration.  Raises ``EpochRevoked``.
+        """
+        if self._group is None:
+            assert self._plan is not None, "join first"
+            doors = [told["door"] for _, told in sorted(self._told().items())]
+            ring = f"ring/column/{self._plan.epoch}"
+            known = Known({f"{ring}/{rank}": door for rank, door in enumerate(doors)})
+            try:
+                self._group = open_group(
+                    SessionEpoch(self.session, self._plan, self.me), known, name="column", secret=self._secret,
+                    host=self._host, tuning=self._tuning, door=self._door,
+                )  # fmt: skip
+                self._group.pull(buckets)
+            except EpochRevoked:
+                self._failed = True
+                raise
+        return self._group
+
+    def agree(self, iteration: int) -> None:
+        """Report that all is REDUCED here, and wait until all members have: as ``Session.agree``."""
+        self.session.agree(iteration)
+
+    def leave(self) -> None:
+        """The run is finished for this worker."""
+        self._close()
+        self.session.leave()
+
+    def _told(self) -> dict[int, Json]:
+        return {int(worker): told for worker, told in self._plan.data["statuses"].items()} if self._plan else {}
+
+    def _close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        if self._door is not None:
+            self._door.close()
+        self._group = self._door = None

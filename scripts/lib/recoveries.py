@@ -1,0 +1,55 @@
+"""What a run tells of its recoveries while it goes on, in words: a follower of its events.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recover_megatron.report.events import EVENTS_FILE
+
+
+class Recoveries:
+    """The events that a run adds from now on; what is in the file already is left out."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / EVENTS_FILE
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+
+    def new_lines(self) -> Iterator[str]:
+        """A line for each loss of workers and for each recovery since the last call.
+
+        Raises ValueError for a line that is no event.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            if text := describe(json.loads(line)):
+                yield f"    >>>  {text}"
+
+
+def describe(event: Mapping[str, Any]) -> str | None:
+    """An event of a training worker in words; None: not one to be shown."""
+    if event["event"] == "plan" and event.get("lost_workers"):
+        gone = _names("worker", event["lost_workers"])
+        left = _names("replica", event["replicas"])
+        spares = f"; without a place: {_names('worker', event['spares'])}" if event.get("spares") else ""
+        return f"iteration {event['iteration']}: {gone} lost; epoch {event['epoch']} goes on with {left}{spares}"
+    if event["event"] == "recovery":
+        reran = [f"{_names('microbatch', ids)} by replica {who}" for who, ids in event.get("reran", {}).items()]
+        again = f"run again: {', '.join(reran)}; " if reran else ""
+        times = ", ".join(f"{phase} {seconds * 1000:.0f} ms" for phase, seconds in event["seconds"].items())
+        return f"iteration {event['iteration']}: {again}finished ({times})"
+    return None
+
+
+def _names(what: str, ids: Sequence[int]) -> str:
+    plural = {"microbatch": "microbatches"}.get(what, what + "s")
+    return f"{what if len(ids) == 1 else plural} {', '.join(map(str, ids))}"

@@ -1,0 +1,170 @@
+"""Plain data parallelism: the column meets without a store, goes on after an epoch, and keeps what is finished."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.column import Column
+from recover_megatron.collectives.door import Door
+from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.ledger import Reduced, Span
+from recover_megatron.collectives.opening import open_door, open_group
+from recover_megatron.collectives.rendezvous import Known
+from recover_megatron.membership import Session
+from recover_megatron.membership.auth import read_secret_file
+from tests.collectives.together import DEADLINE, PlainEpoch
+from tests.membership.cluster import Cluster, cluster
+
+SECRET = b"the secret of a test"
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+def columns(control: Cluster, size: int, work: Callable[[Column], Any]) -> list[Any]:
+    """What ``work`` returns at each of ``size`` members, by worker id; a real coordinator, members as threads."""
+    control.start_coordinators(size)
+    secret = read_secret_file(control.secret_file)
+
+    def member(me: int) -> Any:
+        column = Column(Session.connect(control.addresses, me, secret), me, SECRET)
+        try:
+            return work(column)
+        finally:
+            column.leave()
+
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result(DEADLINE) for future in [pool.submit(member, me) for me in range(size)]]
+
+
+def test_members_learn_everybodys_status_and_sum(control: Cluster) -> None:
+    def work(column: Column) -> tuple[Any, ...]:
+        bucket = Bucket(torch.full((1000,), float(column.me)))
+        assert column.over
+        assert column.members == []
+        column.join({"mine": column.me})
+        assert not column.over
+        column.group([bucket]).all_reduce(bucket).wait(DEADLINE)
+        column.agree(1)
+        return column.committed, column.members, column.statuses, set(bucket.flat.tolist())
+
+    statuses = {me: {"mine": me} for me in range(3)}
+    assert columns(control, 3, work) == [(1, [0, 1, 2], statuses, {3.0})] * 3
+
+
+def test_the_next_epoch_brings_what_was_finished_anywhere_to_all(control: Cluster) -> None:
+    """Worker 1 asks for a new epoch; worker 0 holds a finished half."""
+
+    def work(column: Column) -> list[float]:
+        column.join({"epoch": 1})
+        bucket = Bucket(torch.full((10,), float(column.me)))
+        group = column.group([bucket])
+        if column.me == 1:
+            column.join({"epoch": 2})
+        else:
+            if column.me == 0:
+                bucket.flat[:5] = 100
+                bucket.ledger.mark(Span(0, 5), column.session.epoch)
+            with pytest.raises(EpochRevoked):
+                group.all_reduce(Bucket(torch.ones(10))).wait(DEADLINE)
+            assert column.over
+            column.join({"epoch": 2})
+        assert {status["epoch"] for status in column.statuses.values()} == {2}
+        group = column.group([bucket])
+        assert bucket.ledger.reduced == (Reduced(0, 5, 1),)
+        assert column.group([bucket]) is group, "opened once"
+        group.all_reduce(bucket).wait(DEADLINE)
+        return bucket.flat.tolist()
+
+    assert columns(control, 3, work) == [[100.0] * 5 + [3.0] * 5] * 3
+
+
+def test_gradients_accumulate_into_the_bucket_and_the_optimizer_steps_with_it() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)).double()
+    bucket = Bucket.of_gradients(model.parameters(), extra=2)
+    assert bucket.flat.dtype == torch.float64
+    assert bucket.flat.numel() == sum(p.numel() for p in model.parameters()) + 2
+    x = torch.randn(5, 3, dtype=torch.float64)
+    wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    model(x).sum().backward()
+    model(x).sum().backward()
+    assert torch.allclose(bucket.flat[:-2], 2 * torch.cat([g.reshape(-1) for g in wanted]))
+    assert bucket.flat[-2:].tolist() == [0, 0]
+    bucket.flat.fill_(0.5)
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert all(torch.equal(p, old - 0.5) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_cleared_bucket_is_zero_and_local() -> None:
+    bucket = Bucket(torch.ones(6))
+    bucket.ledger.mark(Span(1, 3), 7)
+    bucket.clear()
+    assert bucket.flat.tolist() == [0] * 6
+    assert bucket.ledger.local == (Span(0, 6),)
+
+
+@pytest.mark.parametrize("error", [None, KeyError], ids=["in order", "by an exception"])
+def test_what_is_reduced_is_put_back_however_the_block_ends(error: type[Exception] | None) -> None:
+    bucket = Bucket(torch.ones(6))
+    bucket.ledger.mark(Span(1, 3), 7)
+    with contextlib.suppress(KeyError), bucket.set_aside():
+        bucket.flat += 1
+        if error:
+            raise error
+    assert bucket.flat.tolist() == [2, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("carrier", ["tcp", "tcp-inline"])
+def test_members_that_know_each_others_doors_need_no_store(carrier: Any) -> None:
+    doors = [open_door(carrier=carrier) for _ in range(3)]
+    known = Known({f"ring/column/1/{rank}": door.address for rank, door in enumerate(doors)})
+
+    def member(rank: int) -> list[float]:
+        epoch = PlainEpoch(1, [0, 1, 2], rank)
+        group = open_group(
+            epoch, known, name="column", secret=SECRET, carrier=carrier, timeout=DEADLINE, door=doors[rank]
+        )
+        bucket = Bucket(torch.full((100,), float(rank)))
+        group.all_reduce(bucket).wait(DEADLINE)
+        group.close()
+        return bucket.flat.unique().tolist()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(member, range(3))) == [[3.0]] * 3
+    assert all(door.listener.fileno() == -1 for door in doors), "a door is closed when all have met"
+
+
+def test_a_forked_child_does_not_keep_a_door_open() -> None:
+    """Else the predecessor of a dead worker would wait at its door instead of being refused."""
+    door = Door("127.0.0.1", (2, 1 << 12))
+    address = door.listener.getsockname()
+    ours, theirs = socket.socketpair()
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            theirs.send(b"up")
+            ours.close()
+            theirs.recv(1)
+        os._exit(0)
+    try:
+        assert ours.recv(2) == b"up"
+        door.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=DEADLINE)
+    finally:
+        ours.close()
+        theirs.close()
+        os.waitpid(child, 0)

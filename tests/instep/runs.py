@@ -1,0 +1,260 @@
+"""A small training run with deaths on order, and what it must equal: the same run without them.
+
+    Run.of(layout, strikes)  --fork server-->  exit codes, steps.jsonl, parameters of every worker that trained on
+    Checked against Reference: the failure-free run of the same layout
+
+The optimizer is SGD: a rounding difference stays one.  (Adam divides by the size of the gradient: a parameter whose
+true gradient is zero, such as the bias of the attention keys, would move by the sign of its rounding noise.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from recover_megatron.instep.grid import LaunchGrid, launch_grid
+from recover_megatron.report.audit import violations
+from recover_megatron.report.steps import Step, read_steps
+from tests.forkserver import ForkServer
+from tests.forkserver import Run as Ended
+from tests.megatron_hooks.tiny import OURS
+
+SAMPLES = 12
+"""Global batch, in microbatches of one sample: whole shares for 4, 3, 2 and 1 replicas."""
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --optimizer sgd --sgd-momentum 0.9 --lr 0.3 --min-lr 0.1 "
+    "--lr-decay-style cosine --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1 "
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-dropout-fusion --attention-softmax-in-fp32 --distributed-backend gloo "
+    "--log-interval 1 --split 90,10,0 --num-workers 0 --mock-data"
+).split()
+EVALUATE = "--eval-interval 1 --eval-iters 2".split()
+NO_EVALUATION = "--eval-interval 1000 --eval-iters 0".split()
+QUICK_TO_SEE_A_HANG = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 6 --recover-hang-timeout 6".split()
+
+LOSS, GRAD_NORM, PARAMETERS = 1e-5, 1e-4, 1e-5
+"""How far a run may be from the failure-free one, relative."""
+SECONDS = 240
+"""After which a run counts as stuck: it takes a few, on a loaded machine some tens."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to spread the model over workers."""
+
+    name: str
+    replicas: int
+    tensor: int = 1
+    pipeline: int = 1
+    flags: str = ""
+    samples: int = SAMPLES
+    """Global batch."""
+
+    @property
+    def grid(self) -> LaunchGrid:
+        world = self.replicas * self.tensor * self.pipeline
+        return launch_grid(world, tensor=self.tensor, context=1, pipeline=self.pipeline, lanes=1)
+
+    @property
+    def positions(self) -> int:
+        """Workers of a replica: position = stage * tensor + tensor rank."""
+        return self.tensor * self.pipeline
+
+    @property
+    def argv(self) -> list[str]:
+        sizes = ["--tensor-model-parallel-size", str(self.tensor), "--pipeline-model-parallel-size", str(self.pipeline)]
+        return [*sizes, "--global-batch-size", str(self.samples), *self.flags.split()]
+
+
+LAYOUTS = [
+    Layout("dp4", 4),
+    Layout("dp4-overlap", 4, flags="--overlap-grad-reduce --ddp-bucket-size 2000"),
+    Layout("tp2-dp3", 3, tensor=2),
+    Layout("pp2-dp3", 3, pipeline=2),
+    Layout("tp2-pp2-dp2", 2, tensor=2, pipeline=2),
+]
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault: position ``position`` of ``replica`` at the ``visit``-th visit of ``phase`` in ``iteration``."""
+
+    replica: int
+    position: int
+    iteration: int
+    phase: str
+    kind: str = "kill"
+    visit: int = 1
+
+    def spec(self, layout: Layout) -> str:
+        return f"{self.worker(layout)}@{self.iteration}:{self.phase}#{self.visit}:{self.kind}"
+
+    def worker(self, layout: Layout) -> int:
+        return layout.grid.replicas[self.replica][self.position]
+
+    @property
+    def code(self) -> int:
+        """How its worker must end: one that hangs is killed by its launcher."""
+        return -9 if self.kind in ("kill", "stop") else 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to make: the layout, the iterations, who dies."""
+
+    layout: Layout
+    strikes: tuple[Strike, ...] = ()
+    iterations: int = 8
+    dropout: bool = False
+    flags: tuple[str, ...] = ()
+    script: str = OURS
+
+    def with_flags(self, *flags: str) -> Case:
+        """The same with further flags, which the failure-free run does without."""
+        return replace(self, flags=flags)
+
+    def __str__(self) -> str:
+        inject = ",".join(strike.spec(self.layout) for strike in self.strikes)
+        return f"{self.layout.name}{'-dropout' if self.dropout else ''} {inject}"
+
+    @property
+    def failure_free(self) -> Case:
+        return Case(self.layout, (), self.iterations, self.dropout, script=self.script)
+
+    def argv(self, out: Path) -> list[str]:
+        phases = {strike.phase for strike in self.strikes}
+        rate = "0.1" if self.dropout else "0"
+        flags = ["--hidden-dropout", rate, "--attention-dropout", rate, "--train-iters", str(self.iterations)]
+        flags += EVALUATE if "eval" in phases or not phases else NO_EVALUATION
+        if "checkpoint" in phases:
+            flags += ["--save", str(out / "checkpoints"), "--save-interval", "1"]
+        if any(strike.kind == "stop" for strike in self.strikes):
+            flags += QUICK_TO_SEE_A_HANG
+        if self.strikes:
+            flags += ["--recover-inject", ",".join(strike.spec(self.layout) for strike in self.strikes)]
+        return [self.script, *MODEL, *self.layout.argv, *flags, "--recover", "--recover-log-dir", str(out), *self.flags]
+
+    def run(self, server: ForkServer, out: Path) -> Result:
+        """Run it to its end."""
+        world = self.layout.grid.world
+        ended = server.run(world, self.argv(out), out, training=out / "training", timeout=SECONDS)
+        return Result(self, ended, out)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left."""
+
+    case: Case
+    ended: Ended
+    out: Path
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        path = self.out / "steps.jsonl"
+        return list(read_steps(path)) if path.exists() else []
+
+    @cached_property
+    def events(self) -> list[dict[str, object]]:
+        """The coordinator's."""
+        return [json.loads(line) for line in (self.out / "events-0.jsonl").read_text().splitlines()]
+
+    @cached_property
+    def left(self) -> Mapping[int, Mapping[str, object]]:
+        """Worker -> what it recorded at the end of its training."""
+        paths = self.out.glob("training/*.pt")
+        return {int(path.stem): torch.load(path) for path in paths}
+
+    def log(self, worker: int) -> str:
+        return self.ended.logs[worker].read_text()
+
+    def told(self) -> str:
+        """What there is to know about a run that went wrong."""
+        tails = [f"--- worker {n}:\n" + "\n".join(self.log(n).splitlines()[-12:]) for n in range(len(self.ended.logs))]
+        return f"{self.case}, {self.out}: exit codes {self.ended.codes}\n" + "\n".join(tails)
+
+
+def check(result: Result, reference: Result) -> None:
+    """Assert that a run whose faults some replica survived is the failure-free one, but for rounding."""
+    case, layout = result.case, result.case.layout
+    expected = [0] * layout.grid.world
+    for strike in case.strikes:
+        expected[strike.worker(layout)] = strike.code
+    assert result.ended.codes == expected, result.told()
+    check_audit(result, case.iterations)
+    check_steps(result, reference)
+    check_parameters(result, reference)
+    if any(strike.phase == "eval" for strike in case.strikes):
+        check_evaluations(result, reference)
+    if any(strike.phase == "checkpoint" for strike in case.strikes):
+        tracker = result.out / "checkpoints" / "latest_checkpointed_iteration.txt"
+        assert tracker.read_text() == str(case.iterations)
+
+
+def check_audit(result: Result, iterations: int) -> None:
+    """Every iteration once, every microbatch once, the samples right, nothing by a replica after its loss."""
+    steps = result.steps
+    assert [step.iteration for step in steps] == list(range(1, iterations + 1)), result.told()
+    samples = result.case.layout.samples
+    assert violations(steps, samples) == []
+    assert [step.consumed_samples for step in steps] == [samples * step.iteration for step in steps]
+    lost = {strike.replica: strike.iteration for strike in result.case.strikes}
+    for step in steps:
+        gone = {replica for replica, iteration in lost.items() if iteration < step.iteration}
+        assert not gone & set(step.microbatches), (step, lost)
+        assert step.replicas == len(step.microbatches)
+
+
+def check_steps(result: Result, reference: Result) -> None:
+    """Loss and gradient norm of each iteration."""
+    check_steps_until(result, reference, result.case.iterations)
+
+
+def check_steps_until(result: Result, reference: Result, last: int) -> None:
+    """The same of a run that ended after iteration ``last``."""
+    for ours, theirs in zip(result.steps, reference.steps[:last], strict=True):
+        for name, bound in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
+            mine, its = getattr(ours, name), getattr(theirs, name)
+            assert math.isclose(mine, its, rel_tol=bound), (str(result.case), ours.iteration, name, mine, its)
+
+
+def check_parameters(result: Result, reference: Result, bound: float = PARAMETERS) -> None:
+    """Those of the survivors: bit for bit the same in a column, and those of the reference but for rounding."""
+    layout = result.case.layout
+    lost = {strike.replica for strike in result.case.strikes}
+    columns = list(zip(*layout.grid.replicas, strict=True))
+    survivors = [replica for replica in range(layout.replicas) if replica not in lost]
+    for column in columns:
+        its = reference.left[column[0]]["parameters"]
+        first = result.left[column[survivors[0]]]["parameters"]
+        assert distance(first, its) < bound, (str(result.case), column, distance(first, its))
+        for replica in survivors[1:]:
+            other = result.left[column[replica]]["parameters"]
+            different = [name for name in first if not torch.equal(first[name], other[name])]
+            assert not different, (str(result.case), column, different)
+
+
+def check_evaluations(result: Result, reference: Result) -> None:
+    """The loss on the validation set after each iteration."""
+    survivors = [n for n in result.left if result.left[n]["evaluations"]]
+    assert survivors
+    theirs = next(left["evaluations"] for left in reference.left.values() if left["evaluations"])
+    for n in survivors:
+        ours = result.left[n]["evaluations"]
+        assert set(ours) <= set(theirs)
+        wrong = {t: (ours[t], theirs[t]) for t in ours if not math.isclose(ours[t], theirs[t], rel_tol=LOSS)}
+        assert not wrong, (str(result.case), n, wrong)
+
+
+def distance(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
+    """Relative, of all parameters together, in the L2 norm."""
+    assert set(ours) == set(theirs)
+    squares = sum(float((ours[name].double() - theirs[name].double()).pow(2).sum()) for name in ours)
+    return math.sqrt(squares / sum(float(tensor.double().pow(2).sum()) for tensor in theirs.values()))

@@ -1,0 +1,69 @@
+"""The invariant, by equality: a run in which workers die is the run in which none does, but for rounding.
+
+Real processes, killed by real signals at every phase of an iteration.  See ``cells`` for what is drawn, ``runs`` for
+what is compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.forkserver import ForkServer
+from tests.instep.cells import EVERYTHING, IN_THE_MAIN_THREAD, SEED, Cell, case_of, cells, drawn, rows
+from tests.instep.conftest import Reference
+from tests.instep.runs import LAYOUTS, Case, Layout, Strike, check, check_parameters
+
+pytestmark = pytest.mark.slow
+
+DP4, OVERLAP, TP2, PP2, TP2_PP2 = LAYOUTS
+CELLS = cells() if EVERYTHING else drawn(SEED)
+KINDS = [
+    Cell(layout, phase, 0, "later", False, kind)
+    for kind in ("stop", "raise", "exit")
+    for layout in (DP4, PP2)
+    for phase in IN_THE_MAIN_THREAD
+]
+ROWS = list(itertools.islice(rows(SEED), 100 if EVERYTHING else 6))
+
+
+def equal(forkserver: ForkServer, reference: Reference, case: Case, out: Path) -> None:
+    check(case.run(forkserver, out), reference(case))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_death_at_any_phase_changes_nothing_but_rounding(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, cell: Cell
+) -> None:
+    equal(forkserver, reference, case_of(cell, SEED), tmp_path)
+
+
+@pytest.mark.parametrize("cell", KINDS if EVERYTHING else KINDS[SEED % 9 :: 9], ids=str)
+def test_hangs_exceptions_and_exits_are_survived_as_kills_are(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, cell: Cell
+) -> None:
+    equal(forkserver, reference, case_of(cell, SEED), tmp_path)
+
+
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_deaths_down_to_one_replica_change_nothing_but_rounding(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
+) -> None:
+    equal(forkserver, reference, case, tmp_path)
+
+
+@pytest.mark.parametrize("layout", [DP4, TP2, PP2], ids=lambda layout: layout.name)
+def test_with_64_bits_nothing_is_left_of_the_difference(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
+) -> None:
+    """So it was rounding: an error in the sum would be there with any number of bits."""
+    deaths = (Strike(1, 0, 2, "reduce-scatter"), Strike(0, 0, 4, "forward", visit=2))
+    script = str(Path(__file__).with_name("double.py"))
+    case = Case(layout, deaths, dropout=True, script=script)
+    result, its = case.run(forkserver, tmp_path), reference(case)
+    check(result, its)
+    assert {tensor.dtype for tensor in its.left[0]["parameters"].values()} == {torch.float64}
+    check_parameters(result, its, bound=1e-10)

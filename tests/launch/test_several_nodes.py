@@ -1,0 +1,179 @@
+"""The control plane of several nodes: a candidate coordinator on each of the first three, and no node that all need."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from .conftest import REPOSITORY, Bench, Launch, alive, eventually, processes_with
+from .test_control_plane import USES_IT
+from .test_store import UNTIL_TOLD, free_port
+
+SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}
+ITERATIONS = 40
+STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
+SHOW = """
+    import os
+    print("COORDINATORS", os.environ.get("RECOVER_COORDINATOR"), flush=True)
+    print("NODE", os.environ.get("RECOVER_NODE"), os.environ.get("RECOVER_HOST"), flush=True)
+    """
+
+
+def launches(bench: Bench, nodes: int, *script: object, environment: dict[str, str] = SECRET) -> list[Launch]:
+    """One launcher a node, two workers each."""
+    options = ["--nnodes", nodes, "--nproc-per-node", 2, "--master-port", free_port(), "--log-dir", "logs"]
+    return [bench.start(*options, "--node-rank", node, *script, environment=environment) for node in range(nodes)]
+
+
+def losses(bench: Bench, worker: int) -> dict[int, float]:
+    steps = STEP.findall((bench.folder / "logs" / f"worker-{worker}.log").read_text())
+    assert len({iteration for iteration, _ in steps}) == len(steps)
+    return {int(iteration): float(loss) for iteration, loss in steps}
+
+
+def wait_for_iteration(bench: Bench, worker: int, iteration: int) -> None:
+    log = bench.folder / "logs" / f"worker-{worker}.log"
+    eventually(lambda: log.exists() and iteration in losses(bench, worker), f"worker {worker} at {iteration}")
+
+
+def processes_of(launch: Launch) -> list[int]:
+    """All of a launch but what does not carry its token."""
+    return processes_with(f"LAUNCH_TEST_TOKEN={launch.token}")
+
+
+def kill_node(launch: Launch) -> None:
+    """As a host that loses its power: every process at once."""
+    doomed = processes_of(launch)
+    assert launch.pid in doomed
+    assert len(doomed) > 3  # launcher, warden, workers
+    for pid in doomed:
+        with contextlib.suppress(ProcessLookupError):  # the launcher's death has ended it already
+            os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not any(alive(pid) for pid in doomed), "the node is gone")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    bench = Bench(tmp_path_factory.mktemp("undisturbed"))
+    try:
+        started = launches(bench, 3, REPOSITORY / "examples" / "plain_pytorch.py", "--iterations", ITERATIONS)
+        assert [launch.wait() for launch in started] == [0, 0, 0], [launch.err for launch in started]
+        reference = losses(bench, 0)
+        assert sorted(reference) == list(range(1, ITERATIONS + 1))
+        assert [losses(bench, worker) for worker in range(1, 6)] == [reference] * 5
+    finally:
+        for launch in bench.launches:
+            launch.clean_up()
+    return reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_node_that_dies_whole_takes_neither_the_coordinator_nor_the_store_from_the_others(
+    bench: Bench, undisturbed: dict[int, float], victim: int
+) -> None:
+    """Node 0 hosts the coordinator that leads, and the store."""
+    started = launches(bench, 3, REPOSITORY / "examples" / "plain_pytorch.py", "--iterations", ITERATIONS)
+    wait_for_iteration(bench, 2 * victim, 10)
+    kill_node(started[victim])
+    survivors = [launch for node, launch in enumerate(started) if node != victim]
+    assert [launch.wait() for launch in survivors] == [0, 0], [launch.err for launch in survivors]
+    for worker in range(6):
+        if worker // 2 == victim:
+            assert len(losses(bench, worker)) < ITERATIONS
+        else:
+            assert losses(bench, worker) == pytest.approx(undisturbed, rel=1e-10)
+    assert len(list((bench.folder / "logs").glob("events-*.jsonl"))) == 3
+    leader = 1 if victim == 0 else 0
+    events = (bench.folder / "logs" / f"events-{leader}.jsonl").read_text().splitlines()
+    assert [event["code"] for event in map(json.loads, events) if event["event"] == "stop"] == [0]
+
+
+@pytest.mark.slow
+def test_all_workers_are_told_the_same_candidates_in_the_order_of_the_nodes(bench: Bench) -> None:
+    started = launches(bench, 4, bench.script(SHOW))
+    assert [launch.wait() for launch in started] == [0] * 4, [launch.err for launch in started]
+    told = re.findall(r"COORDINATORS (\S+)", "".join(launch.out for launch in started))
+    assert len(told) == 8
+    assert len(set(told)) == 1
+    assert len(set(told[0].split(","))) == 3  # nodes 0, 1 and 2; node 3 hosts none
+    nodes = [set(re.findall(r"NODE (\S+) 127\.0\.0\.1", launch.out)) for launch in started]
+    assert [len(names) for names in nodes] == [1] * 4
+    assert len(set.union(*nodes)) == 4
+
+
+@pytest.mark.slow
+def test_every_launcher_takes_the_verdict_of_the_coordinator(bench: Bench) -> None:
+    """Both workers of node 1 are killed after their last commit: for all launchers the run is finished all the same."""
+    started = launches(bench, 2, bench.script(USES_IT), 2, 3)
+    assert [launch.wait() for launch in started] == [0, 0], [launch.err for launch in started]
+    assert "killed by SIGKILL" in started[1].err
+
+
+STAYS = """
+    import os, signal, sys, time
+    from recover_megatron.membership.worker import connect
+
+    session = connect()
+    session.join({})
+    print("JOINED", flush=True)
+    if os.environ["GROUP_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+    session.leave()
+    """
+
+
+@pytest.mark.slow
+def test_a_launcher_without_workers_keeps_its_candidate_up_until_the_run_is_over(bench: Bench) -> None:
+    first, second = launches(bench, 2, bench.script(STAYS))
+    second.wait_for("staying until the coordinator says how the run ends")
+    coordinators = [pid for pid in processes_of(second) if b"--listen-fd" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(coordinators) == 1
+    assert second.process.poll() is None
+    (bench.folder / "go").touch()
+    assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
+
+
+@pytest.mark.slow
+def test_nodes_without_a_secret_have_no_coordinator_and_say_so_once(bench: Bench) -> None:
+    started = launches(bench, 2, bench.script(SHOW), environment={})
+    assert [launch.wait() for launch in started] == [0, 0]
+    for launch in started:
+        assert launch.out.count("COORDINATORS None") == 2
+        assert launch.err.count("RECOVER_SECRET_FILE") == 1
+
+
+def test_recover_over_several_nodes_without_a_secret_is_refused(bench: Bench) -> None:
+    code, launch = bench.run("--nnodes", 2, "--master-port", free_port(), bench.script(UNTIL_TOLD), "--recover")
+    assert code == 2
+    assert "--recover over several nodes needs a secret" in launch.err
+    assert "RECOVER_SECRET" in launch.err
+    assert "UP" not in launch.out
+
+
+def test_a_secret_that_cannot_be_used_is_refused_on_several_nodes_too(bench: Bench) -> None:
+    script = bench.script(UNTIL_TOLD)
+    code, launch = bench.run(
+        "--nnodes", 2, "--master-port", free_port(), script, environment={"RECOVER_SECRET": "brief"}
+    )
+    assert code == 2
+    assert "secret" in launch.err
+    assert "brief" not in launch.err
+
+
+@pytest.mark.slow
+def test_a_node_without_the_secret_that_node_0_has_is_refused(bench: Bench) -> None:
+    script = bench.script(UNTIL_TOLD)
+    nodes = ["--nnodes", 2, "--master-port", free_port()]
+    first = bench.start(*nodes, "--node-rank", 0, script, environment=SECRET)
+    second = bench.start(*nodes, "--node-rank", 1, script)
+    assert second.wait() == 2
+    assert "no secret here (node 1) but one on node 0" in second.err
+    assert first.wait() == 1
+    assert "UP" not in first.out + second.out
