@@ -278,7 +278,6 @@ class Recovery:
         self._join(status)
 
     def _join(self, status: Status) -> None:
-        before = self._decision
         started = time.perf_counter()
         plan = self.session.join(status.to_json(), "asked for by a worker")
         statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}

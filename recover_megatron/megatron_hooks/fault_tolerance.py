@@ -111,8 +111,11 @@ class FaultTolerance:
         if isinstance(error, CoordinatorLost):
             _end(error.code, f"the run ends for worker {self._me}: {error}")
         # Whatever an orphan's main thread ends by: its replica was broken first.
-        if started and (recovery.orphaned or isinstance(error, Orphaned) or is_communication(error)):
-            assert recovery is not None
+        if (
+            recovery is not None
+            and started
+            and (recovery.orphaned or isinstance(error, Orphaned) or is_communication(error))
+        ):
             self._be_spare(recovery, error)
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             _end(error.code, f"worker {self._me} exits with {error.code}")
