@@ -81,7 +81,7 @@ def drawn(seed: int) -> list[Cell]:
     for phase in PHASES:
         every = [cell for cell in cells() if cell.phase == phase]
         layouts = list(dict.fromkeys(cell.layout for cell in every))
-        for layout in source.sample(layouts, (len(layouts) + 1) // 2):
+        for layout in source.sample(layouts, len(layouts) // 2):
             chosen.append(source.choice([cell for cell in every if cell.layout == layout]))
     return chosen
 
