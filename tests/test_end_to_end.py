@@ -95,7 +95,7 @@ def test_sigterm_ends_a_training_run_in_order(tmp_path: Path) -> None:
 def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(
     tmp_path: Path,
 ) -> None:
-    """In two pipelines of two stages: the leading coordinator first, a worker of one of them when the next one leads."""
+    """Two pipelines of two stages: the leading coordinator first, then, when the next one leads, a worker."""
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--pipeline-model-parallel-size", "2", "--recover"]
     argv += ["--train-iters", "40", "--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", "2"]
     undisturbed = launch(tmp_path / "undisturbed", "--warm", "--nproc-per-node", "4", *argv)

@@ -24,7 +24,12 @@ _FROM_A_LOADER = "in DataLoader worker process"
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether ``error`` came from an operation on a group of processes, so that another worker may be its cause."""
+    """Whether ``error`` came from an operation on a group of processes, so that another worker may be its cause.
+
+    Also when it was raised while such an error was handled (torch's own logging of it may fail).
+    """
+    if error.__context__ is not None and is_communication(error.__context__):
+        return True
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

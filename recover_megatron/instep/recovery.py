@@ -145,6 +145,12 @@ class Recovery:
         return self._decision is not None
 
     @property
+    def orphaned(self) -> bool:
+        """Whether this worker's replica is known to be broken."""
+        with self._lock:
+            return self._spare is not None
+
+    @property
     def live(self) -> frozenset[int]:
         """The workers that have a place; the same object as long as the decision is."""
         decision = self.decision
@@ -272,12 +278,11 @@ class Recovery:
         self._join(status)
 
     def _join(self, status: Status) -> None:
-        before = self._decision
         started = time.perf_counter()
         plan = self.session.join(status.to_json(), "asked for by a worker")
         statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
         decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-        lost = self._note_losses(before, decision)
+        lost = self._note_losses(decision)
         if len(decision.replicas) < self._min_replicas:
             self._give_up(decision)
         if self.replica not in decision.replicas:
@@ -304,15 +309,16 @@ class Recovery:
             **self.hooks.describe(decision),
         )
 
-    def _note_losses(self, before: Decision | None, decision: Decision) -> Loss | None:
-        known = set(self.grid_workers) if before is None else {*before.workers(self.grid), *before.spares}
-        now = {*decision.workers(self.grid), *decision.spares}
-        missing = sorted(known - now)
-        if not missing:
-            return None
-        replicas = sorted({self.grid.place(worker)[0] for worker in missing})
-        self.losses.append(Loss(decision.iteration, missing, replicas))
-        return self.losses[-1]
+    def _note_losses(self, decision: Decision) -> Loss | None:
+        """What is lost and was not noted yet; by the main thread and, where the replica broke, by the spare's."""
+        with self._lock:
+            noted = {worker for loss in self.losses for worker in loss.workers}
+            missing = sorted({*self.grid_workers} - noted - {*decision.workers(self.grid), *decision.spares})
+            if not missing:
+                return None
+            replicas = sorted({self.grid.place(worker)[0] for worker in missing})
+            self.losses.append(Loss(decision.iteration, missing, replicas))
+            return self.losses[-1]
 
     @property
     def grid_workers(self) -> list[int]:
@@ -348,9 +354,7 @@ class Recovery:
         return self._code
 
     def _leave_if_orphan(self) -> None:
-        with self._lock:
-            orphan = self._spare is not None
-        if orphan or self._lost_of_mine():
+        if self.orphaned or self._lost_of_mine():
             self._orphan("a worker of its replica is gone")
             raise Orphaned(f"replica {self.replica} is broken")
 
@@ -388,14 +392,14 @@ class Recovery:
         self._spare.start()
 
     def _be_spare(self, note: str) -> None:
+        """In the spare's thread.  ``decision`` stays that of the epoch in which the main thread may still be."""
         mine = replace(self._status(), replica=None, note=note)
         try:
             while True:
                 plan = self.session.join(mine.to_json(), f"replica {self.replica} is broken: {note}")
                 statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
                 decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-                self._note_losses(self._decision, decision)
-                self._decision = decision
+                self._note_losses(decision)
                 # Should nobody else be left, the last words are this worker's: it remembers what the others told.
                 mine = replace(mine, iteration=decision.iteration, checkpoint=decision.checkpoint)
                 if not decision.replicas and self.session.left:

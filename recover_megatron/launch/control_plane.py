@@ -33,7 +33,7 @@ from recover_megatron.membership.worker import COORDINATOR_VARIABLE, HOST_VARIAB
 
 HERE = 2
 """Candidates of a launch on one node."""
-LAST_WORD_SECONDS = 2.0
+LAST_WORD_SECONDS = 5.0
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
@@ -134,7 +134,8 @@ class ControlPlane:
         Asked when all workers have ended.  None: it decided nothing, since no worker opened a session, or the run did
         not get as far as its first epoch; unless a worker said that the run must end.
         """
-        if not self._witness.led:
+        self._witness.catch_up(LAST_WORD_SECONDS)  # the last worker may have been told first
+        if not self._witness.led and self._witness.out is None:
             return None
         out = self._witness.wait_out(LAST_WORD_SECONDS)
         if not isinstance(out, CoordinatorLost) or (self._witness.epoch == 0 and out.by is None):

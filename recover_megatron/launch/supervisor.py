@@ -419,6 +419,8 @@ class Supervisor:
 
     def _close(self) -> int:
         """Nothing of the launch is left after this but the store, which ends with the process."""
+        # Before the sweep: that ends the coordinators, too, and the last worker may have told them something just now.
+        verdict = self._control.verdict() if self._control and self._code is None else None
         for worker in self._workers.values():
             if worker.live:
                 worker.end(-signal.SIGKILL, time.time())
@@ -432,7 +434,7 @@ class Supervisor:
                 f"these processes cannot be killed (blocked in the kernel): {[item.pid for item in left]}"
             )
         self._write_workers()
-        code = self._exit_code()
+        code = self._exit_code(verdict)
         if any(worker.pid is not None for worker in self._workers.values()):
             self._console.say(messages.summary(list(self._workers.values()), code))
             if code != 0 and self._control and self._control.verdict() == code:
@@ -444,10 +446,9 @@ class Supervisor:
         self._loop.close()
         return code
 
-    def _exit_code(self) -> int:
+    def _exit_code(self, verdict: int | None) -> int:
         if self._code is not None:
             return self._code
-        verdict = self._control.verdict() if self._control else None
         if verdict is not None:
             return verdict
         code = run_exit_code([*self._outcomes(), *self._peers.outcomes], self._plan.fault_tolerant)

@@ -110,8 +110,12 @@ class FaultTolerance:
             _end(EXIT_FENCED, f"worker {self._me} was put out of the run, which goes on without it: {error}")
         if isinstance(error, CoordinatorLost):
             _end(error.code, f"the run ends for worker {self._me}: {error}")
-        if started and (isinstance(error, Orphaned) or is_communication(error)):
-            assert recovery is not None
+        # Whatever an orphan's main thread ends by: its replica was broken first.
+        if (
+            recovery is not None
+            and started
+            and (recovery.orphaned or isinstance(error, Orphaned) or is_communication(error))
+        ):
             self._be_spare(recovery, error)
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             _end(error.code, f"worker {self._me} exits with {error.code}")

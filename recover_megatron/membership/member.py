@@ -102,6 +102,11 @@ class Follower:
     def _patience(self) -> float:
         return self.settings.lost_timeout if self.presentation.term else self.settings.start_timeout
 
+    @property
+    def _first(self) -> bool:
+        """Whether this is the candidate that leads at the start of a run, if all goes well."""
+        return self.presentation.term == 0 and self._candidate == 0
+
     def _seek(self, now: float) -> None:
         """Try the next candidate: at once, or after a pause when all have just failed."""
         if self.stage is Stage.FOLLOWING:
@@ -130,7 +135,9 @@ class Follower:
                 self._connected = False
                 self.stage = Stage.SEEKING
             self._candidate = (self._candidate + 1) % self._candidates
-            self._move_at = now + self.settings.heartbeat_timeout / 2  # a host that does not answer
+            # For a host that does not answer. At the start of a run the process may still be starting.
+            slow = self.settings.start_timeout / 20 if self._first else 0.0
+            self._move_at = now + max(slow, self.settings.heartbeat_timeout / 2)
             self._effects.append(Dial(self._candidate))
         elif self._connected and now >= self._beat_at:
             self._beat_at = now + self.settings.heartbeat_interval
@@ -152,8 +159,7 @@ class Follower:
     def _on(self, message: Mapping[str, Any], now: float) -> None:
         match message["type"]:
             case "standby":
-                first = self.presentation.term == 0 and self._candidate == 0
-                dwell = self.settings.start_timeout / 2 if first else self.settings.heartbeat_timeout
+                dwell = self.settings.start_timeout / 2 if self._first else self.settings.heartbeat_timeout
                 self._move_at = now + dwell if self._candidates > 1 else None
             case "refused":
                 self._complaint = message["reason"]
@@ -223,6 +229,7 @@ class Watcher(Follower):
         hello = {"type": "attach_witness", "node": node, "incarnation": incarnation}
         super().__init__(hello, candidates, settings, now)
         self._ended: dict[int, str] = {}
+        self._unanswered = 0  # beats
 
     def ended(self, worker: int, how: str) -> list[MemberEffect]:
         """Report that a worker's process has ended; every coordinator attached to from now on is told."""
@@ -240,9 +247,31 @@ class Watcher(Follower):
         """As ``Follower.handle``; the deaths seen are told to each coordinator anew."""
         effects = super().handle(event, now)
         if isinstance(event, Connected):
+            self._unanswered = 0
+            self._say(self.beat)
             for worker, how in self._ended.items():
                 self._say({"type": "ended", "worker": worker, "how": how})
         return effects
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether a coordinator is reached, and all is heard that it said before it got the last beat."""
+        return self._connected and self._unanswered <= 0
+
+    def ask(self) -> list[MemberEffect]:
+        """Have the coordinator answer; it is ``up_to_date`` again with the answer."""
+        self._effects = []
+        if self._connected:
+            self._say(self.beat)
+        return self._effects
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._unanswered += message["type"] == "beat"
+        super()._say(message)
+
+    def _on(self, message: Mapping[str, Any], now: float) -> None:
+        self._unanswered -= message["type"] == "beat"
+        super()._on(message, now)
 
     def _revoked(self, message: Mapping[str, Any]) -> None:
         self._say({"type": "ack", "epoch": message["epoch"], "term": message["term"]})

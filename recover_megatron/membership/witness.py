@@ -61,6 +61,12 @@ class Witness:
         with self._client.condition:
             self._client.perform(self._core.ended(worker, how[:256]))
 
+    def catch_up(self, timeout: float | None = None) -> None:
+        """Wait until all is heard that the coordinator has said by now; at most ``timeout`` seconds."""
+        with self._client.condition:
+            self._client.perform(self._core.ask())
+            self._client.condition.wait_for(lambda: self._core.out is not None or self._core.up_to_date, timeout)
+
     def wait_out(self, timeout: float | None = None) -> MembershipError | None:
         """Wait until ``out`` is known, at most ``timeout`` seconds."""
         with self._client.condition:

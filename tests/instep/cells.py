@@ -34,7 +34,6 @@ WHEN = ("first", "later", "last")
 BEFORE_THE_COMMIT = ("data", "forward", "backward", "reduce-scatter", "all-gather", "agree")
 IN_A_MICROBATCH = ("data", "forward", "backward")
 IN_THE_RING = ("reduce-scatter", "all-gather")
-IN_THE_MAIN_THREAD = [phase for phase in PHASES if phase not in IN_THE_RING]
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,15 @@ def cells() -> list[Cell]:
 
 
 def drawn(seed: int) -> list[Cell]:
-    """One cell for each phase and layout."""
+    """Every phase in half of the layouts that have it, a cell each."""
     source = random.Random(f"cells {seed}")
-    every = cells()
-    groups = dict.fromkeys((cell.layout, cell.phase) for cell in every)
-    return [source.choice([c for c in every if (c.layout, c.phase) == group]) for group in groups]
+    chosen = []
+    for phase in PHASES:
+        every = [cell for cell in cells() if cell.phase == phase]
+        layouts = list(dict.fromkeys(cell.layout for cell in every))
+        for layout in source.sample(layouts, (len(layouts) + 1) // 2):
+            chosen.append(source.choice([cell for cell in every if cell.layout == layout]))
+    return chosen
 
 
 def case_of(cell: Cell, seed: int, iterations: int = ITERATIONS) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from recover_megatron.membership.errors import EXIT_NO_REPLICA, EXIT_SAME_FAULT
 from recover_megatron.report.steps import read_steps
 from tests.forkserver import ForkServer
+from tests.instep.cells import EVERYTHING
 from tests.instep.conftest import Reference
 from tests.instep.runs import LAYOUTS, SAMPLES, Case, Layout, Result, Strike, check, check_steps_until
 
@@ -18,11 +20,12 @@ pytestmark = pytest.mark.slow
 DP4 = LAYOUTS[0]
 TP2 = Layout("tp2-dp2", 2, tensor=2)
 PP2 = Layout("pp2-dp2", 2, pipeline=2)
-TP2_PP2 = LAYOUTS[-1]
+ENDS = list(itertools.product([TP2, PP2, LAYOUTS[-1]], ["forward", "agree", "recovery"]))
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, TP2_PP2], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("phase", ["forward", "agree", "recovery"])
+@pytest.mark.parametrize(
+    ("layout", "phase"), ENDS if EVERYTHING else ENDS[::4], ids=lambda part: getattr(part, "name", part)
+)
 def test_without_a_complete_replica_the_survivors_end_with_10_and_say_what_was_lost(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, phase: str
 ) -> None:

@@ -23,7 +23,7 @@ def test_a_run_whose_last_members_left_in_order_ends_with_0_whoever_died_before(
     assert launch.out.count("MEMBERS [0, 1, 2]") == 3
     assert "worker 1" in launch.err
     assert "killed by SIGKILL" in launch.err
-    assert code == 0
+    assert code == 0, launch.err
     events = [json.loads(line) for line in (bench.folder / "logs" / "events-0.jsonl").read_text().splitlines()]
     assert [event["code"] for event in events if event["event"] == "stop"] == [0]
 
@@ -58,7 +58,7 @@ def test_the_secret_is_in_no_command_line_and_in_no_log(bench):
         """
     )
     code, launch = bench.run("--log-dir", "logs", script, "kept")
-    assert code == 0
+    assert code == 0, launch.err
     assert "SEEN 0" in launch.out
     secret = (bench.folder / "kept").read_bytes()
     assert len(secret) == 64
@@ -94,9 +94,9 @@ GIVES_UP = """
 
 @pytest.mark.parametrize("when", ["at once", "in an epoch"])
 def test_a_run_that_a_worker_gives_up_ends_with_its_code_whatever_the_workers_exit_with(bench, when):
-    code, launch = bench.run("--nproc-per-node", 3, bench.script(GIVES_UP), when)
+    code, launch = bench.run("--nproc-per-node", 3, "--log-dir", "logs", bench.script(GIVES_UP), when)
     assert launch.out.count("LOST the disk is full") == 3
-    assert code == 42
+    assert code == 42, launch.err
 
 
 SAYS_LAST_WORDS = """
@@ -123,7 +123,7 @@ SAYS_LAST_WORDS = """
 def test_a_fault_that_every_replica_repeats_ends_the_run_with_1(bench):
     code, launch = bench.run("--nproc-per-node", 3, bench.script(SAYS_LAST_WORDS))
     assert "LOST iteration 7 raises ValueError: bad wherever it is run: on worker" in launch.out
-    assert code == 1
+    assert code == 1, launch.err
 
 
 COMMAND_LINES = """
@@ -143,11 +143,11 @@ COMMAND_LINES = """
 def test_the_coordinators_get_the_times_of_the_scripts_flags(bench):
     flags = ["--recover-heartbeat-interval", "0.5", "--recover-heartbeat-timeout=3", "--recover-hang-timeout", "30"]
     code, launch = bench.run(bench.script(COMMAND_LINES), "--num-layers", 2, *flags)
-    assert code == 0
+    assert code == 0, launch.err
     assert launch.out.count("--heartbeat-interval 0.5 --heartbeat-timeout 3.0 --hang-timeout 30.0") >= 2
 
 
 def test_bad_times_are_left_to_the_script_to_refuse(bench):
     code, launch = bench.run(bench.script(COMMAND_LINES), "--recover-heartbeat-interval", "9")
-    assert code == 0
+    assert code == 0, launch.err
     assert launch.out.count("--heartbeat-interval 1.0 --heartbeat-timeout 5.0 --hang-timeout 60.0") >= 2

@@ -78,6 +78,7 @@ def test_a_node_that_dies_whole_takes_neither_the_coordinator_nor_the_store_from
 ) -> None:
     """Node 0 hosts the coordinator that leads, and the store."""
     started = launches(bench, 3, REPOSITORY / "examples" / "plain_pytorch.py", "--iterations", ITERATIONS)
+    started[0].wait_for("all 3 nodes take part")
     wait_for_iteration(bench, 2 * victim, 10)
     kill_node(started[victim])
     survivors = [launch for node, launch in enumerate(started) if node != victim]

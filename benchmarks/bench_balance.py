@@ -1,0 +1,80 @@
+"""What a replica at half speed costs, with and without --recover-balance.
+
+    python benchmarks/bench_balance.py --pace 0.1 --workers 4 --microbatches 32
+
+Four replicas of one worker each; a microbatch takes --pace seconds, on the slow one twice as long (slept, see
+paced_pretrain.py).  Three runs: all equally fast; one slow; one slow with --recover-balance.  The bound is what the
+workers' joint speed allows: (n) / (n - 1/2) of the time when all are fast, rounded to whole microbatches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from recover_megatron.report.steps import read_steps  # noqa: E402
+from recover_megatron.workload import quotas  # noqa: E402
+from tests.forkserver import ForkServer  # noqa: E402
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT  # noqa: E402
+
+SCRIPT = str(REPOSITORY / "benchmarks" / "paced_pretrain.py")
+
+
+def measure(server: ForkServer, paces: list[float], options: argparse.Namespace, *flags: str) -> dict[str, Any]:
+    """Median seconds of an iteration of one run, the first ones dropped, and its last quotas."""
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary)
+        argv = [SCRIPT, *MODEL, *MOCK, *NO_DROPOUT, "--micro-batch-size", "1", "--recover", *flags]
+        argv += ["--global-batch-size", str(options.microbatches), "--train-iters", str(options.iterations)]
+        argv += ["--recover-log-dir", temporary]
+        environment = {"BENCH_PACES": ",".join(map(str, paces))}
+        run = server.run(len(paces), argv, out, environment=environment, timeout=600)
+        assert run.ok, run.tail()
+        steps = list(read_steps(out / "steps.jsonl"))[options.drop :]
+        return {
+            "seconds": statistics.median(step.seconds for step in steps),
+            "quotas": {replica: len(ids) for replica, ids in steps[-1].microbatches.items()},
+            "loss": steps[-1].loss,
+        }
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--pace", type=float, default=0.1, help="seconds for one microbatch on a fast worker")
+    parser.add_argument("--iterations", type=int, default=14)
+    parser.add_argument("--drop", type=int, default=4, help="first iterations that are not counted")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    fast = [options.pace] * options.workers
+    slow = [*fast[:-1], 2 * options.pace]
+    with ForkServer() as server:
+        rows = {
+            "all fast": measure(server, fast, options),
+            "one at half speed": measure(server, slow, options),
+            "one at half speed, --recover-balance": measure(server, slow, options, "--recover-balance"),
+        }
+    base = rows["all fast"]["seconds"]
+    best = quotas(options.microbatches, range(options.workers), speeds={n: 1 / pace for n, pace in enumerate(slow)})
+    bound = max(best[n] * pace for n, pace in enumerate(slow)) / (options.microbatches / options.workers * options.pace)
+    print("| | iteration, s | over all fast | quotas | loss |\n|---|---|---|---|---|")
+    for name, row in rows.items():
+        shares = ", ".join(map(str, row["quotas"].values()))
+        print(f"| {name} | {row['seconds']:.3f} | {row['seconds'] / base:.3f} | {shares} | {row['loss']:.6f} |")
+    print(f"\nno sharing of whole microbatches is better than {bound:.3f} times all fast")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
