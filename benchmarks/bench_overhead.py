@@ -7,7 +7,8 @@ each (ABBA): whatever else the machine does slows both alike.  The clock is the 
 iteration lasts from one train_step to the next, all that Megatron does in between included; the first of a block, after
 the pause, is dropped.  Each pair of neighbouring blocks gives one ratio of medians; the table has the median of the
 ratios with their quartiles, the same of the processor time of all workers (which other work on the machine hardly
-changes), and the relative difference of the losses after the last iteration.
+changes), and the relative difference of the losses after the last iteration.  With --microbatch-seconds each worker
+plays a device of fixed speed, so that the processors are free most of the time.
 
 --profile DIR writes cProfile dumps of worker 0's main thread.  --json FILE writes every measurement.
 """
@@ -78,6 +79,8 @@ def compare(servers: dict[str, ForkServer], workers: int, flags: list[str], opti
             folders[side].mkdir()
             turns[side] = Turns(folders[side], workers)
             environment = {"BENCH_OUT": str(folders[side]), "BENCH_BLOCK": str(options.block)}
+            if options.microbatch_seconds:
+                environment["BENCH_MICROBATCH"] = str(options.microbatch_seconds)
             if options.profile:
                 environment["BENCH_PROFILE"] = str(options.profile / f"{name}-{side}.prof")
             argv = [SCRIPT, *flags, *more]
@@ -151,6 +154,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=17, help="turns of each side")
     parser.add_argument("--overlap", choices=["no", "yes", "both"], default="both", help="--overlap-grad-reduce")
     parser.add_argument("--log-interval", type=int, default=10, help="Megatron's")
+    parser.add_argument("--microbatch-seconds", type=float, default=0.0, help="of a device that a worker plays")
     parser.add_argument("--flags", default="", help="more flags for both sides")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one comparison")
     parser.add_argument("--profile", type=Path)
