@@ -59,6 +59,7 @@ class Coordinator(Epochs):
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         """Apply one event. Changes of membership are collected until ``Settle``, which must follow each batch."""
         self._effects = []
+        self._now = now
         self._due |= not isinstance(event, Settle) and not (
             isinstance(event, Received) and event.message["type"] in ("heartbeat", "join")
         )
@@ -89,7 +90,7 @@ class Coordinator(Epochs):
             if waited and event.message["type"] in ("attach", "attach_witness"):
                 self._send([event.session], self._farewell)
                 self._do(Close(event.session))
-                self._untold.discard(event.message.get("worker", -1))
+                self._untold -= {event.message.get("worker"), event.message.get("node")}
             else:
                 self._refuse(event.session, "this coordinator has stopped")
         if waited and (not self._untold or now >= self.deadline):

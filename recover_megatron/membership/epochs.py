@@ -68,7 +68,8 @@ class Epochs(Roster):
         self._stuck_epochs = 0
         self._words: dict[int, LastWords] = {}  # by worker
         self._farewell: dict[str, Any] = {}  # the stop message, once there is one
-        self._untold: set[int] = set()  # who is still to get it; when there is nobody left, the coordinator ends
+        self._untold: set[int | str] = set()  # workers and launchers still to get it; then the coordinator ends
+        self._now = now  # the time of the event that is being handled
         self._revoked_at = 0.0
 
     # -- epochs -------------------------------------------------------------------------------------------------------
@@ -290,17 +291,25 @@ class Epochs(Roster):
 
         A worker's word holds for those, too, that have not come to the open rendezvous yet: they are waited for, as
         long as the rendezvous would have, and told. (Any other reason may be this coordinator's alone: let them try
-        another.)
+        another.) Launchers that workers have named and that have not come yet, in a run shorter than their way here,
+        are waited for, too: they need the exit code. Not where another coordinator may go on.
         """
+        workers: set[int] = set()
+        nodes: set[str] = set()
         if by is not None and self.state is State.RENDEZVOUS:
-            self._untold = {w.number for w in map(self.workers.get, self.opened.members) if w and w.session is None}
-            self._untold &= self._with_fate(Fate.LIVE)
+            members = self.opened.members & self._with_fate(Fate.LIVE)
+            workers = {n for n in members if self.workers[n].session is None}
+        if by is not None or code != EXIT_LOST_MAJORITY:
+            nodes = {w.witness for w in self.workers.values() if w.witness and w.witness not in self.witnesses}
+        until = [self._patience] * bool(workers) + [self._now + self.settings.heartbeat_timeout] * bool(nodes)
+        self._untold = workers | nodes
+        self.deadline = max(until, default=math.inf)
         self.state = State.STOPPED
-        self.deadline = self._patience if self._untold else math.inf
         self._changes = []
         self._log("stop", code=code, reason=reason)
-        message = {"type": "stop", "code": code, "reason": reason[:2000]}
-        self._farewell = message if by is None else {**message, "by": by}
+        self._farewell = {"type": "stop", "code": code, "reason": reason[:2000], "epoch": self.formed.epoch}
+        if by is not None:
+            self._farewell["by"] = by
         self._send(sorted(self._sessions), self._farewell)
         if not self._untold:
             self._do(Exit(code, reason))

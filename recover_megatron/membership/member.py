@@ -60,6 +60,8 @@ class Follower:
         self.stage = Stage.SEEKING
         self.out: MembershipError | None = None
         self.presentation = Presentation()
+        self.last_epoch = 0
+        """The last epoch of a run that has stopped, as its coordinator told."""
         self.deadline = now
         self._hello = dict(hello)
         self._candidates = candidates
@@ -169,6 +171,7 @@ class Follower:
             case "fenced":
                 self._leave_with(Fenced(message["reason"]))
             case "stop":
+                self.last_epoch = message["epoch"]
                 self._leave_with(CoordinatorLost(message["reason"], message["code"], message.get("by")))
             case "revoke" if message["term"] >= self.presentation.term:
                 self._follow(message)

@@ -160,7 +160,12 @@ TO_MEMBER: Mapping[str, Schema] = {
     "commit": {"epoch": (_EPOCH, True), "iteration": (_ITERATION, True)},
     "kill": {"worker": (_WORKER, True), "reason": (_NOTE, True)},
     "fenced": {"reason": (_NOTE, True)},
-    "stop": {"reason": (_NOTE, True), "code": (_integer(0, 255), True), "by": (_WORKER, False)},
+    "stop": {
+        "reason": (_NOTE, True),
+        "code": (_integer(0, 255), True),
+        "epoch": (_EPOCH, True),
+        "by": (_WORKER, False),
+    },
     "noted": {},
 }
 

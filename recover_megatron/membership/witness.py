@@ -44,7 +44,7 @@ class Witness:
     @property
     def epoch(self) -> int:
         """The last epoch that was formed, as far as this launcher was told; 0: no worker has come yet."""
-        return self._core.presentation.formed.epoch
+        return max(self._core.presentation.formed.epoch, self._core.last_epoch)
 
     @property
     def led(self) -> bool:

@@ -221,6 +221,36 @@ def test_who_never_comes_is_not_waited_for_longer_than_the_start_of_the_run_woul
     assert stops(world) == [(7, "no data")]
 
 
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_launcher_that_comes_after_the_end_of_a_short_run_is_told_how_it_ended(given_up: bool) -> None:
+    world = World(2, nodes=1)
+    world.frozen.add("node0")
+    world.run_fairly(2.0)
+    for w in (0, 1):
+        member = world.worker(w)
+        world._member_effects(f"w{w}", member.end_run(7, "no data") if given_up else member.leave())
+    world.dead |= set() if given_up else {"w0", "w1"}
+    while not stops(world):
+        world.deliver(*next(pair for pair in world.deliverable() if pair[1] == "up"))
+    assert [code for code, _ in stops(world)] == [7 if given_up else 0]
+    assert 0 in world.coordinators
+    world.frozen.clear()
+    world.run_fairly(2.0)
+    launcher = world.members["node0"]
+    assert isinstance(launcher.out, CoordinatorLost)
+    assert (launcher.out.code, launcher.last_epoch) == (7 if given_up else 0, 1)
+    assert 0 not in world.coordinators
+
+
+def test_a_launcher_that_never_comes_does_not_keep_the_coordinator() -> None:
+    world = World(2, nodes=1)
+    world.frozen.add("node0")
+    world.run_fairly(2.0)
+    world._member_effects("w0", world.worker(0).end_run(7, "no data"))
+    world.run_fairly(SETTINGS.heartbeat_timeout + 3)
+    assert 0 not in world.coordinators
+
+
 # -- last words -------------------------------------------------------------------------------------------------------
 
 ERROR = "RuntimeError: the loss is not a number"

@@ -155,7 +155,7 @@ def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_r
         joiner.join(30)
         assert [plan.epoch for plan in plans] == [1]
         assert session.wait_revoked(30)
-        coordinator.say({"type": "stop", "code": 0, "reason": "the test is over"})
+        coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 1})
         with pytest.raises(CoordinatorLost):
             session.join({})
         coordinator.sock.close()
