@@ -88,7 +88,7 @@ def decide(epoch: int, statuses: Mapping[int, Status], grid: LaunchGrid, *, mult
     spares = tuple(sorted(set(statuses) - working))
     at = max((status.at for status in told.values()), default=0)
     begun = {replica: status for replica, status in told.items() if status.at == at and status.step}
-    newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint))
+    newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=Status(None))
     if not begun:
         return Decision(epoch, replicas, spares, newest.iteration, newest.checkpoint, at)
     totals = {status.total for status in begun.values()}

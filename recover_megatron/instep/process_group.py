@@ -28,6 +28,9 @@ from torch.distributed import distributed_c10d as c10d
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.instep.recovery import Recovery
 
+WORLD = "world"
+"""Label of the default group."""
+
 
 class Mode(Enum):
     """See the module's text."""
@@ -64,6 +67,13 @@ class Traffic:
         if self.recovery is None or not self.recovery.started:
             return group.workers
         return group.among(self.recovery.live)
+
+    def agreement_is_enough(self, group: EpochGroup) -> bool:
+        """Carry out a barrier of all workers outside sections: that all have reported one more decision is one."""
+        if self.mode is not Mode.OPEN or self.recovery is None or group.label != WORLD:
+            return False
+        self.recovery.section("barrier", lambda: None)
+        return True
 
     def run(self, group: EpochGroup, operation: Operation, alone: Callable[[], None]) -> None:
         """Carry out one operation.  ``alone``: its effect if this worker were the only member."""
@@ -247,6 +257,8 @@ class EpochGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> dist.Work:
+        if self._traffic.agreement_is_enough(self):
+            return _done()
         return self._run(lambda on: on.barrier(opts or dist.BarrierOptions()))
 
     def monitored_barrier(self, *unused: Any, **unused_too: Any) -> None:

@@ -20,7 +20,7 @@ from megatron.training import get_args, global_vars, initialize
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.inside import InsideGroups
 from recover_megatron.instep.plan import Decision
-from recover_megatron.instep.process_group import EpochGroup, Traffic, register, renumber
+from recover_megatron.instep.process_group import WORLD, EpochGroup, Traffic, register, renumber
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.layout import lanes_of
 
@@ -60,7 +60,7 @@ class Groups:
                 result = original(*args, **kwargs)
             default = dist.distributed_c10d._get_default_group()
             everyone = tuple(range(dist.get_world_size()))
-            register(EpochGroup(self.traffic, default, everyone, self._me, "world"))
+            register(EpochGroup(self.traffic, default, everyone, self._me, WORLD))
             # Sample counts and learning rates go by the launch's size, whoever is left.
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
