@@ -268,6 +268,8 @@ def test_a_fault_that_a_loader_process_meets_is_the_one_met_on_the_spot() -> Non
 
     with pytest.raises(ValueError, match="rotten") as on_the_spot:
         Reads()[0]
+    batches = iter(torch.utils.data.DataLoader(Reads(), num_workers=1))
     with pytest.raises(ValueError, match="rotten") as in_a_process:
-        next(iter(torch.utils.data.DataLoader(Reads(), num_workers=1)))
+        next(batches)
+    batches._shutdown_workers()  # the error holds them, and they hold our pipes, the one to the fork server, too
     assert signature(in_a_process.value) == signature(on_the_spot.value) == "ValueError: sample 0 is rotten"
