@@ -135,7 +135,7 @@ class FaultTolerance:
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = None
         print(
-            f"recover: worker {self._me} has no place any more ({reason[:300]}); it waits as a spare",
+            f"recover: worker {self._me} has no place any more ({reason[:120]}); it waits as a spare",
             file=sys.stderr,
             flush=True,
         )
