@@ -101,8 +101,9 @@ class Traffic:
         generation = self.recovery.generation
         self.recovery.strike("traffic")
         try:
-            backend = generation.control(group.label, self.members(group))
-            backend.wait(backend.call(operation))
+            with self.recovery.waiting(f"{group.label} operation"):
+                backend = generation.control(group.label, self.members(group))
+                backend.wait(backend.call(operation))
         except PeerLost as lost:
             generation.end(str(lost))
             raise EpochRevoked(generation.number, str(lost)) from lost

@@ -22,8 +22,14 @@ import os
 import sys
 import threading
 import time
+<<<<<<< HEAD
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+=======
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+>>>>>>> matrix
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked
@@ -81,6 +87,7 @@ class Recovery:
         """The one that this worker has begun last."""
         self.phase = ""
         """What it was doing when it last said so."""
+        self._allow = 0.0
         self._balanced: dict[int, int] | None = None
         self._shares: dict[tuple[int, int], list[list[int]]] = {}
         session.on_revoke(self._revoked)
@@ -149,10 +156,20 @@ class Recovery:
 
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress: see ``Session.mark``."""
-        self.microbatch, self.phase = microbatch, phase
+        self.microbatch, self.phase, self._allow = microbatch, phase, allow
         if self.session.committed == 0:
             allow += FIRST_SECONDS
         self.session.mark(self.hooks.iteration(), phase, microbatch, waiting, allow)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Wait for others in the middle of a phase: so who hangs meanwhile is known by the wait."""
+        phase, microbatch, allow = self.phase, self.microbatch, self._allow
+        self.mark(what, microbatch=microbatch, waiting=True)
+        try:
+            yield
+        finally:
+            self.mark(phase, microbatch=microbatch, allow=allow)
 
     def strike(self, phase: str) -> None:
         """Fault injection."""
