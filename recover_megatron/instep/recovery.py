@@ -22,14 +22,9 @@ import os
 import sys
 import threading
 import time
-<<<<<<< HEAD
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-=======
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
->>>>>>> matrix
+from dataclasses import replace
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked
