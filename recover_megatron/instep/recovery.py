@@ -24,59 +24,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.instep.errors import NoReplica, Orphaned
 from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.hooks import Hooks, Loss, nothing
 from recover_megatron.instep.plan import Decision, Status, decide
+from recover_megatron.instep.spare import LINGER_SECONDS, Spare
 from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
 from recover_megatron.membership.session import Session
 from recover_megatron.workload import assign, quotas
 
-LINGER_SECONDS = 10.0
-"""How long a worker that is out of the run, or whose run has ended, waits for its main thread; then it just ends."""
 FIRST_SECONDS = 600.0
 """What the first decision may take beyond the hang timeout between two marks: kernels are compiled in it."""
 BLAME_SECONDS = 1.0
 """How long to wait for the news of a death after my replica's communication failed, before saying so myself."""
-
-
-def _nothing(*unused: Any) -> None:
-    pass
-
-
-@dataclass
-class Hooks:
-    """What the training framework does at turning points.  All but ``planned`` may be called from another thread."""
-
-    abort_replica: Callable[[], None] = _nothing
-    """End all communication inside this worker's replica."""
-    planned: Callable[[Decision], None] = _nothing
-    """A new epoch: ranks and roles may have moved.  In the main thread."""
-    last_checkpoint: Callable[[], str] = lambda: "none was written"
-    strike: Callable[[str], None] = _nothing
-    """Fault injection: a phase was reached."""
-    describe: Callable[[Decision], dict[str, Any]] = lambda decision: {}
-    """What else the event of a new plan should say."""
-    log: Callable[..., None] = _nothing
-    """``log(event, **fields)``: into events.jsonl."""
-    iteration: Callable[[], int] = lambda: 0
-    """The training iteration under way, from 1."""
-
-
-@dataclass
-class Loss:
-    """Workers that an epoch found missing."""
-
-    iteration: int
-    workers: list[int]
-    replicas: list[int] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return f"iteration {self.iteration}: {', '.join(map(str, self.workers))}"
 
 
 class Recovery:
@@ -109,15 +74,10 @@ class Recovery:
         self._at = 0
         self._pending: Decision | None = None
         self._lock = threading.Lock()
-        self._spare: threading.Thread | None = None
+        self._spare: Spare | None = None
         self._finished = False
-        self._code = 0
-        self.ended_because = ""
-        """Why a spare's wait was over."""
         self.section_kind = ""
         """What the last section was, or is."""
-        self._arrived = threading.Event()
-        self._spare_over = threading.Event()
         self.microbatch: int | None = None
         """The one that this worker has begun last."""
         self.phase = ""
@@ -244,7 +204,7 @@ class Recovery:
         self.mark("agree", waiting=True)
         self.session.agree(number)
 
-    def section(self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = _nothing) -> Any:
+    def section(self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = nothing) -> Any:
         """Run something that needs all workers to its end: again from the start when an epoch ends in the middle.
 
         ``run`` must either raise ``EpochRevoked`` or have no effect that a second run would double; ``reset`` undoes
@@ -289,22 +249,25 @@ class Recovery:
         self.strike("recovery")
         self._join(status)
 
-    def _join(self, status: Status) -> None:
-        started = time.perf_counter()
-        plan = self.session.join(status.to_json(), "asked for by a worker")
+    def meet(self, status: Status, reason: str) -> tuple[Decision, Loss | None]:
+        """Join the next epoch: what it decided, and whom it found missing.  For the main thread and for the spare's."""
+        plan = self.session.join(status.to_json(), reason)
         statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
         decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-        lost = self._note_losses(decision)
-        if len(decision.replicas) < self._min_replicas:
-            self._give_up(decision)
+        return decision, self._note_losses(decision)
+
+    def _join(self, status: Status) -> None:
+        started = time.perf_counter()
+        decision, lost = self.meet(status, "asked for by a worker")
+        self.give_up_unless_enough(decision)
         if self.replica not in decision.replicas:
             self._orphan("a worker of its replica has no place any more")
             raise Orphaned(f"replica {self.replica} is broken")
         self._balanced = None
         with self._lock:
             self._decision = decision
-            self._generation = Generation(plan.epoch, self.me, self._fabric)
-        if self.session.revoked or self.session.epoch != plan.epoch:
+            self._generation = Generation(decision.epoch, self.me, self._fabric)
+        if self.session.revoked or self.session.epoch != decision.epoch:
             self._generation.end("the epoch was over before its groups were opened")
         self._pending = decision if decision.step else None
         if status.at == decision.at:
@@ -337,7 +300,10 @@ class Recovery:
         """Everybody at launch."""
         return sorted(worker for replica in self.grid.replicas for worker in replica)
 
-    def _give_up(self, decision: Decision) -> None:
+    def give_up_unless_enough(self, decision: Decision) -> None:
+        """End the run, for all, if too few replicas are left; raises ``NoReplica``, which says who was lost when."""
+        if len(decision.replicas) >= self._min_replicas:
+            return
         lost = "; ".join(map(str, self.losses))
         wanted = f"{self._min_replicas} are wanted" if self._min_replicas > 1 else "one is needed"
         message = (
@@ -359,11 +325,10 @@ class Recovery:
             self.session.wait_revoked(BLAME_SECONDS)
         self._orphan(f"{type(error).__name__}: {error}"[:500])
 
-    def wait_as_spare(self) -> int:
-        """Wait for the end of the run, in the main thread; returns the exit code (why: ``ended_because``)."""
-        self._arrived.set()
-        self._spare_over.wait()
-        return self._code
+    def wait_as_spare(self) -> tuple[int, str]:
+        """Wait for the end of the run, in the main thread; returns the exit code, and why it ended."""
+        assert self._spare is not None
+        return self._spare.wait()
 
     def _leave_if_orphan(self) -> None:
         if self.orphaned or self._lost_of_mine():
@@ -397,39 +362,11 @@ class Recovery:
         with self._lock:
             if self._spare is not None:
                 return
-            self._spare = threading.Thread(target=self._be_spare, args=(note,), name="spare", daemon=True)
+            self._spare = Spare(self, replace(self._status(), replica=None, note=note))
         if self._generation is not None:
             self._generation.end(note)
         self.hooks.abort_replica()
         self._spare.start()
-
-    def _be_spare(self, note: str) -> None:
-        """In the spare's thread.  ``decision`` stays that of the epoch in which the main thread may still be."""
-        mine = replace(self._status(), replica=None, note=note)
-        try:
-            while True:
-                plan = self.session.join(mine.to_json(), f"replica {self.replica} is broken: {note}")
-                statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
-                decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
-                self._note_losses(decision)
-                # Should nobody else be left, the last words are this worker's: it remembers what the others told.
-                mine = replace(mine, iteration=decision.iteration, checkpoint=decision.checkpoint)
-                if not decision.replicas and self.session.left:
-                    self.session.leave()
-                    break
-                if len(decision.replicas) < self._min_replicas:
-                    self._give_up(decision)
-                self.session.idle()
-                self.session.wait_revoked()
-        except NoReplica as nobody:
-            self._code, self.ended_because = EXIT_NO_REPLICA, str(nobody)
-        except CoordinatorLost as lost:
-            self._code, self.ended_because = lost.code, str(lost)
-        except Fenced as fenced:
-            self._code, self.ended_because = EXIT_FENCED, str(fenced)
-        self._spare_over.set()
-        if not self._arrived.wait(LINGER_SECONDS):
-            os._exit(self._code)
 
     def _out(self, reason: str) -> None:
         """This worker is out; a main thread that is stuck inside its replica must not keep the process."""

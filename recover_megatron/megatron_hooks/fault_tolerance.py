@@ -34,8 +34,9 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.errors import NoReplica, Orphaned
 from recover_megatron.instep.faults import is_communication, signature
 from recover_megatron.instep.generation import Fabric
+from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.plan import Decision
-from recover_megatron.instep.recovery import Hooks, Recovery
+from recover_megatron.instep.recovery import Recovery
 from recover_megatron.megatron_hooks import data, seams
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Records
@@ -134,12 +135,12 @@ class FaultTolerance:
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = None
         print(
-            f"recover: worker {self._me} has no place any more ({reason[:300]}); it waits as a spare",
+            f"recover: worker {self._me} has no place any more ({reason[:120]}); it waits as a spare",
             file=sys.stderr,
             flush=True,
         )
-        code = recovery.wait_as_spare()
-        _end(code, f"the run has ended; spare worker {self._me} ends with it: {recovery.ended_because}")
+        code, reason = recovery.wait_as_spare()
+        _end(code, f"the run has ended; spare worker {self._me} ends with it: {reason}")
 
     # ---- making the parts
 

@@ -1,0 +1,44 @@
+"""What in-step recovery asks of the training framework at turning points, and what it remembers of losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from recover_megatron.instep.plan import Decision
+
+
+def nothing(*unused: Any) -> None:
+    pass
+
+
+@dataclass
+class Hooks:
+    """What the training framework does at turning points.  All but ``planned`` may be called from another thread."""
+
+    abort_replica: Callable[[], None] = nothing
+    """End all communication inside this worker's replica."""
+    planned: Callable[[Decision], None] = nothing
+    """A new epoch: ranks and roles may have moved.  In the main thread."""
+    last_checkpoint: Callable[[], str] = lambda: "none was written"
+    strike: Callable[[str], None] = nothing
+    """Fault injection: a phase was reached."""
+    describe: Callable[[Decision], dict[str, Any]] = lambda decision: {}
+    """What else the event of a new plan should say."""
+    log: Callable[..., None] = nothing
+    """``log(event, **fields)``: into events.jsonl."""
+    iteration: Callable[[], int] = lambda: 0
+    """The training iteration under way, from 1."""
+
+
+@dataclass
+class Loss:
+    """Workers that an epoch found missing."""
+
+    iteration: int
+    workers: list[int]
+    replicas: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}: {', '.join(map(str, self.workers))}"
