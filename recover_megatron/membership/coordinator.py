@@ -104,6 +104,8 @@ class Coordinator(Epochs):
         peer = self._sessions.get(session)
         if peer is not None:
             peer.heard = now
+            if isinstance(peer, Worker):
+                peer.progress.heard = now
             if isinstance(peer, Witness):
                 self._from_witness(peer, session, message, now)
             else:
@@ -135,7 +137,7 @@ class Coordinator(Epochs):
         worker.idle_in = message.get("idle", 0)
         self._joined -= self.state is State.RENDEZVOUS and worker.joined == self.opened.epoch
         worker.joined, worker.formed_epoch = 0, message["formed_epoch"]
-        worker.progress = Progress(worker.number, marked=now)
+        worker.progress = Progress(worker.number, marked=now, heard=now)
         self._log("attached", worker=worker.number, host=worker.host, pid=message["pid"])
         self._presented(session, message)
         if self.state is State.STEADY:

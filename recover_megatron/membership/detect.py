@@ -6,6 +6,9 @@ waiting just as long is *hung*: it holds up the run. When all wait for each othe
 long, no single worker is to blame: the epoch is *stuck*.
 
 A worker that makes marks is never hung, however slow it is; a worker that nobody waits for is never hung either.
+
+What a mark allows (a checkpoint, compilation) holds only while the worker is heard: its session has a thread of its
+own, which goes on while the main thread writes or compiles, and falls silent when the process is stopped.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ class Progress:
     """When that number last changed."""
     waiting_since: float | None = None
     allow: float = 0.0
+    heard: float | None = None
+    """When anything was last heard of it; None: not known."""
     iteration: int = 0
     phase: str = ""
 
@@ -44,13 +49,19 @@ def judge(group: Iterable[Progress], now: float, hang_timeout: float) -> Judgeme
     if not waiting:
         return Judgement()
     if len(waiting) == len(progress):
-        last = max(max(p.marked + p.allow for p in progress), *waiting)
+        last = max(max(p.marked + _allowed(p, now, hang_timeout) for p in progress), *waiting)
         return Judgement(stuck=now - last > hang_timeout)
     first = min(waiting)
     return Judgement(
         hung=[
             p.worker
             for p in progress
-            if p.waiting_since is None and now - max(p.marked, first) > hang_timeout + p.allow
+            if p.waiting_since is None and now - max(p.marked, first) > hang_timeout + _allowed(p, now, hang_timeout)
         ]
     )
+
+
+def _allowed(progress: Progress, now: float, hang_timeout: float) -> float:
+    """What a mark allows, unless nothing has been heard of the worker for so long that its process must be stopped."""
+    silent = progress.heard is not None and now - progress.heard > hang_timeout
+    return 0.0 if silent else progress.allow

@@ -39,6 +39,15 @@ def test_a_declared_long_phase_is_no_hang_until_it_is_over() -> None:
     assert judge(group, now=111.0, hang_timeout=10.0).hung == [1]
 
 
+def test_what_a_mark_allows_holds_only_while_the_worker_is_heard() -> None:
+    waiting = Progress(0, waiting_since=0.0)
+    writes = Progress(1, allow=1000.0, heard=99.0)
+    stopped = Progress(1, allow=1000.0, heard=1.0)
+    assert judge([waiting, writes], now=100.0, hang_timeout=10.0).hung == []
+    assert judge([waiting, stopped], now=100.0, hang_timeout=10.0).hung == [1]
+    assert judge([waiting, stopped], now=9.0, hang_timeout=10.0).hung == []
+
+
 def test_when_all_wait_for_each_other_nobody_is_blamed() -> None:
     judgement = judge([Progress(n, marked=0.0, waiting_since=1.0) for n in range(3)], now=12.0, hang_timeout=10.0)
     assert judgement.stuck
