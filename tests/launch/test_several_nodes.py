@@ -13,6 +13,8 @@ from .conftest import REPOSITORY, Bench, Launch, alive, eventually, processes_wi
 from .test_control_plane import USES_IT
 from .test_store import UNTIL_TOLD, free_port
 
+pytestmark = pytest.mark.slow
+
 SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}
 ITERATIONS = 40
 STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
