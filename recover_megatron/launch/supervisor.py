@@ -437,7 +437,7 @@ class Supervisor:
         code = self._exit_code(verdict)
         if any(worker.pid is not None for worker in self._workers.values()):
             self._console.say(messages.summary(list(self._workers.values()), code))
-            if code != 0 and self._control and self._control.verdict() == code:
+            if self._control and verdict is not None and code == verdict != 0:
                 self._console.say(f"the run was ended: {self._control.reason}")
         self._flush_output()
         if self._control:
