@@ -1,0 +1,183 @@
+"""Placement: orphans of several broken replicas, and spares, are put together into new replicas.
+
+The workers of a column hold the same parameters, so any live worker of a position can stand there in any replica.  A
+worker of another position can, too, once it has built the model of that one and has got the parameters.  So it goes
+in two steps, with time between them:
+
+    orphans, spares, joiners --place--> new replicas, of those who stand where they are needed: they compute at once
+                                \
+                                 `----> rebuild: the fewest others that should change position
+                                             |   not ready: counted on, left alone
+                                             v
+                                        ready at the new position --place--> more new replicas
+
+A tensor-parallel group must lie in one node (but with ``cross_node``): T workers of a node, one at each position
+of the group, are a **team**, and a replica is one team of each group.  So with everybody ready and free to move, the
+most replicas that the live workers of the nodes allow are
+
+    (sum over nodes of live // T) // G              T workers in a team, G teams in a replica
+
+and a new replica of what stands already takes exactly G from that sum: forming it now never costs one later.
+
+`teams` plans the changes of position.  All of it is a function of its arguments, whatever their order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from recover_megatron.workload.teams import Counts, Holding, plan_teams
+
+Team = tuple[int, ...]
+"""The workers of a tensor group, in the order of its positions."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a replica is made of."""
+
+    size: int
+    """Workers of a replica: its positions are 0..size-1."""
+    tensor: tuple[tuple[int, ...], ...]
+    """The positions of each tensor-parallel group."""
+    cross_node: bool = False
+    """A tensor-parallel group need not lie in one node."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless the groups are of one size and have every position exactly once."""
+        if self.size < 1 or sorted(p for group in self.tensor for p in group) != list(range(self.size)):
+            raise ValueError(f"the tensor groups {self.tensor} do not have each of {self.size} positions once")
+        if len({len(group) for group in self.tensor}) > 1 or not all(self.tensor):
+            raise ValueError(f"the tensor groups {self.tensor} differ in size, or are empty")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A live worker that is in no whole replica."""
+
+    position: int | None
+    """What its model was built for, or is being built for; None: for nothing yet (a hot spare, a joiner)."""
+    node: str
+    fixed: bool = False
+    """It cannot change position now: its main thread has not come free, or it is just building."""
+    ready: bool = True
+    """It may be placed now, at its position."""
+
+    @property
+    def movable(self) -> bool:
+        """Whether it may be told to build another model; who is on its way to its position is left alone."""
+        return not self.fixed and (self.ready or self.position is None)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What to do with the candidates."""
+
+    replicas: Mapping[int, tuple[int, ...]]
+    """The new replicas: id -> workers by position, in the order of the ids."""
+    rebuild: Mapping[int, int]
+    """Worker -> the position that it should build its model for, so that there can be more; in the order of workers."""
+    spares: tuple[int, ...]
+    """Workers without a place now, those in ``rebuild`` among them, in order."""
+
+
+def place(whole: Collection[int], candidates: Mapping[int, Candidate], shape: Shape, slots: int) -> Placement:
+    """New replicas of the ``candidates``, beside the ``whole`` ones, and what should be rebuilt for more of them.
+
+    ``whole``: the ids of the complete replicas; they are left alone.  New ones take the lowest free ids of
+    range(``slots``), and are as many as can be formed of workers that are ready at their own position.
+
+    ``rebuild`` is for what is left after that, and brings it to as many replicas as it allows, with the fewest changes
+    of position: exactly so while no candidate is bound to its position (``fixed``, or not ready); else by a good greedy
+    rule, which is done better when they have come free.  On each node those without a model go first, then those
+    that stand where there are too many; of equals the ones with the lowest ids keep their position.
+
+    Raises ValueError for a candidate with a position outside of the shape, more whole replicas than ``slots``, or one
+    whose id is not in range(``slots``).
+    """
+    if foreign := sorted(set(whole) - set(range(slots))):
+        raise ValueError(f"whole replicas {foreign}, but there is room for {slots} only")
+    for worker, candidate in sorted(candidates.items()):
+        if candidate.position is not None and not 0 <= candidate.position < shape.size:
+            raise ValueError(f"worker {worker} is at position {candidate.position} of {shape.size}")
+    free = [replica for replica in range(slots) if replica not in set(whole)]
+    formed = _form(candidates, shape, len(free))
+    replicas = dict(zip(free, formed, strict=False))
+    placed = {worker for workers in formed for worker in workers}
+    rest = {worker: candidates[worker] for worker in sorted(candidates) if worker not in placed}
+    rebuild = _rebuilds(rest, shape, len(free) - len(formed))
+    return Placement(replicas, dict(sorted(rebuild.items())), tuple(rest))
+
+
+def _form(candidates: Mapping[int, Candidate], shape: Shape, most: int) -> list[tuple[int, ...]]:
+    """The new replicas, at most ``most``, by their lowest workers."""
+    ready: dict[int, list[int]] = defaultdict(list)
+    # Who cannot move is worth less to the replicas that need a rebuild: use it here.  So do teams of such workers.
+    for worker in sorted(candidates, key=lambda worker: (candidates[worker].movable, worker)):
+        position = candidates[worker].position
+        if candidates[worker].ready and position is not None:
+            ready[position].append(worker)
+    teams = [_teams([ready[p] for p in group], candidates, shape.cross_node) for group in shape.tensor]
+    count = min(most, *map(len, teams))
+    chosen = [sorted(of_group[:count], key=min) for of_group in teams]
+    formed = []
+    for teams_of_replica in zip(*chosen, strict=True):
+        places = [
+            (position, worker)
+            for group, team in zip(shape.tensor, teams_of_replica, strict=True)
+            for position, worker in zip(group, team, strict=True)
+        ]
+        formed.append(tuple(worker for _, worker in sorted(places)))
+    return formed
+
+
+def _teams(columns: list[list[int]], candidates: Mapping[int, Candidate], cross_node: bool) -> list[Team]:
+    """All teams of a group, the best to use first; ``columns``: who is ready at each of its positions."""
+    by_node: dict[str, list[list[int]]] = defaultdict(lambda: [[] for _ in columns])
+    for index, column in enumerate(columns):
+        for worker in column:
+            by_node[candidates[worker].node][index].append(worker)
+    teams = [team for node in sorted(by_node) for team in zip(*by_node[node], strict=False)]
+    teams.sort(key=lambda team: (sum(candidates[worker].movable for worker in team), min(team)))
+    if cross_node:  # after those within a node, which take one from every column: no team is lost by that
+        used = {worker for team in teams for worker in team}
+        teams += zip(*([worker for worker in column if worker not in used] for column in columns), strict=False)
+    return teams
+
+
+def _rebuilds(rest: Mapping[int, Candidate], shape: Shape, wanted: int) -> dict[int, int]:
+    """Worker -> new position, for ``wanted`` more replicas of ``rest``, or as many as there can be."""
+    by_node: dict[str, list[int]] = defaultdict(list)
+    for worker, candidate in rest.items():
+        if candidate.movable or candidate.position is not None:
+            by_node["" if shape.cross_node else candidate.node].append(worker)
+    nodes = [workers for _, workers in sorted(by_node.items()) if len(workers) >= len(shape.tensor[0])]
+    holdings = [_holding([rest[worker] for worker in workers], shape.size) for workers in nodes]
+    rebuild: dict[int, int] = {}
+    for workers, teams in zip(nodes, plan_teams(holdings, shape.tensor, wanted), strict=True):
+        if any(teams):
+            rebuild |= _changes({worker: rest[worker] for worker in workers}, shape, teams)
+    return rebuild
+
+
+def _holding(workers: Collection[Candidate], size: int) -> Holding:
+    standing = Counter(worker.position for worker in workers)
+    bound = Counter(worker.position for worker in workers if not worker.movable)
+    return Holding(
+        standing=tuple(standing[position] for position in range(size)),
+        bound=tuple(bound[position] for position in range(size)),
+        unbuilt=standing[None],
+    )
+
+
+def _changes(workers: Mapping[int, Candidate], shape: Shape, teams: Counts) -> dict[int, int]:
+    """Who of a node's ``workers`` builds what, so that it has these teams of each group."""
+    wanted = {position: count for group, count in zip(shape.tensor, teams, strict=True) for position in group}
+    standing: dict[int | None, list[int]] = defaultdict(list)
+    for worker in sorted(workers, key=lambda worker: (workers[worker].movable, worker)):  # who is bound stays
+        standing[workers[worker].position].append(worker)
+    surplus = [w for p, here in standing.items() if p is not None for w in here[wanted[p] :] if workers[w].movable]
+    missing = [p for p, count in sorted(wanted.items()) for _ in range(count - len(standing[p]))]
+    return dict(zip([*standing[None], *sorted(surplus)], missing, strict=False))

@@ -1,0 +1,191 @@
+"""How many teams of each tensor group a node is to have, so that the fewest workers change position.
+
+A **team** is T workers of one node, one at each position of a tensor-parallel group; a replica is one team of each of
+the G groups, each from any node.  A node with n workers has room for n // T teams.  A team costs as many changes as
+positions in it have nobody standing there:
+
+    positions   0  1 | 2  3        T = 2, G = 2; this node has 5 workers, so room for 2 teams
+    standing    2  1 | 0  1        a team of (0, 1) costs nothing, a second one costs 1 (who stands at 3 moves to 1),
+    unbuilt     1                  one of (2, 3) costs 1 (the worker without a model builds for 2)
+
+To choose what every node makes is a transportation problem: nodes supply room, groups want teams, and the cost of a
+node's n-th team of a group grows with n.  It is solved as such problems are, by cheapest paths.  A group that
+wants one more team finds
+
+    a node with room:   the node makes the team, and the path ends;
+    or a full node:     the node makes the team in place of one of another group, which then wants one more.
+
+With the cheapest path, and of these one of the fewest steps, what has been planned stays the cheapest plan for the
+teams that it has.  So the answer is exact, both in the number of teams and in the changes, as long as everybody may
+change position.  A worker that is **bound** to its position makes room differ by group (it is worth something only
+in the teams of its own), and to pack that exactly is as hard as bin packing; the same paths are then a good greedy
+rule that goes through feasible plans only.
+
+Nodes in the same state are interchangeable, so what is searched are states, not nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Counts = tuple[int, ...]
+"""One number for each tensor group."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The workers that a node has."""
+
+    standing: Counts
+    """By position: how many stand there, or will do so without being told."""
+    bound: Counts
+    """By position: how many of these cannot change to another one."""
+    unbuilt: int
+    """Workers without a position that can take any."""
+
+    @property
+    def movable(self) -> int:
+        """How many workers can be told to change position, or to take one."""
+        return self.unbuilt + sum(self.standing) - sum(self.bound)
+
+    def room(self, team_size: int) -> int:
+        """How many teams its workers are enough for."""
+        return (self.unbuilt + sum(self.standing)) // team_size
+
+
+def plan_teams(nodes: Sequence[Holding], tensor: Sequence[Sequence[int]], wanted: int) -> list[Counts]:
+    """For each of ``nodes`` how many teams of each group of ``tensor`` it is to have.
+
+    There are equally many teams of each group: ``wanted``, or as many as there can be.
+    """
+    team_size = len(tensor[0])
+    wanted = min(wanted, sum(node.room(team_size) for node in nodes) // len(tensor))
+    plan = _Plan(nodes, tensor)
+    for _ in range(wanted):
+        complete = list(plan.teams)
+        if not all(plan.one_more(group) for group in range(len(tensor))):
+            return complete
+    return plan.teams
+
+
+@dataclass(frozen=True, order=True)
+class _State:
+    """A kind of node (the index of its holding), and what it is to make."""
+
+    kind: int
+    teams: Counts
+
+
+@dataclass(frozen=True)
+class _Path:
+    """How a team more of the first group is made: each step is a group, the node's state, and what is dropped."""
+
+    cost: int = 0
+    steps: tuple[tuple[int, _State, int | None], ...] = ()
+    groups: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.cost, len(self.steps)
+
+    def then(self, cost: int, state: _State, dropped: int | None) -> _Path:
+        groups = self.groups if dropped is None else (*self.groups, dropped)
+        return _Path(self.cost + cost, (*self.steps, (self.groups[-1], state, dropped)), groups)
+
+
+@dataclass
+class _Plan:
+    """What the nodes are to make, and the cheapest ways to make more."""
+
+    nodes: Sequence[Holding]
+    tensor: Sequence[Sequence[int]]
+    teams: list[Counts] = field(init=False)
+    """By node: the plan."""
+    kinds: list[Holding] = field(init=False)
+    members: dict[_State, list[int]] = field(default_factory=dict)
+    """The nodes in each state, a heap."""
+    offers: dict[tuple[int, int | None], list[tuple[int, _State]]] = field(default_factory=dict)
+    """(group, dropped group or None) -> a heap of (cost, state).  Offers of states without a node are skipped."""
+
+    def __post_init__(self) -> None:
+        self.teams = [(0,) * len(self.tensor)] * len(self.nodes)
+        kinds = {holding: kind for kind, holding in enumerate(dict.fromkeys(self.nodes))}
+        self.kinds = list(kinds)
+        for node, holding in enumerate(self.nodes):
+            if holding.room(len(self.tensor[0])):
+                self._enter(node, _State(kinds[holding], self.teams[node]))
+
+    def one_more(self, group: int) -> bool:
+        """Plan a team more of ``group`` in the cheapest way; False if none was found (the plan is then void)."""
+        path = self._cheapest_path(group)
+        if path is None:
+            return False
+        for wants, state, dropped in path.steps:
+            if not self.members[state]:  # used up by an earlier step: only where workers are bound
+                return False
+            self._enter(heapq.heappop(self.members[state]), _State(state.kind, _changed(state.teams, wants, dropped)))
+        return True
+
+    def _cheapest_path(self, group: int) -> _Path | None:
+        """The least in cost, then in steps, over paths that want no group twice: Bellman and Ford's rounds."""
+        direct = self._best_offer(group, None)
+        if direct is not None and direct[0] == 0:
+            return _Path(groups=(group,)).then(*direct, None)
+        swaps = [(pair, offer) for pair in self.offers if pair[1] is not None and (offer := self._best_offer(*pair))]
+        reached = {group: _Path(groups=(group,))}
+        for _ in range(len(self.tensor)):
+            changed = False
+            for (wants, dropped), (cost, state) in swaps:
+                start = reached.get(wants)
+                if start is None or dropped is None or dropped in start.groups:
+                    continue
+                path = start.then(cost, state, dropped)
+                if dropped not in reached or path.rank < reached[dropped].rank:
+                    reached[dropped], changed = path, True
+            if not changed:
+                break
+        ends = [path.then(*offer, None) for g, path in reached.items() if (offer := self._best_offer(g, None))]
+        return min(ends, key=lambda path: (path.rank, path.groups), default=None)
+
+    def _best_offer(self, group: int, dropped: int | None) -> tuple[int, _State] | None:
+        heap = self.offers.get((group, dropped), [])
+        while heap and not self.members[heap[0][1]]:
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+    def _enter(self, node: int, state: _State) -> None:
+        """``node`` is in ``state`` from now on; if it is the only one, what it can do is offered."""
+        self.teams[node] = state.teams
+        members = self.members.setdefault(state, [])
+        heapq.heappush(members, node)
+        if len(members) > 1:
+            return
+        holding, groups = self.kinds[state.kind], range(len(self.tensor))
+        unused = holding.movable - sum(self._lacking(holding.bound, group, state.teams[group]) for group in groups)
+        takes, costs = self._next_team(holding.bound, state.teams), self._next_team(holding.standing, state.teams)
+        fewer = tuple(count - 1 for count in state.teams)
+        gives, saves = self._next_team(holding.bound, fewer), self._next_team(holding.standing, fewer)
+        for group in groups:
+            if takes[group] <= unused:
+                self._offer(costs[group], state, group, None)
+                continue
+            for dropped in groups:
+                if state.teams[dropped] and dropped != group and takes[group] - gives[dropped] <= unused:
+                    self._offer(costs[group] - saves[dropped], state, group, dropped)
+
+    def _offer(self, cost: int, state: _State, group: int, dropped: int | None) -> None:
+        heapq.heappush(self.offers.setdefault((group, dropped), []), (cost, state))
+
+    def _next_team(self, have: Counts, teams: Counts) -> Counts:
+        """For each group what one team more than ``teams`` lacks, of workers that there are ``have`` of by position."""
+        counts = enumerate(teams)
+        return tuple(self._lacking(have, group, n + 1) - self._lacking(have, group, n) for group, n in counts)
+
+    def _lacking(self, have: Counts, group: int, teams: int) -> int:
+        return sum(max(0, teams - have[position]) for position in self.tensor[group])
+
+
+def _changed(teams: Counts, more: int, fewer: int | None) -> Counts:
+    return tuple(count + (group == more) - (group == fewer) for group, count in enumerate(teams))
