@@ -27,8 +27,10 @@ Nodes in the same state are interchangeable, so what is searched are states, not
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Counts = tuple[int, ...]
 """One number for each tensor group."""
@@ -70,8 +72,7 @@ def plan_teams(nodes: Sequence[Holding], tensor: Sequence[Sequence[int]], wanted
     return plan.teams
 
 
-@dataclass(frozen=True, order=True)
-class _State:
+class _State(NamedTuple):
     """A kind of node (the index of its holding), and what it is to make."""
 
     kind: int
@@ -82,17 +83,20 @@ class _State:
 class _Path:
     """How a team more of the first group is made: each step is a group, the node's state, and what is dropped."""
 
-    cost: int = 0
+    cost: float = 0
     steps: tuple[tuple[int, _State, int | None], ...] = ()
     groups: tuple[int, ...] = ()
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[float, int]:
         return self.cost, len(self.steps)
 
     def then(self, cost: int, state: _State, dropped: int | None) -> _Path:
         groups = self.groups if dropped is None else (*self.groups, dropped)
         return _Path(self.cost + cost, (*self.steps, (self.groups[-1], state, dropped)), groups)
+
+
+_NEVER = _Path(cost=math.inf)
 
 
 @dataclass
@@ -133,19 +137,16 @@ class _Plan:
         direct = self._best_offer(group, None)
         if direct is not None and direct[0] == 0:
             return _Path(groups=(group,)).then(*direct, None)
-        swaps = [(pair, offer) for pair in self.offers if pair[1] is not None and (offer := self._best_offer(*pair))]
-        reached = {group: _Path(groups=(group,))}
-        for _ in range(len(self.tensor)):
-            changed = False
-            for (wants, dropped), (cost, state) in swaps:
-                start = reached.get(wants)
-                if start is None or dropped is None or dropped in start.groups:
-                    continue
-                path = start.then(cost, state, dropped)
-                if dropped not in reached or path.rank < reached[dropped].rank:
-                    reached[dropped], changed = path, True
-            if not changed:
-                break
+        reached = latest = {group: _Path(groups=(group,))}
+        for _ in self.tensor:
+            improved: dict[int, _Path] = {}
+            for wants, path in latest.items():
+                for dropped in range(len(self.tensor)):
+                    offer = None if dropped in path.groups else self._best_offer(wants, dropped)
+                    rank = improved.get(dropped, reached.get(dropped, _NEVER)).rank
+                    if offer is not None and (path.cost + offer[0], len(path.steps) + 1) < rank:
+                        improved[dropped] = path.then(*offer, dropped)
+            reached, latest = reached | improved, improved
         ends = [path.then(*offer, None) for g, path in reached.items() if (offer := self._best_offer(g, None))]
         return min(ends, key=lambda path: (path.rank, path.groups), default=None)
 
@@ -180,8 +181,7 @@ class _Plan:
 
     def _next_team(self, have: Counts, teams: Counts) -> Counts:
         """For each group what one team more than ``teams`` lacks, of workers that there are ``have`` of by position."""
-        counts = enumerate(teams)
-        return tuple(self._lacking(have, group, n + 1) - self._lacking(have, group, n) for group, n in counts)
+        return tuple(sum(have[p] <= teams[group] for p in self.tensor[group]) for group in range(len(teams)))
 
     def _lacking(self, have: Counts, group: int, teams: int) -> int:
         return sum(max(0, teams - have[position]) for position in self.tensor[group])
