@@ -139,7 +139,7 @@ def _teams(columns: list[list[int]], candidates: Mapping[int, Candidate], cross_
     for index, column in enumerate(columns):
         for worker in column:
             by_node[candidates[worker].node][index].append(worker)
-    teams = [team for node in sorted(by_node) for team in zip(*by_node[node], strict=False)]
+    teams = [team for here in by_node.values() for team in zip(*here, strict=False)]
     teams.sort(key=lambda team: (sum(candidates[worker].movable for worker in team), min(team)))
     if cross_node:  # after those within a node, which take one from every column: no team is lost by that
         used = {worker for team in teams for worker in team}
@@ -148,12 +148,12 @@ def _teams(columns: list[list[int]], candidates: Mapping[int, Candidate], cross_
 
 
 def _rebuilds(rest: Mapping[int, Candidate], shape: Shape, wanted: int) -> dict[int, int]:
-    """Worker -> new position, for ``wanted`` more replicas of ``rest``, or as many as there can be."""
+    """Worker -> new position, for ``wanted`` more replicas of ``rest`` (in order), or as many as there can be."""
     by_node: dict[str, list[int]] = defaultdict(list)
     for worker, candidate in rest.items():
         if candidate.movable or candidate.position is not None:
             by_node["" if shape.cross_node else candidate.node].append(worker)
-    nodes = [workers for _, workers in sorted(by_node.items()) if len(workers) >= len(shape.tensor[0])]
+    nodes = [workers for workers in by_node.values() if len(workers) >= len(shape.tensor[0])]
     holdings = [_holding([rest[worker] for worker in workers], shape.size) for workers in nodes]
     rebuild: dict[int, int] = {}
     for workers, teams in zip(nodes, plan_teams(holdings, shape.tensor, wanted), strict=True):

@@ -99,7 +99,8 @@ def checked(whole: list[int], candidates: Candidates, shape: Shape, slots: int) 
             assert shape.cross_node or len({candidates[workers[position]].node for position in group}) == 1
     assert set(placement.rebuild) <= set(placement.spares)
     for worker, position in placement.rebuild.items():
-        assert candidates[worker].movable
+        assert not candidates[worker].fixed
+        assert candidates[worker].ready or candidates[worker].position is None
         assert position in range(shape.size)
         assert position != candidates[worker].position
     assert len(placement.replicas) == min(slots - len(whole), most_standing(candidates, shape))
@@ -282,6 +283,11 @@ def test_a_fixed_worker_is_used_where_it_stands_and_the_free_one_is_kept_for_the
         4: Candidate(0, "a"),
     }
     assert place([], workers, PAIR, 2) == Placement({0: (2, 3)}, {4: 1}, (1, 4))
+
+
+def test_of_too_many_at_a_position_the_bound_one_stays() -> None:
+    workers = {1: Candidate(0, "a"), 2: Candidate(0, "a", fixed=True, ready=False)}
+    assert place([], workers, PAIR, 1) == Placement({}, {1: 1}, (1, 2))
 
 
 def test_a_tensor_group_moves_from_the_node_where_that_is_cheapest() -> None:
