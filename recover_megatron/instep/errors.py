@@ -17,3 +17,23 @@ class NoReplica(InStepError):
 
 class Disagreement(InStepError):
     """Workers tell of what no order of events explains, or a sum is not what was agreed: nothing is committed."""
+
+
+class StateLost(InStepError):
+    """Workers enough for a replica live, but nobody holds the state of one of its positions: exit code 12."""
+
+
+class RunOver(InStepError):
+    """The run is over for this worker, which has no place: ``code`` is the exit code, the text says why."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class OtherPosition(InStepError):
+    """This worker is wanted in another position: it builds the model of ``position``, and comes back."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"position {position} is wanted of this worker")
+        self.position = position

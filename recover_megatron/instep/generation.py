@@ -57,7 +57,7 @@ class _Column:
 
 
 class Generation:
-    """The groups of epoch ``number`` at worker ``me``."""
+    """The groups of epoch ``number`` at slot ``me``.  All members are slots (see ``grid``)."""
 
     def __init__(self, number: int, me: int, fabric: Fabric) -> None:
         self.number = number
@@ -75,6 +75,10 @@ class Generation:
     def end(self, reason: str) -> None:
         """Make every operation of this epoch fail, now and later; from any thread."""
         self._switch.throw(reason)
+
+    def on_end(self, call: Callable[[str], None]) -> None:
+        """Call ``call(reason)`` once, from any thread, when the epoch ends; at once if it has."""
+        self._switch.on_throw(lambda: call(self._switch.reason))
 
     def check(self) -> None:
         """Raise ``EpochRevoked`` if the epoch has ended."""

@@ -1,4 +1,8 @@
-"""The launch grid: which worker stands where.  Fixed for the life of a run; what changes is who of them is alive."""
+"""The launch grid: the places of a run.  It is fixed for the run's life; who stands where is each epoch's decision.
+
+A *slot* is a place, named by the id of the worker that had it at launch: slot = replicas[replica][position].  Groups,
+rings and ranks are made of slots, so they keep their names when somebody else takes a place.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LaunchGrid:
-    """Replicas of a launch, each with its workers by position.
+    """Replicas of a launch, each with its slots by position.
 
     ``lanes``: how many data-parallel ranks one replica holds (1; more where experts are spread over them).
-    ``lane_of[p]``: the lane of position p.
+    ``lane_of[p]``: the lane of position p.  ``tensor``: the size of a tensor-parallel group, whose positions follow each
+    other.
     """
 
     replicas: tuple[tuple[int, ...], ...]
     lanes: int
     lane_of: tuple[int, ...]
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        """Workers of a replica."""
+        return len(self.lane_of)
+
+    @property
+    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The positions of a replica, by tensor-parallel group."""
+        return tuple(tuple(range(at, at + self.tensor)) for at in range(0, self.size, self.tensor))
 
     @property
     def world(self) -> int:
         """Number of workers at launch."""
         return sum(len(replica) for replica in self.replicas)
 
-    def place(self, worker: int) -> tuple[int, int]:
-        """(replica, position) of a worker at launch."""
+    def place(self, slot: int) -> tuple[int, int]:
+        """(replica, position) of a slot; a worker's at launch."""
         for number, replica in enumerate(self.replicas):
-            if worker in replica:
-                return number, replica.index(worker)
-        raise ValueError(f"worker {worker} is in no replica")
+            if slot in replica:
+                return number, replica.index(slot)
+        raise ValueError(f"{slot} is in no replica")
 
-    def lane(self, worker: int) -> int:
-        """The lane of a worker in its replica."""
-        return self.lane_of[self.place(worker)[1]]
+    def lane(self, slot: int) -> int:
+        """The lane of a slot in its replica."""
+        return self.lane_of[self.place(slot)[1]]
 
 
 def launch_grid(
@@ -64,4 +80,4 @@ def launch_grid(
         for replica in range(ranks // lanes)
     )
     lane_of = tuple(lane for lane in range(lanes) for _ in range(pipeline * inner))
-    return LaunchGrid(replicas, lanes, lane_of)
+    return LaunchGrid(replicas, lanes, lane_of, tensor)

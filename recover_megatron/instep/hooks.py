@@ -28,6 +28,10 @@ class Hooks:
     """What else the event of a new plan should say."""
     log: Callable[..., None] = nothing
     """``log(event, **fields)``: into events.jsonl."""
+    version: Callable[[], int | None] = lambda: None
+    """How many iterations the parameters and the optimizer's state have seen; None: in the middle of one."""
+    digest: Callable[[], str] = lambda: ""
+    """Of that state, in the main thread."""
     iteration: Callable[[], int] = lambda: 0
     """The training iteration under way, from 1."""
 

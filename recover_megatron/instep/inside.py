@@ -1,7 +1,9 @@
-"""The groups inside a replica: torch's own, untouched, but for one thing: they can be ended from another thread.
+"""The groups inside a replica: they can be ended from another thread, and made again among other workers.
 
 A worker whose replica broke may wait in one of them for somebody who waits for somebody who is dead.  NCCL has an
 abort; gloo has none, but wakes when the connections of a group are shut, so the connections are noted when it is made.
+
+    made at start-up (torch's own) --end()--> every operation fails --rebuild()--> made anew, with a switch of their own
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ import socket
 import threading
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
+
+from recover_megatron.collectives.epoch import Revocation
+from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.instep.generation import Generation
+from recover_megatron.instep.replica_group import ReplicaGroup
 
 
 def _connections() -> dict[int, tuple[int, ...]]:
@@ -36,8 +44,14 @@ class InsideGroups:
         self._store_port = store_port
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
+        self._groups: list[ReplicaGroup] = []
+        self._switch: Revocation | None = None
         self._lock = threading.Lock()
         self._ended = False
+
+    def keep(self, group: ReplicaGroup) -> None:
+        """One that ``rebuild`` makes anew."""
+        self._groups.append(group)
 
     def make(self, create: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
         """Make a group with ``create`` and note it.
@@ -77,8 +91,34 @@ class InsideGroups:
             if self._ended:
                 return
             self._ended = True
-        for sock in self._sockets:
+            sockets, self._sockets = self._sockets, []
+            nccl, self._nccl = self._nccl, []
+            switch = self._switch
+        for sock in sockets:
             with contextlib.suppress(OSError):  # the other end was faster
                 sock.shutdown(socket.SHUT_RDWR)
-        for group in self._nccl:
+            sock.close()
+        for group in nccl:
             threading.Thread(target=group.abort, name="ending a group of a broken replica", daemon=True).start()
+        if switch is not None:
+            switch.throw("the replica is broken")
+
+    def rebuild(
+        self, generation: Generation, replica: int, store: dist.Store, host: str, device: torch.device
+    ) -> None:
+        """Make all kept groups of several workers anew, among those who stand in ``replica`` in this epoch.
+
+        They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked`` and ``PeerLost``.
+        """
+        self.end()
+        switch = Revocation(generation.number)
+        with self._lock:
+            self._switch, self._ended = switch, False
+        made = threading.Event()
+        generation.on_end(lambda reason: None if made.is_set() else switch.throw(reason))
+        for group in self._groups:
+            if len(group.positions) > 1:
+                group.rebuild(store, f"inside/{generation.number}/{replica}", switch, host, device)
+        made.set()
+        if generation.over:
+            raise EpochRevoked(generation.number, "the epoch ended while the groups of a replica were made")

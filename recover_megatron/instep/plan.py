@@ -1,23 +1,30 @@
 """What an epoch decides, from what its members joined with: pure, the same answer on every worker.
 
 Every worker joins with a ``Status``; the coordinator gives all of them to all (one place, one order), and ``decide``
-makes of them which replicas work, and who runs what of the step under way.
+makes of them who works where, and who runs what of the step under way.
 
-    statuses --decide--> Decision:  replicas   whole, in this epoch
-                                    spares     live workers without a place
-                                    at         the newest decision that any replica works on
-                                    rerun      microbatches of that step that are in nobody's gradient, by replica, lane
+    statuses --decide--> Decision:  grid        the replicas of this epoch, each with its workers by position
+                                    spares      live workers without a place
+                                    at          the newest decision that any replica works on
+                                    rerun       microbatches of that step that are in nobody's gradient, by replica
+                                    regroup     new replicas can be put together where nobody is in a step
+                                    fresh       those that this epoch put together, and from whom they get their state
+
+The grid changes only where no replica is in the middle of anything: at the *boundary* before a step.  Everybody who
+sees ``regroup`` comes to an epoch of its own there, and that one places the spares.  When no replica is whole any more
+there is nobody to wait for: orphans that hold one version of the state between them begin again where it ends.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.workload import assemble, reassign
+from recover_megatron.workload import Candidate, Placement, Shape, place, reassign
 
 
 @dataclass(frozen=True)
@@ -26,16 +33,28 @@ class Status:
 
     replica: int | None
     """Its replica; None: a spare."""
+    position: int | None = None
+    """What its model is built for; None: for nothing (yet, or any more)."""
     at: int = 0
     """The decision that it works on (steps, evaluations and checkpoints are counted together), or has just finished."""
     step: bool = False
     """Whether that is a training step that has begun."""
+    boundary: bool = False
+    """Whether that is a training step that this worker is about to begin: it may get new mates, or a new state."""
     total: int = 0
     """Microbatches of that step, over all replicas."""
     ran: Sequence[int] = ()
     """Ids whose gradients the workers of this replica hold, all lanes together."""
     iteration: int = 0
     """The training iteration under way, from 1; a spare's: when it became one."""
+    version: int | None = None
+    """How many iterations its parameters and optimizer state have seen; None: not known, or of no use."""
+    digest: str = ""
+    """Of that state; empty: not taken."""
+    ready: bool = False
+    """A spare's: it could take a place now."""
+    node: str = ""
+    """Where it runs: a tensor-parallel group stays within one node."""
     checkpoint: str = ""
     """The last checkpoint that it knows of, in words."""
     note: str = ""
@@ -54,11 +73,22 @@ class Status:
 
 
 @dataclass(frozen=True)
+class Rules:
+    """What every worker of a run knows and no epoch changes."""
+
+    multiple_of: int = 1
+    """What every replica's number of microbatches must be a multiple of, per lane."""
+    cross_node: bool = False
+    """Whether a tensor-parallel group may reach over nodes."""
+
+
+@dataclass(frozen=True)
 class Decision:
     """See the module's text."""
 
     epoch: int
-    replicas: tuple[int, ...]
+    grid: Mapping[int, tuple[int, ...]]
+    """Replica -> its workers by position, in the order of the ids."""
     spares: tuple[int, ...]
     iteration: int = 0
     """The newest that anybody tells of."""
@@ -69,28 +99,237 @@ class Decision:
     """Whether ``at`` is a step that some replica has gradients of."""
     rerun: Mapping[int, list[list[int]]] = field(default_factory=dict)
     """Replica -> by lane, the ids to run on top of what it ran."""
+    regroup: bool = False
+    """Whether an epoch at the next boundary would have more replicas."""
+    fresh: tuple[int, ...] = ()
+    """The replicas that this epoch put together."""
+    version: int | None = None
+    """Of the state that the fresh replicas begin with."""
+    transfers: Mapping[int, int] = field(default_factory=dict)
+    """Worker that needs a state -> worker that gives it its own."""
+    mended: tuple[int, ...] = ()
+    """Those of them that had one, which differed from that of most of their column."""
+    rebuild: Mapping[int, int] = field(default_factory=dict)
+    """Spare -> position that it should build its model for."""
+    enough: int = 0
+    """How many replicas there are, or may be once all who are on their way have come."""
+    state_lost: bool = False
+    """Whether workers enough for a replica live, but a column's state is gone with all who held it."""
 
-    def workers(self, grid: LaunchGrid) -> list[int]:
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The ids of the replicas."""
+        return tuple(self.grid)
+
+    @property
+    def workers(self) -> list[int]:
         """All that have a place in this epoch, ascending."""
-        return sorted(worker for replica in self.replicas for worker in grid.replicas[replica])
+        return sorted(worker for workers in self.grid.values() for worker in workers)
+
+    def slots(self, launch: LaunchGrid) -> dict[int, int]:
+        """Slot -> worker that stands there, ascending."""
+        pairs = (
+            (slot, worker)
+            for replica, workers in self.grid.items()
+            for slot, worker in zip(launch.replicas[replica], workers, strict=True)
+        )
+        return dict(sorted(pairs))
+
+    def place(self, worker: int) -> tuple[int, int] | None:
+        """(replica, position) of a worker; None: it has no place."""
+        for replica, workers in self.grid.items():
+            if worker in workers:
+                return replica, workers.index(worker)
+        return None
 
 
-def decide(epoch: int, statuses: Mapping[int, Status], grid: LaunchGrid, *, multiple_of: int = 1) -> Decision:
+def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules: Rules | None = None) -> Decision:
     """The decision of an epoch whose members joined with ``statuses``.
 
-    ``multiple_of``: what every replica's number of re-run microbatches must be a multiple of, per lane.  Raises
-    Disagreement when the workers of one replica tell different things.
+    Raises Disagreement when the workers of one replica tell different things.
     """
-    placed = [worker for worker, status in statuses.items() if status.replica is not None]
-    replicas = tuple(assemble(placed, grid.replicas).replicas)
-    told = {replica: _told(replica, [statuses[worker] for worker in grid.replicas[replica]]) for replica in replicas}
-    working = {worker for replica in replicas for worker in grid.replicas[replica]}
-    spares = tuple(sorted(set(statuses) - working))
+    rules = rules or Rules()
+    whole = _whole(statuses, launch)
+    told = {replica: _told(replica, [statuses[worker] for worker in workers]) for replica, workers in whole.items()}
     at = max((status.at for status in told.values()), default=0)
     begun = {replica: status for replica, status in told.items() if status.at == at and status.step}
+    boundary = any(status.at == at and status.boundary for status in told.values()) and not begun
+    placement = _placement(whole, statuses, launch, rules)
+    grid, fresh, version = dict(whole), tuple[int, ...](), None
+    if not whole:
+        grid, version = _from_orphans(statuses, launch, rules)  # rarely anything: see there
+        fresh, at = tuple(grid), max((status.at for status in statuses.values()), default=0) + 1
+    elif boundary:
+        grid, fresh = dict(sorted({**whole, **placement.replicas}.items())), tuple(placement.replicas)
+        version = _version({status.version for status in told.values()})
+    transfers, mended = _transfers(whole, fresh, grid, statuses) if boundary else ({}, ())
     newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=Status(None))
-    if not begun:
-        return Decision(epoch, replicas, spares, newest.iteration, newest.checkpoint, at)
+    working = {worker for workers in grid.values() for worker in workers}
+    enough, state_lost = _prospects(whole, grid, statuses, launch, rules)
+    return Decision(
+        epoch,
+        grid,
+        tuple(sorted(set(statuses) - working)),
+        newest.iteration,
+        newest.checkpoint,
+        at,
+        bool(begun),
+        _lost(begun, list(grid), launch, rules) if begun else {},
+        regroup=bool(placement.replicas) and not boundary and bool(whole),
+        fresh=fresh,
+        version=version,
+        transfers=transfers,
+        mended=mended,
+        rebuild=placement.rebuild if whole else {},
+        enough=enough,
+        state_lost=state_lost,
+    )
+
+
+# ---- who stands where
+
+
+def _whole(statuses: Mapping[int, Status], launch: LaunchGrid) -> dict[int, tuple[int, ...]]:
+    """The replicas that are complete among those who say that they have a place."""
+    places: dict[int, dict[int, int]] = {}
+    for worker, status in statuses.items():
+        if status.replica is not None and status.position is not None:
+            its = places.setdefault(status.replica, {})
+            if status.position in its:
+                raise Disagreement(f"workers {its[status.position]} and {worker} both say they are in one place")
+            its[status.position] = worker
+    return {
+        replica: tuple(its[position] for position in range(launch.size))
+        for replica, its in sorted(places.items())
+        if len(its) == launch.size
+    }
+
+
+def _candidates(whole: Mapping[int, Sequence[int]], statuses: Mapping[int, Status]) -> dict[int, Candidate]:
+    """Everybody who could take a place: orphans on their way out of the training count as not ready yet.
+
+    Who is not ready and has no position is out for good: its training is over.
+    """
+    working = {worker for workers in whole.values() for worker in workers}
+    return {
+        worker: Candidate(status.position, status.node, fixed=not status.ready, ready=status.ready)
+        for worker, status in statuses.items()
+        if worker not in working and (status.ready or status.position is not None)
+    }
+
+
+def _placement(
+    whole: Mapping[int, Sequence[int]], statuses: Mapping[int, Status], launch: LaunchGrid, rules: Rules
+) -> Placement:
+    return place(set(whole), _candidates(whole, statuses), _shape(launch, rules), len(launch.replicas))
+
+
+def _shape(launch: LaunchGrid, rules: Rules) -> Shape:
+    return Shape(launch.size, launch.tensor_groups, rules.cross_node)
+
+
+def _from_orphans(
+    statuses: Mapping[int, Status], launch: LaunchGrid, rules: Rules
+) -> tuple[dict[int, tuple[int, ...]], int | None]:
+    """Nobody's replica is whole: the replicas that the orphans make, and the version of their state.
+
+    The newest version that orphans in all positions hold: that after the last iteration, or that before it.  The older
+    one means that a step is made again from the very state that it began with; that is decided only when everybody has
+    told.  What is older still is of no use: committed steps are not taken back.
+    """
+    on_their_way = any(not status.ready and status.position is not None for status in statuses.values())
+    candidates = _candidates({}, statuses)
+    last = max((status.iteration for status in statuses.values()), default=0) - 1
+    held = {statuses[worker].version for worker in candidates}
+    versions = sorted((version for version in held if version is not None and version >= last), reverse=True)
+    for version in versions[:1] if on_their_way else versions:
+        holders = {
+            worker: candidate
+            for worker, candidate in candidates.items()
+            if statuses[worker].version == version and statuses[worker].digest in _majority(statuses, worker, version)
+        }
+        found = place(set(), holders, _shape(launch, rules), len(launch.replicas)).replicas
+        if found:
+            return dict(sorted(found.items())), version
+    return {}, None
+
+
+def _version(told: set[int | None]) -> int | None:
+    """That of all replicas at a boundary: whoever has come there has done the same steps."""
+    if len(told) > 1:
+        raise Disagreement(f"replicas have seen different numbers of iterations before one step: {told}")
+    return told.pop()
+
+
+def _majority(statuses: Mapping[int, Status], worker: int, version: int) -> set[str]:
+    """The digest that most holders of a version have at this worker's position (of equally many the smallest)."""
+    position = statuses[worker].position
+    digests = [s.digest for s in statuses.values() if (s.position, s.version, s.ready) == (position, version, True)]
+    return {_most(digests)}
+
+
+def _most(values: Sequence[str]) -> str:
+    counts = Counter(values)
+    return min(counts, key=lambda value: (-counts[value], value))
+
+
+def _transfers(
+    whole: Mapping[int, tuple[int, ...]],
+    fresh: Sequence[int],
+    grid: Mapping[int, tuple[int, ...]],
+    statuses: Mapping[int, Status],
+) -> tuple[dict[int, int], tuple[int, ...]]:
+    """Who gets its state from whom: all of the fresh replicas, and who holds another state than most of its column."""
+    transfers: dict[int, int] = {}
+    mended = []
+    for position in range(len(next(iter(grid.values()), ()))):
+        column = [workers[position] for workers in whole.values()]
+        told = [worker for worker in column if statuses[worker].digest]
+        right = _most([statuses[worker].digest for worker in told]) if told else ""
+        donors = [worker for worker in column if not told or statuses[worker].digest == right]
+        wrong = [worker for worker in told if statuses[worker].digest != right]
+        mended += wrong
+        for number, worker in enumerate([*wrong, *(grid[replica][position] for replica in fresh)]):
+            transfers[worker] = donors[number % len(donors)]
+    return dict(sorted(transfers.items())), tuple(sorted(mended))
+
+
+def _prospects(
+    whole: Mapping[int, Sequence[int]],
+    grid: Mapping[int, Sequence[int]],
+    statuses: Mapping[int, Status],
+    launch: LaunchGrid,
+    rules: Rules,
+) -> tuple[int, bool]:
+    """How many replicas there may be when all have done what they are told, and whether only a lost state forbids it."""
+    candidates = {
+        worker: Candidate(candidate.position, candidate.node)
+        for worker, candidate in _candidates(whole, statuses).items()
+    }
+    shape, slots = _shape(launch, rules), len(launch.replicas)
+    first = place(set(whole), candidates, shape, slots)
+    rebuilt = {
+        worker: Candidate(first.rebuild.get(worker, candidate.position), candidate.node)
+        for worker, candidate in candidates.items()
+    }
+    number = len(whole) + len(place(set(whole), rebuilt, shape, slots).replicas)
+    if whole or grid:
+        return max(number, len(grid)), False
+    # Nobody computes: what counts is what the orphans hold between them, or may hold when they have come.
+    held = {s.position for s in statuses.values() if s.position is not None and (not s.ready or s.version is not None)}
+    waited = any(not status.ready and status.position is not None for status in statuses.values())
+    if waited and len(held) == launch.size and first.replicas:
+        return len(first.replicas), False
+    return 0, number > 0
+
+
+# ---- who runs what
+
+
+def _lost(
+    begun: Mapping[int, Status], replicas: Sequence[int], launch: LaunchGrid, rules: Rules
+) -> dict[int, list[list[int]]]:
+    """The microbatches of the step under way that are in nobody's gradient, shared out: replica -> by lane."""
     totals = {status.total for status in begun.values()}
     if len(totals) > 1:
         raise Disagreement(f"replicas disagree on the microbatches of one step: {sorted(totals)}")
@@ -102,8 +341,7 @@ def decide(epoch: int, statuses: Mapping[int, Status], grid: LaunchGrid, *, mult
     late = {replica: 0 for replica in replicas if replica not in begun}
     # Whoever has not begun has all of its share still to run; the others have finished theirs and wait.
     before = dict.fromkeys(replicas, 0) if not late else {**load, **late}
-    shares = reassign(lost, grid.lanes, replicas, load=before, multiple_of=multiple_of * grid.lanes)
-    return Decision(epoch, replicas, spares, newest.iteration, newest.checkpoint, at, True, shares)
+    return reassign(lost, launch.lanes, replicas, load=before, multiple_of=rules.multiple_of * launch.lanes)
 
 
 def _told(replica: int, statuses: Sequence[Status]) -> Status:
@@ -112,7 +350,7 @@ def _told(replica: int, statuses: Sequence[Status]) -> Status:
     But for one case: a decision is over, one worker has heard so and begun the next, and the coordinator died before
     all were told.  The next plan tells the others; none of their replica can have run anything meanwhile.
     """
-    newest = max(statuses, key=lambda status: (status.at, status.step))
+    newest = max(statuses, key=lambda status: (status.at, status.step, status.boundary))
     for status in statuses:
         if status.at == newest.at and status.step == newest.step and set(status.ran) != set(newest.ran):
             raise Disagreement(f"workers of replica {replica} ran different microbatches: {status} and {newest}")

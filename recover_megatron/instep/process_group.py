@@ -47,10 +47,11 @@ Operation = Callable[[Any], Any]
 
 
 class Traffic:
-    """Routes the operations of all ``EpochGroup``s of a worker."""
+    """Routes the operations of all ``EpochGroup``s of a worker, which stands (or will stand) in ``slot``."""
 
-    def __init__(self) -> None:
-        self.mode = Mode.STARTING
+    def __init__(self, slot: int, mode: Mode = Mode.STARTING) -> None:
+        self.mode = mode
+        self.slot = slot
         self.recovery: Recovery | None = None
 
     @contextmanager
@@ -63,10 +64,15 @@ class Traffic:
             self.mode = before
 
     def members(self, group: EpochGroup) -> tuple[int, ...]:
-        """The workers of a group that have a place now, in its order."""
+        """The slots of a group in which somebody stands now, in its order."""
         if self.recovery is None or not self.recovery.started:
             return group.workers
         return group.among(self.recovery.live)
+
+    @property
+    def me(self) -> int:
+        """This worker's slot."""
+        return self.slot if self.recovery is None or not self.recovery.started else self.recovery.slot
 
     def agreement_is_enough(self, group: EpochGroup) -> bool:
         """Carry out a barrier of all workers outside sections: that all have reported one more decision is one."""
@@ -115,17 +121,27 @@ def _copy(target: torch.Tensor, source: torch.Tensor, at: int) -> None:
 
 
 class EpochGroup(dist.ProcessGroup):
-    """See the module's text.  ``workers``: ids at launch, in rank order; ``original``: torch's group of all of them."""
+    """See the module's text.  ``workers``: slots, in rank order; ``original``: torch's group of those who were there at
+    launch (None where this worker was not: ``Mode.STARTING`` is not for it).
 
-    def __init__(self, traffic: Traffic, original: dist.ProcessGroup, workers: tuple[int, ...], me: int, label: str):
-        self._rank_at_launch = workers.index(me)
+    ``mates``: another group that carries messages inside the replica, and the slots of its members in rank order.
+    """
+
+    def __init__(
+        self, traffic: Traffic, original: dist.ProcessGroup | None, workers: tuple[int, ...], label: str
+    ) -> None:
         self.workers = workers
         self.label = label
-        self.original = original
-        self._me = me
+        self._original = original
+        self.mates: tuple[dist.ProcessGroup, tuple[int, ...]] | None = None
         self._traffic = traffic
         self._among: tuple[frozenset[int] | None, tuple[int, ...]] = (None, ())
-        super().__init__(self._rank_at_launch, len(workers))
+        super().__init__(workers.index(traffic.me), len(workers))
+
+    @property
+    def original(self) -> dist.ProcessGroup:
+        assert self._original is not None, "this worker was not there when the groups of the launch were made"
+        return self._original
 
     # ---- who
 
@@ -136,8 +152,8 @@ class EpochGroup(dist.ProcessGroup):
         return self._among[1]
 
     def rank(self) -> int:
-        members = self._traffic.members(self)
-        return members.index(self._me) if self._me in members else -1
+        members, me = self._traffic.members(self), self._traffic.me
+        return members.index(me) if me in members else -1
 
     def size(self) -> int:
         return len(self._traffic.members(self))
@@ -145,43 +161,47 @@ class EpochGroup(dist.ProcessGroup):
     getRank, getSize = rank, size
 
     def name(self) -> str:
-        return self.original.name()
+        return self._original.name() if self._original is not None else self.label
 
     getBackendName = name
 
     @property
     def group_name(self) -> str:
-        return self.original.group_name
+        return self._original.group_name if self._original is not None else f"{self.label} {self.workers}"
 
     def getGroupName(self) -> str:
-        return self.original.group_name
+        return self.group_name
 
     @property
     def group_desc(self) -> str:
-        return self.original.group_desc
+        return self._original.group_desc if self._original is not None else self.label
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return self.original._device_types
+        return self._original._device_types if self._original is not None else [torch.device("cpu")]
 
     @property
     def bound_device_id(self) -> torch.device | None:
-        return self.original.bound_device_id
+        return self._original.bound_device_id if self._original is not None else None
 
     def _get_backend(self, device: torch.device) -> Any:
         return self.original._get_backend(device)
 
     def set_timeout(self, timeout: Any) -> None:
-        self.original.set_timeout(timeout)
+        if self._original is not None:
+            self._original.set_timeout(timeout)
 
     def _set_default_timeout(self, timeout: Any) -> None:
-        self.original._set_default_timeout(timeout)
+        if self._original is not None:
+            self._original._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        self.original.shutdown()
+        if self._original is not None:
+            self._original.shutdown()
 
     def abort(self) -> None:
-        self.original.abort()
+        if self._original is not None:
+            self._original.abort()
 
     # ---- collectives, as torch.distributed calls them
 
@@ -209,7 +229,7 @@ class EpochGroup(dist.ProcessGroup):
         """The caller made room for who was there when it asked: a loss meanwhile leaves the last places as is."""
 
         def start(on: Any) -> Any:
-            size = self.size() if on is not self.original else len(self.workers)
+            size = self.size() if on is not self._original else len(self.workers)
             return on.allgather([output[:size] for output in outputs], inputs, opts or dist.AllgatherOptions())
 
         def alone() -> None:
@@ -222,7 +242,7 @@ class EpochGroup(dist.ProcessGroup):
         """As ``allgather``."""
 
         def start(on: Any) -> Any:
-            size = self.size() if on is not self.original else len(self.workers)
+            size = self.size() if on is not self._original else len(self.workers)
             room = output.view(-1)[: size * tensor.numel()]
             return on._allgather_base(room, tensor.reshape(-1), opts or dist.AllgatherOptions())
 
@@ -266,16 +286,21 @@ class EpochGroup(dist.ProcessGroup):
         self.barrier()
 
     # Point-to-point messages stay inside a replica (an interleaved pipeline of two stages sends them over the default
-    # group): torch's own group carries them, whatever the mode, under the ranks of the launch.
+    # group): torch's own group carries them, whatever the mode, under the ranks of the launch, or ``mates`` does.
 
     def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
-        return self.original.send(tensors, self._at_launch(to), tag)
+        group, rank = self._carrier(to)
+        return group.send(tensors, rank, tag)
 
     def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:
-        return self.original.recv(tensors, self._at_launch(source), tag)
+        group, rank = self._carrier(source)
+        return group.recv(tensors, rank, tag)
 
-    def _at_launch(self, rank: int) -> int:
-        return self.workers.index(self._traffic.members(self)[rank])
+    def _carrier(self, rank: int) -> tuple[dist.ProcessGroup, int]:
+        slot = self._traffic.members(self)[rank]
+        if self.mates is not None:
+            return self.mates[0], self.mates[1].index(slot)
+        return self.original, self.workers.index(slot)
 
 
 def _done() -> dist.Work:
@@ -284,10 +309,9 @@ def _done() -> dist.Work:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
-def register(group: EpochGroup) -> None:
+def register(group: dist.ProcessGroup, original: dist.ProcessGroup) -> None:
     """Make torch.distributed know the group in place of its original."""
     world = c10d._world
-    original = group.original
     is_default = original is world.default_pg
     world.pg_map[group] = world.pg_map[original]
     world.pg_names[group] = world.pg_names[original]
@@ -299,19 +323,35 @@ def register(group: EpochGroup) -> None:
         world.default_pg = group
 
 
-def renumber(ranks: dict[int, int]) -> None:
-    """Rewrite torch's map from global ranks to group ranks: ``ranks`` gives each worker's new global rank.
+def register_new(group: dist.ProcessGroup, slots: tuple[int, ...], backend: str, *, default: bool = False) -> None:
+    """Make torch.distributed know a group that has no original."""
+    world = c10d._world
+    world.pg_map[group] = (backend, None)
+    world.pg_names[group] = f"{group.group_name} {len(world.pg_names)}"
+    world.pg_group_ranks[group] = {slot: at for at, slot in enumerate(slots)}
+    world.pg_backend_config[group] = str(dist.BackendConfig(dist.Backend(backend)))
+    if default:
+        c10d._update_default_pg(group)
 
-    Workers without one keep a rank that nobody uses, so that the groups of a broken replica stay well-formed.
+
+def renumber(ranks: dict[int, int]) -> None:
+    """Rewrite torch's map from global ranks to group ranks: ``ranks`` gives each slot's new global rank.
+
+    Slots without one keep a rank that nobody uses, so that the groups of a broken replica stay well-formed.
     """
     world = c10d._world
     for group, known in list(world.pg_group_ranks.items()):
         if isinstance(group, EpochGroup):
-            members = [worker for worker in group.workers if worker in ranks]
-            world.pg_group_ranks[group] = {ranks[worker]: at for at, worker in enumerate(members)}
+            members = [slot for slot in group.workers if slot in ranks]
+            world.pg_group_ranks[group] = {ranks[slot]: at for at, slot in enumerate(members)}
         else:
-            launch = _launch_ranks.setdefault(group, list(known))
-            world.pg_group_ranks[group] = {ranks.get(worker, -1 - worker): at for at, worker in enumerate(launch)}
+            slots = _slots_of.setdefault(group, list(known))
+            world.pg_group_ranks[group] = {ranks.get(slot, -1 - slot): at for at, slot in enumerate(slots)}
 
 
-_launch_ranks: dict[dist.ProcessGroup, list[int]] = {}
+def stands_in(group: dist.ProcessGroup, slots: list[int]) -> None:
+    """Tell ``renumber`` in which slots the members of a group inside a replica stand."""
+    _slots_of[group] = slots
+
+
+_slots_of: dict[dist.ProcessGroup, list[int]] = {}

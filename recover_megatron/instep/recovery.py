@@ -1,16 +1,20 @@
 """A worker's part in the run: epochs, decisions, sections that are tried again, and what becomes of an orphan.
 
                  rendezvous                              rendezvous
-    PLACED(e) -------------> PLACED(e+1) ...  PLACED(e) ------------> no complete replica: the run ends, exit code 10
-        |
-        |  a worker of my own replica is gone (the session's thread sees it in the revoke; or my replica's
-        |  communication fails, which may be earlier)
-        v
-    SPARE --(joins every epoch without a place)--> the run's end
+    PLACED(e) -------------> PLACED(e+1) ...  PLACED(e) ------------> too few replicas: the run ends, exit code 10
+        |    ^
+        |    '-- an epoch at a boundary puts it into a new replica -------------.
+        |  a worker of my own replica is gone (the session's thread sees it in  |
+        |  the revoke; or my replica's communication fails, maybe earlier)      |
+        v                                                                       |
+    SPARE --(joins every epoch without a place: spare.py)-----------------------+--> the run's end
 
 Everything that needs workers of other replicas is part of a *decision*: a training step, an evaluation, a checkpoint, a
 barrier.  Every worker passes the same decisions in the same order and numbers them; a decision is over when all have
 reported it done (``agree``), and whoever is told otherwise meets the others and, but for a step, starts it again.
+
+Before a step lies a *boundary*: where a plan has said that spares make new replicas, all meet there once more, and the
+plan of that epoch places them.  The step that follows is their first decision.
 
 An orphan's main thread may be stuck in a call that nothing wakes, so it is the session's thread that sees to it that
 the others need not wait: it shuts the replica's connections and starts the thread that joins in the orphan's name.
@@ -28,13 +32,19 @@ from dataclasses import replace
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked
-from recover_megatron.instep.errors import NoReplica, Orphaned
+from recover_megatron.instep.errors import NoReplica, OtherPosition, Orphaned, RunOver, StateLost
 from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks, Loss, nothing
-from recover_megatron.instep.plan import Decision, Status, decide
-from recover_megatron.instep.spare import LINGER_SECONDS, Spare
-from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
+from recover_megatron.instep.plan import Decision, Rules, Status, decide
+from recover_megatron.instep.spare import LINGER_SECONDS, Over, Rebuild, Spare
+from recover_megatron.membership.errors import (
+    EXIT_FENCED,
+    EXIT_NO_REPLICA,
+    EXIT_STATE_LOST,
+    CoordinatorLost,
+    Fenced,
+)
 from recover_megatron.membership.session import Session
 from recover_megatron.workload import assign, quotas
 
@@ -55,22 +65,35 @@ class Recovery:
         fabric: Fabric,
         hooks: Hooks,
         *,
-        multiple_of: int = 1,
+        slot: int | None,
+        node: str = "",
+        rules: Rules | None = None,
         min_replicas: int = 1,
+        verify_interval: int = 0,
     ) -> None:
+        """``slot``: where this worker stands at launch; None: nowhere yet.  ``verify_interval``: see ``boundary``."""
         self.session = session
         self.me = me
         self.grid = grid
         self.hooks = hooks
-        self.replica, position = grid.place(me)
-        self.lane = grid.lane_of[position]
+        self._at_launch = slot is not None
+        self.slot, self.replica, self.lane = -1, -1, 0
+        self.position: int | None = None
+        """What this worker's model is built for."""
+        if slot is not None:
+            self._stand(*grid.place(slot))
         self.losses: list[Loss] = []
-        self._fabric = fabric
-        self._multiple_of = multiple_of
+        self._node = node
+        self.fabric = fabric
+        self._rules = rules or Rules()
         self._min_replicas = min_replicas
+        self._verify_interval = verify_interval
+        self._verified = 0
+        self._known: set[int] = set()
         self._generation: Generation | None = None
         self._decision: Decision | None = None
         self._live: tuple[Decision, frozenset[int]] | None = None
+        self._easing = False
         self._at = 0
         self._pending: Decision | None = None
         self._lock = threading.Lock()
@@ -84,7 +107,7 @@ class Recovery:
         """What it was doing when it last said so."""
         self._allow = 0.0
         self._balanced: dict[int, int] | None = None
-        self._shares: dict[tuple[int, int], list[list[int]]] = {}
+        self._shares: dict[tuple[int, int, bool], list[list[int]]] = {}
         session.on_revoke(self._revoked)
 
     # ---- views
@@ -114,11 +137,16 @@ class Recovery:
 
     @property
     def live(self) -> frozenset[int]:
-        """The workers that have a place; the same object as long as the decision is."""
+        """The slots in which somebody stands; the same object as long as the decision is."""
         decision = self.decision
         if self._live is None or self._live[0] is not decision:
-            self._live = decision, frozenset(decision.workers(self.grid))
+            self._live = decision, frozenset(decision.slots(self.grid))
         return self._live[1]
+
+    @property
+    def placed(self) -> bool:
+        """Whether this worker has a place in the present epoch."""
+        return self._decision is not None and self._decision.place(self.me) is not None
 
     def committed(self, number: int) -> bool:
         """Whether a decision is known to be over."""
@@ -128,7 +156,11 @@ class Recovery:
         """How many microbatches of a step of ``total`` each replica runs, by the present plan."""
         if self._balanced is not None and sum(self._balanced.values()) == total:
             return self._balanced
-        return quotas(total, self.decision.replicas, multiple_of=self.granularity)
+        replicas = self.decision.replicas
+        # A fresh replica begins its first step when it has got its state: it runs as little as can be of that one.
+        slow = {replica: 1e-9 for replica in self.decision.fresh} if self._easing else {}
+        speeds = dict.fromkeys(replicas, 1.0) | slow
+        return quotas(total, replicas, speeds=speeds, multiple_of=self.granularity)
 
     def rebalance(self, counts: dict[int, int]) -> None:
         """From the next step on, until the next plan, replicas run so many.  All workers must say the same."""
@@ -138,11 +170,11 @@ class Recovery:
     @property
     def granularity(self) -> int:
         """What the number of microbatches of a replica must be a multiple of."""
-        return self._multiple_of * self.grid.lanes
+        return self._rules.multiple_of * self.grid.lanes
 
     def share(self, total: int) -> list[list[int]]:
         """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
-        key = (self.decision.epoch, total)
+        key = (self.decision.epoch, total, self._easing)
         if key not in self._shares:
             replicas = self.decision.replicas
             every = assign(total, self.grid.lanes, replicas, self.counts(total), len(self.grid.replicas))
@@ -187,6 +219,29 @@ class Recovery:
         """The number of the next decision."""
         self._at += 1
         return self._at
+
+    def boundary(self, prepare: Callable[[], Any]) -> None:
+        """Before a step: meet the others once more if a plan has called for it.
+
+        ``prepare`` is called before and must be made of sections: what must not wait until new mates are here.  Every
+        ``verify_interval`` iterations all meet anyway: the digests of their states are compared (see ``plan``).
+        """
+        while self._wanted_at_boundary():
+            before = self.decision
+            prepare()
+            if self.decision is before:
+                self._verified = self.hooks.iteration()
+                status = self._status(at=self._at + 1, boundary=True, digest=self.hooks.digest())
+                self.rendezvous(status)
+        self._easing = self.decision.at == self._at + 1 and bool(self.decision.transfers)
+
+    def _wanted_at_boundary(self) -> bool:
+        if self._pending is not None and self._pending.at == self._at + 1:
+            return False  # others have begun this step: there will be another one
+        if self.decision.regroup:
+            return True
+        interval, iteration = self._verify_interval, self.hooks.iteration()
+        return interval > 0 and iteration % interval == 0 and self._verified != iteration
 
     def pending(self, number: int) -> Decision | None:
         """The plan of step ``number``, if the present epoch was made when others had begun it and this worker not."""
@@ -236,7 +291,8 @@ class Recovery:
 
     def _status(self, **fields: Any) -> Status:
         hooks = self.hooks
-        return Status(self.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **fields)
+        told = {"position": self.position, "version": hooks.version(), "node": self._node, **fields}
+        return Status(self.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **told)
 
     def rendezvous(self, status: Status) -> None:
         """Meet the others and take up the plan of the next epoch.
@@ -253,22 +309,17 @@ class Recovery:
         """Join the next epoch: what it decided, and whom it found missing.  For the main thread and for the spare's."""
         plan = self.session.join(status.to_json(), reason)
         statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
-        decision = decide(plan.epoch, statuses, self.grid, multiple_of=self._multiple_of)
+        decision = decide(plan.epoch, statuses, self.grid, self._rules)
         return decision, self._note_losses(decision)
 
     def _join(self, status: Status) -> None:
         started = time.perf_counter()
         decision, lost = self.meet(status, "asked for by a worker")
         self.give_up_unless_enough(decision)
-        if self.replica not in decision.replicas:
+        if decision.place(self.me) is None:
             self._orphan("a worker of its replica has no place any more")
             raise Orphaned(f"replica {self.replica} is broken")
-        self._balanced = None
-        with self._lock:
-            self._decision = decision
-            self._generation = Generation(decision.epoch, self.me, self._fabric)
-        if self.session.revoked or self.session.epoch != decision.epoch:
-            self._generation.end("the epoch was over before its groups were opened")
+        self._take_up(decision)
         self._pending = decision if decision.step else None
         if status.at == decision.at:
             self._pending = None
@@ -280,38 +331,68 @@ class Recovery:
             spares=list(decision.spares),
             lost_workers=lost.workers if lost else [],
             lost_replicas=lost.replicas if lost else [],
+            grid={str(replica): list(workers) for replica, workers in decision.grid.items()},
+            fresh=list(decision.fresh),
+            mended=list(decision.mended),
             seconds={"rendezvous": round(time.perf_counter() - started, 6)},
             **self.hooks.describe(decision),
         )
 
+    def _take_up(self, decision: Decision) -> None:
+        """Stand where the decision says, with groups that live as long as its epoch."""
+        place = decision.place(self.me)
+        assert place is not None
+        self._balanced = None
+        with self._lock:
+            self._stand(*place)
+            self._decision = decision
+            self._generation = Generation(decision.epoch, self.slot, self.fabric)
+        if self.session.revoked or self.session.epoch != decision.epoch:
+            self._generation.end("the epoch was over before its groups were opened")
+
+    def _stand(self, replica: int, position: int) -> None:
+        self.replica, self.position = replica, position
+        self.slot = self.grid.replicas[replica][position]
+        self.lane = self.grid.lane_of[position]
+
     def _note_losses(self, decision: Decision) -> Loss | None:
         """What is lost and was not noted yet; by the main thread and, where the replica broke, by the spare's."""
         with self._lock:
-            noted = {worker for loss in self.losses for worker in loss.workers}
-            missing = sorted({*self.grid_workers} - noted - {*decision.workers(self.grid), *decision.spares})
+            present = {*decision.workers, *decision.spares}
+            missing = sorted(self._known - present)
+            before = self._decision
+            # Places, not workers, tell what broke: at launch they are the same.
+            at_launch = {slot: number for number, slots in enumerate(self.grid.replicas) for slot in slots}
+            if not self._known:
+                missing = sorted({*at_launch} - present)
+            self._known = present
             if not missing:
                 return None
-            replicas = sorted({self.grid.place(worker)[0] for worker in missing})
+            places = {worker: at_launch.get(worker) for worker in missing}
+            if before is not None:
+                places = {worker: (before.place(worker) or [None])[0] for worker in missing}
+            replicas = sorted({replica for replica in places.values() if replica is not None})
             self.losses.append(Loss(decision.iteration, missing, replicas))
             return self.losses[-1]
 
-    @property
-    def grid_workers(self) -> list[int]:
-        """Everybody at launch."""
-        return sorted(worker for replica in self.grid.replicas for worker in replica)
-
     def give_up_unless_enough(self, decision: Decision) -> None:
-        """End the run, for all, if too few replicas are left; raises ``NoReplica``, which says who was lost when."""
-        if len(decision.replicas) >= self._min_replicas:
+        """End the run, for all, if too few replicas are left or may come; raises ``NoReplica`` or ``StateLost``.
+
+        Both say who was lost when.
+        """
+        if decision.enough >= self._min_replicas:
             return
         lost = "; ".join(map(str, self.losses))
         wanted = f"{self._min_replicas} are wanted" if self._min_replicas > 1 else "one is needed"
+        what = f"{len(decision.replicas)} complete replicas are left, {wanted}."
+        if decision.state_lost:
+            what = "Workers enough for a replica live, but nobody holds the state of one of its positions any more."
         message = (
-            f"{len(decision.replicas)} complete replicas are left, {wanted}. Workers lost: {lost or 'none'}; alive "
-            f"without a place: {len(decision.spares)}. Last checkpoint: {decision.checkpoint}"
+            f"{what} Workers lost: {lost or 'none'}; alive without a place: {len(decision.spares)}. "
+            f"Last checkpoint: {decision.checkpoint}"
         )
-        self.session.give_up(EXIT_NO_REPLICA, message)
-        raise NoReplica(message)
+        self.session.give_up(EXIT_STATE_LOST if decision.state_lost else EXIT_NO_REPLICA, message)
+        raise StateLost(message) if decision.state_lost else NoReplica(message)
 
     # ---- orphans and spares
 
@@ -325,10 +406,31 @@ class Recovery:
             self.session.wait_revoked(BLAME_SECONDS)
         self._orphan(f"{type(error).__name__}: {error}"[:500])
 
-    def wait_as_spare(self) -> tuple[int, str]:
-        """Wait for the end of the run, in the main thread; returns the exit code, and why it ended."""
-        assert self._spare is not None
-        return self._spare.wait()
+    def wait_as_spare(self, **offer: Any) -> Decision:
+        """In the main thread, out of the training: wait for a place; the decision that has one.
+
+        ``offer``: what this worker can bring (``version``, ``digest``; ``position`` None: it can not come back).  Raises
+        ``OtherPosition`` when another model is wanted of it, ``RunOver`` when there will be no place.
+        """
+        spare = self._spare or self.be_spare("it has no place yet")
+        outcome = spare.arrive(**offer)
+        if isinstance(outcome, Over):
+            raise RunOver(outcome.code, outcome.reason)
+        if isinstance(outcome, Rebuild):
+            raise OtherPosition(outcome.position)
+        return outcome.decision
+
+    def displaced(self, note: str) -> None:
+        """This worker cannot take the place that it was given: it is a spare again."""
+        self._orphan(note)
+
+    def come_back(self, decision: Decision) -> None:
+        """Take up the place that ``decision`` has for this spare: its next decision is the one that all begin now."""
+        with self._lock:
+            self._spare = None
+        self._take_up(decision)
+        self._pending = None
+        self._at = decision.at - 1
 
     def _leave_if_orphan(self) -> None:
         if self.orphaned or self._lost_of_mine():
@@ -337,7 +439,7 @@ class Recovery:
 
     def _lost_of_mine(self) -> list[int]:
         """Workers of my replica that the run does not count on any more."""
-        mine = set(self.grid.replicas[self.replica])
+        mine = set(self.decision.grid[self.replica]) if self.placed else set()
         return sorted(mine - self.session.opened_members) if self.session.revoked else []
 
     def _revoked(self, epoch: int, reason: str) -> None:
@@ -351,22 +453,30 @@ class Recovery:
         if epoch == 0:
             self._out(reason)
         elif not started:
-            if self.session.dead:
+            if self._at_launch and self.session.dead:
                 names = ", ".join(map(str, sorted(self.session.dead)))
                 _say(f"worker {names} died before the training began, which is not survived yet: {reason}")
                 os._exit(1)
         elif lost := self._lost_of_mine():
             self._orphan(f"worker {', '.join(map(str, lost))} of its replica is gone")
 
-    def _orphan(self, note: str) -> None:
+    def be_spare(self, note: str) -> Spare:
+        """Have the spare's thread join from now on; the one that does so already, if there is."""
         with self._lock:
             if self._spare is not None:
-                return
-            self._spare = Spare(self, replace(self._status(), replica=None, note=note))
+                return self._spare
+            status = replace(self._status(at=self._at), replica=None, version=None, ready=False, note=note)
+            self._spare = Spare(self, status)
+        self._spare.start()
+        return self._spare
+
+    def _orphan(self, note: str) -> None:
+        if self.orphaned:
+            return
         if self._generation is not None:
             self._generation.end(note)
         self.hooks.abort_replica()
-        self._spare.start()
+        self.be_spare(note)
 
     def _out(self, reason: str) -> None:
         """This worker is out; a main thread that is stuck inside its replica must not keep the process."""

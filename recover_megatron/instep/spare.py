@@ -1,77 +1,168 @@
 """A spare: a live worker without a place.  Its thread joins every epoch in its name, so that nobody waits for it.
 
-    orphaned --> JOINING --plan--> IDLE --revoked--> JOINING ...
-                    |                |
-                    |                '--the run's end (all who worked have left, or it was stopped)--> over
-                    '--too few replicas in the plan: gives up for all--------------------------------> over
+    orphaned --> JOINING --plan--> IDLE --revoked, or there is news to tell--> JOINING ...
+                    |
+                    |--the plan gives it a place-------------> Placed       the main thread takes it up
+                    |--the plan wants another position of it--> Rebuild      the main thread builds another model
+                    |--the run's end, or it was put out-------> Over         the main thread ends the process
+                    '--the main thread does not come----------> the process ends: a stuck worker helps nobody
 
 The main thread may still be on its way out of the training, by the plan in which it had a place, or stuck for good.
+Until it has ``arrived`` the spare is not ready, and gets nothing but the end of the run.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from recover_megatron.instep.errors import NoReplica
-from recover_megatron.instep.plan import Status
-from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
+from recover_megatron.instep.errors import NoReplica, StateLost
+from recover_megatron.instep.plan import Decision, Status
+from recover_megatron.membership.errors import (
+    EXIT_FENCED,
+    EXIT_NO_REPLICA,
+    EXIT_STATE_LOST,
+    CoordinatorLost,
+    Fenced,
+)
 
 if TYPE_CHECKING:
     from recover_megatron.instep.recovery import Recovery
 
 LINGER_SECONDS = 10.0
 """How long a worker that is out of the run, or whose run has ended, waits for its main thread; then it just ends."""
+GRACE_SECONDS = 0.25
+"""How long the first join waits for a main thread that is about to arrive: it saves an epoch."""
+STUCK_SECONDS = 60.0
+"""After which a main thread that has not arrived counts as stuck for good."""
+BUILD_SECONDS = 3600.0
+"""The same where it is building a model."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The epoch's plan has a place for this worker."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """This worker is wanted, but in another position."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Over:
+    """The run has ended for this worker."""
+
+    code: int
+    reason: str
+
+
+Outcome = Placed | Rebuild | Over
 
 
 class Spare:
-    """``status``: what the worker joins with."""
+    """``status``: what the worker joins with until its main thread arrives."""
 
     def __init__(self, recovery: Recovery, status: Status) -> None:
         self._recovery = recovery
         self._status = status
-        self._code = 0
-        self._because = ""
-        self._arrived = threading.Event()
-        self._over = threading.Event()
+        self._outcome: Outcome | None = None
+        self._changed = threading.Condition()
+        self._here = False
+        """Whether the main thread waits."""
+        self._away = STUCK_SECONDS
+        """How long the main thread may stay away."""
         self._thread = threading.Thread(target=self._run, name="spare", daemon=True)
 
     def start(self) -> None:
         """Join from now on."""
         self._thread.start()
 
-    def wait(self) -> tuple[int, str]:
-        """In the main thread: wait for the end of the run; the exit code, and why."""
-        self._arrived.set()
-        self._over.wait()
-        return self._code, self._because
+    def arrive(self, **offer: object) -> Outcome:
+        """In the main thread: tell what this worker has to offer from now on (fields of ``Status``), and wait.
+
+        Returns when there is a place for it, another position is wanted of it, or the run is over.  After ``Rebuild``
+        the thread goes on joining, as one that is not ready, until this is called again.
+        """
+        with self._changed:
+            self._status = replace(self._status, **{"ready": True, **offer})  # type: ignore[arg-type]
+            self._here = True
+            self._changed.notify_all()
+        try:
+            self._recovery.session.ask(f"worker {self._recovery.me} is a spare, and ready")
+        except (CoordinatorLost, Fenced):
+            pass  # the thread is told, too, and says how it ends
+        with self._changed:
+            self._changed.wait_for(lambda: self._outcome is not None)
+            outcome = self._outcome
+            if isinstance(outcome, Rebuild):
+                self._outcome = None
+        assert outcome is not None
+        return outcome
 
     def _run(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._here, GRACE_SECONDS)
+        outcome: Outcome | None = None
         try:
-            while self._take_part():
-                pass
+            while outcome is None:
+                outcome = self._take_part()
         except NoReplica as nobody:
-            self._code, self._because = EXIT_NO_REPLICA, str(nobody)
+            outcome = Over(EXIT_NO_REPLICA, str(nobody))
+        except StateLost as lost_state:
+            outcome = Over(EXIT_STATE_LOST, str(lost_state))
         except CoordinatorLost as lost:
-            self._code, self._because = lost.code, str(lost)
+            outcome = Over(lost.code, str(lost))
         except Fenced as fenced:
-            self._code, self._because = EXIT_FENCED, str(fenced)
-        self._over.set()
-        if not self._arrived.wait(LINGER_SECONDS):
-            os._exit(self._code)
+            outcome = Over(EXIT_FENCED, str(fenced))
+        with self._changed:
+            self._outcome = outcome
+            self._changed.notify_all()
+            here = self._changed.wait_for(lambda: self._here, LINGER_SECONDS)
+        if isinstance(outcome, Over) and not here:
+            os._exit(outcome.code)
 
-    def _take_part(self) -> bool:
-        """One epoch; False when the run is over."""
+    def _take_part(self) -> Outcome | None:
+        """One epoch; how it ends for this worker, if it does."""
         recovery, session = self._recovery, self._recovery.session
-        decision, _ = recovery.meet(self._status, f"replica {recovery.replica} is broken: {self._status.note}")
-        # Should nobody else be left, the last words are this worker's: it remembers what the others told.
-        self._status = replace(self._status, iteration=decision.iteration, checkpoint=decision.checkpoint)
+        with self._changed:
+            sent, told = self._status, self._here
+        decision, _ = recovery.meet(sent, f"worker {recovery.me} is a spare: {sent.note}")
+        with self._changed:
+            news = self._here and not told
+            # Should nobody else be left, the last words are this worker's: it remembers what the others told.
+            self._status = replace(
+                self._status,
+                at=max(self._status.at, decision.at),
+                iteration=max(self._status.iteration, decision.iteration),
+                checkpoint=decision.checkpoint,
+            )
+        if decision.place(recovery.me) is not None:
+            return Placed(decision)
         if not decision.replicas and session.left:
             session.leave()
-            return False
+            return Over(0, "the training is over")
         recovery.give_up_unless_enough(decision)
         session.idle()
-        session.wait_revoked()
-        return True
+        if sent.ready and recovery.me in decision.rebuild:
+            self._ask_for(decision.rebuild[recovery.me])
+        if not news and not session.wait_revoked(None if self._here else self._away):
+            with self._changed:
+                if not self._here:
+                    return Over(1, "its main thread has not come out of the training")
+        return None
+
+    def _ask_for(self, position: int) -> None:
+        """Have the main thread build a model for ``position``; until it has, this worker is of no use."""
+        with self._changed:
+            self._status = replace(self._status, position=position, ready=False, version=None, digest="")
+            self._outcome = Rebuild(position)
+            self._here = False
+            self._away = BUILD_SECONDS
+            self._changed.notify_all()

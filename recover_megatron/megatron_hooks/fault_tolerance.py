@@ -4,11 +4,16 @@ install()   the seams (groups, data, training)                     raises UserEr
 run(call)   calls Megatron's pretrain(), and decides what its end means:
 
     it returns, or exits with 0     the training is over: leave in order
-    Orphaned, or the replica's      a spare until the run ends
-      communication failed
-    NoReplica, CoordinatorLost      the run has ended, with an exit code of its own
+    Orphaned, or the replica's      a spare until the run ends (in the training itself: until it has a place again,
+      communication failed            see `training`)
+    OtherPosition                   a spare that is wanted elsewhere: Megatron is forgotten, and pretrain() called again
+                                    for that position, alone
+    NoReplica, StateLost,           the run has ended, with an exit code of its own
+      CoordinatorLost, RunOver
     Fenced                          this worker was put out: exit code 13
     anything else                   a fault of this worker: its traceback goes to its log and to the coordinator
+
+A newcomer (a hot spare, a restarted or an added worker) begins as a spare that has built nothing.
 """
 
 from __future__ import annotations
@@ -31,18 +36,26 @@ from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.injector import Injector
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError
-from recover_megatron.instep.errors import NoReplica, Orphaned
+from recover_megatron.instep.errors import NoReplica, OtherPosition, Orphaned, RunOver, StateLost
 from recover_megatron.instep.faults import is_communication, signature
 from recover_megatron.instep.generation import Fabric
+from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.plan import Decision
+from recover_megatron.instep.plan import Decision, Rules
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.megatron_hooks import data, seams
-from recover_megatron.megatron_hooks.groups import Groups
+from recover_megatron.megatron_hooks import alone, data, seams
+from recover_megatron.megatron_hooks.groups import Groups, grid_of
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.training import TrainingHooks
 from recover_megatron.membership.auth import find_secret
-from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced, SecretError
+from recover_megatron.membership.errors import (
+    EXIT_FENCED,
+    EXIT_NO_REPLICA,
+    EXIT_STATE_LOST,
+    CoordinatorLost,
+    Fenced,
+    SecretError,
+)
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.worker import connect
 
@@ -58,14 +71,15 @@ class FaultTolerance:
 
     def __init__(self, config: RecoverConfig) -> None:
         self._config = config
-        self._me = int(os.environ["RANK"])
-        self._first_plan = True
+        self._me = int(os.environ.get("RECOVER_WORKER", os.environ["RANK"]))
+        self._newcomer = os.environ.get("RECOVER_JOIN") == "1"
+        self._first_plan = not self._newcomer
         self._injector = Injector(parse_spec(config.inject) if config.inject else [], self._me)
-        self._groups = Groups(self._me)
+        self._groups = Groups(int(os.environ["RANK"]), alone=self._newcomer)
         self._records = Records(config.log_dir)
         self._device = torch.device("cpu" if hostdevice.is_active() else "cuda")
         self._training = TrainingHooks(
-            self._groups.traffic, self._make_recovery, self._records, self._device, balance=config.balance
+            self._groups, self._make_recovery, self._records, self._device, balance=config.balance
         )
         self._session = self._connect()
 
@@ -74,19 +88,17 @@ class FaultTolerance:
         self._groups.install()
         data.install()
         self._training.install()
+        alone.install(lambda: self._groups.alone)
         if self._injector.active:
             seams.wrap(schedules, "backward_step", ("input_tensor", "output_tensor"), self._striking_backward)
 
-    def run(self, call: Callable[[], None]) -> None:
-        """Train to the end.  Returns when the training is over; does not return from any other end."""
+    def run(self, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
+        """Train to the end.  Returns when the training is over; does not return from any other end.
+
+        ``call`` is Megatron's pretrain(); ``arguments`` parses its flags, for a worker that is to wait before.
+        """
         try:
-            code: Any = 0
-            try:
-                call()
-            except SystemExit as exit_:
-                code = exit_.code
-                if code not in (0, None):
-                    raise
+            code = self._train_wherever_wanted(call, arguments)
             if self._training.begun:
                 self._training.recovery.finish()
                 self._records.log(self._training.recovery, "end")
@@ -100,6 +112,46 @@ class FaultTolerance:
             return
         sys.exit(code)
 
+    def _train_wherever_wanted(self, call: Callable[[], None], arguments: Callable[[], Any]) -> Any:
+        wanted: OtherPosition | None = None
+        if self._newcomer:
+            try:
+                self._wait_for_a_position(arguments())
+            except OtherPosition as other:
+                wanted = other
+        while True:
+            if wanted is not None:
+                self._build_for(wanted.position)
+            try:
+                call()
+            except OtherPosition as other:
+                wanted = OtherPosition(other.position)  # without the frames, which hold the model
+                continue
+            except SystemExit as exit_:
+                if exit_.code not in (0, None):
+                    raise
+                return exit_.code
+            return 0
+
+    def _wait_for_a_position(self, args: Any) -> None:
+        grid = grid_of(args, int(os.environ["WORLD_SIZE"]))
+        self._training.recovery = self._make_recovery(args, grid)
+        self._records.joined_late()
+        print(f"recover: worker {self._me} waits for a place", file=sys.stderr, flush=True)
+        self._training.recovery.wait_as_spare()
+
+    def _build_for(self, position: int) -> None:
+        """Forget what was built, and see to it that the next pretrain() builds for ``position``, alone."""
+        recovery = self._training.recovery
+        slot = recovery.grid.replicas[0][position]
+        print(f"recover: worker {self._me} builds the model of position {position}", file=sys.stderr, flush=True)
+        if not self._newcomer or self._training.state is not None:
+            self._training.forget()
+            alone.forget_megatron()
+        os.environ["RANK"] = str(slot)
+        recovery.position = position
+        self._groups.again(slot)
+
     # ---- how it ends
 
     def _ended_by(self, error: BaseException) -> NoReturn:
@@ -107,6 +159,10 @@ class FaultTolerance:
         started = recovery is not None and recovery.started
         if isinstance(error, NoReplica):
             _end(EXIT_NO_REPLICA, f"the run ends: {error}")
+        if isinstance(error, StateLost):
+            _end(EXIT_STATE_LOST, f"the run ends: {error}")
+        if isinstance(error, RunOver):
+            _end(error.code, f"the run has ended; spare worker {self._me} ends with it: {error}")
         if isinstance(error, Fenced):
             _end(EXIT_FENCED, f"worker {self._me} was put out of the run, which goes on without it: {error}")
         if isinstance(error, CoordinatorLost):
@@ -139,8 +195,12 @@ class FaultTolerance:
             file=sys.stderr,
             flush=True,
         )
-        code, reason = recovery.wait_as_spare()
-        _end(code, f"the run has ended; spare worker {self._me} ends with it: {reason}")
+        try:
+            # The training is over for it: it has no position to come back to.
+            recovery.wait_as_spare(position=None, ready=False)
+        except RunOver as over:
+            _end(over.code, f"the run has ended; spare worker {self._me} ends with it: {over}")
+        raise AssertionError("a worker that cannot come back was given a place")
 
     # ---- making the parts
 
@@ -161,9 +221,12 @@ class FaultTolerance:
         except (SecretError, ValueError) as error:
             raise UserError(f"--recover: {error}") from None
 
-    def _make_recovery(self) -> Recovery:
-        args, config, groups = get_args(), self._config, self._groups
-        assert groups.grid is not None
+    def _make_recovery(self, args: Any = None, grid: LaunchGrid | None = None) -> Recovery:
+        """``args`` and ``grid``: of a newcomer, which has no Megatron yet."""
+        config = self._config
+        slot = None if self._newcomer else int(os.environ["RANK"])
+        args, grid = args or get_args(), grid or self._groups.grid
+        assert grid is not None
         fabric = Fabric(
             store=dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False),
             secret=find_secret(os.environ).key("ring"),
@@ -173,23 +236,28 @@ class FaultTolerance:
             hook=self._ring_hook if self._injector.active else None,
         )
         hooks = Hooks(
-            abort_replica=groups.inside.end,
+            abort_replica=lambda: self._groups.inside.end(),
             planned=self._planned,
             last_checkpoint=self._records.last_checkpoint,
             strike=self._strike,
             describe=self._describe,
             log=lambda event, **fields: self._records.log(self._training.recovery, event, **fields),
             iteration=self._iteration_now,
+            version=lambda: None if self._training.state is None else self._training.state.version,
+            digest=lambda: "" if self._training.state is None else self._training.state.digest(),
         )
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
         return Recovery(
             self._session,
             self._me,
-            groups.grid,
+            grid,
             fabric,
             hooks,
-            multiple_of=args.pipeline_model_parallel_size if interleaved else 1,
+            slot=slot,
+            node=os.environ.get("RECOVER_NODE_NAME") or os.environ.get("RECOVER_NODE") or socket.gethostname(),
+            rules=Rules(args.pipeline_model_parallel_size if interleaved else 1, config.allow_cross_node_tp),
             min_replicas=config.min_replicas,
+            verify_interval=config.verify_interval,
         )
 
     def _planned(self, decision: Decision) -> None:
@@ -219,7 +287,7 @@ class FaultTolerance:
         return {"quotas": quotas, "phase": recovery.phase}
 
     def _iteration_now(self) -> int:
-        return getattr(get_args(), "curr_iteration", -1) + 1
+        return 0 if self._training.state is None else getattr(get_args(), "curr_iteration", -1) + 1
 
     # ---- fault injection
 

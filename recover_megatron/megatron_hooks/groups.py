@@ -2,9 +2,13 @@
 
 torch.distributed.init_process_group     the default group  --> EpochGroup
 parallel_state.create_group              of several replicas --> EpochGroup
-                                         of one replica      --> torch's own, noted by InsideGroups
-a new plan                               global ranks count the workers that have a place, without gaps: rank 0
+                                         of one replica      --> ReplicaGroup, noted by InsideGroups
+a new plan                               global ranks count the slots in which somebody stands, without gaps: rank 0
                                          prints, the last rank logs, checkpoints are written by ranks 0 .. n-1
+a place in a replica with other workers  the groups of one replica are made anew inside, among them
+
+A worker that builds its model while the others train (``alone``) makes no group of torch's at all: what it builds gets
+groups in which it is alone until it has a place.
 """
 
 from __future__ import annotations
@@ -17,10 +21,22 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import get_args, global_vars, initialize
 
+from recover_megatron.instep.generation import Fabric
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.inside import InsideGroups
 from recover_megatron.instep.plan import Decision
-from recover_megatron.instep.process_group import WORLD, EpochGroup, Traffic, register, renumber
+from recover_megatron.instep.process_group import (
+    WORLD,
+    EpochGroup,
+    Mode,
+    Traffic,
+    register,
+    register_new,
+    renumber,
+    stands_in,
+)
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.replica_group import ReplicaGroup
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.layout import lanes_of
 
@@ -29,13 +45,19 @@ RANK_LISTS = tuple(name for name in vars(parallel_state) if name.endswith("_GLOB
 
 
 class Groups:
-    """The groups of this worker.  ``install`` before Megatron makes any; ``grid`` is known once it has."""
+    """The groups of this worker.  ``install`` before Megatron makes any; ``grid`` is known once it has.
 
-    def __init__(self, me: int) -> None:
-        self.traffic = Traffic()
+    ``slot``: where it stands at launch, or for which it builds its model ``alone``.
+    """
+
+    def __init__(self, slot: int, *, alone: bool = False) -> None:
+        self.traffic = Traffic(slot, Mode.STEP if alone else Mode.STARTING)
         self.inside = InsideGroups(store_port=int(os.environ["MASTER_PORT"]))
         self.grid: LaunchGrid | None = None
-        self._me = me
+        self.alone = alone
+        self._replica = -1
+        self._own: list[ReplicaGroup] = []
+        self._mates: ReplicaGroup | None = None
         self._lists: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -48,19 +70,27 @@ class Groups:
         )
         seams.wrap(initialize, "_initialize_distributed", ("get_embedding_ranks",), self._initialize)
 
+    def again(self, slot: int) -> None:
+        """Everything is built once more, for another slot, alone."""
+        self.__init__(slot, alone=True)  # type: ignore[misc]
+
     def _initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:
             make_default = dist.init_process_group
 
             def init_process_group(*args: Any, **kwargs: Any) -> None:
-                # It carries messages inside a replica, too: those of an interleaved pipeline of two stages.
-                self.inside.make(lambda: make_default(*args, **kwargs))
+                if self.alone:
+                    self._make_default_alone(str(kwargs["backend"]))
+                else:
+                    # It carries messages inside a replica, too: those of an interleaved pipeline of two stages.
+                    self.inside.make(lambda: make_default(*args, **kwargs))
 
             with seams.replaced(dist, "init_process_group", init_process_group):
                 result = original(*args, **kwargs)
-            default = dist.distributed_c10d._get_default_group()
-            everyone = tuple(range(dist.get_world_size()))
-            register(EpochGroup(self.traffic, default, everyone, self._me, WORLD))
+            if not self.alone:
+                default = dist.distributed_c10d._get_default_group()
+                everyone = tuple(range(dist.get_world_size()))
+                register(EpochGroup(self.traffic, default, everyone, WORLD), default)
             # Sample counts and learning rates go by the launch's size, whoever is left.
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
@@ -68,18 +98,34 @@ class Groups:
 
         return _initialize_distributed
 
+    def _make_default_alone(self, backend: str) -> None:
+        everyone = tuple(range(int(os.environ["WORLD_SIZE"])))
+        register_new(EpochGroup(self.traffic, None, everyone, WORLD), everyone, backend, default=True)
+
     def _create_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def create_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
             if self.grid is None:
                 self.grid = grid_of(get_args(), dist.get_world_size())
+                self._replica = self.grid.place(self.traffic.slot)[0]
             members = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
-            if self._me not in members:
-                return original(ranks, *args, **kwargs)
-            if len({self.grid.place(worker)[0] for worker in members}) == 1:
-                return self.inside.make(lambda: original(ranks, *args, **kwargs))
-            group = original(ranks, *args, **kwargs)
-            outside = EpochGroup(self.traffic, group, members, self._me, str(kwargs.get("group_desc", "")).lower())
-            register(outside)
+            if self.traffic.slot not in members:
+                return dist.GroupMember.NON_GROUP_MEMBER if self.alone else original(ranks, *args, **kwargs)
+            label = str(kwargs.get("group_desc", "")).lower()
+            inside = len({self.grid.place(slot)[0] for slot in members}) == 1
+            if self.alone:
+                backend = str(kwargs.get("backend") or dist.get_backend())
+                group: Any = EpochGroup(self.traffic, None, members, label)
+                if inside:
+                    group = self._inside(group, members, label, backend)
+                register_new(group, members, backend)
+                return group
+            group = self.inside.make(lambda: original(ranks, *args, **kwargs)) if inside else None
+            if group is None:
+                group = original(ranks, *args, **kwargs)
+                outside: Any = EpochGroup(self.traffic, group, members, label)
+            else:
+                outside = self._inside(group, members, label, str(dist.get_backend(group)))
+            register(outside, group)
             made = parallel_state._global_process_group_list
             if made and made[-1] is group:
                 made[-1] = outside
@@ -87,17 +133,60 @@ class Groups:
 
         return create_group
 
+    def _inside(self, group: Any, members: tuple[int, ...], label: str, backend: str) -> ReplicaGroup:
+        assert self.grid is not None
+        positions = [self.grid.place(slot)[1] for slot in members]
+        name = "-".join([label or "group", *map(str, positions)])
+        number = sum(own.own_name.startswith(f"{name}#") for own in self._own)
+        me = self.grid.place(self.traffic.slot)[1]
+        outside = ReplicaGroup(group, positions, me, f"{name}#{number}", backend)
+        self._own.append(outside)
+        self.inside.keep(outside)
+        return outside
+
+    def regroup(self, recovery: Recovery, fabric: Fabric) -> None:
+        """This worker has a place in a replica with other workers: make the groups inside it anew, among them.
+
+        Every worker of that replica calls it.  Raises ``EpochRevoked`` and ``PeerLost``.
+        """
+        assert self.grid is not None
+        default = dist.distributed_c10d._get_default_group()
+        assert isinstance(default, EpochGroup)
+        slots = self.grid.replicas[recovery.replica]
+        if self._mates is None:
+            # The default group's messages inside the replica need a carrier: see EpochGroup.
+            everyone = range(self.grid.size)
+            alone = EpochGroup(self.traffic, None, slots, "mates")
+            self._mates = ReplicaGroup(alone, everyone, recovery.position or 0, "mates", str(dist.get_backend(default)))
+            self.inside.keep(self._mates)
+        self.inside.rebuild(recovery.generation, recovery.replica, fabric.store, fabric.host, fabric.device)
+        default.mates = (self._mates, slots)
+        moved = dict(zip(self.grid.replicas[self._replica], slots, strict=True))
+        for group in self._own:
+            stands_in(group, [slots[position] for position in group.positions])
+        self._lists = {name: _moved(value, moved) for name, value in self._lists.items()}
+        self._replica = recovery.replica
+
     def planned(self, decision: Decision) -> None:
         """Take up the ranks of a new plan."""
         assert self.grid is not None
-        ranks = {worker: at for at, worker in enumerate(decision.workers(self.grid))}
+        ranks = {slot: at for at, slot in enumerate(decision.slots(self.grid))}
         renumber(ranks)
         for name, ranks_at_launch in self._lists.items():
             setattr(parallel_state, name, _renumbered(ranks_at_launch, ranks))
         args = get_args()
-        args.rank, args.world_size = ranks[self._me], len(ranks)
+        args.rank, args.world_size = ranks[self.traffic.me], len(ranks)
         if args.rank == args.world_size - 1:
             take_up_logging(args)
+
+
+def _moved(value: Any, moved: dict[int, int]) -> Any:
+    """The lists of global ranks inside a replica, for another one: those of its own slots alone change."""
+    if isinstance(value, (list, tuple)):
+        if value and all(isinstance(item, int) for item in value) and not set(value) <= set(moved):
+            return value
+        return type(value)(_moved(item, moved) for item in value)
+    return moved.get(value, value) if isinstance(value, int) else value
 
 
 def _renumbered(value: Any, ranks: dict[int, int]) -> Any:

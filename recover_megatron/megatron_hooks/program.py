@@ -58,7 +58,7 @@ class Program:
         """Parse ``sys.argv`` as Megatron will and raise UserError with every reason why the run cannot start."""
         from megatron.training import arguments
 
-        args = flags.in_plain_words(partial(arguments.parse_args, self._options))
+        args = self._parse()
         if reasons := flags.problems(args, self.config):
             raise UserError(*reasons)
         if getattr(args, "yaml_cfg", None) is None:
@@ -66,6 +66,13 @@ class Program:
             with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 flags.in_plain_words(partial(arguments.validate_args, copy.deepcopy(args), dict(DEFAULTS)))
+
+    def _parse(self) -> argparse.Namespace:
+        """Megatron's arguments, as it will parse them, not validated yet."""
+        from megatron.training import arguments
+
+        parsed: argparse.Namespace = flags.in_plain_words(partial(arguments.parse_args, self._options))
+        return parsed
 
     def run(self) -> None:
         """Train to the end.  Raises UserError for what only a Megatron hook can find wrong before the start."""
@@ -80,7 +87,7 @@ class Program:
 
             recover = FaultTolerance(self.config)
             recover.install()
-            recover.run(lambda: self._pretrain(training.pretrain, parameters))
+            recover.run(lambda: self._pretrain(training.pretrain, parameters), self._parse)
             return
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
         self._pretrain(pretrain, parameters, store=store)

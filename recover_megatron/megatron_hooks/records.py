@@ -34,6 +34,11 @@ class Records:
         self._events: EventsFile | None = None
         self._checkpoint = ""
         self._first = True
+        """Whether no step of this run can have been written yet, for all that this worker knows."""
+
+    def joined_late(self) -> None:
+        """The run has begun without this worker."""
+        self._first = False
 
     def step(self, recovery: Recovery, outcome: Outcome, result: tuple[Any, ...], seconds: float) -> None:
         """A step is over: ``result`` is what train_step returned."""
@@ -64,7 +69,9 @@ class Records:
 
     def planned(self, recovery: Recovery) -> None:
         """A new epoch: whoever has become the writer adds what the lost one left out; no further step may come."""
-        if self._steps and self._candidate(recovery) and self._writes(recovery):
+        if not (self._candidate(recovery) and self._writes(recovery)):
+            self._file = None  # somebody else writes on; should it be this worker's turn again, it looks how far
+        elif self._steps:
             self._write()
 
     def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
@@ -99,7 +106,9 @@ class Records:
         )
 
     def _writes(self, recovery: Recovery) -> bool:
-        return recovery.replica == recovery.decision.replicas[0]
+        # Not a fresh replica, if there is another: it does not know what was committed before.
+        decision = recovery.decision
+        return recovery.replica == next((r for r in decision.replicas if r not in decision.fresh), decision.replicas[0])
 
     def _write(self) -> None:
         if self._folder is None:

@@ -1,7 +1,8 @@
 """Megatron's training loop, hooked: the one place that knows where in the loop what happens.
 
-train()                         joins the first epoch; from here on deaths are survived
-  train_step()
+train()                         joins the first epoch; from here on deaths are survived.  Left by an exception because the
+                                replica is broken, and entered again when there is a place (`places`)
+  train_step()                  before it, the boundary where new replicas come in
     forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
     optimizer.step()            inside a replica: needs nobody else
   training_log()                barriers: sections of their own
@@ -11,6 +12,7 @@ train()                         joins the first epoch; from here on deaths are s
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +21,9 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import async_utils, get_args, training
 
+from recover_megatron.errors import UserError
+from recover_megatron.instep.errors import Disagreement, NoReplica, OtherPosition, Orphaned, RunOver, StateLost
+from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.gradients import Tail
 from recover_megatron.instep.process_group import Mode, Traffic
 from recover_megatron.instep.recovery import Recovery
@@ -29,10 +34,16 @@ from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.data import Microbatches, Source, source_of
-from recover_megatron.megatron_hooks.groups import column_of
+from recover_megatron.megatron_hooks.groups import Groups, column_of
+from recover_megatron.megatron_hooks.places import INTERRUPTED, Places
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
+from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
+from recover_megatron.membership.errors import CoordinatorLost, Fenced
+
+FINAL = (NoReplica, StateLost, RunOver, OtherPosition, Fenced, CoordinatorLost, SystemExit, KeyboardInterrupt, UserError)
+"""What is not the fault of a broken replica, even if it comes to a worker of one."""
 
 
 class TrainingHooks:
@@ -40,14 +51,14 @@ class TrainingHooks:
 
     def __init__(
         self,
-        traffic: Traffic,
+        groups: Groups,
         make_recovery: Callable[[], Recovery],
         records: Records,
         device: torch.device,
         *,
         balance: bool = False,
     ) -> None:
-        self._traffic = traffic
+        self._groups = groups
         self._balance = balance
         self._make_recovery = make_recovery
         self._records = records
@@ -59,11 +70,31 @@ class TrainingHooks:
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
         self._async_writers: frozenset[int] = frozenset()
+        self._state: TrainingState | None = None
+        self._places: Places | None = None
+
+    @property
+    def _traffic(self) -> Traffic:
+        return self._groups.traffic
+
+    @property
+    def state(self) -> TrainingState | None:
+        """None before ``train`` has been entered."""
+        return self._state
 
     @property
     def recovery(self) -> Recovery:
         assert self._recovery is not None, "training has not begun"
         return self._recovery
+
+    @recovery.setter
+    def recovery(self, recovery: Recovery) -> None:
+        """That of a newcomer, which waits before it has anything to train."""
+        self._recovery = recovery
+
+    def forget(self) -> None:
+        """The model is to be built again for another position."""
+        self._buckets = self._state = self._places = self._outcome = None
 
     @property
     def begun(self) -> bool:
@@ -86,20 +117,94 @@ class TrainingHooks:
     # ---- the loop
 
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def train(forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._recovery = self._make_recovery()
+        def train(
+            forward_step_func: Any, model: Any, optimizer: Any, scheduler: Any, data: Any, validation: Any, *rest: Any,
+            **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            self._state = TrainingState(model, optimizer, scheduler, validation)
             self._buckets = Buckets(model)
-            self._recovery.start()
-            self._traffic.recovery = self._recovery
-            self._traffic.mode = Mode.OPEN
-            return original(forward_step_func, model, optimizer, *args, **kwargs)
+            self._count_versions(optimizer)
+            late = self._recovery is not None  # it waited, without a model, for somebody to want it
+            if self._recovery is None:
+                self._recovery = self._make_recovery()
+            recovery = self._recovery
+            self._places = Places(recovery, self._groups, recovery.fabric, self._state)
+            if late:
+                self._come_back(version=None)
+            else:
+                recovery.start()
+                self._traffic.recovery = recovery
+                self._traffic.mode = Mode.OPEN
+            while True:
+                try:
+                    return original(
+                        forward_step_func, model, optimizer, scheduler, data, validation, *rest, **kwargs
+                    )
+                except BaseException as error:
+                    if isinstance(error, FINAL) or not self._replica_broken(error):
+                        raise
+                    self._leave(error)
+                self._come_back(version=self._state.version)
 
         return train
+
+    def _count_versions(self, optimizer: Any) -> None:
+        """Know whether the parameters are those before or after the step under way, whatever interrupts it."""
+        step = optimizer.step
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            assert self._state is not None
+            result = step(*args, **kwargs)
+            self._state.stepped()
+            return result
+
+        optimizer.step = counted
+
+    def _replica_broken(self, error: BaseException) -> bool:
+        """Whether the training was left because this worker's replica is broken: what it raises then is no fault."""
+        return self.recovery.orphaned or isinstance(error, Orphaned) or is_communication(error)
+
+    def _leave(self, error: BaseException) -> None:
+        """Out of the training: see to it that all others know, and forget what it was in the middle of."""
+        if not isinstance(error, Orphaned):
+            self.recovery.replica_failed(error)
+        self._traffic.mode = Mode.STEP
+        print(
+            f"recover: worker {self.recovery.me} has no place any more ({str(error)[:120]}); it waits as a spare",
+            file=sys.stderr,
+            flush=True,
+        )
+        # The frames of the training hold its tensors, and connections that others wait to see closed.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        assert self._state is not None
+        self._state.tidy()
+        if not async_utils.is_empty_async_queue():
+            self._forget_async_saves()
+
+    def _come_back(self, version: int | None) -> None:
+        """Wait as a spare until there is a place, and take it; ``version``: of the state that this worker holds.
+
+        Raises ``OtherPosition`` and ``RunOver``.
+        """
+        assert self._state is not None
+        assert self._places is not None
+        self._traffic.mode = Mode.STEP  # until the first boundary nothing is sent: the others are not where it is
+        while True:
+            digest = "" if version is None else self._state.digest()
+            decision = self.recovery.wait_as_spare(version=version, digest=digest)
+            try:
+                self._places.take(decision)
+                return
+            except (*INTERRUPTED, Disagreement) as error:
+                self.recovery.displaced(f"it could not take its place: {error}")
+                self._state.tidy()
+                version = None if self._places.torn else self._state.version
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(
             forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
         ) -> Any:
+            self._boundary()
             started = time.perf_counter()
             with self._traffic.during(Mode.STEP):
                 result = original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
@@ -109,6 +214,22 @@ class TrainingHooks:
             return result
 
         return train_step
+
+    def _boundary(self) -> None:
+        """Between two iterations: new replicas come in, states are compared and given."""
+        assert self._state is not None
+        assert self._places is not None
+        self._traffic.mode = Mode.OPEN
+        self._state.begin()
+        # A checkpoint under way is finished by those who began it.
+        while True:
+            self.recovery.boundary(lambda: training.maybe_finalize_async_save(blocking=True))
+            try:
+                self._places.at_boundary()
+                return
+            except INTERRUPTED as error:
+                if self._places.torn:
+                    raise Disagreement(f"the state of worker {self.recovery.me} could not be mended: {error}") from error
 
     # ---- one pass of the schedule
 
@@ -244,12 +365,16 @@ class TrainingHooks:
 
         Everybody left does so, also who had finished one already: the tracker file names the checkpoint before.
         """
+        if number := self._forget_async_saves():
+            self.recovery.hooks.log("checkpoint abandoned", number=number)
+
+    def _forget_async_saves(self) -> int:
         pending = async_utils._async_calls_queue.async_calls
-        if pending:
-            self.recovery.hooks.log("checkpoint abandoned", number=len(pending))
+        number = len(pending)
         while pending:
             call = pending.popleft()
             call.async_caller.is_current_async_call_done(True, True)  # wait here; ask nobody
+        return number
 
 
 CHECKPOINT_SECONDS = 3600.0

@@ -8,6 +8,8 @@ EXIT_NO_REPLICA = 10
 """Exit code of a run that has too few live workers left for one replica."""
 EXIT_LOST_MAJORITY = 11
 """Exit code of a worker or a run that no coordinator may continue."""
+EXIT_STATE_LOST = 12
+"""Exit code of a run whose live workers do not hold the whole state between them."""
 EXIT_FENCED = 13
 """Exit code of a worker that finds itself out of the run; the run itself goes on without it."""
 

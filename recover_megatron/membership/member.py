@@ -333,9 +333,18 @@ class Member(Follower):
             if self.presentation.opened is not None:
                 self._say_join()
             else:
-                complaint = {"type": "complain", "epoch": self.presentation.formed.epoch, "reason": reason[:2000]}
-                self._say(complaint)
+                self._complain(reason)
         return self._effects
+
+    def ask(self, reason: str) -> list[MemberEffect]:
+        """Ask for a new epoch, if none is being made; joining it is another matter."""
+        self._effects = []
+        if self.stage is Stage.FOLLOWING and not self.revoked:
+            self._complain(reason)
+        return self._effects
+
+    def _complain(self, reason: str) -> None:
+        self._say({"type": "complain", "epoch": self.presentation.formed.epoch, "reason": reason[:2000]})
 
     def report_done(self, iteration: int) -> list[MemberEffect]:
         """Report that every segment of ``iteration`` is REDUCED here."""

@@ -179,6 +179,16 @@ class Session:
             assert plan is not None
             return plan
 
+    def ask(self, reason: str) -> None:
+        """Ask for a new epoch, and do not wait: for a thread that has news while another one joins for this worker.
+
+        Nothing happens where one is being made, or no coordinator is reached: then there will be one. Raises ``Fenced``
+        or ``CoordinatorLost``.
+        """
+        with self._client.condition:
+            self._raise_if_out()
+            self._client.perform(self._core.ask(reason))
+
     def report_done(self, iteration: int) -> None:
         """Report that every segment of ``iteration`` is REDUCED here; does not wait. May raise as ``agree`` does."""
         with self._client.condition:

@@ -1,0 +1,98 @@
+"""A torch process group of workers of one replica, whose inside can be exchanged when the replica gets new workers.
+
+    ReplicaGroup --bind(inner)--> every method is the inner group's own bound method: a call costs what it did
+         '--rebuild(...)--> a new inner group among the workers that stand in the same positions of another replica
+
+Megatron keeps groups in layers, buckets, optimizers and communicators.  They all hold the outside, which never changes;
+so does the number of its members, and this worker's rank, which are those of its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recover_megatron.collectives.epoch import Revocation
+from recover_megatron.collectives.gloo import GlooBackend
+
+_METHODS = tuple(
+    name
+    for name, value in vars(dist.ProcessGroup).items()
+    if callable(value) and not name.startswith("__") and not isinstance(value, type)
+)
+
+
+class ReplicaGroup(dist.ProcessGroup):
+    """See the module's text.  ``positions``: of its members in the replica, in rank order; ``me``: this worker's.
+
+    ``name``: the same on all members, and of no other group of theirs.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, positions: Sequence[int], me: int, name: str, backend: str) -> None:
+        super().__init__(list(positions).index(me), len(positions))
+        self.positions = tuple(positions)
+        self.at = self.positions.index(me)
+        self.own_name = name
+        self.backend = backend
+        self.inner = inner
+        self._abortable: GlooBackend | None = None
+        self.bind(inner)
+
+    def bind(self, inner: Any) -> None:
+        """Be ``inner`` from now on."""
+        self.inner = inner
+        for name in _METHODS:
+            method = getattr(inner, name, None)
+            if method is not None:
+                self.__dict__[name] = method
+
+    def rebuild(self, store: dist.Store, prefix: str, switch: Revocation, host: str, device: torch.device) -> None:
+        """Become a group of the workers that call this with the same ``prefix``, each in its position.
+
+        Throwing ``switch`` makes its operations fail, also this one: ``EpochRevoked``; ``PeerLost`` where a member goes.
+        """
+        before, self._abortable = self._abortable, None
+        rank, size = self.at, len(self.positions)
+        name = f"{prefix}/{self.own_name}"
+        group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
+        if self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options.group_name = name
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/nccl", store), rank, size, options)
+            _add(group, device, dist.ProcessGroup.BackendType.NCCL, nccl)
+            switch.on_throw(nccl.abort)
+        else:
+            self._abortable = GlooBackend(rank, size, store, switch, ring=name, host=host)
+            for kind in {"cpu", device.type}:
+                _add(group, torch.device(kind), dist.ProcessGroup.BackendType.GLOO, self._abortable.backend)
+        group._set_group_name(name)
+        group._set_group_desc(self.own_name)
+        self.bind(group)
+        if before is not None:
+            before.close()
+
+    # What torch knows as attributes, not methods.
+
+    @property
+    def group_name(self) -> str:
+        return str(self.inner.group_name)
+
+    @property
+    def group_desc(self) -> str:
+        return str(self.inner.group_desc)
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return self.inner.bound_device_id
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.inner._device_types
+
+
+def _add(group: dist.ProcessGroup, device: torch.device, kind: Any, backend: Any) -> None:
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)

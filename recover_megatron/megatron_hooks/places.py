@@ -1,0 +1,113 @@
+"""A worker changes its place: it gives its state to another, gets one, or comes back into the training.
+
+    boundary   a plan has put a new replica together, or found a state that differs from its column's:
+                   donors       send theirs from a thread, while their replica computes (give)
+                   the differing take one over, on the spot (mend)
+    spare      its plan has a place for it: new groups inside the replica, a state, and Megatron's loop from there (take)
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.generation import Fabric
+from recover_megatron.instep.plan import Decision
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.transfer import receive, send
+from recover_megatron.megatron_hooks.groups import Groups
+from recover_megatron.megatron_hooks.state import TrainingState
+
+INTERRUPTED = (EpochRevoked, PeerLost, TimeoutError)
+"""What ends the taking of a place: an epoch that is over, or somebody who is gone."""
+
+
+class Places:
+    """See the module's text."""
+
+    def __init__(self, recovery: Recovery, groups: Groups, fabric: Fabric, state: TrainingState) -> None:
+        self._recovery = recovery
+        self._groups = groups
+        self._fabric = fabric
+        self._state = state
+        self._served = 0
+        self.torn = False
+        """Whether the state is neither the old one nor the new one."""
+
+    def at_boundary(self) -> None:
+        """Do what the present plan asks of this worker before the next step.  May raise as ``take`` does."""
+        decision = self._recovery.decision
+        if decision.epoch == self._served or not decision.transfers:
+            return
+        self._served = decision.epoch
+        me = self._recovery.me
+        if me in decision.mended:
+            _say(f"the state of worker {me} differs from that of its column: it takes over one that does not")
+            self._receive(decision)
+        mine = [receiver for receiver, donor in decision.transfers.items() if donor == me]
+        if mine:
+            tree = self._state.tree()
+            for receiver in mine:
+                self._give(decision, receiver, tree)
+
+    def take(self, decision: Decision) -> None:
+        """Take the place that ``decision`` has for this spare; afterwards train() can be entered.
+
+        Raises what is in ``INTERRUPTED``, and ``Disagreement`` for a state that cannot be right; the caller is a spare
+        again then.
+        """
+        recovery, started = self._recovery, time.perf_counter()
+        recovery.come_back(decision)
+        self._groups.traffic.recovery = recovery
+        self._groups.regroup(recovery, self._fabric)
+        grouped = time.perf_counter()
+        size = 0
+        if recovery.me in decision.transfers:
+            size = self._receive(decision)
+        else:
+            done = self._state.version - self._state.counters["version"]
+            self._state.restore(self._state.counters, iterations=done)
+        if self._state.version != decision.version:
+            raise Disagreement(f"a state of iteration {self._state.version} came, not of {decision.version}")
+        self._served = decision.epoch
+        recovery.hooks.planned(decision)
+        ended = time.perf_counter()
+        _say(
+            f"worker {recovery.me} takes position {recovery.position} of replica {recovery.replica} from iteration "
+            f"{self._state.version + 1} on: groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, {size} bytes"
+        )
+
+    def _receive(self, decision: Decision) -> int:
+        pair = self._pair(decision, self._recovery.me)
+        self.torn = True
+        tree, size = receive(pair, 0)
+        self._state.load(tree)
+        self.torn = False
+        return size
+
+    def _give(self, decision: Decision, receiver: int, tree: dict[str, Any]) -> None:
+        generation = self._recovery.generation
+
+        def give() -> None:
+            try:
+                send(tree, self._pair(decision, receiver), 1)
+            except EpochRevoked:
+                return  # the next plan says who gets what
+            except (PeerLost, TimeoutError) as error:
+                generation.end(f"worker {receiver} could not be given a state: {error}")
+
+        threading.Thread(target=give, name=f"giving a state to worker {receiver}", daemon=True).start()
+
+    def _pair(self, decision: Decision, receiver: int) -> Any:
+        """The group of a donor (rank 0) and a receiver (rank 1) in this epoch."""
+        slots = {worker: slot for slot, worker in decision.slots(self._recovery.grid).items()}
+        members = slots[decision.transfers[receiver]], slots[receiver]
+        return self._recovery.generation.control("state", members)
+
+
+def _say(message: str) -> None:
+    print(f"recover: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,187 @@
+"""What a worker's part of the training is made of, between two iterations: to give to another, to take over, to check.
+
+    tree()      parameters, buffers, the optimizer's masters and moments, the learning-rate schedule, Megatron's counters
+    load(tree)  become that; the worker then begins the iteration that follows
+    digest()    64 bits of the parameters and the optimizer's tensors: equal in a column
+
+The optimizer is read and written through torch's interface (``param_groups``, ``state``), which all of Megatron's plain
+optimizers and their apex and Transformer Engine kin have.  A worker that has made no step has no moments yet; they are
+made as they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.utils import get_model_config
+from megatron.training import get_args, get_timers, training
+
+from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.transfer import digest
+from recover_megatron.megatron_hooks.data import source_of
+
+COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test")
+"""Megatron's arguments that say what the run has consumed, and what it will do at its end."""
+
+
+class TrainingState:
+    """See the module's text.  ``validation``: Megatron's iterators, as train() gets them."""
+
+    def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, validation: Any) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._optimizers = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+        self._scheduler = scheduler
+        several = validation if isinstance(validation, list) else [validation]
+        self._validation = [source for source in map(source_of, several) if source is not None]
+        args = get_args()
+        self._operations = args.num_floating_point_operations_so_far
+        self._started = args.consumed_train_samples
+        self.version = args.iteration
+        """Iterations that the parameters have seen."""
+        self.counters = self._counters()
+        """The counters when the last iteration began."""
+
+    # ---- between iterations
+
+    def begin(self) -> None:
+        """An iteration begins: remember the counters that go with the parameters as they are."""
+        self.version = get_args().curr_iteration
+        self.counters = self._counters()
+
+    def stepped(self) -> None:
+        """The optimizer has made the step of the iteration under way."""
+        self.version = get_args().curr_iteration + 1
+
+    def _counters(self) -> dict[str, Any]:
+        args = get_args()
+        return {
+            "version": self.version,
+            "args": {name: getattr(args, name, 0) for name in COUNTERS},
+            "scheduler": self._scheduler.num_steps,
+            "validation": [source.position for source in self._validation],
+            "batch": get_current_global_batch_size(),
+        }
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors that a column has in common, in one order."""
+        for chunk in self._model:
+            yield from (parameter.data for parameter in chunk.parameters())
+        for one in self._optimizers:
+            for parameter in _parameters(one):
+                yield parameter.data
+                own = one.optimizer.state.get(parameter, {})
+                yield from (own[name] for name in sorted(own) if isinstance(own[name], torch.Tensor))
+
+    def digest(self) -> str:
+        return f"{digest(self.tensors()):016x}"
+
+    def tree(self) -> dict[str, Any]:
+        """See ``instep.transfer``; its tensors are the living ones."""
+        return {
+            "chunks": [
+                {
+                    "parameters": [parameter.data for parameter in chunk.parameters()],
+                    # Copies: a forward pass may count something in them while they are sent.
+                    "buffers": [buffer.clone() for buffer in chunk.buffers() if buffer is not None],
+                }
+                for chunk in self._model
+            ],
+            "optimizers": [_optimizer_tree(one) for one in self._optimizers],
+            "counters": self._counters(),
+        }
+
+    def load(self, tree: dict[str, Any]) -> None:
+        """Become what ``tree`` says.  Raises Disagreement if it is of another model."""
+        for chunk, its in zip(self._model, tree["chunks"], strict=True):
+            _copy([parameter.data for parameter in chunk.parameters()], its["parameters"])
+            _copy([buffer for buffer in chunk.buffers() if buffer is not None], its["buffers"])
+        for one, its in zip(self._optimizers, tree["optimizers"], strict=True):
+            _load_optimizer(one, its)
+        self.restore(tree["counters"])
+
+    def restore(self, counters: dict[str, Any], *, iterations: int = 0) -> None:
+        """Set Megatron's counters to those of ``counters``, ``iterations`` later (0 or 1): the loop begins there."""
+        args = get_args()
+        for name, value in counters["args"].items():
+            setattr(args, name, value)
+        self._scheduler.num_steps = counters["scheduler"]
+        self._scheduler.step(increment=0)
+        for source, position in zip(self._validation, counters["validation"], strict=True):
+            source.position = position
+        for _ in range(iterations):
+            args.consumed_train_samples += counters["batch"]
+            self._scheduler.step(increment=counters["batch"])
+        self.version = args.iteration = args.curr_iteration = counters["version"] + iterations
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        # What train() counts by itself from here on; exact unless the batch size is ramped up.
+        samples = args.consumed_train_samples - self._started
+        args.num_floating_point_operations_so_far = self._operations
+        if samples > 0:
+            args.num_floating_point_operations_so_far += training.num_floating_point_operations(args, samples)
+        self.counters = self._counters()
+
+    def tidy(self) -> None:
+        """What an exception in the middle of the training left: train() is to be entered again."""
+        config = get_model_config(self._model[0])
+        config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
+        for chunk in self._model:
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                group.is_last_microbatch = True
+        for timer in get_timers()._timers.values():
+            timer._started = False
+            timer.reset()
+
+
+def _parameters(one: Any) -> Iterator[torch.Tensor]:
+    """What the inner optimizer updates: the model's parameters, or their copies in higher precision."""
+    for group in one.optimizer.param_groups:
+        yield from group["params"]
+
+
+def _optimizer_tree(one: Any) -> dict[str, Any]:
+    plain = (bool, int, float, str, type(None))
+    inner = one.optimizer
+    return {
+        "groups": [
+            {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
+            for group in inner.param_groups
+        ],
+        "masters": [parameter.data for parameter in _parameters(one)],
+        "state": [
+            {key: value for key, value in inner.state.get(parameter, {}).items()} for parameter in _parameters(one)
+        ],
+        "scaler": one.grad_scaler.state_dict() if getattr(one, "grad_scaler", None) else None,
+    }
+
+
+def _load_optimizer(one: Any, its: dict[str, Any]) -> None:
+    inner = one.optimizer
+    for group, values in zip(inner.param_groups, its["groups"], strict=True):
+        group.update(values)
+    _copy([parameter.data for parameter in _parameters(one)], its["masters"])
+    for parameter, values in zip(_parameters(one), its["state"], strict=True):
+        own = inner.state[parameter]
+        for key in [key for key in own if key not in values]:
+            del own[key]
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
+                own[key].copy_(value)
+            elif isinstance(value, torch.Tensor) and value.dim() > 0:
+                own[key] = value.to(parameter.device)
+            else:
+                own[key] = value
+    if its["scaler"] is not None:
+        one.grad_scaler.load_state_dict(its["scaler"])
+
+
+def _copy(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    if [tensor.shape for tensor in own] != [tensor.shape for tensor in given]:
+        raise Disagreement("the state that arrived is of a model with other shapes")
+    with torch.no_grad():
+        for mine, its in zip(own, given, strict=True):
+            mine.copy_(its)
