@@ -281,10 +281,15 @@ class Watcher(Follower):
 
 
 class Member(Follower):
-    """A worker."""
+    """A worker.
+
+    A newcomer (``hello`` says so) dials nobody before its first ``join``: it gets ready, for as long as that takes,
+    while the run goes on without it. Once it attaches the others wait for it.
+    """
 
     def __init__(self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float) -> None:
         super().__init__({"type": "attach", **hello}, candidates, settings, now)
+        self._asleep = bool(hello.get("newcomer"))
         self.plan: Plan | None = None
         self.done = 0
         self.mark(0, "", None, False, 0.0)
@@ -329,6 +334,8 @@ class Member(Follower):
         """Ask for a place in the next epoch; valid through all restarts of the rendezvous until a plan comes."""
         self._effects = []
         self._status = (status,)
+        if self._asleep:
+            self.deadline = -math.inf
         if self.stage is Stage.FOLLOWING:
             if self.presentation.opened is not None:
                 self._say_join()
@@ -374,6 +381,12 @@ class Member(Follower):
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
         """As ``Follower.handle``; last words that nobody has heard are told to the next coordinator."""
+        if self._asleep:
+            if self._status is None:
+                self.deadline = math.inf
+                return []
+            self._asleep = False
+            self._alone_since = self._move_at = now
         effects = super().handle(event, now)
         if isinstance(event, Connected) and self._connected and self._words is not None and not self.noted:
             self._say(self._words)
