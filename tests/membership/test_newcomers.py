@@ -152,10 +152,12 @@ def test_newcomers_are_as_good_as_any_once_they_have_a_plan() -> None:
 def test_newcomers_without_a_plan_do_not_go_on_alone() -> None:
     world = running_world()
     world.add_newcomer(0)
+    world.frozen.add("w0")  # so there is no plan yet
+    world.run_fairly(2.0)
+    assert world.coordinators[0].opened.members == {0, 1, 2, 3}
     for number in (0, 1, 2):
         world.kill_worker(number)
-    world.act(3)
-    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
+    world.run_fairly(2.0)
     out = world.worker(3).out
     assert isinstance(out, CoordinatorLost)
     assert out.code == EXIT_NO_REPLICA
