@@ -7,8 +7,11 @@ no process group; a run's rendezvous store lives in a child of its own.
     client (pytest) --request--> server --fork--> the run  --fork--> store, coordinator (with --recover)
                                                            --fork--> worker 0 .. N-1   RANK etc., a log file, the script
                                                   waits for all workers; when one fails, ends the others; with --recover
-                                                  it is their witness instead, as recover-run is
+                                                  it is their witness instead, as recover-run is, and may start others
                     <--answer---
+
+Worker ids with --recover: the launch has 0 .. N-1, then come the spares, N .. N+S-1; the k-th worker that was started
+in place of another (k = 0, 1, ..) is N+S+k. No id is used twice.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +39,18 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @dataclass
 class Run:
-    """What a finished run left: exit codes by rank (negative: signal), and its logs."""
+    """What a finished run left: exit codes by rank (negative: signal), and its logs.
+
+    ``more``: the exit codes of the workers that were not launched with the run, by worker id.
+    """
 
     codes: list[int]
     logs: list[Path]
+    more: dict[int, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        return not any(self.codes)
+        return not any(self.codes) and not any(self.more.values())
 
     def tail(self, lines: int = 15) -> str:
         """The end of the log of the first worker that failed, for an assertion's message."""
@@ -75,6 +82,9 @@ class ForkServer:
         training: Path | None = None,
         timeout: float = 300,
         together: bool = True,
+        spares: int = 0,
+        restarts: int = 0,
+        nodes: list[str] | None = None,
     ) -> Run:
         """Run ``argv`` (script first) in ``workers`` processes and wait for all of them.
 
@@ -84,6 +94,13 @@ class ForkServer:
         With ``losses`` the last rank writes what its train_step returned, one JSON line an iteration, to that file.
         With ``training`` every worker that trains to the end writes its parameters, and the losses of its evaluations,
         to WORKER.pt in that folder.
+
+        With ``--recover``: ``spares`` more workers are started with the run, and one in place of each that is killed or
+        fails, ``restarts`` in all; they find RECOVER_WORKER (their id), RECOVER_JOIN=1 and, the spares, RECOVER_SPARE=1
+        in their environment, the rank and local rank of the one they replace (spares: rank 0), and have logs of their
+        own, worker-ID.log. ``nodes``: the name of each rank's node, which its worker finds in RECOVER_NODE_NAME
+        (default: all "node"); spares are on the last one, replacements on that of the one they replace. Who is in no
+        plan when the run ends is killed.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -98,12 +115,17 @@ class ForkServer:
             "training": str(training) if training else None,
             "timeout": timeout,
             "together": together,
+            "spares": spares,
+            "restarts": restarts,
+            "nodes": nodes or ["node"] * workers,
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the fork server died"
-        return Run(json.loads(answer)["codes"], [log_dir / f"worker-{rank}.log" for rank in range(workers)])
+        codes = {int(worker): code for worker, code in json.loads(answer)["codes"].items()}
+        logs = [log_dir / f"worker-{rank}.log" for rank in range(workers)]
+        return Run([codes.pop(rank) for rank in range(workers)], logs, codes)
 
     def __enter__(self) -> ForkServer:
         return self
@@ -178,15 +200,37 @@ def _record_training(path: str) -> None:
     training.evaluate, training.train = recording_evaluate, recording_train
 
 
-def _work(rank: int, request: dict[str, Any], port: int, parent: int) -> None:
+@dataclass(frozen=True)
+class _Worker:
+    """One process of a run. ``worker``: its id; ``rank``: where it was launched, or whom it replaces; -1: a spare."""
+
+    worker: int
+    rank: int
+
+    def environment(self, request: dict[str, Any]) -> dict[str, str]:
+        """What tells it who it is."""
+        workers, nodes = request["workers"], request["nodes"]
+        local_rank = self.rank if self.rank >= 0 else self.worker
+        variables = {
+            "RANK": str(max(self.rank, 0)), "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers),
+            "RECOVER_NODE_NAME": nodes[self.rank],
+        }  # fmt: skip
+        if self.worker >= workers:
+            variables |= {"RECOVER_WORKER": str(self.worker), "RECOVER_JOIN": "1"}
+        if self.rank < 0:
+            variables["RECOVER_SPARE"] = "1"
+        return variables
+
+
+def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None:
     _die_with_parent(parent)
     os.setsid()
-    log = os.open(f"{request['log_dir']}/worker-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    log = os.open(f"{request['log_dir']}/worker-{who.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    workers = request["workers"]
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers),
+        **who.environment(request),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         **request["environment"],
@@ -200,10 +244,10 @@ def _work(rank: int, request: dict[str, Any], port: int, parent: int) -> None:
         get_write_results_queue(mp_mode="fork")
     code = 1
     try:
-        if request["losses"] and rank == workers - 1:
+        if request["losses"] and who.worker == request["workers"] - 1:
             _record_losses(request["losses"])
         if request["training"]:
-            _record_training(f"{request['training']}/{rank}.pt")
+            _record_training(f"{request['training']}/{who.worker}.pt")
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as exit_:
@@ -215,25 +259,44 @@ def _work(rank: int, request: dict[str, Any], port: int, parent: int) -> None:
     os._exit(code)
 
 
+Ended = Callable[[_Worker, int], int | None]
+"""Told of a worker that has ended, with its exit code; answers the pid of one started in its place, if there is one."""
+
+
 def _wait_for_all(
-    children: dict[int, int], codes: list[int], timeout: float, together: bool, ended: Callable[[int, str], None]
-) -> None:
-    """Fill ``codes`` (by rank); ends the others when the time is up or, ``together``, when one fails."""
+    children: dict[int, _Worker],
+    timeout: float,
+    together: bool,
+    ended: Ended = lambda who, code: None,
+    late: Callable[[_Worker], bool] | None = None,
+) -> dict[int, int]:
+    """The exit codes by worker id; ends the others when the time is up or, ``together``, when one fails.
+
+    ``children``: by pid; ``ended`` adds those that it starts. Whoever is ``late`` is ended.
+    """
     deadline = time.monotonic() + timeout
+    codes: dict[int, int] = {}
     handles = {os.pidfd_open(pid): pid for pid in children}
     while handles:
-        ready, _, _ = select.select(list(handles), [], [], max(0.0, deadline - time.monotonic()))
+        left = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select(list(handles), [], [], left if late is None else min(left, 0.2))
         for handle in ready:
             pid = handles.pop(handle)
             os.close(handle)
-            codes[children[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            who, code = children[pid], os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            codes[who.worker] = code
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # what it left behind: loader workers, the checkpoint writer's helper
-            ended(children[pid], f"code {codes[children[pid]]}")
-        if not ready or (together and any(codes)):
+            if (successor := ended(who, code)) is not None:
+                handles[os.pidfd_open(successor)] = successor
+        for pid in handles.values() if late is not None else ():
+            if late(children[pid]):
+                os.kill(pid, signal.SIGKILL)
+        if (not ready and time.monotonic() >= deadline) or (together and any(codes.values())):
             for pid in handles.values():
                 os.kill(pid, signal.SIGKILL)
             deadline = time.monotonic() + 60
+    return codes
 
 
 def _coordinate(listener: socket.socket, request: dict[str, Any], secret: str, parent: int) -> None:
@@ -266,16 +329,54 @@ def _fork(run: Callable[[], None]) -> int:
     return pid
 
 
-def _serve_run(request: dict[str, Any]) -> list[int]:
-    """In a process of its own: start everything, wait for the workers, end the rest."""
+class _Recovering:
+    """The launcher's part in a run with --recover: witness of all its workers, and it starts others."""
+
+    def __init__(
+        self, request: dict[str, Any], children: dict[int, _Worker], start: Callable[[_Worker], int], address: Any
+    ) -> None:
+        from recover_megatron.membership.auth import Secret
+        from recover_megatron.membership.witness import Witness
+
+        self._children, self._start = children, start
+        self._workers, self._restarts = request["workers"], request["restarts"]
+        self._next = self._workers + request["spares"]
+        self._in_plans: set[int] = set()
+        secret = Secret(request["environment"]["RECOVER_SECRET"].encode())
+        self._witness = Witness([address], "node", secret, self._kill)
+
+    def _kill(self, worker: int, reason: str) -> None:
+        pids = [pid for pid, who in self._children.copy().items() if who.worker == worker]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pids[0], signal.SIGKILL)
+
+    def ended(self, who: _Worker, code: int) -> int | None:
+        """Tell the coordinator; start another in its place, unless the run is over."""
+        self._witness.ended(who.worker, f"code {code}")
+        if code == 0 or not self._restarts or self._witness.out is not None:
+            return None
+        self._restarts -= 1
+        self._next += 1
+        return self._start(_Worker(self._next - 1, who.rank))
+
+    def late(self, who: _Worker) -> bool:
+        """Whether the run is over before this one was in any plan: nobody will tell it."""
+        return who.worker >= self._workers and self._witness.out is not None and who.worker not in self._planned()
+
+    def _planned(self) -> set[int]:
+        self._in_plans |= self._witness.members
+        return self._in_plans
+
+
+def _serve_run(request: dict[str, Any]) -> dict[int, int]:
+    """In a process of its own: start everything, wait for the workers, end the rest; the exit codes by worker id."""
     me, workers = os.getpid(), request["workers"]
     recover = "--recover" in request["argv"]
-    codes = [0] * workers
-    helpers, children = [], {}
+    helpers: list[int] = []
+    children: dict[int, _Worker] = {}
     with _listener() as for_store, _listener() as for_coordinator:
         port = for_store.getsockname()[1]
         helpers.append(_fork(lambda: _serve_store(for_store, workers, me)))
-        ended: Callable[[int, str], None] = lambda worker, how: None  # noqa: E731
         if recover:
             secret, address = secrets.token_hex(32), for_coordinator.getsockname()[:2]
             helpers.append(_fork(lambda: _coordinate(for_coordinator, request, secret, me)))
@@ -283,28 +384,28 @@ def _serve_run(request: dict[str, Any]) -> list[int]:
                 "RECOVER_COORDINATOR": f"{address[0]}:{address[1]}", "RECOVER_SECRET": secret, "RECOVER_NODE": "node",
                 **request["environment"],
             }  # fmt: skip
+
+    def start(who: _Worker) -> int:
+        pid = _fork(lambda: _work(who, request, port, me))
+        children[pid] = who
+        return pid
+
     for rank in range(workers):
-        children[_fork(lambda rank=rank: _work(rank, request, port, me))] = rank
+        start(_Worker(rank, rank))
+    for spare in range(request["spares"] if recover else 0):
+        start(_Worker(workers + spare, -1))
     if recover:
-        from recover_megatron.membership.auth import Secret
-        from recover_megatron.membership.witness import Witness
-
-        pids = {rank: pid for pid, rank in children.items()}
-
-        def kill(worker: int, reason: str) -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pids[worker], signal.SIGKILL)
-
-        witness = Witness([address], "node", Secret(secret.encode()), kill)
-        ended = witness.ended
-    _wait_for_all(children, codes, request["timeout"], request["together"] and not recover, ended)
+        recovering = _Recovering(request, children, start, address)
+        codes = _wait_for_all(children, request["timeout"], False, recovering.ended, recovering.late)
+    else:
+        codes = _wait_for_all(children, request["timeout"], request["together"])
     for helper in helpers:
         os.kill(helper, signal.SIGKILL)
         os.waitpid(helper, 0)
     return codes
 
 
-def _in_a_child(request: dict[str, Any]) -> list[int]:
+def _in_a_child(request: dict[str, Any]) -> dict[str, int]:
     """Serve a run in a child: the server itself never starts a thread, so it may always fork."""
     reading, writing = os.pipe()
     me = os.getpid()

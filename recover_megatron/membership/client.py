@@ -13,6 +13,7 @@ moment at which no socket is being made.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import socket
@@ -89,7 +90,7 @@ class Client:
         for effect in effects:
             assert isinstance(effect, Say)
             self._say(effect.message)
-        if self._out:
+        if self._out or self.core.deadline == -math.inf:
             self._wake()
 
     def close(self, flush_seconds: float = 2.0) -> None:

@@ -11,8 +11,8 @@
 STANDBY     Passive, at start and as a spare. Members attach and present what they follow and hold (``Presentation``).
             When those attached may take over (``quorum``), the candidate leads, once in its life, under a new term.
 RENDEZVOUS  ``revoke(n)`` has been pushed; waits for ``join(n, status)`` of every worker the run counts on. A change
-            of membership opens n+1. If a worker is left out that may still run somewhere (*contested*), the plan also
-            waits for the quorum and for the acknowledgement of the members' witnesses.
+            of membership opens n+1, and so does a newcomer. If a worker is left out that may still run somewhere
+            (*contested*), the plan also waits for the quorum and for the acknowledgement of the members' witnesses.
 STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits iteration t. Who has said ``idle(n)``
             has no part in epoch n: commits and hang detection pass it over.
 STOPPED     The run is over or may not go on here; everybody was told why.
@@ -120,17 +120,24 @@ class Coordinator(Epochs):
             self._attach_witness(session, message, now)
 
     def _attach_worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        worker = self.workers.get(message["worker"])
+        number = message["worker"]
+        newcomer = message.get("newcomer", False)
+        if newcomer:
+            self._meet([number])
+        worker = self.workers.get(number)
         if worker is None:
-            self._refuse(session, f"there is no worker {message['worker']} in this run")
+            self._refuse(session, f"there is no worker {number} in this run")
             return
-        if worker.fate is not Fate.LIVE or worker.incarnation not in ("", message["incarnation"]):
-            state = worker.fate.value if worker.fate is not Fate.LIVE else "another process"
-            reason = f"worker {worker.number} is {state}: this process is not part of the run"
-            self._log("refused", worker=worker.number, host=message["host"], reason=reason)
+        new = newcomer and message["formed_epoch"] == 0
+        if barred := self._why_barred(worker, message, new):
+            reason = f"{barred}: this process is not part of the run"
+            self._log("refused", worker=number, host=message["host"], reason=reason)
             self._send([session], {"type": "fenced", "reason": reason})
             self._do(Close(session))
             return
+        if new and not worker.new and number not in self.formed.members:
+            self._log("admitted", worker=number, host=message["host"])
+        worker.new = new
         self._bind(worker, session, now)
         worker.incarnation, worker.host = message["incarnation"], message["host"]
         worker.witness, worker.done = message.get("witness", ""), message["done"]
@@ -140,8 +147,30 @@ class Coordinator(Epochs):
         worker.progress = Progress(worker.number, marked=now, heard=now)
         self._log("attached", worker=worker.number, host=worker.host, pid=message["pid"])
         self._presented(session, message)
-        if self.state is State.STEADY:
-            self._changes.append(f"{worker.name} has lost its connection and come back")
+        if self.state is State.STANDBY:
+            return
+        if number in self.opened.members:
+            if self.state is State.STEADY:
+                self._changes.append(f"{worker.name} has lost its connection and come back")
+        elif new:
+            self._changes.append(f"{worker.name} is admitted")
+        elif number not in self._evidence.target:
+            self._exclude(worker, "it was put out of the run before", now)
+
+    def _why_barred(self, worker: Worker, message: Mapping[str, Any], new: bool) -> str:
+        """What speaks against a process that presents itself as ``worker``; empty: nothing."""
+        if worker.number in self._evidence.dead | self._evidence.left and self.state is not State.STANDBY:
+            return f"worker {worker.number} has ended"
+        if worker.fate is not Fate.LIVE:
+            return f"worker {worker.number} is {worker.fate.value}"
+        if worker.incarnation not in ("", message["incarnation"]):
+            return f"worker {worker.number} is another process"
+        if message.get("newcomer", False) and worker.number < self.world:
+            return f"worker {worker.number} was launched with the run, and a newcomer needs an id of its own"
+        if self._own and not new and worker.number not in self.formed.members:
+            worker.fate = Fate.OUT  # it holds a plan of an epoch that this coordinator's epochs have left behind
+            return f"worker {worker.number} is {worker.fate.value}"
+        return ""
 
     def _attach_witness(self, session: int, message: Mapping[str, Any], now: float) -> None:
         node = message["node"]
@@ -160,14 +189,17 @@ class Coordinator(Epochs):
     def _presented(self, session: int, message: Mapping[str, Any]) -> None:
         """Take in a presentation; before this coordinator has formed an epoch itself, it may change the picture."""
         before = (self._evidence.formed, self._evidence.bases, self._evidence.dead, self._evidence.left)
-        self._evidence.add(presentation_from_wire(message))
+        presentation = presentation_from_wire(message)
+        self._evidence.add(presentation)
+        self._meet(presentation.mentioned)
+        peer = self._sessions[session]
         if self.state is State.STANDBY:
             self._send([session], {"type": "standby"})
         elif self.state is State.RENDEZVOUS:
             now_known = (self._evidence.formed, self._evidence.bases, self._evidence.dead, self._evidence.left)
             if not self._own and before != now_known:
                 self._changes.append("a member presented something newer")
-            else:
+            elif isinstance(peer, Witness) or peer.number in self.opened.members:
                 self._send([session], self._revoke_message("attached"))
 
     def _closed(self, session: int, ended: bool, reason: str, now: float) -> None:
@@ -198,7 +230,7 @@ class Coordinator(Epochs):
             case "heartbeat":
                 self._heartbeat(worker, message, now)
                 self._send([session], {"type": "beat"})
-            case "join" if self.state is State.RENDEZVOUS and message["epoch"] == self.opened.epoch:
+            case "join" if self._is_awaited(worker, message["epoch"]):
                 self._joined += worker.joined != self.opened.epoch
                 worker.joined, worker.status, worker.done = message["epoch"], message["status"], message["done"]
                 worker.idle_in = message.get("idle", 0)
@@ -230,6 +262,10 @@ class Coordinator(Epochs):
                 self._log("abandoned", worker=worker.number, reason=message["reason"])
                 self._lost_touch(worker, f"turned away: {message['reason']}", now)
 
+    def _is_awaited(self, worker: Worker, epoch: int) -> bool:
+        opened = self.opened
+        return self.state is State.RENDEZVOUS and epoch == opened.epoch and worker.number in opened.members
+
     def _heartbeat(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         progress = worker.progress
         progress.iteration, progress.phase = message["iteration"], message["phase"]
@@ -258,7 +294,7 @@ class Coordinator(Epochs):
         if self._some_left:
             if self._finished():
                 self._changes.append("only workers without a part are left")
-        elif self._ready == len(self.formed.members) and self._commit(self._idle(self.formed)):
+        elif self._ready == len(self.formed.members) and self._commit(self.formed.members - self._idle(self.formed)):
             message = {"type": "commit", "epoch": self.formed.epoch, "iteration": self.committed}
             self._send(self._attached(self.formed.members), message)
             for member in self.formed.members:
@@ -287,11 +323,18 @@ class Coordinator(Epochs):
             case "spawned":
                 self._log("spawned", worker=message["worker"], pid=message["pid"], node=witness.node)
             case "ended":
-                worker = self.workers.get(message["worker"])
-                if worker is not None and worker.fate in (Fate.LIVE, Fate.OUT):
-                    self._dead(worker, f"its process has ended ({message['how']})", now)
+                self._ended(message["worker"], message["how"], now)
             case "abandon":
                 self._unbind(witness)
+
+    def _ended(self, number: int, how: str, now: float) -> None:
+        """A launcher has seen a process end."""
+        if number not in self.workers:  # a newcomer, before it came here: it may be in what others will present
+            self._meet([number])
+            self.workers[number].fate = Fate.DEAD
+            return
+        if self.workers[number].fate in (Fate.LIVE, Fate.OUT):
+            self._dead(self.workers[number], f"its process has ended ({how})", now)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 

@@ -94,7 +94,8 @@ class Epochs(Roster):
         if not reached & self._evidence.target:
             return
         missing = frozenset().union(*bases) - self.gone - reached
-        if not can_tell(reached & self._evidence.target, self._idle(self.formed), missing, own=False):
+        counted = reached & self._evidence.target & self.formed.members
+        if not can_tell(counted, self._idle(self.formed), missing, own=False):
             return
         if missing and self._arbiter and self.formed.epoch > 0:
             if now >= self._lease_until:
@@ -112,30 +113,31 @@ class Epochs(Roster):
         self.formed = self._evidence.formed
         self.committed = max(self.committed, self._evidence.committed)
         for number in self._evidence.dead | self._evidence.left:
-            worker = self.workers.get(number)
-            if worker is not None and worker.fate is not Fate.LEFT:
+            worker = self.workers[number]
+            if worker.fate is not Fate.LEFT:
                 worker.fate = Fate.LEFT if number in self._evidence.left else Fate.DEAD
                 self._unbind(worker)
 
     def _open(self, now: float) -> None:
-        """Open the next rendezvous: everybody the run counts on must join it."""
+        """Open the next rendezvous: everybody the run counts on must join it, and so must the newcomers."""
         reasons, self._changes = self._changes, []
         target = self.formed.members
         if not self._own:
             self._adopt_evidence()
             target = self._evidence.target
             for worker in self.workers.values():
-                if worker.fate is Fate.LIVE and worker.number not in target:
+                if worker.fate is Fate.LIVE and worker.number not in target and not worker.new:
                     self._exclude(worker, "it was put out of the run before", now)
             self._changes = []
         members = target & self._with_fate(Fate.LIVE)
-        if not members:
+        if not members & self.formed.members:  # newcomers alone have nothing to go on from
             left = target & self._with_fate(Fate.LEFT)
             self._stop(0 if left else EXIT_NO_REPLICA, "all workers have left" if left else "no live worker is left")
             return
         if self._finished():
             self._stop(0, "all workers that had a part in the work have left")
             return
+        members |= self._newcomers
         if self.formed.epoch > 0:
             self._patience = now + 1.2 * self.settings.heartbeat_timeout
         elif self.opened.epoch == 0:
@@ -154,15 +156,23 @@ class Epochs(Roster):
 
     def _try_to_form(self, now: float) -> None:
         members = [self.workers[m] for m in self.opened.members]
-        missing = [w for w in members if w.session is None]
-        if missing and now > self._patience:
-            if self.formed.epoch == 0:
-                names = ", ".join(str(w.number) for w in missing[:20])
+        if late := self._late(members, now):
+            launched = [w for w in late if w.number < self.world]
+            if self.formed.epoch == 0 and launched:
+                names = ", ".join(str(w.number) for w in launched[:20])
                 self._stop(EXIT_NO_REPLICA, f"workers {names} did not come within {self.settings.start_timeout:.0f} s")
-            for worker in missing if self.state is not State.STOPPED else ():
+            for worker in late if self.state is not State.STOPPED else ():
                 self._exclude(worker, "did not come to the new coordinator", now)
         elif self._may_form(members, now) and self._joined == len(members):
             self._form(now)
+
+    def _late(self, members: list[Worker], now: float) -> list[Worker]:
+        """Whom the open rendezvous waits for no longer. The launch has long to start, a newcomer never has."""
+        missing = [w for w in members if w.session is None]
+        if now <= self._patience:
+            missing = [w for w in missing if w.number >= self.world]
+            missing = missing if now > self._revoked_at + 1.2 * self.settings.heartbeat_timeout else []
+        return missing
 
     def _may_form(self, members: list[Worker], now: float) -> bool:
         """The rule of ``quorum`` for the open rendezvous; stops or puts out members when it can't be met."""
@@ -176,7 +186,7 @@ class Epochs(Roster):
                 self._do(AskArbiter(self.term))
         else:
             quorum = may_go_on(self.opened.members, bases, self.gone, self._own)
-        known = can_tell(self.opened.members, self._idle(self.formed), missing, self._own)
+        known = can_tell(self.opened.members & self.formed.members, self._idle(self.formed), missing, self._own)
         quorum = quorum and known
         unheard = [w for w in members if w.witness and not self._acknowledged(w.witness)]
         if quorum and not unheard:
@@ -204,7 +214,7 @@ class Epochs(Roster):
         """Fix the plan of the open rendezvous."""
         previous = self.formed
         self.formed = Formed(self.opened.epoch, self.opened.members, self.term)
-        self._commit(self._idle(previous))
+        self._commit(self.formed.members & previous.members - self._idle(previous))
         members = tuple(sorted(self.formed.members))
         statuses = {m: self.workers[m].status for m in members}
         old = tuple(sorted(previous.members))
@@ -220,7 +230,7 @@ class Epochs(Roster):
         self.state = State.STEADY
         for member in members:
             worker = self.workers[member]
-            worker.status = None
+            worker.status, worker.new = None, False
             worker.progress.marked, worker.progress.waiting_since = now, None
         seconds = {"rendezvous": now - self._revoked_at}
         if self._fault is not None:
@@ -244,16 +254,15 @@ class Epochs(Roster):
         fates = {self.workers[m].fate for m in self.formed.members - self._idle(self.formed)}
         return Fate.LEFT in fates and Fate.LIVE not in fates
 
-    def _commit(self, idle: frozenset[int]) -> bool:
-        """Commit what every member of the formed epoch but the ``idle`` has reported; whether that is anything new."""
-        members = [self.workers[m] for m in self.formed.members]
-        decided = min((worker.done for worker in members if worker.number not in idle), default=0)
+    def _commit(self, reporters: frozenset[int]) -> bool:
+        """Commit what all ``reporters`` have reported, those with a part in an epoch; whether that is anything new."""
+        decided = min((self.workers[number].done for number in reporters), default=0)
         new = decided > self.committed
         if new:
             self.committed = decided
             self._stuck_epochs = 0
             self._log("commit", epoch=self.formed.epoch, iteration=decided)
-        self._ready = sum(self._is_ready(worker) for worker in members)
+        self._ready = sum(self._is_ready(self.workers[m]) for m in self.formed.members)
         return new
 
     def _is_ready(self, worker: Worker) -> bool:

@@ -160,7 +160,10 @@ class Follower:
 
     def _on(self, message: Mapping[str, Any], now: float) -> None:
         match message["type"]:
+            case "beat":
+                self._reached(now)
             case "standby":
+                self._reached(now)
                 dwell = self.settings.start_timeout / 2 if self._first else self.settings.heartbeat_timeout
                 self._move_at = now + dwell if self._candidates > 1 else None
             case "refused":
@@ -187,6 +190,9 @@ class Follower:
                 self._effects.append(Notify("commit"))
             case "kill":
                 self._effects.append(Notify("kill", message))
+
+    def _reached(self, now: float) -> None:
+        """A candidate that may lead one day is there."""
 
     def _is_open(self, message: Mapping[str, Any]) -> bool:
         opened = self.presentation.opened
@@ -281,10 +287,17 @@ class Watcher(Follower):
 
 
 class Member(Follower):
-    """A worker."""
+    """A worker.
+
+    A newcomer (``hello`` says so) dials nobody before its first ``join``: it gets ready, for as long as that takes,
+    while the run goes on without it. Once it attaches the others wait for it. It comes to a run that has its
+    coordinator: where no candidate is reached it gives up sooner than the launch would, since that run is over.
+    """
 
     def __init__(self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float) -> None:
         super().__init__({"type": "attach", **hello}, candidates, settings, now)
+        self._asleep = self._newcomer = bool(hello.get("newcomer"))
+        self._reached_at = now
         self.plan: Plan | None = None
         self.done = 0
         self.mark(0, "", None, False, 0.0)
@@ -329,6 +342,8 @@ class Member(Follower):
         """Ask for a place in the next epoch; valid through all restarts of the rendezvous until a plan comes."""
         self._effects = []
         self._status = (status,)
+        if self._asleep:
+            self.deadline = -math.inf
         if self.stage is Stage.FOLLOWING:
             if self.presentation.opened is not None:
                 self._say_join()
@@ -383,10 +398,25 @@ class Member(Follower):
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
         """As ``Follower.handle``; last words that nobody has heard are told to the next coordinator."""
+        if self._asleep:
+            if self._status is None:
+                self.deadline = math.inf
+                return []
+            self._asleep = False
+            self._alone_since = self._reached_at = self._move_at = now
         effects = super().handle(event, now)
         if isinstance(event, Connected) and self._connected and self._words is not None and not self.noted:
             self._say(self._words)
         return effects
+
+    def _reached(self, now: float) -> None:
+        self._reached_at = now
+
+    def _tick(self, now: float) -> None:
+        if self._newcomer and self.presentation.term == 0 and now >= self._reached_at + self.settings.lost_timeout:
+            self._leave_with(CoordinatorLost(f"the run that this worker was to join is not reached: {self._complaint}"))
+        else:
+            super()._tick(now)
 
     def leave(self) -> list[MemberEffect]:
         """Leave in order."""

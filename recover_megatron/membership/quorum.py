@@ -21,7 +21,14 @@ disjoint, because a member follows one coordinator at a time and only ever a hig
 of M that are not gone, B has more than half; both cannot be, unless B knows deaths on A's side that happened
 after A went on. Such a death could only be told by a witness, and a side that leaves somebody out goes on
 only after the witnesses of its own members have acknowledged the new rendezvous: a witness that later turns to B
-presents it, and B needs a majority of that one too. The Promela model (models/) explores this exhaustively.
+presents it, and B needs a majority of that one too.
+
+*Newcomers* add members to an epoch and votes to its count, but never take the place of those before: until a rendezvous
+counts on them they are in no set that anybody needs a majority of, until they hold a plan they cannot tell what was
+committed, and newcomers alone go on nowhere. The argument above holds as it stands, since whoever of M is in a later
+epoch has joined it, so presents it.
+
+The Promela model (models/) explores this exhaustively, for a run without newcomers.
 """
 
 from __future__ import annotations

@@ -127,3 +127,9 @@ class Presentation:
     """Workers known to have ended, as the coordinator told."""
     left: frozenset[int] = frozenset()
     """Workers that had finished and left in order."""
+
+    @property
+    def mentioned(self) -> frozenset[int]:
+        """Every worker in it."""
+        opened = self.opened.members if self.opened is not None else frozenset()
+        return self.formed.members | opened | self.dead | self.left

@@ -4,6 +4,9 @@ What makes a worker go, by what is known of it: its kernel closes the session, o
 is *dead* and never counts again. Its host is silent, or it hangs (``detect``): it is *out*, is told so if it ever
 wakes up, is killed by its launcher, and until that is confirmed it counts as possibly running elsewhere (``quorum``).
 It says bye: it has *left*. None of these is ever undone.
+
+A *newcomer* is a worker whose id is none of the launch's (those are below ``world``). It becomes known when it
+attaches, or when a member presents an epoch that counts on it. Ids never come back: who is started again has a new one.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class Worker:
     status: Json = None
     formed_epoch: int = 0
     """The last epoch whose plan this worker presented to hold."""
+    new: bool = False
+    """A newcomer that has had no plan yet: the next rendezvous takes it in."""
 
     @property
     def name(self) -> str:
@@ -71,6 +76,7 @@ class Roster:
 
     def __init__(self, world: int, settings: Settings) -> None:
         self.settings = settings
+        self.world = world
         self.workers = {n: Worker(n, Progress(n)) for n in range(world)}
         self.witnesses: dict[str, Witness] = {}
         self._sessions: dict[int, Worker | Witness] = {}
@@ -99,6 +105,17 @@ class Roster:
 
     def _with_fate(self, fate: Fate) -> frozenset[int]:
         return frozenset(n for n, w in self.workers.items() if w.fate is fate)
+
+    @property
+    def _newcomers(self) -> frozenset[int]:
+        """Those that wait for their first plan."""
+        return frozenset(n for n, w in self.workers.items() if w.new and w.fate is Fate.LIVE and w.session is not None)
+
+    def _meet(self, numbers: Iterable[int]) -> None:
+        """From now on these are known, if they were not: newcomers that others count on."""
+        for number in numbers:
+            if number not in self.workers:
+                self.workers[number] = Worker(number, Progress(number))
 
     def _attached(self, members: Iterable[int]) -> list[int]:
         """The sessions of those members that have one."""

@@ -50,6 +50,7 @@ class Session:
         witness: str | None = None,
         on_revoke: RevokeCallback | None = None,
         exit_when_out: float | None = None,
+        newcomer: bool = False,
     ) -> Session:
         """Start the session of ``worker`` and return at once; the first ``join`` waits for the others.
 
@@ -57,9 +58,12 @@ class Session:
         the worker's launcher runs a ``Witness``; None if there is none. ``exit_when_out``: seconds after which the
         session's thread ends a process that is out of the run but still there, its main thread stuck in a call that
         nothing wakes; the exit code is ``EXIT_FENCED``, or that of ``CoordinatorLost``. None: never.
+
+        ``newcomer``: the worker was not launched with the run, and its id is none of the run's, nor ever was. It is
+        admitted when it joins for the first time, not before: until then nobody waits for it, and it is told nothing.
         """
         settings = settings or Settings()
-        hello = {
+        hello: dict[str, Json] = {
             "worker": worker,
             "incarnation": secrets.token_hex(16),
             "host": socket.gethostname()[:256],
@@ -67,6 +71,8 @@ class Session:
         }
         if witness is not None:
             hello["witness"] = witness
+        if newcomer:
+            hello["newcomer"] = True
         core = Member(hello, len(addresses), settings, now=time.monotonic())
         session: list[Session] = []
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from recover_megatron.membership.records import MAX_WORKERS
 from recover_megatron.membership.words import MAX_ERROR, MAX_TRACEBACK
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_HANDSHAKE = 4 << 10
 """Bytes of one message before the other side has proved that it knows the secret."""
@@ -100,6 +100,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "witness": (_NAME, False),
         "done": (_ITERATION, True),
         "idle": (_EPOCH, False),
+        "newcomer": (_FLAG, False),
         **_PRESENTATION,
     },
     "attach_witness": {"node": (_NAME, True), "incarnation": (_hex(32), True), **_PRESENTATION},

@@ -47,6 +47,11 @@ class Witness:
         return max(self._core.presentation.formed.epoch, self._core.last_epoch)
 
     @property
+    def members(self) -> frozenset[int]:
+        """The workers of that epoch."""
+        return self._core.presentation.formed.members
+
+    @property
     def led(self) -> bool:
         """Whether a coordinator has ever led: enough workers had come to it."""
         return self._core.presentation.term > 0

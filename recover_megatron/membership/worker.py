@@ -15,6 +15,10 @@ NODE_VARIABLE = "RECOVER_NODE"
 """The name under which the launcher of this worker's node is a witness; not set: there is none."""
 HOST_VARIABLE = "RECOVER_HOST"
 """The address of this worker's node by which the other nodes reach it; not set: there are no others."""
+WORKER_VARIABLE = "RECOVER_WORKER"
+"""The worker id, where it is not the rank: a newcomer's."""
+JOIN_VARIABLE = "RECOVER_JOIN"
+"""1: this worker is a newcomer, not one of the launch."""
 
 
 def connect(
@@ -39,13 +43,24 @@ def connect(
         witness = None
     return Session.connect(
         addresses,
-        int(environ["RANK"]),
+        worker_id(environ),
         find_secret(environ),
         settings,
         witness=witness,
         on_revoke=on_revoke,
         exit_when_out=exit_when_out,
+        newcomer=is_newcomer(environ),
     )
+
+
+def worker_id(environ: Mapping[str, str] = os.environ) -> int:
+    """Which worker this process is. Raises KeyError where the launcher gave neither an id nor a rank."""
+    return int(environ.get(WORKER_VARIABLE) or environ["RANK"])
+
+
+def is_newcomer(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this worker was not launched with the run."""
+    return environ.get(JOIN_VARIABLE) == "1"
 
 
 def _launchers_addresses(text: str) -> list[Address]:

@@ -74,6 +74,7 @@ class World:
         witnesses: bool = True,
     ) -> None:
         self.now = 0.0
+        self.launched = workers
         self.connections: dict[int, Connection] = {}
         self._numbers = itertools.count(1)
         self.coordinators: dict[int, Coordinator] = {
@@ -81,12 +82,11 @@ class World:
         }
         self.members: dict[str, Follower] = {}
         self.current: dict[str, Connection | None] = {}
-        self.node_of = {w: w * nodes // workers for w in range(workers)}
+        self._witnesses = witnesses
+        self._candidates = candidates
+        self.node_of: dict[int, int] = {}
         for w in range(workers):
-            hello = {"worker": w, "incarnation": f"{w:032x}", "host": f"node{self.node_of[w]}", "pid": 1000 + w}
-            if witnesses:
-                hello["witness"] = f"node{self.node_of[w]}"
-            self.members[f"w{w}"] = Member(hello, candidates, SETTINGS, 0.0)
+            self._add_worker(w, w * nodes // workers)
         if witnesses:
             for n in range(nodes):
                 self.members[f"node{n}"] = Watcher(f"node{n}", f"{n + 999:032x}", candidates, SETTINGS, 0.0)
@@ -103,6 +103,19 @@ class World:
         self.commits: dict[int, int] = {}  # iteration -> the epoch it was first committed in
         for name in self.members:
             self.current[name] = None
+
+    def _add_worker(self, number: int, node: int, **more: Any) -> None:
+        self.node_of[number] = node
+        host = f"node{node}"
+        hello = {"worker": number, "incarnation": f"{number:032x}", "host": host, "pid": 1000 + number, **more}
+        if self._witnesses:
+            hello["witness"] = host
+        self.members[f"w{number}"] = Member(hello, self._candidates, SETTINGS, self.now)
+        self.current[f"w{number}"] = None
+
+    def add_newcomer(self, node: int) -> None:
+        """Start one more worker, while the run goes on; it joins when it acts."""
+        self._add_worker(len(self.node_of), node, newcomer=True)
 
     # -- views --------------------------------------------------------------------------------------------------------
 
@@ -237,6 +250,8 @@ class World:
         if member.revoked:
             if member._status is None:
                 self._member_effects(name, member.join({"iteration": member.committed + 1}, "revoked"))
+                if member.deadline < 0:  # a newcomer's first: now it dials
+                    self._to_member(name, Tick())
         elif number in self.spares or member.idle_in == member.plan.epoch:
             self._member_effects(name, member.idle())
         elif member.done <= member.committed:
@@ -352,7 +367,7 @@ class World:
             # A plan that its coordinator fixed late: all had joined it before they turned to the next coordinator,
             # so it comes before the newest epoch, and must fit in there.
             new_term, new_members = self.formed[newest]
-            alive = {w for w in new_members if f"w{w}" not in self.dead}
+            alive = {w for w in new_members - self._first_in(newest) if f"w{w}" not in self.dead}
             if term >= new_term or not alive <= members or any(t not in self.commits for t in range(1, committed + 1)):
                 raise PropertyViolated(f"epoch {epoch} (term {term}) was formed after {newest} (term {new_term})")
             self.formed[epoch] = (term, members)
@@ -360,7 +375,8 @@ class World:
         if newest:
             last_term, last_members = self.formed[newest]
             alive = {w for w in last_members if f"w{w}" not in self.dead}
-            if term < last_term or (alive and not members <= last_members):
+            carried = {w for w in members if w < self.launched or self._was_in_a_plan(w, epoch)}
+            if term < last_term or not carried or (alive and not carried <= last_members):
                 raise PropertyViolated(
                     f"two lineages: {sorted(last_members)}, of which {alive} live, and {sorted(members)}"
                 )
@@ -374,18 +390,28 @@ class World:
                     f"iteration {iteration}, committed in epoch {where}, is decided again in {epoch}"
                 )
 
+    def _was_in_a_plan(self, number: int, before: int) -> bool:
+        return any(number in members for epoch, (_, members) in self.formed.items() if epoch < before)
+
+    def _first_in(self, epoch: int) -> set[int]:
+        """Newcomers that have their first plan with this epoch."""
+        members = self.formed[epoch][1]
+        return {w for w in members if w >= self.launched and not self._was_in_a_plan(w, epoch)}
+
     def _told(self, name: str, member: Member) -> None:
         """Nothing is committed that a member with a part in it has not reported."""
-        committed, epoch = self.told.get(name, (0, 0))
+        first = member.committed if int(name[1:]) >= self.launched else 0  # what was decided before it came
+        committed, epoch = self.told.get(name, (first, 0))
         if member.done < member.committed > committed and member.idle_in != epoch:
             raise PropertyViolated(f"{name} is told that {member.committed} is committed, and has not reported it")
         assert member.plan is not None
         self.told[name] = (member.committed, member.plan.epoch)
 
     def _must_know(self, number: int, iteration: int) -> bool:
-        """Who never was idle has reported what its epochs committed; who was may have heard of it."""
+        """Who was launched and never idle has reported what its epochs committed; others may have heard of it."""
         member = self.worker(number)
-        return not member.idle_in or max(member.done, member.committed) >= iteration
+        reported = number < self.launched and not member.idle_in
+        return reported or max(member.done, member.committed) >= iteration
 
     def _committed(self, iteration: int, epoch: int) -> None:
         new = [t for t in range(1, iteration + 1) if t not in self.commits]

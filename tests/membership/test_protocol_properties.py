@@ -16,26 +16,28 @@ from recover_megatron.membership.records import Formed, Presentation
 from recover_megatron.membership.roster import Worker
 from recover_megatron.membership.succession import Evidence
 
+MOST_WORKERS = 8
 Moves = list[tuple[str, int, int]]
 MOVES = st.lists(
     st.one_of(
         st.tuples(st.just("deliver"), st.integers(0, 30), st.integers(1, 6)),
-        st.tuples(st.just("act"), st.integers(0, 4), st.just(0)),
+        st.tuples(st.just("act"), st.integers(0, 6), st.just(0)),
         st.tuples(st.just("advance"), st.sampled_from([1, 3, 6, 12]), st.just(0)),
         st.tuples(st.just("run"), st.integers(0, 3), st.just(0)),
-        st.tuples(st.just("kill"), st.integers(0, 4), st.integers(0, 1)),
+        st.tuples(st.just("kill"), st.integers(0, 6), st.integers(0, 1)),
         st.tuples(st.just("report"), st.just(0), st.just(0)),
         st.tuples(st.just("kill coordinator"), st.integers(0, 2), st.integers(0, 1)),
         st.tuples(st.just("idle"), st.integers(0, 4), st.integers(0, 1)),
-        st.tuples(st.just("freeze"), st.integers(0, 4), st.just(0)),
+        st.tuples(st.just("freeze"), st.integers(0, 6), st.just(0)),
         st.tuples(st.just("freeze coordinator"), st.integers(0, 2), st.just(0)),
         st.tuples(st.just("thaw"), st.just(0), st.just(0)),
         st.tuples(st.just("block"), st.integers(0, 2), st.integers(0, 2)),
         st.tuples(st.just("heal"), st.integers(0, 8), st.just(0)),
         st.tuples(st.just("partition"), st.integers(0, 7), st.integers(0, 2)),
-        st.tuples(st.just("work"), st.integers(1, 31), st.just(0)),
-        st.tuples(st.just("upwards"), st.integers(0, 31), st.just(0)),
-        st.tuples(st.just("downwards"), st.integers(0, 31), st.just(0)),
+        st.tuples(st.just("work"), st.integers(1, 127), st.just(0)),
+        st.tuples(st.just("upwards"), st.integers(0, 127), st.just(0)),
+        st.tuples(st.just("downwards"), st.integers(0, 127), st.just(0)),
+        st.tuples(st.just("newcomer"), st.integers(0, 2), st.integers(0, 1)),
     ),
     min_size=5,
     max_size=60,
@@ -95,6 +97,11 @@ def play(world: World, move: tuple[str, int, int]) -> None:
                     queue = getattr(world.connections[number], direction)
                     while queue and (number, direction) in world.deliverable():
                         world.deliver(number, direction)
+        case "newcomer":  # b: it joins at once
+            if workers < MOST_WORKERS:
+                world.add_newcomer(a)
+                if b:
+                    world.act(workers)
         case "heal":
             if world.blocked:
                 world.blocked.remove(sorted(world.blocked)[a % len(world.blocked)])
@@ -187,6 +194,12 @@ def idle_for_good(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_is_ready", lambda self, w: w.done > self.committed or bool(w.idle_in))
 
 
+def newcomers_decide(patch: pytest.MonkeyPatch) -> None:
+    """What an epoch has committed is looked for in the reports of newcomers, too, who were not in it."""
+    commit = Coordinator._commit
+    patch.setattr(Coordinator, "_commit", lambda self, reporters: commit(self, reporters | self.formed.members))
+
+
 PARTITIONED = [
     ("partition", 1, 1), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0),
     ("run", 3, 0), ("run", 3, 0),
@@ -208,12 +221,16 @@ SPARES_APART = [("partition", 1, 1), ("run", 2, 0), ("freeze", 0, 0), *[("run", 
 PROMOTED = [("idle", 1, 0), ("kill", 2, 0), ("run", 2, 0), *HALF_DONE]
 """A spare gets a place, and has not reported a step when the coordinator dies."""
 
+JOINED = [("work", 7, 0), ("upwards", 7, 0), ("newcomer", 0, 1), *TAKEOVER]
+"""All have reported a step when the coordinator dies, and a newcomer comes to the next one."""
+
 SCENARIOS: dict[str, tuple[Moves, set[int]]] = {
     "partitioned": (PARTITIONED, set()),
     "crashed": (CRASHED, set()),
     "half done": (HALF_DONE, set()),
     "spares apart": (SPARES_APART, {1, 2}),
     "promoted": (PROMOTED, {1, 2}),
+    "joined": (JOINED, set()),
 }
 
 
@@ -229,6 +246,7 @@ def scenario_world(spares: set[int]) -> World:
         (eager_commit, "half done"),
         (idle_may_tell, "spares apart"),
         (idle_for_good, "promoted"),
+        (newcomers_decide, "joined"),
     ],
 )
 def test_a_deliberate_bug_in_the_coordinator_is_caught(

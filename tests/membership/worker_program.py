@@ -53,6 +53,9 @@ def work(session: Session, options: dict[str, object]) -> int:
     last = int(options.get("iterations", 10**9))  # type: ignore[call-overload]
     hold = options.get("hold_at")
     stop_joining = options.get("never_rejoin")
+    if options.get("never_join"):
+        tell("connected")
+        signal.pause()
     plan = session.join({"iteration": 1})
     tell("plan", epoch=plan.epoch, members=sorted(plan.members), committed=plan.committed)
     iteration = plan.committed + 1
@@ -118,6 +121,7 @@ def main() -> int:
         settings,
         witness=options.get("witness"),
         exit_when_out=options.get("exit_when_out"),
+        newcomer=options.get("newcomer", False),
     )
     session.on_revoke(
         lambda epoch, reason: tell(

@@ -1,0 +1,275 @@
+"""Newcomers: workers that were not launched with the run join it while it goes on, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, check_one_lineage, cluster
+from simulation import SETTINGS, World
+
+from recover_megatron.membership.errors import EXIT_NO_REPLICA, CoordinatorLost, Fenced
+from recover_megatron.membership.member import Member, Stage
+
+# -- the state machines, one delivery after the other -----------------------------------------------------------------
+
+
+def running_world(workers: int = 3, candidates: int = 3) -> World:
+    world = World(workers, candidates=candidates, nodes=3)
+    world.run_fairly(4.0)
+    assert world.order == [1]
+    return world
+
+
+def members(world: World) -> frozenset[int]:
+    """Of the last epoch formed."""
+    return world.formed[world.order[-1]][1]
+
+
+def deliver(world: World, count: int) -> None:
+    """So many messages, the oldest connection first."""
+    for _ in range(count):
+        if pairs := world.deliverable():
+            world.deliver(*pairs[0])
+
+
+def everybody_goes_on(world: World) -> None:
+    before = {w: world.worker(w).committed for w in world.node_of}
+    world.run_fairly(4 * SETTINGS.heartbeat_timeout)
+    for w in world.node_of:
+        if world.running(f"w{w}"):
+            assert world.worker(w).committed > before[w]
+            assert w in members(world)
+
+
+def test_a_newcomer_is_admitted_and_starts_from_what_is_committed() -> None:
+    world = running_world()
+    done = world.worker(0).committed
+    assert done > 0
+    world.add_newcomer(0)
+    world.run_fairly(2.0)
+    assert members(world) == {0, 1, 2, 3}
+    plan = world.worker(3).plan
+    assert plan is not None
+    assert plan.committed >= done
+    assert [e["worker"] for e in world.log if e["event"] == "admitted"] == [3]
+    everybody_goes_on(world)
+
+
+def test_nobody_waits_for_a_newcomer_that_is_not_ready() -> None:
+    world = running_world()
+    world.add_newcomer(0)
+    world.busy.add(3)  # it never joins
+    world.run_fairly(5 * SETTINGS.hang_timeout)
+    assert world.order == [1]
+    assert not [e for e in world.log if e["event"] in ("admitted", "fault")]
+    world.busy.clear()
+    everybody_goes_on(world)
+
+
+def test_two_newcomers_at_once_cost_one_epoch() -> None:
+    world = running_world()
+    for node in (0, 1):
+        world.add_newcomer(node)
+    for number in (3, 4):
+        world.act(number)
+    coordinator = world.coordinators[0]
+    for _ in range(4):  # all that is ready is handled before it settles
+        for number, direction in world.deliverable():
+            world.deliver(number, direction, settle=False)
+    assert {3, 4} <= coordinator.workers.keys()
+    world.settle(0)
+    world.run_fairly(2.0)
+    assert world.order == [1, 2]
+    assert members(world) == {0, 1, 2, 3, 4}
+
+
+def test_the_first_plan_waits_for_all_of_the_launch_however_many_newcomers_there_are() -> None:
+    world = World(3, candidates=3, nodes=3)
+    world.frozen |= {"w1", "w2"}
+    for node in (0, 1, 2, 0):
+        world.add_newcomer(node)
+    world.run_fairly(3.0)
+    assert not world.order
+    world.frozen.clear()
+    everybody_goes_on(world)
+    assert {0, 1, 2} <= world.formed[world.order[0]][1]
+
+
+@pytest.mark.parametrize("lose", [False, True])
+@pytest.mark.parametrize("dies", range(40))
+def test_the_coordinator_may_die_at_any_moment_of_an_admission(dies: int, lose: bool) -> None:
+    world = running_world()
+    world.add_newcomer(0)
+    world.act(3)
+    deliver(world, dies)
+    world.kill_coordinator(0, lose=lose)
+    everybody_goes_on(world)
+    assert members(world) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("victim", [3, 1])
+@pytest.mark.parametrize("dies", range(40))
+def test_a_worker_may_die_at_any_moment_of_an_admission(dies: int, victim: int) -> None:
+    """The newcomer itself, or another."""
+    world = running_world()
+    world.add_newcomer(0)
+    world.act(3)
+    deliver(world, dies)
+    world.kill_worker(victim)
+    everybody_goes_on(world)
+    assert members(world) == {0, 1, 2, 3} - {victim}
+
+
+def test_newcomers_and_the_coordinator_die_and_its_successor_waits_for_none_of_them() -> None:
+    world = running_world()
+    for node in (0, 1):
+        world.add_newcomer(node)
+    world.run_fairly(2.0)
+    assert members(world) == {0, 1, 2, 3, 4}
+    world.kill_worker(3)
+    world.kill_coordinator(0, lose=True)
+    world.report_death(3)
+    world.run_fairly(3.0)  # less than an unreached worker is waited for
+    assert members(world) == {0, 1, 2, 4}
+    everybody_goes_on(world)
+
+
+def test_newcomers_are_as_good_as_any_once_they_have_a_plan() -> None:
+    """The workers of the launch die, and the coordinator with them: the newcomers go on."""
+    world = running_world()
+    for node in (0, 1):
+        world.add_newcomer(node)
+    world.run_fairly(3.0)
+    for number in (0, 1, 2):
+        world.kill_worker(number)
+    world.kill_coordinator(0)
+    everybody_goes_on(world)
+    assert members(world) == {3, 4}
+
+
+def test_newcomers_without_a_plan_do_not_go_on_alone() -> None:
+    world = running_world()
+    world.add_newcomer(0)
+    world.frozen.add("w0")  # so there is no plan yet
+    world.run_fairly(2.0)
+    assert world.coordinators[0].opened.members == {0, 1, 2, 3}
+    for number in (0, 1, 2):
+        world.kill_worker(number)
+    world.run_fairly(2.0)
+    out = world.worker(3).out
+    assert isinstance(out, CoordinatorLost)
+    assert out.code == EXIT_NO_REPLICA
+    assert world.order == [1]
+
+
+def test_newcomers_make_no_coordinator_lead() -> None:
+    world = running_world()
+    for coordinator in (0, 1):
+        world.kill_coordinator(coordinator)
+    world.frozen |= {"w0", "w1", "w2"}
+    for node in (0, 1, 2, 0):
+        world.add_newcomer(node)
+    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
+    assert world.order == [1]
+    assert world.coordinators[2].term == 0
+
+
+def test_an_id_never_comes_back() -> None:
+    """Not that of the launch, not that of another newcomer, dead or alive."""
+    world = running_world()
+    world.add_newcomer(0)
+    world.run_fairly(2.0)
+    world.kill_worker(3)
+    world.add_newcomer(1)
+    world.run_fairly(2.0)
+    assert members(world) == {0, 1, 2, 4}
+    for number, name in ((0, "n0"), (3, "n3"), (4, "n4")):
+        hello = {"worker": number, "incarnation": f"{number + 99:032x}", "host": "x", "pid": 1, "newcomer": True}
+        world.members[name] = Member(hello, 3, SETTINGS, world.now)
+        world.current[name] = None
+        world._member_effects(name, world.members[name].join({}, ""))  # type: ignore[attr-defined]
+    epochs = list(world.order)
+    world.run_fairly(2.0)
+    for name in ("n0", "n3", "n4"):
+        assert world.members[name].stage is Stage.OUT
+        assert isinstance(world.members[name].out, Fenced)
+    assert world.order == epochs
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+def admitted(run: Cluster, *newcomers: int) -> None:
+    """Everybody that runs has a plan with the newcomers, and commits."""
+    for process in run.workers.values():
+        if process.popen.poll() is None:
+            process.wait_for(lambda line: line["event"] == "plan" and set(newcomers) <= set(line["members"]))
+            process.event("commit", start=process.says())
+
+
+@pytest.mark.slow
+def test_two_newcomers_join_a_run_in_turn_and_a_death_is_made_up_for(tmp_path: Path) -> None:
+    with cluster(tmp_path) as run:
+        run.start_coordinators(3)
+        run.start_witness()
+        run.start_workers(3)
+        run.start_worker(3, newcomer=True)
+        admitted(run, 3)
+        run.workers[1].kill()
+        run.go_on_without(1)
+        run.start_worker(4, newcomer=True)
+        admitted(run, 3, 4)
+        first = next(line for line in run.workers[4].lines if line["event"] == "plan")
+        assert first["members"] == [0, 2, 3, 4]
+        assert first["committed"] > 0
+        assert run.wait_event("admitted", worker=4)
+        check_one_lineage(run)
+
+
+@pytest.mark.slow
+def test_two_newcomers_at_once_and_one_is_killed_before_it_has_joined(tmp_path: Path) -> None:
+    with cluster(tmp_path) as run:
+        run.start_coordinators(3)
+        run.start_witness()
+        run.start_workers(3)
+        run.start_worker(3, newcomer=True, never_join=True).event("connected")
+        run.start_worker(4, newcomer=True)
+        run.start_worker(5, newcomer=True)
+        run.workers[3].kill()
+        admitted(run, 4, 5)
+        assert not [e for e in run.events() if e["event"] == "admitted" and e["worker"] == 3]
+        check_one_lineage(run)
+
+
+@pytest.mark.slow
+def test_the_coordinator_dies_while_a_newcomer_waits_for_its_plan_and_again_after(tmp_path: Path) -> None:
+    with cluster(tmp_path, heartbeat_timeout=3.0) as run:
+        run.start_coordinators(3, count=3)
+        run.start_witness()
+        run.start_workers(3)
+        run.workers[2].kill(signal.SIGSTOP)  # it does not come to the rendezvous before the coordinator is dead
+        run.start_worker(3, newcomer=True)
+        run.wait_event("admitted", worker=3)
+        run.wait_event("revoke", epoch=2)
+        run.coordinators[0].kill()
+        run.workers[2].kill(signal.SIGCONT)
+        admitted(run, 3)
+        assert run.wait_event("lead", candidate=1)
+        starts = {n: p.says() for n, p in run.workers.items()}
+        run.coordinators[1].kill()
+        for number, process in run.workers.items():
+            plan = process.event("plan", start=starts[number])
+            assert plan["members"] == [0, 1, 2, 3]
+            process.event("commit", start=process.says())
+        check_one_lineage(run)
+
+
+@pytest.mark.slow
+def test_a_worker_with_an_unknown_id_that_is_no_newcomer_is_not_taken_in(tmp_path: Path) -> None:
+    with cluster(tmp_path) as run:
+        run.start_coordinators(2)
+        run.start_workers(2)
+        run.start_worker(7)
+        assert "no worker 7" in run.wait_event("refused")["reason"]
