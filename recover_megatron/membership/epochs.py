@@ -53,7 +53,7 @@ class Epochs(Roster):
         self.opened = Opened(0, frozenset(), 0)
         self.committed = 0
         self.deadline = now + settings.heartbeat_interval / 4
-        self.history = History()
+        self.history = History(world)
         self._observers = Observers()
         self._evidence = Evidence(world)
         self._salt = salt

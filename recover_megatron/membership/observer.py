@@ -1,4 +1,4 @@
-"""The observer's side: one connection, one question at a time, every wait with an end. See ``view`` for the protocol."""
+"""The observer's side: one connection, one question at a time, every wait ends. See ``view``."""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ class History:
     Made of the records of the event log. A coordinator that took over knows only what happened since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: int) -> None:
+        self.launched = world
+        """Workers of the launch."""
         self.faults: deque[tuple[float, dict[str, Json]]] = deque(maxlen=LAST)
         self.recoveries: deque[tuple[float, dict[str, Json]]] = deque(maxlen=LAST)
         self.committed_at: float | None = None
@@ -158,6 +160,7 @@ def view(run: Epochs, plan: Json, now: float) -> dict[str, Any]:
         "epoch": run.formed.epoch,
         "opened": run.opened.epoch,
         "committed": run.committed,
+        "launched": history.launched,
         "world": len(run.workers),
         "live": sum(worker.fate is Fate.LIVE for worker in run.workers.values()),
         "replicas": to_runs(replica for replica in history.replicas if replica >= 0)[:MAX_ROWS],

@@ -178,6 +178,7 @@ TO_MEMBER: Mapping[str, Schema] = {
         "opened": (_EPOCH, True),
         "committed": (_ITERATION, True),
         "commit_age": (_SECONDS, False),
+        "launched": (_integer(0, MAX_WORKERS), True),
         "world": (_integer(0, MAX_WORKERS), True),
         "live": (_integer(0, MAX_WORKERS), True),
         "replicas": (_ANY, True),

@@ -150,7 +150,7 @@ def read(answer: Raw, address: str) -> Status:
         commit_age=_seconds(answer, "commit_age"),
         world=_number(answer, "world") or 0,
         live=_number(answer, "live") or len(live),
-        replicas_of_launch=_replicas_of_launch(answer, grid),
+        replicas_of_launch=_replicas_of_launch(answer),
         grid=grid,
         spares=[_spare(live[n]) for n in sorted((places | idle) & live.keys() - placed)],
         unplaced=[live[n] for n in sorted(live.keys() - placed - places - idle)],
@@ -182,10 +182,11 @@ def _place(worker: Worker) -> int:
     return worker.worker if worker.position is None else worker.position
 
 
-def _replicas_of_launch(answer: Raw, grid: Sequence[Replica]) -> int | None:
-    """All that any plan of this coordinator had; None where plans tell of no replicas."""
+def _replicas_of_launch(answer: Raw) -> int | None:
+    """As many as its workers make, and at least all that any plan had; None where plans tell of no replicas."""
     runs = [run for run in answer.get("replicas", ()) if isinstance(run, list) and len(run) == 2]
-    return max(sum(last - first + 1 for first, last in runs), len(grid)) or None
+    size, launched = _number(answer, "replica_size"), _number(answer, "launched") or 0
+    return max(sum(last - first + 1 for first, last in runs), launched // size) if size else None
 
 
 def _spare(worker: Worker) -> Worker:
@@ -197,13 +198,12 @@ def _spare(worker: Worker) -> Worker:
 
 def _worker(row: Raw) -> Worker:
     status = row.get("status") or {}
-    place = _number(status, "position")
     return Worker(
         worker=row["worker"],
         host=_text(row, "host"),
         node=_text(status, "node") or _text(row, "node"),
         replica=_number(status, "replica"),
-        position=_number(status, "slot") if place is None else place,
+        position=_number(status, "position"),
         iteration=_number(row, "iteration") or _number(status, "iteration") or 0,
         phase=_text(row, "phase"),
         microbatch=_number(row, "microbatch"),
