@@ -12,7 +12,7 @@ are the coordinator remembers from all plans it made, so a replica that lost a w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 Raw = Mapping[str, Any]
@@ -116,8 +116,14 @@ class Status:
     recoveries: Sequence[Recovery] = ()
     hidden: int = 0
     """Live workers that the view had no room for."""
-    awaited: Sequence[int] = field(default_factory=tuple)
+    awaited: Sequence[int] = ()
     """Members that an open rendezvous waits for."""
+
+    @property
+    def attached(self) -> int:
+        """Live workers that have a connection to this coordinator."""
+        placed = [worker for replica in self.grid for worker in replica.workers]
+        return sum(worker.silence is not None for worker in [*placed, *self.spares, *self.unplaced])
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -244,7 +250,7 @@ def _number(row: Raw, name: str) -> int | None:
 
 def _seconds(row: Raw, name: str) -> float | None:
     value = row.get(name)
-    return float(value) if type(value) in (int, float) else None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _text(row: Raw, name: str) -> str:

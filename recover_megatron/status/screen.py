@@ -56,8 +56,7 @@ def state(status: Status) -> Text:
         verdict = "finished" if status.code == 0 else "ended"
         return Text(f"{verdict}, exit code {status.code}: {status.reason}", "green" if status.code == 0 else "bold red")
     if status.state == "standby":
-        here = sum(worker.silence is not None for worker in [*status.unplaced, *status.spares])
-        return Text(f"no coordinator leads: {here} of {status.world} workers have come", "yellow")
+        return Text(f"no coordinator leads: {status.attached} of {status.world} workers have come", "yellow")
     if status.state == "rendezvous":
         what = f"opens epoch {status.opened}" if status.epoch else "starts"
         who = f", waits for {_some(status.awaited)}" if status.awaited else ""

@@ -45,9 +45,7 @@ class Watch:
                 seconds.append(status)
             self._next()
         if seconds:
-            return max(
-                seconds, key=lambda status: (status.code is None, sum(w.silence is not None for w in _all(status)))
-            )
+            return max(seconds, key=lambda status: (status.code is None, status.attached))
         if refusals:
             raise refusals[0]
         raise NoAnswer("; ".join(dict.fromkeys(map(str, complaints))))
@@ -67,7 +65,3 @@ class Watch:
         """Turn to the next candidate."""
         self.close()
         self._addresses.append(self._addresses.pop(0))
-
-
-def _all(status: Status) -> list[object]:
-    return [*(worker for replica in status.grid for worker in replica.workers), *status.spares, *status.unplaced]
