@@ -1,4 +1,4 @@
-"""``recover-status HOST:PORT[,HOST:PORT...]``: what a running job does, from its coordinator.
+"""``recover-status HOST:PORT[,HOST:PORT...]``, or a log folder: what a running job does, from its coordinator.
 
 Exit status: 0, also when the run turns out to have ended; 1 if nobody answers; 2 for a wrong address or secret.
 """
@@ -16,6 +16,8 @@ from recover_megatron.arguments import COORDINATOR_VARIABLE, parse_addresses
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import AuthenticationError, SecretError
 from recover_megatron.membership.observer import NoAnswer
+from recover_megatron.status.folder import candidates, ending
+from recover_megatron.status.model import Status
 from recover_megatron.status.watch import Watch
 
 EXIT_NOBODY = 1
@@ -39,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="?",
         default=os.environ.get(COORDINATOR_VARIABLE),
         metavar="HOST:PORT[,HOST:PORT...]",
-        help=f"the candidate coordinators (default: {COORDINATOR_VARIABLE})",
+        help=f"the candidate coordinators, or the launch's --log-dir (default: {COORDINATOR_VARIABLE})",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print one view and end")
@@ -57,9 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--interval {args.interval:g}: give at least {SHORTEST_INTERVAL} seconds")
     if args.addresses is None:
         parser.error(f"give the coordinator's HOST:PORT, or set {COORDINATOR_VARIABLE}")
+    folder = Path(args.addresses) if Path(args.addresses).is_dir() else None
     try:
-        watch = Watch(parse_addresses(args.addresses), find_secret(path=args.secret_file))
-    except (SecretError, ValueError) as error:
+        if folder is not None and (ended := ending(folder)) is not None:
+            _print(ended, args.json)
+            return 0
+        addresses = parse_addresses(candidates(folder) if folder is not None else args.addresses)
+        watch = Watch(addresses, find_secret(path=args.secret_file))
+    except (SecretError, ValueError, OSError) as error:
         parser.error(str(error))
     try:
         return _show(watch, args)
@@ -75,16 +82,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(watch: Watch, args: argparse.Namespace) -> int:
-    if args.json:
-        print(json.dumps(watch.look().to_json()))
-        return 0
-    from recover_megatron.status.live import follow, show_once  # rich takes its time to import
-
-    if args.once:
-        show_once(watch.look())
+    if args.json or args.once:
+        _print(watch.look(), args.json)
     else:
+        from recover_megatron.status.live import follow  # rich takes its time to import
+
         follow(watch, args.interval, PATIENCE_SECONDS)
     return 0
+
+
+def _print(status: Status, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status.to_json()))
+    else:
+        from recover_megatron.status.live import show_once
+
+        show_once(status)
 
 
 def _refuse(reason: str, code: int) -> int:

@@ -140,6 +140,27 @@ def test_a_new_coordinator_is_found_after_the_old_one_has_died(run: Cluster) -> 
     assert (found["state"], found["replicas_running"], found["replicas_of_launch"]) == ("steady", 2, 2)
 
 
+def test_a_log_folder_stands_for_the_addresses_and_tells_how_the_run_ended(run: Cluster, tmp_path: Path) -> None:
+    run.start_coordinators(2)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    said = subprocess.run(
+        [sys.executable, "-m", "recover_megatron.status", str(logs)], env=environment(run.secret_file),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (said.returncode, "no events-<n>.jsonl" in said.stderr) == (2, True)
+    (logs / "events-0.jsonl").symlink_to(run.events_file(0))
+    start_grid(run, 1)
+    command = [sys.executable, "-m", "recover_megatron.status", str(logs), "--json"]
+    running = subprocess.check_output(command, env=environment(run.secret_file), timeout=60)
+    assert json.loads(running)["state"] == "steady"
+    for process in run.workers.values():
+        process.kill()
+    assert run.coordinators[0].exit_code() == 10
+    over = json.loads(subprocess.check_output(command, env=environment(run.secret_file), timeout=60))
+    assert (over["state"], over["code"], over["reason"]) == ("stopped", 10, "no live worker is left")
+
+
 def test_a_wrong_secret_and_an_empty_port_are_told_in_a_sentence(run: Cluster, tmp_path: Path) -> None:
     run.start_coordinators(1)
     wrong = tmp_path / "wrong"
