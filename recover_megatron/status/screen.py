@@ -140,7 +140,7 @@ def _gone(gone: Sequence[Gone], room: int | None) -> Table:
 
 
 def _faults(faults: Sequence[Fault]) -> Table:
-    table = _table("when", "", "worker", "host", "why")
+    table = _table("when", "what", "worker", "host", "why")
     for fault in faults:
         _add(table, _when(fault.ago), Text(fault.kind, "red"), _or_nothing(fault.worker), fault.host, fault.why)
     return table

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +119,36 @@ def test_a_live_view_ends_with_the_run_and_says_how(run: Cluster) -> None:
     assert live.returncode == 0, live.stderr
     assert "running" in live.stdout
     assert live.stdout.rfind("finished, exit code 0: all workers have left") > live.stdout.rfind("running")
+
+
+def test_a_live_view_on_a_terminal_is_ended_by_its_user(run: Cluster) -> None:
+    run.start_coordinators(2)
+    start_grid(run, 1)
+    ours, theirs = pty.openpty()
+    env = {**environment(run.secret_file), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    live = subprocess.Popen(command(run), env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    shown = b""
+    while shown.count(b"running") < 2:  # it was drawn twice
+        shown += os.read(ours, 4096)
+    live.send_signal(signal.SIGINT)
+    reader = threading.Thread(target=drain, args=(ours,), daemon=True)
+    reader.start()
+    assert live.wait(timeout=60) == 0
+    assert live.stderr is not None
+    assert live.stderr.read() == b""
+    live.stderr.close()
+    reader.join(timeout=60)
+    os.close(ours)
+
+
+def drain(descriptor: int) -> None:
+    """Read until the other end of a terminal is closed."""
+    try:
+        while os.read(descriptor, 4096):
+            pass
+    except OSError:  # EIO: nobody has the other end open any more
+        return
 
 
 def test_the_candidate_that_leads_is_found_wherever_it_is_in_the_list(run: Cluster) -> None:
