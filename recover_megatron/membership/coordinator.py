@@ -115,6 +115,7 @@ class Coordinator(Epochs):
         elif message["type"] == "observe":
             self._observed(session, now)
         elif session in self._observers:
+            self._observers.forget(session)
             self._refuse(session, f"{message['type']} of an observer")
         elif message["type"] not in ("attach", "attach_witness"):
             self._refuse(session, f"{message['type']} before attach")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.live import Live
 
+from recover_megatron.membership.errors import AuthenticationError
 from recover_megatron.membership.observer import NoAnswer
 from recover_megatron.status.model import Status
 from recover_megatron.status.screen import render
@@ -43,7 +44,7 @@ def follow(watch: Watch, interval: float, patience: float) -> None:
             try:
                 last = _ended_as_seen(watch.look(), last)
                 answered = time.monotonic()
-            except NoAnswer as error:
+            except (NoAnswer, AuthenticationError) as error:  # our secret was right before: it ended at the proof
                 silent = time.monotonic() - answered
                 if last is None or silent > patience:
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from simulation import SETTINGS, World, over_the_wire
 from test_protocol_properties import MOVES, Moves, play, world_of
 from test_wire import JSON
 
+from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.epochs import State
 from recover_megatron.membership.events import Close, Closed, Exit, Received, Send, Settle
 from recover_megatron.membership.roster import Fate
+from recover_megatron.membership.server import CoordinatorServer
 from recover_megatron.membership.view import LAST, MAX_OBSERVERS, MAX_ROWS, History, statuses_of, view
 from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, encode, parse
 
@@ -109,16 +112,12 @@ def test_who_asks_without_a_pause_is_refused_and_told_no_more() -> None:
 def test_an_observer_cannot_become_a_member() -> None:
     world = steady()
     coordinator = world.coordinators[0]
-    asked(coordinator, 999, world.now)
     before = copy.deepcopy(picture(coordinator, world.now))
     attach = {"type": "attach", **world.worker(0)._attach_message()}
-    for message in (
-        attach,
-        {"type": "give_up", "code": 1, "reason": ""},
-        {"type": "done", "epoch": 1, "iteration": 99},
-    ):
-        effects = coordinator.handle(Received(999, message), world.now)
-        assert Close(999) in effects
+    done, end = {"type": "done", "epoch": 1, "iteration": 99}, {"type": "give_up", "code": 1, "reason": ""}
+    for message in (attach, done, end):
+        assert asked(coordinator, 999, world.now)[0].message["type"] == "view"
+        assert Close(999) in coordinator.handle(Received(999, message), world.now)
     assert picture(coordinator, world.now) == before
 
 
@@ -142,6 +141,27 @@ def test_observers_are_told_of_the_end_and_the_end_does_not_wait_for_them() -> N
     (stop,) = [effect for effect in effects if isinstance(effect, Send) and effect.message["type"] == "stop"]
     assert 999 in stop.sessions
     assert Exit(42, "enough") in effects
+
+
+def test_views_do_not_pile_up_for_an_observer_that_does_not_read() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    secret = Secret(b"a secret that is long enough")
+    server = CoordinatorServer(Coordinator(1, SETTINGS, salt=1), listener, secret, lambda record: None)
+    with socket.create_connection(listener.getsockname()) as silent:
+        while not server._connections:
+            server._accept(0)
+        (number, connection), *_ = server._connections.items()
+        large = {"type": "view", "workers": ["x" * 1000] * 1000}
+        while not connection.queued:  # the kernel takes a few
+            server._send((number,), large)
+        before = connection.queued
+        assert before <= len(encode(large))
+        server._send((number,), large)
+        assert connection.queued == before
+        server._send((number,), {"type": "stop", "code": 0, "reason": "", "epoch": 1})
+        assert connection.queued > before  # how the run ended is told
+        assert silent.fileno() >= 0
+    server.close()
 
 
 def test_the_cause_told_first_stays_the_cause() -> None:
