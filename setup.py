@@ -23,6 +23,7 @@ setup(
         "torch>=2.11,<2.16",
         "megatron-core>=0.17,<0.20",
         "numpy>=1.26,<3",
+        "rich>=13.7,<16",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.8,<3"],
@@ -40,6 +41,7 @@ setup(
             "recover-run = recover_megatron.launch.__main__:main",
             "recover-coordinator = recover_megatron.membership.__main__:main",
             "recover-report = recover_megatron.report.full:main",
+            "recover-status = recover_megatron.status.__main__:main",
         ]
     },
 )

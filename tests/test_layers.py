@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "membership": set(),
     "workload": set(),
     "report": {"matplotlib"},
+    "status": {"membership", "rich"},
     "collectives": {"membership", "torch"},
     "instep": {"membership", "workload", "collectives", "torch"},
     "hostdevice": {"torch"},

@@ -39,6 +39,7 @@ from recover_megatron.membership.events import (
     CoordinatorEffect,
     CoordinatorEvent,
     Exit,
+    Log,
     Received,
     Settle,
     Tick,
@@ -46,6 +47,7 @@ from recover_megatron.membership.events import (
 )
 from recover_megatron.membership.roster import Fate, Witness, Worker
 from recover_megatron.membership.succession import presentation_from_wire
+from recover_megatron.membership.view import view
 from recover_megatron.membership.words import LastWords, true_cause
 
 
@@ -61,7 +63,7 @@ class Coordinator(Epochs):
         self._effects = []
         self._now = now
         self._due |= not isinstance(event, Settle) and not (
-            isinstance(event, Received) and event.message["type"] in ("heartbeat", "join")
+            isinstance(event, Received) and event.message["type"] in ("heartbeat", "join", "observe")
         )
         if self.state is State.STOPPED:
             self._after_the_end(event, now)
@@ -87,7 +89,7 @@ class Coordinator(Epochs):
         """Tell those who come late, if they are waited for; see ``_stop``."""
         waited = bool(self._untold)
         if isinstance(event, Received):
-            if waited and event.message["type"] in ("attach", "attach_witness"):
+            if event.message["type"] == "observe" or (waited and event.message["type"] in ("attach", "attach_witness")):
                 self._send([event.session], self._farewell)
                 self._do(Close(event.session))
                 self._untold -= {event.message.get("worker"), event.message.get("node")}
@@ -110,6 +112,11 @@ class Coordinator(Epochs):
                 self._from_witness(peer, session, message, now)
             else:
                 self._from_worker(peer, session, message, now)
+        elif message["type"] == "observe":
+            self._observed(session, now)
+        elif session in self._observers:
+            self._observers.forget(session)
+            self._refuse(session, f"{message['type']} of an observer")
         elif message["type"] not in ("attach", "attach_witness"):
             self._refuse(session, f"{message['type']} before attach")
         elif self.state is not State.STANDBY and message["term"] > self.term:
@@ -202,7 +209,23 @@ class Coordinator(Epochs):
             elif isinstance(peer, Witness) or peer.number in self.opened.members:
                 self._send([session], self._revoke_message("attached"))
 
+    def _observed(self, session: int, now: float) -> None:
+        """Show an observer the state; see ``view`` for what it may ask."""
+        if not self._observers.ask(session, now):
+            self._observers.forget(session)
+            self._refuse(session, "an observer that asks too often")
+            return
+        self._send([session], view(self, self._plan, now))
+        if (quietest := self._observers.one_too_many()) is not None:
+            self._do(Close(quietest))
+
+    def _do(self, effect: CoordinatorEffect) -> None:
+        if isinstance(effect, Log):
+            self.history.note(effect.record, self._plan, self._now)
+        super()._do(effect)
+
     def _closed(self, session: int, ended: bool, reason: str, now: float) -> None:
+        self._observers.forget(session)
         peer = self._sessions.pop(session, None)
         if peer is None:
             return
@@ -269,6 +292,7 @@ class Coordinator(Epochs):
     def _heartbeat(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         progress = worker.progress
         progress.iteration, progress.phase = message["iteration"], message["phase"]
+        progress.microbatch = message.get("microbatch")
         if message["count"] == progress.count:
             return
         progress.count, progress.marked, progress.allow = message["count"], now, message["allow"]

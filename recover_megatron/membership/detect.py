@@ -32,6 +32,7 @@ class Progress:
     """When anything was last heard of it; None: not known."""
     iteration: int = 0
     phase: str = ""
+    microbatch: int | None = None
 
 
 @dataclass(frozen=True)

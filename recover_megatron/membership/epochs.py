@@ -21,6 +21,7 @@ from recover_megatron.membership.records import (
 )
 from recover_megatron.membership.roster import Fate, Roster, Worker
 from recover_megatron.membership.succession import Evidence, next_term
+from recover_megatron.membership.view import History, Observers
 from recover_megatron.membership.words import LastWords
 
 
@@ -52,6 +53,8 @@ class Epochs(Roster):
         self.opened = Opened(0, frozenset(), 0)
         self.committed = 0
         self.deadline = now + settings.heartbeat_interval / 4
+        self.history = History(world)
+        self._observers = Observers()
         self._evidence = Evidence(world)
         self._salt = salt
         self._planner = planner
@@ -319,6 +322,6 @@ class Epochs(Roster):
         self._farewell = {"type": "stop", "code": code, "reason": reason[:2000], "epoch": self.formed.epoch}
         if by is not None:
             self._farewell["by"] = by
-        self._send(sorted(self._sessions), self._farewell)
+        self._send([*sorted(self._sessions), *self._observers.sessions], self._farewell)
         if not self._untold:
             self._do(Exit(code, reason))

@@ -261,8 +261,9 @@ class CoordinatorServer:
         frame = wire.encode(message)
         for session in sessions:
             connection = self._connections.get(session)
-            if connection is not None and not connection.closing:
-                self._write(connection, frame)
+            if connection is None or connection.closing or (connection.out and message["type"] == "view"):
+                continue  # an observer that has not read its last view gets no other
+            self._write(connection, frame)
 
     def _write(self, connection: _Connection, frame: bytes) -> None:
         view = memoryview(frame)

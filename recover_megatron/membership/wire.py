@@ -57,6 +57,9 @@ def _runs(value: Any) -> bool:
     return True
 
 
+_rows: Check = lambda value: type(value) is list and all(type(row) is dict for row in value)  # noqa: E731
+
+
 def _hex(length: int) -> Check:
     digits = frozenset("0123456789abcdef")
     return lambda value: type(value) is str and len(value) == length and digits.issuperset(value)
@@ -136,6 +139,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "group": (_WORKER, True),
     },
     "abandon": {"reason": (_NOTE, True)},
+    "observe": {},
 }
 
 TO_MEMBER: Mapping[str, Schema] = {
@@ -168,6 +172,23 @@ TO_MEMBER: Mapping[str, Schema] = {
         "by": (_WORKER, False),
     },
     "noted": {},
+    "view": {
+        "state": (_NAME, True),
+        "term": (_TERM, True),
+        "epoch": (_EPOCH, True),
+        "opened": (_EPOCH, True),
+        "committed": (_ITERATION, True),
+        "commit_age": (_SECONDS, False),
+        "launched": (_integer(0, MAX_WORKERS), True),
+        "world": (_integer(0, MAX_WORKERS), True),
+        "live": (_integer(0, MAX_WORKERS), True),
+        "replicas": (_ANY, True),
+        "replica_size": (_integer(0, MAX_WORKERS), True),
+        "workers": (_rows, True),
+        "hidden": (_integer(0, MAX_WORKERS), True),
+        "faults": (_rows, True),
+        "recoveries": (_rows, True),
+    },
 }
 
 

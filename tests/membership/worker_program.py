@@ -56,7 +56,8 @@ def work(session: Session, options: dict[str, object]) -> int:
     if options.get("never_join"):
         tell("connected")
         signal.pause()
-    plan = session.join({"iteration": 1})
+    status = options.get("status") or {}
+    plan = session.join({"iteration": 1, **status})
     tell("plan", epoch=plan.epoch, members=sorted(plan.members), committed=plan.committed)
     iteration = plan.committed + 1
     if options.get("fork"):
@@ -69,7 +70,7 @@ def work(session: Session, options: dict[str, object]) -> int:
         tell("idle", epoch=session.epoch)
         while not session.wait_revoked(timeout=0.1):
             tell("waiting", committed=session.committed)
-        plan = session.join({"iteration": plan.committed})
+        plan = session.join({"iteration": plan.committed, **status})
         tell("plan", epoch=plan.epoch, members=sorted(plan.members), committed=plan.committed)
     while iteration <= last:
         try:
@@ -77,7 +78,7 @@ def work(session: Session, options: dict[str, object]) -> int:
                 session.give_up(42, "the disk is full")
             if iteration == options.get("raise_at"):
                 raise_and_tell(session, iteration, options)
-            session.mark(iteration, "compute")
+            session.mark(iteration, "compute", options.get("microbatch"))
             if options.get("busy"):
                 burn(step)
             else:
@@ -98,7 +99,7 @@ def work(session: Session, options: dict[str, object]) -> int:
             tell("revoke", epoch=revoked.epoch, reason=revoked.reason)
             if stop_joining:
                 time.sleep(120)
-            plan = session.join({"iteration": iteration})
+            plan = session.join({"iteration": iteration, **status})
             tell("plan", epoch=plan.epoch, members=sorted(plan.members), committed=plan.committed)
             iteration = max(iteration, plan.committed + 1) if plan.committed >= iteration else iteration
             continue

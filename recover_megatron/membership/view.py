@@ -1,0 +1,216 @@
+"""What an observer is shown: the coordinator's state as one bounded JSON object, and what it remembers for that.
+
+    observer                                  coordinator
+       |  (challenge, auth, proof, as any)         |
+       |  observe  ------------------------------> |   ``Observers``: whether it is answered
+       |  <------------------------------  view    |   ``view``: a pure function of the state
+       |  observe ...                              |
+       |  <------------------------------  stop    |   the run has ended while it was looking
+
+An observer is no member. Nothing waits for it, it counts in no quorum, and no message of its own changes anything but
+``Observers``. What it can cost is bounded: it is answered once in ``PAUSE_SECONDS``, there are ``MAX_OBSERVERS`` at a
+time (a newcomer takes the place of the one that has been quiet for longest), a view has ``MAX_ROWS`` workers and every
+text in it is cut. So a view fits ``wire.MAX_TO_MEMBER``, whatever the members have said.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from recover_megatron.membership.records import Json, to_runs
+from recover_megatron.membership.roster import Fate, Worker
+
+if TYPE_CHECKING:
+    from recover_megatron.membership.epochs import Epochs
+
+PAUSE_SECONDS = 0.4
+"""An observer that asks again within this time is refused."""
+MAX_OBSERVERS = 8
+MAX_ROWS = 8192
+"""Workers told of in one view; those that are not live come first."""
+LAST = 10
+"""Faults and recoveries that are remembered."""
+
+_NAME, _PHASE, _NOTE, _WHY, _REASON = 64, 32, 120, 160, 600  # characters, of which JSON may make twelve bytes each
+_NUMBERS = ("replica", "position", "slot", "at", "iteration", "total", "quota")
+_TEXTS = {"note": _NOTE, "node": _NAME}
+_FAULTS = ("fault", "exception", "stuck", "give_up")
+
+
+class Observers:
+    """The sessions that look, and when each has asked last: the quietest first."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, float] = {}
+
+    @property
+    def sessions(self) -> list[int]:
+        """All of them."""
+        return list(self._asked)
+
+    def __contains__(self, session: int) -> bool:
+        return session in self._asked
+
+    def ask(self, session: int, now: float) -> bool:
+        """Note a question; False: it comes too soon after the last one."""
+        last = self._asked.pop(session, None)
+        self._asked[session] = now
+        return last is None or now - last >= PAUSE_SECONDS
+
+    def one_too_many(self) -> int | None:
+        """The observer that has to go, if there is no room for all; it is forgotten."""
+        quietest = next(iter(self._asked)) if len(self._asked) > MAX_OBSERVERS else None
+        self.forget(quietest)
+        return quietest
+
+    def forget(self, session: int | None) -> None:
+        """A session has ended; harmless if it was no observer's."""
+        self._asked.pop(session, None)  # type: ignore[arg-type]
+
+
+class History:
+    """What the state does not tell: why workers went and when, the last faults, recoveries and commit.
+
+    Made of the records of the event log. A coordinator that took over knows only what happened since.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.launched = world
+        """Workers of the launch."""
+        self.faults: deque[tuple[float, dict[str, Json]]] = deque(maxlen=LAST)
+        self.recoveries: deque[tuple[float, dict[str, Json]]] = deque(maxlen=LAST)
+        self.committed_at: float | None = None
+        self.ends: dict[int, tuple[float, str]] = {}
+        """Worker -> when it went (or told that it would), and why."""
+        self.replicas: set[int] = set()
+        """Ids of all replicas that any plan had."""
+        self.replica_size = 0
+        """Workers of a whole replica: the most that any plan gave one."""
+        self._reasons: list[str] = []
+
+    def note(self, record: Mapping[str, Json], plan: Json, now: float) -> None:
+        """Take in one record of the event log; ``plan``: the data of the last plan."""
+        event = record["event"]
+        if event in _FAULTS:
+            self._fault(event, record, now)
+        if event == "commit":
+            self.committed_at = now
+        elif event == "left":
+            self.ends[record["worker"]] = (now, "it had finished")
+        elif event == "revoke":
+            self._reasons.append(record["reason"])
+        elif event == "plan":
+            self._plan(record, plan, now)
+
+    def _fault(self, event: str, record: Mapping[str, Json], now: float) -> None:
+        kind = record["kind"] if event == "fault" else event
+        why = (
+            record.get("reason") or record.get("error") or f"all workers wait for each other in epoch {record['epoch']}"
+        )
+        fault = {"kind": kind, "worker": record.get("worker"), "host": _cut(record.get("host", ""), _NAME)}
+        self.faults.append((now, {**fault, "why": _cut(why, _REASON)}))
+        if event in ("fault", "exception"):
+            # An exception is told before the connection ends, a fence before the process does: the first is the cause.
+            since, before = self.ends.get(record["worker"], (now, ""))
+            self.ends[record["worker"]] = (since, _cut(f"{before}; {why}" if before else why, _WHY))
+
+    def _plan(self, record: Mapping[str, Json], plan: Json, now: float) -> None:
+        replicas: dict[int, set[Any]] = {}
+        for worker, status in statuses_of(plan).items():
+            if type(replica := status.get("replica")) is int:
+                replicas.setdefault(replica, set()).add(status.get("position", f"of {worker}"))
+        self.replicas |= replicas.keys()
+        self.replica_size = max([self.replica_size, *map(len, replicas.values())])
+        reason, self._reasons = _cut("; ".join(self._reasons[:4]), _REASON), []
+        workers = sum(last - first + 1 for first, last in record["members"])
+        recovery = {"epoch": record["epoch"], "reason": reason, "workers": workers, "committed": record["committed"]}
+        self.recoveries.append((now, {**recovery, "seconds": record["seconds"]}))
+
+
+def statuses_of(plan: Json) -> dict[int, Mapping[str, Json]]:
+    """What the members of a plan joined with, bounded; empty where the planner tells nothing of it."""
+    statuses = plan.get("statuses") if isinstance(plan, dict) else None
+    if not isinstance(statuses, dict):
+        return {}
+    numbered = {worker: status for worker, status in statuses.items() if worker.isdecimal() and len(worker) < 10}
+    return {int(worker): _bounded(status) for worker, status in numbered.items()}
+
+
+def _bounded(status: Json) -> dict[str, Json]:
+    """The parts of a status that are for people; a key that is missing, or no such value, is left out."""
+    if not isinstance(status, dict):
+        return {}
+    numbers = {name: status[name] for name in _NUMBERS if type(status.get(name)) is int and abs(status[name]) < 1 << 53}
+    texts = {name: _cut(status[name], limit) for name, limit in _TEXTS.items() if isinstance(status.get(name), str)}
+    nothing = {"replica": None} if "replica" in status and status["replica"] is None else {}
+    return {**numbers, **texts, **nothing}
+
+
+def view(run: Epochs, plan: Json, now: float) -> dict[str, Any]:
+    """The message that shows ``run``, whose last plan has the data ``plan``. Changes nothing."""
+    history, statuses = run.history, statuses_of(plan)
+    gone_first = sorted(run.workers.values(), key=lambda worker: (worker.fate is Fate.LIVE, worker.number))
+    shown = sorted(gone_first[:MAX_ROWS], key=lambda worker: worker.number)
+    message: dict[str, Any] = {
+        "type": "view",
+        "state": run.state.value,
+        "term": run.term,
+        "epoch": run.formed.epoch,
+        "opened": run.opened.epoch,
+        "committed": run.committed,
+        "launched": history.launched,
+        "world": len(run.workers),
+        "live": sum(worker.fate is Fate.LIVE for worker in run.workers.values()),
+        "replicas": to_runs(replica for replica in history.replicas if replica >= 0)[:MAX_ROWS],
+        "replica_size": history.replica_size,
+        "workers": [_row(run, worker, statuses.get(worker.number), now) for worker in shown],
+        "hidden": len(run.workers) - len(shown),
+        "faults": _dated(history.faults, now),
+        "recoveries": _dated(history.recoveries, now),
+    }
+    if history.committed_at is not None:
+        message["commit_age"] = _ago(history.committed_at, now)
+    return message
+
+
+def _row(run: Epochs, worker: Worker, status: Mapping[str, Json] | None, now: float) -> dict[str, Json]:
+    progress = worker.progress
+    row: dict[str, Json] = {
+        "worker": worker.number,
+        "fate": worker.fate.value,
+        "host": _cut(worker.host, _NAME),
+        "node": _cut(worker.witness, _NAME),
+    }
+    if worker.fate is not Fate.LIVE:
+        since, why = run.history.ends.get(worker.number, (None, "known from the coordinator before this one"))
+        return {**row, "why": why} | ({} if since is None else {"ago": _ago(since, now)})
+    if worker.session is not None:
+        row |= {"silence": _ago(worker.heard, now), "marked": _ago(progress.marked, now)}
+    if progress.waiting_since is not None:
+        row["waiting"] = _ago(progress.waiting_since, now)
+    if progress.microbatch is not None:
+        row["microbatch"] = progress.microbatch
+    return {
+        **row,
+        "iteration": progress.iteration,
+        "phase": _cut(progress.phase, _PHASE),
+        "done": worker.done,
+        "member": worker.number in run.formed.members and run.formed.epoch > 0,
+        "joined": worker.joined == run.opened.epoch > 0,
+        "idle": worker.idle_in == run.formed.epoch > 0,
+        "status": status or _bounded(worker.status),
+    }
+
+
+def _dated(entries: Iterable[tuple[float, dict[str, Json]]], now: float) -> list[Json]:
+    return [{"ago": _ago(at, now), **entry} for at, entry in entries]
+
+
+def _ago(then: float, now: float) -> float:
+    return round(max(0.0, now - then), 3)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

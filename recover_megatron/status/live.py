@@ -1,0 +1,65 @@
+"""The live view: looks again and again until the run ends, nobody answers any more, or its user has seen enough.
+
+LOOKING --view--> shown --interval--> LOOKING
+    |  no answer: the last view stays, with the complaint, for ``patience`` seconds --> ``NoAnswer``
+    '--stop: the last view with how the run ended --> over
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from rich.console import Console
+from rich.live import Live
+
+from recover_megatron.membership.errors import AuthenticationError
+from recover_megatron.membership.observer import NoAnswer
+from recover_megatron.status.model import Status
+from recover_megatron.status.screen import render
+from recover_megatron.status.watch import Watch
+
+PIPE_COLUMNS = 160
+"""Width of what is printed where there is no terminal."""
+
+
+def _console() -> Console:
+    """No markup and no highlighting of what members sent."""
+    return Console(highlight=False, markup=False, width=None if Console().is_terminal else PIPE_COLUMNS)
+
+
+def show_once(status: Status) -> None:
+    """Print one view, all of it."""
+    _console().print(render(status))
+
+
+def follow(watch: Watch, interval: float, patience: float) -> None:
+    """Show view after view. Where there is no terminal they are printed one below the other."""
+    console = _console()
+    last: Status | None = None
+    answered = time.monotonic()
+    with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
+        while True:
+            complaint = ""
+            try:
+                last = _ended_as_seen(watch.look(), last)
+                answered = time.monotonic()
+            except (NoAnswer, AuthenticationError) as error:  # our secret was right before: it ended at the proof
+                silent = time.monotonic() - answered
+                if last is None or silent > patience:
+                    raise
+                complaint = f"no coordinator answers for {silent:.0f} s: {error}"
+            if console.is_terminal:
+                live.update(render(last, console.height, complaint), refresh=True)
+            else:
+                console.print(render(last, complaint=complaint))
+            if last.code is not None:
+                return
+            time.sleep(interval)
+
+
+def _ended_as_seen(status: Status, last: Status | None) -> Status:
+    """The end of a run tells only how it ended: what was seen last stays on the screen."""
+    if status.code is None or last is None:
+        return status
+    return replace(last, state=status.state, code=status.code, reason=status.reason)

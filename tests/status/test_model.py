@@ -1,0 +1,142 @@
+"""From the coordinator's answer to what is shown: pure, tolerant of what other versions say, safe for the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from simulation import World, over_the_wire
+
+from recover_megatron.membership.view import view
+from recover_megatron.membership.wire import TO_MEMBER
+from recover_megatron.status.model import Status, read
+from recover_megatron.status.screen import ago, render
+
+
+def row(worker: int, **fields: Any) -> dict[str, Any]:
+    return {"worker": worker, "fate": "live", "host": "h", "silence": 0.1, "member": True, "joined": True, **fields}
+
+
+def placed(worker: int, replica: int, position: int, **fields: Any) -> dict[str, Any]:
+    return row(worker, status={"replica": replica, "position": position}, **fields)
+
+
+def text(status: Status, height: int | None = None) -> str:
+    console = Console(file=io.StringIO(), width=160, highlight=False, markup=False)
+    console.print(render(status, height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+GRID = [placed(r * 2 + p, r, p, iteration=7, phase="forward", microbatch=3) for r in range(3) for p in range(2)]
+VIEW = {
+    "type": "view", "state": "steady", "term": 1 << 32, "epoch": 1, "opened": 1, "committed": 8, "commit_age": 0.4,
+    "launched": 6, "world": 6, "live": 6, "replicas": [[0, 2]], "replica_size": 2, "workers": GRID,
+}  # fmt: skip
+
+
+def test_the_grid_has_the_workers_of_each_replica_by_position() -> None:
+    status = read({**VIEW, "workers": [placed(3, 1, 0), placed(2, 1, 1), *GRID[:2], *GRID[4:5]]}, "a:1")
+    assert [(replica.replica, [worker.worker for worker in replica.workers]) for replica in status.grid] == [
+        (0, [0, 1]),
+        (1, [3, 2]),
+    ]
+    assert (status.iteration, status.replicas_of_launch) == (7, 3)
+
+
+def test_a_replica_that_lost_a_worker_does_not_run_and_its_other_workers_are_spares() -> None:
+    dead = {"worker": 3, "fate": "dead", "host": "h", "why": "its connection was closed", "ago": 2.0}
+    status = read({**VIEW, "workers": [dead if r["worker"] == 3 else r for r in GRID]}, "a:1")
+    assert [replica.replica for replica in status.grid] == [0, 2]
+    assert [(worker.worker, worker.note) for worker in status.spares] == [(2, "replica 1 is not whole")]
+    shown = text(status)
+    assert "2 of 3" in shown
+    assert "its connection was closed" in shown
+
+
+def test_a_spare_says_why_it_is_one() -> None:
+    spare = row(6, status={"replica": None, "note": "worker 3 of its replica died"}, idle=True)
+    status = read({**VIEW, "workers": [*GRID, spare]}, "a:1")
+    assert [worker.worker for worker in status.spares] == [6]
+    assert "worker 3 of its replica died" in text(status)
+
+
+def test_without_positions_a_replica_runs_with_as_many_workers_as_it_ever_had() -> None:
+    rows = [row(n, status={"replica": n // 2}) for n in range(3)]
+    status = read({**VIEW, "workers": rows}, "a:1")
+    assert [replica.replica for replica in status.grid] == [0]
+
+
+def test_a_plan_that_tells_no_replicas_shows_the_workers() -> None:
+    rows = [row(n, iteration=4, status={}) for n in range(2)]
+    status = read({**VIEW, "replicas": [], "replica_size": 0, "workers": rows}, "a:1")
+    assert (status.grid, status.spares, [worker.worker for worker in status.unplaced]) == ([], [], [0, 1])
+    assert status.replicas_of_launch is None
+    assert status.iteration == 4
+
+
+def test_an_open_rendezvous_names_whom_it_waits_for() -> None:
+    rows = [placed(n, n, 0, joined=n != 1) for n in range(3)]
+    status = read({**VIEW, "state": "rendezvous", "opened": 2, "workers": rows}, "a:1")
+    assert "opens epoch 2, waits for 1" in text(status)
+
+
+@pytest.mark.parametrize(("code", "word"), [(0, "finished"), (10, "ended")])
+def test_the_end_of_a_run_is_told(code: int, word: str) -> None:
+    status = read({"type": "stop", "code": code, "reason": "so be it", "epoch": 4}, "a:1")
+    assert f"{word}, exit code {code}: so be it" in text(status)
+    assert json.loads(json.dumps(status.to_json()))["code"] == code
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"workers": [{"worker": 1}]}, {"workers": [{}], "faults": [{}], "replicas": [1]}]
+)
+def test_missing_keys_leave_gaps_and_no_traceback(answer: dict[str, Any]) -> None:
+    text(read(answer, "a:1"))
+
+
+def test_a_view_is_short_where_there_is_little_room() -> None:
+    many = [placed(n, n // 2, n % 2, iteration=7, phase="forward") for n in range(2000)]
+    status = read({**VIEW, "workers": many, "replica_size": 2}, "a:1")
+    assert len(text(status, 30).splitlines()) <= 30
+    assert "more replicas" in text(status, 30)
+    assert len(text(status).splitlines()) > 2000
+
+
+@given(st.text())
+def test_what_a_member_says_steers_no_terminal(said: str) -> None:
+    rows = [row(0, status={"note": said, "replica": None}), {**row(1), "fate": "dead", "why": said, "host": said}]
+    faults = [{"ago": 1.0, "kind": "dead", "worker": 1, "host": said, "why": said}]
+    shown = text(read({**VIEW, "workers": rows, "faults": faults}, "a:1"))
+    assert all(c.isprintable() or c == "\n" for c in shown)
+
+
+def test_markup_in_a_message_is_shown_as_it_is() -> None:
+    status = read({**VIEW, "workers": [row(0, status={"note": "[red]x[/red]", "replica": None})]}, "a:1")
+    assert "[red]x[/red]" in text(status)
+
+
+def test_a_simulated_run_with_a_death_is_shown() -> None:
+    world = World(4)
+    world.run_fairly(4.0)
+    world.kill_worker(2)
+    world.run_fairly(3.0)
+    leader = world.coordinators[0]
+    status = read(over_the_wire(view(leader, leader._plan, world.now), TO_MEMBER), "a:1")
+    assert [(gone.worker, gone.fate, gone.why) for gone in status.gone] == [(2, "dead", "connection closed")]
+    assert [(plan.epoch, plan.workers) for plan in status.recoveries] == [(1, 4), (2, 3)]
+    assert status.recoveries[1].since_fault is not None
+    assert "worker 2 on node1 died" in text(status)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.04, "0.0 s"), (9.9, "9.9 s"), (100, "100 s"), (600, "10 min"), (9000, "2.5 h"), (None, "")],
+)
+def test_times_are_short(seconds: float | None, shown: str) -> None:
+    assert ago(seconds) == shown
