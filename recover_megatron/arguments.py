@@ -46,6 +46,10 @@ class RecoverConfig:
     """One of ``COLLECTIVES``."""
     min_replicas: int = 1
     """The run ends when fewer complete replicas are left."""
+    allow_cross_node_tp: bool = False
+    """A tensor-parallel group may be put together from workers of several nodes."""
+    verify_interval: int = 0
+    """Iterations between two comparisons of the states of all replicas; 0: only when the grid changes."""
     inject: str | None = None
     """Faults to inject, as the user wrote them."""
     balance: bool = False
@@ -123,6 +127,19 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         help="end the run when fewer complete replicas are left (default: %(default)s)",
     )
     group.add_argument(
+        "--recover-allow-cross-node-tp",
+        action="store_true",
+        help="put tensor-parallel groups together from workers of several nodes, where one node has not enough",
+    )
+    group.add_argument(
+        "--recover-verify-interval",
+        type=int,
+        default=defaults.verify_interval,
+        metavar="N",
+        help="compare the parameters and optimizer states of all replicas every N iterations, and mend what differs "
+        "from most; 0: only when new replicas are put together (default: %(default)s)",
+    )
+    group.add_argument(
         "--recover-inject",
         type=str,
         default=None,
@@ -158,6 +175,8 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
         hang_timeout=args.recover_hang_timeout,
         collective=args.recover_collective,
         min_replicas=args.recover_min_replicas,
+        allow_cross_node_tp=args.recover_allow_cross_node_tp,
+        verify_interval=args.recover_verify_interval,
         inject=args.recover_inject,
         balance=args.recover_balance,
     )
@@ -199,6 +218,8 @@ def problems(config: RecoverConfig) -> list[str]:
         found.append(f"--recover-hang-timeout {hang:g} must not be below --recover-heartbeat-timeout {timeout:g}")
     if config.min_replicas < 1:
         found.append(f"--recover-min-replicas {config.min_replicas}: give 1 or more")
+    if config.verify_interval < 0:
+        found.append(f"--recover-verify-interval {config.verify_interval}: give 0 or more iterations")
     if config.coordinator is not None:
         try:
             parse_addresses(config.coordinator)

@@ -14,7 +14,7 @@ class LaunchGrid:
     """Replicas of a launch, each with its slots by position.
 
     ``lanes``: how many data-parallel ranks one replica holds (1; more where experts are spread over them).
-    ``lane_of[p]``: the lane of position p.  ``tensor``: the size of a tensor-parallel group, whose positions follow each
+    ``lane_of[p]``: the lane of position p.  ``tensor``: the size of a tensor-parallel group; its positions follow each
     other.
     """
 

@@ -103,12 +103,11 @@ class InsideGroups:
         if switch is not None:
             switch.throw("the replica is broken")
 
-    def rebuild(
-        self, generation: Generation, replica: int, store: dist.Store, host: str, device: torch.device
-    ) -> None:
+    def rebuild(self, generation: Generation, replica: int, store: dist.Store, host: str, device: torch.device) -> None:
         """Make all kept groups of several workers anew, among those who stand in ``replica`` in this epoch.
 
-        They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked`` and ``PeerLost``.
+        They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked`` and
+        ``PeerLost``.
         """
         self.end()
         switch = Revocation(generation.number)

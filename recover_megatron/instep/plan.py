@@ -301,7 +301,7 @@ def _prospects(
     launch: LaunchGrid,
     rules: Rules,
 ) -> tuple[int, bool]:
-    """How many replicas there may be when all have done what they are told, and whether only a lost state forbids it."""
+    """How many replicas there may be when all have done what they are told; whether only a lost state forbids them."""
     candidates = {
         worker: Candidate(candidate.position, candidate.node)
         for worker, candidate in _candidates(whole, statuses).items()

@@ -32,7 +32,7 @@ from dataclasses import replace
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked
-from recover_megatron.instep.errors import NoReplica, OtherPosition, Orphaned, RunOver, StateLost
+from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
 from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks, Loss, nothing
@@ -409,8 +409,8 @@ class Recovery:
     def wait_as_spare(self, **offer: Any) -> Decision:
         """In the main thread, out of the training: wait for a place; the decision that has one.
 
-        ``offer``: what this worker can bring (``version``, ``digest``; ``position`` None: it can not come back).  Raises
-        ``OtherPosition`` when another model is wanted of it, ``RunOver`` when there will be no place.
+        ``offer``: what this worker can bring (``version``, ``digest``; ``position`` None: it can not come back).
+        Raises ``OtherPosition`` when another model is wanted of it, ``RunOver`` when there will be no place.
         """
         spare = self._spare or self.be_spare("it has no place yet")
         outcome = spare.arrive(**offer)

@@ -52,7 +52,7 @@ class ReplicaGroup(dist.ProcessGroup):
     def rebuild(self, store: dist.Store, prefix: str, switch: Revocation, host: str, device: torch.device) -> None:
         """Become a group of the workers that call this with the same ``prefix``, each in its position.
 
-        Throwing ``switch`` makes its operations fail, also this one: ``EpochRevoked``; ``PeerLost`` where a member goes.
+        Throwing ``switch`` makes its operations fail, also this one: ``EpochRevoked``.  ``PeerLost``: a member is gone.
         """
         before, self._abortable = self._abortable, None
         rank, size = self.at, len(self.positions)

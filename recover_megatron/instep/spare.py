@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -94,10 +95,8 @@ class Spare:
             self._status = replace(self._status, **{"ready": True, **offer})  # type: ignore[arg-type]
             self._here = True
             self._changed.notify_all()
-        try:
+        with suppress(CoordinatorLost, Fenced):  # the thread is told, too, and says how it ends
             self._recovery.session.ask(f"worker {self._recovery.me} is a spare, and ready")
-        except (CoordinatorLost, Fenced):
-            pass  # the thread is told, too, and says how it ends
         with self._changed:
             self._changed.wait_for(lambda: self._outcome is not None)
             outcome = self._outcome

@@ -4,7 +4,7 @@ pretrain() runs as at launch, with the rank of that position, up to train(): its
 so nothing is sent and nothing is waited for.  What it would learn from others there comes with the state later.
 
     load_checkpoint                      nothing is read: the state comes from a peer
-    build_train_valid_test_data_loaders  whether there is data is what rank 0 says at launch: there is, or nobody trained
+    build_train_valid_test_data_loaders  whether there is data is what rank 0 says at launch: there is, they train
     forget_megatron()                    before it is built once more in one process
 """
 

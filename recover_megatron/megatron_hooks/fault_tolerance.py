@@ -36,7 +36,7 @@ from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.injector import Injector
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError
-from recover_megatron.instep.errors import NoReplica, OtherPosition, Orphaned, RunOver, StateLost
+from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
 from recover_megatron.instep.faults import is_communication, signature
 from recover_megatron.instep.generation import Fabric
 from recover_megatron.instep.grid import LaunchGrid

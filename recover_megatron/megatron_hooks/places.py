@@ -1,9 +1,9 @@
 """A worker changes its place: it gives its state to another, gets one, or comes back into the training.
 
-    boundary   a plan has put a new replica together, or found a state that differs from its column's:
-                   donors       send theirs from a thread, while their replica computes (give)
-                   the differing take one over, on the spot (mend)
-    spare      its plan has a place for it: new groups inside the replica, a state, and Megatron's loop from there (take)
+boundary   a plan has put a new replica together, or found a state that differs from its column's:
+               donors       send theirs from a thread, while their replica computes (give)
+               the differing take one over, on the spot (mend)
+spare      its plan has a place for it: new groups inside the replica, a state, and Megatron's loop from there (take)
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Places:
         ended = time.perf_counter()
         _say(
             f"worker {recovery.me} takes position {recovery.position} of replica {recovery.replica} from iteration "
-            f"{self._state.version + 1} on: groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, {size} bytes"
+            f"{self._state.version + 1} on: groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, "
+            f"{size} bytes"
         )
 
     def _receive(self, decision: Decision) -> int:

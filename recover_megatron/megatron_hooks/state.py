@@ -1,6 +1,6 @@
 """What a worker's part of the training is made of, between two iterations: to give to another, to take over, to check.
 
-    tree()      parameters, buffers, the optimizer's masters and moments, the learning-rate schedule, Megatron's counters
+    tree()      parameters, buffers, the optimizer's masters and moments, the learning rate, Megatron's counters
     load(tree)  become that; the worker then begins the iteration that follows
     digest()    64 bits of the parameters and the optimizer's tensors: equal in a column
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_timers, training
 
@@ -87,7 +88,7 @@ class TrainingState:
                 {
                     "parameters": [parameter.data for parameter in chunk.parameters()],
                     # Copies: a forward pass may count something in them while they are sent.
-                    "buffers": [buffer.clone() for buffer in chunk.buffers() if buffer is not None],
+                    "buffers": [buffer.clone() for buffer in chunk.module.buffers()],
                 }
                 for chunk in self._model
             ],
@@ -99,7 +100,7 @@ class TrainingState:
         """Become what ``tree`` says.  Raises Disagreement if it is of another model."""
         for chunk, its in zip(self._model, tree["chunks"], strict=True):
             _copy([parameter.data for parameter in chunk.parameters()], its["parameters"])
-            _copy([buffer for buffer in chunk.buffers() if buffer is not None], its["buffers"])
+            _copy(list(chunk.module.buffers()), its["buffers"])
         for one, its in zip(self._optimizers, tree["optimizers"], strict=True):
             _load_optimizer(one, its)
         self.restore(tree["counters"])
@@ -132,6 +133,7 @@ class TrainingState:
         for chunk in self._model:
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 group.is_last_microbatch = True
+        get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
         for timer in get_timers()._timers.values():
             timer._started = False
             timer.reset()

@@ -1,7 +1,7 @@
 """Megatron's training loop, hooked: the one place that knows where in the loop what happens.
 
-train()                         joins the first epoch; from here on deaths are survived.  Left by an exception because the
-                                replica is broken, and entered again when there is a place (`places`)
+train()                         joins the first epoch; from here on deaths are survived.  Left by an exception where
+                                the replica is broken, and entered again when there is a place (`places`)
   train_step()                  before it, the boundary where new replicas come in
     forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
     optimizer.step()            inside a replica: needs nobody else
@@ -22,7 +22,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import async_utils, get_args, training
 
 from recover_megatron.errors import UserError
-from recover_megatron.instep.errors import Disagreement, NoReplica, OtherPosition, Orphaned, RunOver, StateLost
+from recover_megatron.instep.errors import Disagreement, NoReplica, Orphaned, OtherPosition, RunOver, StateLost
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.gradients import Tail
 from recover_megatron.instep.process_group import Mode, Traffic
@@ -42,7 +42,17 @@ from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
 
-FINAL = (NoReplica, StateLost, RunOver, OtherPosition, Fenced, CoordinatorLost, SystemExit, KeyboardInterrupt, UserError)
+FINAL = (
+    NoReplica,
+    StateLost,
+    RunOver,
+    OtherPosition,
+    Fenced,
+    CoordinatorLost,
+    SystemExit,
+    KeyboardInterrupt,
+    UserError,
+)
 """What is not the fault of a broken replica, even if it comes to a worker of one."""
 
 
@@ -137,9 +147,7 @@ class TrainingHooks:
                 self._traffic.mode = Mode.OPEN
             while True:
                 try:
-                    return original(
-                        forward_step_func, model, optimizer, scheduler, data, validation, *rest, **kwargs
-                    )
+                    return original(forward_step_func, model, optimizer, scheduler, data, validation, *rest, **kwargs)
                 except BaseException as error:
                     if isinstance(error, FINAL) or not self._replica_broken(error):
                         raise
@@ -229,7 +237,9 @@ class TrainingHooks:
                 return
             except INTERRUPTED as error:
                 if self._places.torn:
-                    raise Disagreement(f"the state of worker {self.recovery.me} could not be mended: {error}") from error
+                    raise Disagreement(
+                        f"the state of worker {self.recovery.me} could not be mended: {error}"
+                    ) from error
 
     # ---- one pass of the schedule
 
