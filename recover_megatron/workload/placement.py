@@ -97,12 +97,13 @@ def place(whole: Collection[int], candidates: Mapping[int, Candidate], shape: Sh
     Raises ValueError for a candidate with a position outside of the shape, more whole replicas than ``slots``, or one
     whose id is not in range(``slots``).
     """
-    if foreign := sorted(set(whole) - set(range(slots))):
+    taken = set(whole)
+    if foreign := sorted(taken - set(range(slots))):
         raise ValueError(f"whole replicas {foreign}, but there is room for {slots} only")
     for worker, candidate in sorted(candidates.items()):
         if candidate.position is not None and not 0 <= candidate.position < shape.size:
             raise ValueError(f"worker {worker} is at position {candidate.position} of {shape.size}")
-    free = [replica for replica in range(slots) if replica not in set(whole)]
+    free = [replica for replica in range(slots) if replica not in taken]
     formed = _form(candidates, shape, len(free))
     replicas = dict(zip(free, formed, strict=False))
     placed = {worker for workers in formed for worker in workers}

@@ -1,0 +1,99 @@
+"""How long it takes to plan new replicas out of the orphans of broken ones, and how many there are.
+
+    python benchmarks/bench_assemble.py [--layouts 8x8 4x8] [--workers 1024 16384] [--per-node 8] [--dead 0.1]
+
+A launch grid in Megatron's order (the workers of a tensor group are neighbours; a stage of all replicas comes before
+the next stage), of which random workers die at once.  The first call of `place` forms replicas of those who stand right
+and says who should change position; the second one, when these have done so, forms the rest.  Seconds are
+processor time; each number is the median of --repeat draws of the dead; "possible" is what the live workers of the
+nodes allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from recover_megatron.workload import Candidate, Placement, Shape, place  # noqa: E402
+
+
+def launch(tp: int, pp: int, workers: int) -> tuple[Shape, list[list[int]]]:
+    """The shape of a replica, and the workers of each by position."""
+    replicas = workers // (tp * pp)
+    shape = Shape(tp * pp, tuple(tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(pp)))
+    grid = [[(stage * replicas + r) * tp + t for stage in range(pp) for t in range(tp)] for r in range(replicas)]
+    return shape, grid
+
+
+def timed(*arguments: Any) -> tuple[float, Placement]:
+    """Seconds of processor time of one call of `place`, which waits for nothing; and its answer."""
+    start = time.process_time()
+    placement = place(*arguments)
+    return time.process_time() - start, placement
+
+
+def measure(tp: int, pp: int, workers: int, options: argparse.Namespace, seed: int) -> dict[str, float]:
+    """One draw of the dead: the seconds of both calls, and the replicas after each."""
+    shape, grid = launch(tp, pp, workers)
+    dead = set(random.Random(seed).sample(range(workers), round(workers * options.dead)))
+    whole = [r for r, members in enumerate(grid) if dead.isdisjoint(members)]
+    candidates = {
+        worker: Candidate(position, f"node{worker // options.per_node}")
+        for r, members in enumerate(grid)
+        for position, worker in enumerate(members)
+        if not dead.isdisjoint(members) and worker not in dead
+    }
+    first_seconds, first = timed(whole, candidates, shape, len(grid))
+    rest = {w: Candidate(first.rebuild.get(w, candidates[w].position), candidates[w].node) for w in first.spares}
+    second_seconds, second = timed([*whole, *first.replicas], rest, shape, len(grid))
+    live: dict[str, int] = {}
+    for candidate in candidates.values():
+        live[candidate.node] = live.get(candidate.node, 0) + 1
+    return {
+        "whole": len(whole),
+        "formed at once": len(first.replicas),
+        "changes of position": len(first.rebuild),
+        "formed after them": len(second.replicas),
+        "possible": len(whole) + sum(count // tp for count in live.values()) // pp,
+        "first call, s": first_seconds,
+        "second call, s": second_seconds,
+    }
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=["8x8", "4x8", "2x4", "1x16", "1x64"], help="TPxPP")
+    parser.add_argument("--workers", nargs="+", type=int, default=[1024, 16384])
+    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--dead", type=float, default=0.1, help="part of the workers that die")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for workers in options.workers:
+        for layout in options.layouts:
+            tp, pp = map(int, layout.split("x"))
+            draws = [measure(tp, pp, workers, options, seed) for seed in range(options.repeat)]
+            row = {name: statistics.median(draw[name] for draw in draws) for name in draws[0]}
+            rows.append({"workers": workers, "TP x PP": f"{tp} x {pp}", **row})
+    print("| " + " | ".join(rows[0]) + " |\n|" + " --: |" * len(rows[0]))
+    for row in rows:
+        print(
+            "| " + " | ".join(f"{cell:.4f}" if name.endswith(", s") else f"{cell}" for name, cell in row.items()) + " |"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
