@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.plan import Decision
 
 
@@ -32,6 +33,8 @@ class Hooks:
     """How many iterations the parameters and the optimizer's state have seen; None: in the middle of one."""
     digest: Callable[[], str] = lambda: ""
     """Of that state, in the main thread."""
+    mirror: Callable[[Decision, Generation], dict[str, Any]] = lambda decision, generation: {}
+    """A spare keeps another's state until the epoch ends; what of its status has changed.  In the main thread."""
     iteration: Callable[[], int] = lambda: 0
     """The training iteration under way, from 1."""
 

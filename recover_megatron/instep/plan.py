@@ -9,6 +9,7 @@ makes of them who works where, and who runs what of the step under way.
                                     rerun       microbatches of that step that are in nobody's gradient, by replica
                                     regroup     new replicas can be put together where nobody is in a step
                                     fresh       those that this epoch put together, and from whom they get their state
+                                    mirrors     spares that keep the state of the last replica
 
 The grid changes only where no replica is in the middle of anything: at the *boundary* before a step.  Everybody who
 sees ``regroup`` comes to an epoch of its own there, and that one places the spares.  When no replica is whole any more
@@ -111,6 +112,8 @@ class Decision:
     """Those of them that had one, which differed from that of most of their column."""
     rebuild: Mapping[int, int] = field(default_factory=dict)
     """Spare -> position that it should build its model for."""
+    mirrors: Mapping[int, int] = field(default_factory=dict)
+    """Spare -> worker whose state it takes over before every step: nobody else would have it, should that one die."""
     enough: int = 0
     """How many replicas there are, or may be once all who are on their way have come."""
     state_lost: bool = False
@@ -181,6 +184,7 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
         transfers=transfers,
         mended=mended,
         rebuild=placement.rebuild if whole else {},
+        mirrors=_mirrors(grid, statuses, placement) if len(grid) == 1 else {},
         enough=enough,
         state_lost=state_lost,
     )
@@ -292,6 +296,18 @@ def _transfers(
         for number, worker in enumerate([*wrong, *(grid[replica][position] for replica in fresh)]):
             transfers[worker] = donors[number % len(donors)]
     return dict(sorted(transfers.items())), tuple(sorted(mended))
+
+
+def _mirrors(
+    grid: Mapping[int, tuple[int, ...]], statuses: Mapping[int, Status], placement: Placement
+) -> dict[int, int]:
+    """The last replica's state is nowhere else: a spare in each position keeps it, too."""
+    (workers,) = grid.values()
+    keepers: dict[int, int] = {}
+    for worker, status in sorted(statuses.items()):
+        if status.ready and status.position is not None and worker not in (*workers, *placement.rebuild):
+            keepers.setdefault(status.position, worker)
+    return {worker: workers[position] for position, worker in sorted(keepers.items())}
 
 
 def _prospects(

@@ -37,7 +37,7 @@ from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks, Loss, nothing
 from recover_megatron.instep.plan import Decision, Rules, Status, decide
-from recover_megatron.instep.spare import LINGER_SECONDS, Over, Rebuild, Spare
+from recover_megatron.instep.spare import LINGER_SECONDS, Mirror, Over, Rebuild, Spare
 from recover_megatron.membership.errors import (
     EXIT_FENCED,
     EXIT_NO_REPLICA,
@@ -347,8 +347,11 @@ class Recovery:
             self._stand(*place)
             self._decision = decision
             self._generation = Generation(decision.epoch, self.slot, self.fabric)
+        self._end_if_over(decision)
+
+    def _end_if_over(self, decision: Decision) -> None:
         if self.session.revoked or self.session.epoch != decision.epoch:
-            self._generation.end("the epoch was over before its groups were opened")
+            self.generation.end("the epoch was over before its groups were opened")
 
     def _stand(self, replica: int, position: int) -> None:
         self.replica, self.position = replica, position
@@ -413,7 +416,12 @@ class Recovery:
         Raises ``OtherPosition`` when another model is wanted of it, ``RunOver`` when there will be no place.
         """
         spare = self._spare or self.be_spare("it has no place yet")
-        outcome = spare.arrive(**offer)
+        while isinstance(outcome := spare.arrive(**offer), Mirror):
+            with self._lock:
+                self._generation = Generation(outcome.decision.epoch, -1 - self.me, self.fabric)
+            self._end_if_over(outcome.decision)
+            offer = offer | self.hooks.mirror(outcome.decision, self._generation)
+            self._generation.close()
         if isinstance(outcome, Over):
             raise RunOver(outcome.code, outcome.reason)
         if isinstance(outcome, Rebuild):

@@ -4,6 +4,7 @@
                     |
                     |--the plan gives it a place-------------> Placed       the main thread takes it up
                     |--the plan wants another position of it--> Rebuild      the main thread builds another model
+                    |--the plan has it keep another's state---> Mirror       the main thread takes it over, step by step
                     |--the run's end, or it was put out-------> Over         the main thread ends the process
                     '--the main thread does not come----------> the process ends: a stuck worker helps nobody
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 LINGER_SECONDS = 10.0
 """How long a worker that is out of the run, or whose run has ended, waits for its main thread; then it just ends."""
 GRACE_SECONDS = 0.25
-"""How long the first join waits for a main thread that is about to arrive: it saves an epoch."""
+"""How long a join waits for a main thread that is about to arrive: it saves an epoch."""
 STUCK_SECONDS = 60.0
 """After which a main thread that has not arrived counts as stuck for good."""
 BUILD_SECONDS = 3600.0
@@ -64,7 +65,14 @@ class Over:
     reason: str
 
 
-Outcome = Placed | Rebuild | Over
+@dataclass(frozen=True)
+class Mirror:
+    """This worker keeps the state of one of the last replica, as long as the epoch lasts."""
+
+    decision: Decision
+
+
+Outcome = Placed | Rebuild | Mirror | Over
 
 
 class Spare:
@@ -88,8 +96,8 @@ class Spare:
     def arrive(self, **offer: object) -> Outcome:
         """In the main thread: tell what this worker has to offer from now on (fields of ``Status``), and wait.
 
-        Returns when there is a place for it, another position is wanted of it, or the run is over.  After ``Rebuild``
-        the thread goes on joining, as one that is not ready, until this is called again.
+        Returns when there is a place for it, something else is wanted of it, or the run is over.  After ``Rebuild`` and
+        ``Mirror`` the thread goes on joining, as one that is not ready, until this is called again.
         """
         with self._changed:
             self._status = replace(self._status, **{"ready": True, **offer})  # type: ignore[arg-type]
@@ -100,14 +108,12 @@ class Spare:
         with self._changed:
             self._changed.wait_for(lambda: self._outcome is not None)
             outcome = self._outcome
-            if isinstance(outcome, Rebuild):
+            if isinstance(outcome, (Rebuild, Mirror)):
                 self._outcome = None
         assert outcome is not None
         return outcome
 
     def _run(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._here, GRACE_SECONDS)
         outcome: Outcome | None = None
         try:
             while outcome is None:
@@ -131,6 +137,7 @@ class Spare:
         """One epoch; how it ends for this worker, if it does."""
         recovery, session = self._recovery, self._recovery.session
         with self._changed:
+            self._changed.wait_for(lambda: self._here, GRACE_SECONDS)
             sent, told = self._status, self._here
         decision, _ = recovery.meet(sent, f"worker {recovery.me} is a spare: {sent.note}")
         with self._changed:
@@ -150,18 +157,21 @@ class Spare:
         recovery.give_up_unless_enough(decision)
         session.idle()
         if sent.ready and recovery.me in decision.rebuild:
-            self._ask_for(decision.rebuild[recovery.me])
+            position = decision.rebuild[recovery.me]
+            self._away = BUILD_SECONDS
+            self._have(Rebuild(position), position=position, version=None, digest="")
+        elif sent.ready and recovery.me in decision.mirrors:
+            self._have(Mirror(decision))
         if not news and not session.wait_revoked(None if self._here else self._away):
             with self._changed:
                 if not self._here:
                     return Over(1, "its main thread has not come out of the training")
         return None
 
-    def _ask_for(self, position: int) -> None:
-        """Have the main thread build a model for ``position``; until it has, this worker is of no use."""
+    def _have(self, task: Rebuild | Mirror, **fields: object) -> None:
+        """Give the main thread something to do; until it has come back, this worker has no place to take."""
         with self._changed:
-            self._status = replace(self._status, position=position, ready=False, version=None, digest="")
-            self._outcome = Rebuild(position)
+            self._status = replace(self._status, ready=False, **fields)  # type: ignore[arg-type]
+            self._outcome = task
             self._here = False
-            self._away = BUILD_SECONDS
             self._changed.notify_all()

@@ -38,7 +38,7 @@ from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError
 from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
 from recover_megatron.instep.faults import is_communication, signature
-from recover_megatron.instep.generation import Fabric
+from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.plan import Decision, Rules
@@ -244,6 +244,7 @@ class FaultTolerance:
             log=lambda event, **fields: self._records.log(self._training.recovery, event, **fields),
             iteration=self._iteration_now,
             version=lambda: None if self._training.state is None else self._training.state.version,
+            mirror=self._mirror,
             digest=lambda: "" if self._training.state is None else self._training.state.digest(),
         )
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
@@ -285,6 +286,10 @@ class FaultTolerance:
         recovery = self._training.recovery
         quotas = {str(replica): count for replica, count in recovery.counts(_microbatches()).items()}
         return {"quotas": quotas, "phase": recovery.phase}
+
+    def _mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
+        assert self._training.places is not None
+        return self._training.places.mirror(decision, generation)
 
     def _iteration_now(self) -> int:
         return 0 if self._training.state is None else getattr(get_args(), "curr_iteration", -1) + 1

@@ -3,6 +3,7 @@
 boundary   a plan has put a new replica together, or found a state that differs from its column's:
                donors       send theirs from a thread, while their replica computes (give)
                the differing take one over, on the spot (mend)
+                   where one replica is left, its workers send theirs to spares, before every step (mirror)
 spare      its plan has a place for it: new groups inside the replica, a state, and Megatron's loop from there (take)
 """
 
@@ -11,11 +12,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.generation import Fabric
+from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.transfer import receive, send
@@ -41,6 +43,8 @@ class Places:
     def at_boundary(self) -> None:
         """Do what the present plan asks of this worker before the next step.  May raise as ``take`` does."""
         decision = self._recovery.decision
+        if decision.mirrors and not decision.transfers:
+            self._feed_mirrors(decision)
         if decision.epoch == self._served or not decision.transfers:
             return
         self._served = decision.epoch
@@ -81,6 +85,29 @@ class Places:
             f"{self._state.version + 1} on: groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, "
             f"{size} bytes"
         )
+
+    def _feed_mirrors(self, decision: Decision) -> None:
+        """Not from a thread: a worker that dies in the step must have left its state behind."""
+        for spare in [spare for spare, donor in decision.mirrors.items() if donor == self._recovery.me]:
+            try:
+                send(self._state.tree(), self._mirror_pair(decision, spare, self._recovery.generation), 1)
+            except EpochRevoked:
+                return  # told again where the step reduces
+            except (PeerLost, TimeoutError) as error:
+                self._recovery.generation.end(f"worker {spare} could not be given a state: {error}")
+
+    def mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
+        """Keep another worker's state until the epoch ends; what this spare can offer then."""
+        with suppress(*INTERRUPTED):
+            pair = self._mirror_pair(decision, self._recovery.me, generation)
+            while True:
+                tree, _ = receive(pair, 0)  # what is interrupted here has changed nothing
+                self._state.load(tree)
+        return {"version": self._state.version, "digest": self._state.digest()}
+
+    def _mirror_pair(self, decision: Decision, spare: int, generation: Generation) -> Any:
+        slots = {worker: slot for slot, worker in decision.slots(self._recovery.grid).items()}
+        return generation.control("mirror", (slots[decision.mirrors[spare]], -1 - spare))
 
     def _receive(self, decision: Decision) -> int:
         pair = self._pair(decision, self._recovery.me)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.training import get_args
+from megatron.training import get_args, global_vars
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from recover_megatron.instep.recovery import Recovery
@@ -90,6 +90,8 @@ class Records:
 
     def last_checkpoint(self) -> str:
         """In words, for messages."""
+        if global_vars._GLOBAL_ARGS is None:
+            return ""  # a newcomer knows of none
         args = get_args()
         if self._checkpoint:
             return self._checkpoint

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,6 +92,11 @@ class TrainingHooks:
     def state(self) -> TrainingState | None:
         """None before ``train`` has been entered."""
         return self._state
+
+    @property
+    def places(self) -> Places | None:
+        """None before ``train`` has been entered."""
+        return self._places
 
     @property
     def recovery(self) -> Recovery:
@@ -176,6 +182,8 @@ class TrainingHooks:
         """Out of the training: see to it that all others know, and forget what it was in the middle of."""
         if not isinstance(error, Orphaned):
             self.recovery.replica_failed(error)
+            if not is_communication(error):
+                traceback.print_exception(error)
         self._traffic.mode = Mode.STEP
         print(
             f"recover: worker {self.recovery.me} has no place any more ({str(error)[:120]}); it waits as a spare",
