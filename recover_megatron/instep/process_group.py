@@ -16,7 +16,7 @@ What an operation does depends on where the training is (``Traffic``):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -83,16 +83,17 @@ class Traffic:
 
     def run(self, group: EpochGroup, operation: Operation, alone: Callable[[], None]) -> None:
         """Carry out one operation.  ``alone``: its effect if this worker were the only member."""
-        if self.mode is Mode.STARTING or self.recovery is None:
+        if self.mode is Mode.STARTING:
             work = operation(group.original)
             if work is not None:
                 work.wait()
         elif self.mode is Mode.STEP:
             alone()
         elif self.mode is Mode.OPEN:
+            assert self.recovery is not None
             with self.during(Mode.SECTION):
                 self.recovery.section(f"{group.label} operation", lambda: self._inside(group, operation))
-        elif self.mode is Mode.DEFERRED and self.recovery.generation.over:
+        elif self.mode is Mode.DEFERRED and self.recovery is not None and self.recovery.generation.over:
             alone()
         else:
             try:
@@ -115,9 +116,10 @@ class Traffic:
             raise EpochRevoked(generation.number, str(lost)) from lost
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, at: int) -> None:
+def _copy(target: torch.Tensor, source: torch.Tensor, places: Sequence[int]) -> None:
     """What gathering from oneself alone leaves: the own part at its place."""
-    target.view(-1)[at * source.numel() : (at + 1) * source.numel()].copy_(source.reshape(-1))
+    for at in places:
+        target.view(-1)[at * source.numel() : (at + 1) * source.numel()].copy_(source.reshape(-1))
 
 
 class EpochGroup(dist.ProcessGroup):
@@ -159,6 +161,14 @@ class EpochGroup(dist.ProcessGroup):
         return len(self._traffic.members(self))
 
     getRank, getSize = rank, size
+
+    @property
+    def _own_places(self) -> Sequence[int]:
+        """Where a gathering in which nobody else takes part puts this worker's part.
+
+        All places where it builds its model alone: the others would say the same, or it need not know.
+        """
+        return range(self.size()) if self._traffic.recovery is None else [self.rank()]
 
     def name(self) -> str:
         return self._original.name() if self._original is not None else self.label
@@ -234,7 +244,8 @@ class EpochGroup(dist.ProcessGroup):
 
         def alone() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                output[self.rank()].copy_(tensor)
+                for at in self._own_places:
+                    output[at].copy_(tensor)
 
         return self._run(start, alone)
 
@@ -246,7 +257,7 @@ class EpochGroup(dist.ProcessGroup):
             room = output.view(-1)[: size * tensor.numel()]
             return on._allgather_base(room, tensor.reshape(-1), opts or dist.AllgatherOptions())
 
-        return self._run(start, lambda: _copy(output, tensor, self.rank()))
+        return self._run(start, lambda: _copy(output, tensor, self._own_places))
 
     all_gather_single = _allgather_base
 

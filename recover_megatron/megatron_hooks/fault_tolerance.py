@@ -170,7 +170,7 @@ class FaultTolerance:
         # Whatever an orphan's main thread ends by: its replica was broken first.
         if (
             recovery is not None
-            and started
+            and self._training.state is not None
             and (recovery.orphaned or isinstance(error, Orphaned) or is_communication(error))
         ):
             self._be_spare(recovery, error)

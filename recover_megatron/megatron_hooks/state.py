@@ -139,9 +139,14 @@ class TrainingState:
             timer.reset()
 
 
+def _groups(one: Any) -> list[dict[str, Any]]:
+    """The parameter groups that have any: empty ones are there for the sake of other positions."""
+    return [group for group in one.optimizer.param_groups if group["params"]]
+
+
 def _parameters(one: Any) -> Iterator[torch.Tensor]:
     """What the inner optimizer updates: the model's parameters, or their copies in higher precision."""
-    for group in one.optimizer.param_groups:
+    for group in _groups(one):
         yield from group["params"]
 
 
@@ -151,7 +156,7 @@ def _optimizer_tree(one: Any) -> dict[str, Any]:
     return {
         "groups": [
             {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
-            for group in inner.param_groups
+            for group in _groups(one)
         ],
         "masters": [parameter.data for parameter in _parameters(one)],
         "state": [
@@ -163,7 +168,7 @@ def _optimizer_tree(one: Any) -> dict[str, Any]:
 
 def _load_optimizer(one: Any, its: dict[str, Any]) -> None:
     inner = one.optimizer
-    for group, values in zip(inner.param_groups, its["groups"], strict=True):
+    for group, values in zip(_groups(one), its["groups"], strict=True):
         group.update(values)
     _copy([parameter.data for parameter in _parameters(one)], its["masters"])
     for parameter, values in zip(_parameters(one), its["state"], strict=True):
