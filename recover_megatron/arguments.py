@@ -50,6 +50,12 @@ class RecoverConfig:
     """Faults to inject, as the user wrote them."""
     balance: bool = False
     """Give slow replicas fewer microbatches."""
+    spares: int = 0
+    """Workers that recover-run starts beyond those of the launch, to take the place of one that dies."""
+    allow_cross_node_tp: bool = False
+    """A replica may be put together from workers of several nodes, its tensor-parallel groups too."""
+    verify_interval: int = 0
+    """Compare the replicas' parameters every so many iterations; 0: never."""
 
 
 def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -132,6 +138,27 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument(
         "--recover-balance", action="store_true", help="give slow replicas fewer microbatches, by measured speed"
     )
+    group.add_argument(
+        "--recover-spares",
+        type=int,
+        default=defaults.spares,
+        metavar="N",
+        help="start N workers more than the launch has, on its last node, which wait to take the place of one that "
+        "dies; that node needs N devices more (default: %(default)s)",
+    )
+    group.add_argument(
+        "--recover-allow-cross-node-tp",
+        action="store_true",
+        help="put new replicas together from workers of different nodes, too, where there is no other way: their "
+        "tensor parallelism is then as slow as the network",
+    )
+    group.add_argument(
+        "--recover-verify-interval",
+        type=int,
+        default=defaults.verify_interval,
+        metavar="N",
+        help="every N iterations compare the parameters of the replicas, which must be equal; 0: never (default)",
+    )
     return parser
 
 
@@ -160,6 +187,9 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
         min_replicas=args.recover_min_replicas,
         inject=args.recover_inject,
         balance=args.recover_balance,
+        spares=args.recover_spares,
+        allow_cross_node_tp=args.recover_allow_cross_node_tp,
+        verify_interval=args.recover_verify_interval,
     )
 
 
@@ -199,6 +229,12 @@ def problems(config: RecoverConfig) -> list[str]:
         found.append(f"--recover-hang-timeout {hang:g} must not be below --recover-heartbeat-timeout {timeout:g}")
     if config.min_replicas < 1:
         found.append(f"--recover-min-replicas {config.min_replicas}: give 1 or more")
+    for flag, number in (
+        ("--recover-spares", config.spares),
+        ("--recover-verify-interval", config.verify_interval),
+    ):
+        if number < 0:
+            found.append(f"{flag} {number}: give 0 or more")
     if config.coordinator is not None:
         try:
             parse_addresses(config.coordinator)
@@ -217,6 +253,15 @@ def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
     except UserError:
         return RecoverConfig()
     return RecoverConfig() if problems(replace(config, coordinator=None)) else config
+
+
+def spares_from_argv(argv: Sequence[str]) -> int:
+    """``--recover-spares`` of a run with ``--recover``; 0 where it is bad, which the script refuses."""
+    try:
+        config = config_from_argv(argv)
+    except UserError:
+        return 0
+    return max(0, config.spares) if config.enabled else 0
 
 
 def device_from_argv(argv: Sequence[str]) -> str:

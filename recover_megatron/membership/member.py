@@ -237,6 +237,8 @@ class Watcher(Follower):
     def __init__(self, node: str, incarnation: str, candidates: int, settings: Settings, now: float) -> None:
         hello = {"type": "attach_witness", "node": node, "incarnation": incarnation}
         super().__init__(hello, candidates, settings, now)
+        self.planned: frozenset[int] = frozenset()
+        """The workers that were in any plan."""
         self._ended: dict[int, str] = {}
         self._unanswered = 0  # beats
 
@@ -281,6 +283,9 @@ class Watcher(Follower):
     def _on(self, message: Mapping[str, Any], now: float) -> None:
         self._unanswered -= message["type"] == "beat"
         super()._on(message, now)
+
+    def _planned(self, message: Mapping[str, Any]) -> None:
+        self.planned |= self.presentation.formed.members
 
     def _revoked(self, message: Mapping[str, Any]) -> None:
         self._say({"type": "ack", "epoch": message["epoch"], "term": message["term"]})
