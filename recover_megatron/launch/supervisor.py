@@ -10,15 +10,17 @@ session cannot mean others yet; what is left of it is killed; only then it is re
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import time
 from collections.abc import Mapping
 
-from recover_megatron.launch import messages
+from recover_megatron.arguments import COORDINATOR_VARIABLE
+from recover_megatron.launch import messages, newcomers
 from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.cold import ColdStart, WorkerEvents, WorkerSource
-from recover_megatron.launch.control_plane import ControlPlane
+from recover_megatron.launch.control_plane import ControlPlane, has_secret
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome, run_exit_code
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
@@ -73,7 +75,9 @@ class Supervisor:
             self._start_workers_if_ready, self._start_control_plane, self._stop, self._finish, self._console.say
         )
         self._peers = Peers(self._loop, plan, listener, peer_events)
-        self._workers = {worker.worker_id: worker for worker in map(self._new_worker, range(plan.nproc_per_node))}
+        self._workers = {worker.worker_id: worker for worker in newcomers.launched(plan)}
+        self._replacements = newcomers.Replacements(plan)
+        self._over = False
         self._pidfds: dict[int, int] = {}
         self._streams: dict[int, list[Stream]] = {}
         self._logs: dict[int, LogFile] = {}
@@ -97,6 +101,8 @@ class Supervisor:
         self._peers.join()
         if self._plan.nnodes == 1:
             self._start_control_plane(None)
+            if self._plan.joins and self._control:
+                self._control.when_led(self._plan.rendezvous_timeout, lambda: self._loop.call_from_thread(self._join))
         elif not self._plan.control_plane:
             self._console.say(messages.NO_CONTROL_PLANE)
         if self._state is LaunchState.STARTING:
@@ -122,6 +128,11 @@ class Supervisor:
             self._stop(f"the coordinator cannot be started: {error}", LAUNCH_FAILED)
         else:
             self._environment |= self._control.variables
+            if self._plan.has_newcomers:
+                self._control.when_decided(lambda: self._loop.call_from_thread(self._on_run_over))
+            if self._plan.fault_tolerant and not self._plan.joins and has_secret(self._inherited):
+                coordinators = self._control.variables[COORDINATOR_VARIABLE]
+                self._console.say(messages.how_to_join(self._plan, coordinators))
             self._start_workers_if_ready()
 
     def _start_source(self) -> None:
@@ -137,19 +148,18 @@ class Supervisor:
         except OSError as error:
             self._stop(f"the parent process of the warm start cannot be started: {error}", LAUNCH_FAILED)
 
-    def _new_worker(self, local_rank: int) -> Worker:
-        plan = self._plan
-        worker_id = plan.worker_id(local_rank)
-        log = plan.log_file(worker_id)
-        return Worker(
-            worker_id,
-            None,
-            plan.host,
-            WorkerState.STARTING,
-            plan.node_rank,
-            local_rank,
-            log=str(log) if log else None,
-        )
+    def _join(self) -> None:
+        """The run that this launcher joins has a coordinator, or none was reached in time."""
+        if self._state is not LaunchState.STARTING:
+            return
+        assert self._control is not None
+        if not self._control.led:
+            waited = f"none answered as the leader within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
+            self._stop(f"the run's coordinators are not reached: {self._control.complaint or waited}", LAUNCH_FAILED)
+            return
+        workers = newcomers.joined(self._plan, self._control.taken, secrets.randbelow)
+        self._workers = {worker.worker_id: worker for worker in workers}
+        self._start_workers_if_ready()
 
     def _start_warm_parent(self) -> None:
         events = WarmEvents(
@@ -172,6 +182,8 @@ class Supervisor:
         """Start the workers once there is something to start them with and this node takes part."""
         if self._source is None or not self._peers.joined or self._state is not LaunchState.STARTING:
             return
+        if not self._workers:  # a launcher that joins a run does not know yet which ids are free
+            return
         if self._plan.control_plane and self._control is None:
             return
         for worker in self._workers.values():
@@ -189,7 +201,7 @@ class Supervisor:
             self._logs[worker.worker_id] = log_file
         streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log_file)
         self._streams[worker.worker_id] = streams
-        variables = worker_variables(self._plan, worker.local_rank, self._peers.run_id)
+        variables = worker_variables(self._plan, worker, self._peers.run_id)
         if self._control:
             variables |= self._control.variables
         try:
@@ -214,6 +226,8 @@ class Supervisor:
             self._signal_worker(worker, signal.SIGTERM)
         elif all(other.state is not WorkerState.STARTING for other in self._workers.values()):
             self._state = LaunchState.RUNNING
+        if self._over:
+            self._end_late_ones()
 
     # --- a worker's end ---
 
@@ -244,12 +258,60 @@ class Supervisor:
         if log := self._logs.pop(worker_id, None):
             log.close()
         self._orphans = True
+        successor = self._successor_of(worker)
         waited_for = (WorkerState.RUNNING,) if self._state is LaunchState.STOPPING else LIVE
-        others = sum(other.state in waited_for for other in self._workers.values())
+        others = sum(other.state in waited_for for other in self._workers.values() if other is not successor)
         if worker.state is not WorkerState.FINISHED or left_behind:
-            self._console.say(messages.worker_ended(worker, others, left_behind))
-        if others == 0:
+            self._console.say(messages.worker_ended(worker, others, left_behind, successor))
+        if successor is not None:
+            self._start_successor(successor)
+        elif others == 0:
             self._own_workers_ended()
+        elif not self._plan.joins and not any(other.live for other in self._launched()) and self._never_planned():
+            self._on_run_over()
+
+    def _launched(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.worker_id < self._plan.world_size]
+
+    def _never_planned(self) -> bool:
+        """Whether the run has not had its first plan."""
+        return self._control is None or not self._control.planned
+
+    # --- newcomers ---
+
+    def _successor_of(self, worker: Worker) -> Worker | None:
+        """The worker that is to take the place of one that has ended; it is among the workers from now on."""
+        under_way = self._state is LaunchState.RUNNING and self._control is not None and self._control.under_way
+        if not under_way or (self._warm is not None and self._source is self._warm and not self._warm.alive):
+            return None
+        successor = self._replacements.of(worker, min(self._workers))
+        if successor is not None:
+            self._workers[successor.worker_id] = successor
+        return successor
+
+    def _start_successor(self, worker: Worker) -> None:
+        assert self._source is not None
+        try:
+            self._start_worker(self._source, worker)
+        except OSError as error:
+            self._console.say(f"worker {worker.worker_id} cannot be started: {error}")
+            worker.end(-signal.SIGKILL, time.time())
+            if not any(other.live for other in self._workers.values()):
+                self._own_workers_ended()
+
+    def _on_run_over(self) -> None:
+        """Newcomers that no plan has had are told by nobody that the run is over."""
+        self._over = True
+        self._end_late_ones()
+
+    def _end_late_ones(self) -> None:
+        planned = self._control.planned if self._control else frozenset()
+        for worker in self._running():
+            if worker.worker_id >= self._plan.world_size and worker.worker_id not in planned:
+                self._console.say(messages.late(worker))
+                self._signal_worker(worker, signal.SIGKILL)
+
+    # --- after the last worker ---
 
     def _own_workers_ended(self) -> None:
         if self._warm:
@@ -263,7 +325,8 @@ class Supervisor:
 
     def _finish(self) -> None:
         """Nobody waits for this launcher; its candidate and its exit code are those of the run, which may go on."""
-        if self._control and self._plan.nnodes > 1 and self._control.undecided:
+        others = self._plan.nnodes > 1 or bool(self._plan.joins)
+        if self._control and others and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
                 "the workers of this node have ended; staying until the coordinator says how the run ends"
@@ -285,6 +348,7 @@ class Supervisor:
     def _put_out(self, worker_id: int, reason: str) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None and worker.state is WorkerState.RUNNING:
+            self._replacements.put_out.add(worker_id)
             self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it")
             self._signal_worker(worker, signal.SIGKILL)
 
