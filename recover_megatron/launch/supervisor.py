@@ -21,11 +21,11 @@ from recover_megatron.launch import messages, newcomers
 from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.cold import ColdStart, WorkerEvents, WorkerSource
 from recover_megatron.launch.control_plane import ControlPlane, has_secret
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome, run_exit_code
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.output import Console, LogFile, Stream
+from recover_megatron.launch.crew import Crew
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, run_exit_code
+from recover_megatron.launch.output import LogFile
 from recover_megatron.launch.peers import PeerEvents, Peers
-from recover_megatron.launch.plan import LaunchPlan, launch_environment, sets_omp_threads, worker_variables
+from recover_megatron.launch.plan import LaunchPlan, sets_omp_threads
 from recover_megatron.launch.processes import (
     become_subreaper,
     find_launch,
@@ -48,7 +48,7 @@ UNKILLABLE_SECONDS = 10.0
 OUTPUT_SECONDS_WHEN_STOPPED = 5.0
 
 
-class Supervisor:
+class Supervisor(Crew):
     """Made once per launch; ``run`` returns the exit code."""
 
     def __init__(
@@ -59,13 +59,9 @@ class Supervisor:
         warm: bool,
         cold_reason: str,
     ) -> None:
-        self._plan = plan
-        self._inherited = inherited
-        self._environment = launch_environment(plan, inherited)
+        super().__init__(plan, inherited)
         self._warm_wanted = warm
         self._cold_reason = cold_reason
-        self._loop = EventLoop()
-        self._console = Console(self._loop, plan.world_size - 1)
         self._state = LaunchState.STARTING
         self._code: int | None = None
         self._stop_signal_at = 0.0
@@ -75,16 +71,9 @@ class Supervisor:
             self._start_workers_if_ready, self._start_control_plane, self._stop, self._finish, self._console.say
         )
         self._peers = Peers(self._loop, plan, listener, peer_events)
-        self._workers = {worker.worker_id: worker for worker in newcomers.launched(plan)}
-        self._replacements = newcomers.Replacements(plan)
-        self._over = False
-        self._pidfds: dict[int, int] = {}
-        self._streams: dict[int, list[Stream]] = {}
-        self._logs: dict[int, LogFile] = {}
         self._worker_events = WorkerEvents(self._on_worker_started, self._kill_remains, self._on_worker_reaped)
         self._changed = True
         self._orphans = False
-        self._control: ControlPlane | None = None
 
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
@@ -148,19 +137,6 @@ class Supervisor:
         except OSError as error:
             self._stop(f"the parent process of the warm start cannot be started: {error}", LAUNCH_FAILED)
 
-    def _join(self) -> None:
-        """The run that this launcher joins has a coordinator, or none was reached in time."""
-        if self._state is not LaunchState.STARTING:
-            return
-        assert self._control is not None
-        if not self._control.led:
-            waited = f"none answered as the leader within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
-            self._stop(f"the run's coordinators are not reached: {self._control.complaint or waited}", LAUNCH_FAILED)
-            return
-        workers = newcomers.joined(self._plan, self._control.taken, secrets.randbelow)
-        self._workers = {worker.worker_id: worker for worker in workers}
-        self._start_workers_if_ready()
-
     def _start_warm_parent(self) -> None:
         events = WarmEvents(
             ready=self._on_warm_ready,
@@ -188,27 +164,11 @@ class Supervisor:
             return
         for worker in self._workers.values():
             try:
-                self._start_worker(self._source, worker)
+                self._start_worker(self._source, worker, self._peers.run_id)
             except OSError as error:
                 self._stop(f"worker {worker.worker_id} cannot be started: {error}", LAUNCH_FAILED)
                 return
         self._peers.serve_store()
-
-    def _start_worker(self, source: WorkerSource, worker: Worker) -> None:
-        log = self._plan.log_file(worker.worker_id)
-        log_file = LogFile(log, self._console.say) if log else None
-        if log_file:
-            self._logs[worker.worker_id] = log_file
-        streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log_file)
-        self._streams[worker.worker_id] = streams
-        variables = worker_variables(self._plan, worker, self._peers.run_id)
-        if self._control:
-            variables |= self._control.variables
-        try:
-            source.start(worker.worker_id, variables, stdout, stderr)
-        finally:
-            os.close(stdout)
-            os.close(stderr)
 
     def _on_worker_started(self, worker_id: int, pid: int, pidfd: int) -> None:
         """The process exists."""
@@ -258,7 +218,7 @@ class Supervisor:
         if log := self._logs.pop(worker_id, None):
             log.close()
         self._orphans = True
-        successor = self._successor_of(worker)
+        successor = self._successor_of(worker) if self._can_start_more else None
         waited_for = (WorkerState.RUNNING,) if self._state is LaunchState.STOPPING else LIVE
         others = sum(other.state in waited_for for other in self._workers.values() if other is not successor)
         if worker.state is not WorkerState.FINISHED or left_behind:
@@ -270,46 +230,35 @@ class Supervisor:
         elif not self._plan.joins and not any(other.live for other in self._launched()) and self._never_planned():
             self._on_run_over()
 
-    def _launched(self) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.worker_id < self._plan.world_size]
-
-    def _never_planned(self) -> bool:
-        """Whether the run has not had its first plan."""
-        return self._control is None or not self._control.planned
-
     # --- newcomers ---
 
-    def _successor_of(self, worker: Worker) -> Worker | None:
-        """The worker that is to take the place of one that has ended; it is among the workers from now on."""
-        under_way = self._state is LaunchState.RUNNING and self._control is not None and self._control.under_way
-        if not under_way or (self._warm is not None and self._source is self._warm and not self._warm.alive):
-            return None
-        successor = self._replacements.of(worker, min(self._workers))
-        if successor is not None:
-            self._workers[successor.worker_id] = successor
-        return successor
+    @property
+    def _can_start_more(self) -> bool:
+        warm_is_gone = self._warm is not None and self._source is self._warm and not self._warm.alive
+        return self._state is LaunchState.RUNNING and not warm_is_gone
+
+    def _join(self) -> None:
+        """The run that this launcher joins has a coordinator, or none was reached in time."""
+        if self._state is not LaunchState.STARTING:
+            return
+        assert self._control is not None
+        if not self._control.led:
+            waited = f"none answered as the leader within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
+            self._stop(f"the run's coordinators are not reached: {self._control.complaint or waited}", LAUNCH_FAILED)
+            return
+        workers = newcomers.joined(self._plan, self._control.taken, secrets.randbelow)
+        self._workers = {worker.worker_id: worker for worker in workers}
+        self._start_workers_if_ready()
 
     def _start_successor(self, worker: Worker) -> None:
         assert self._source is not None
         try:
-            self._start_worker(self._source, worker)
+            self._start_worker(self._source, worker, self._peers.run_id)
         except OSError as error:
             self._console.say(f"worker {worker.worker_id} cannot be started: {error}")
             worker.end(-signal.SIGKILL, time.time())
             if not any(other.live for other in self._workers.values()):
                 self._own_workers_ended()
-
-    def _on_run_over(self) -> None:
-        """Newcomers that no plan has had are told by nobody that the run is over."""
-        self._over = True
-        self._end_late_ones()
-
-    def _end_late_ones(self) -> None:
-        planned = self._control.planned if self._control else frozenset()
-        for worker in self._running():
-            if worker.worker_id >= self._plan.world_size and worker.worker_id not in planned:
-                self._console.say(messages.late(worker))
-                self._signal_worker(worker, signal.SIGKILL)
 
     # --- after the last worker ---
 
@@ -334,23 +283,6 @@ class Supervisor:
             self._control.when_decided(lambda: self._loop.call_from_thread(self._end))
         else:
             self._end()
-
-    def _outcomes(self) -> list[Outcome]:
-        return [
-            Outcome(worker.worker_id, worker.exit_code, worker.signal, worker.ended or 0.0)
-            for worker in self._workers.values()
-        ]
-
-    def _on_kill_order(self, worker_id: int, reason: str) -> None:
-        """The coordinator has put a worker out.  Called in another thread."""
-        self._loop.call_from_thread(lambda: self._put_out(worker_id, reason))
-
-    def _put_out(self, worker_id: int, reason: str) -> None:
-        worker = self._workers.get(worker_id)
-        if worker is not None and worker.state is WorkerState.RUNNING:
-            self._replacements.put_out.add(worker_id)
-            self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it")
-            self._signal_worker(worker, signal.SIGKILL)
 
     # --- stopping ---
 
@@ -394,15 +326,6 @@ class Supervisor:
             self._signal_worker(worker, signal.SIGTERM)
         if not running:
             self._own_workers_ended()
-
-    def _running(self) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
-
-    def _signal_worker(self, worker: Worker, number: int) -> None:
-        try:
-            signal.pidfd_send_signal(self._pidfds[worker.worker_id], number)
-        except ProcessLookupError:
-            return  # it has ended: its pidfd says so in a moment
 
     def _kill_everything(self) -> None:
         running = self._running()
