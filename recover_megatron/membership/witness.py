@@ -10,8 +10,8 @@ from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address, Client
 from recover_megatron.membership.errors import MembershipError
 from recover_megatron.membership.events import Notify
-from recover_megatron.membership.member import Watcher
 from recover_megatron.membership.records import Settings
+from recover_megatron.membership.watcher import Watcher
 
 KillOrder = Callable[[int, str], None]
 """Called with (worker, reason): end that worker's whole process group, then report ``ended``."""
