@@ -46,14 +46,16 @@ class RecoverConfig:
     """One of ``COLLECTIVES``."""
     min_replicas: int = 1
     """The run ends when fewer complete replicas are left."""
-    allow_cross_node_tp: bool = False
-    """A tensor-parallel group may be put together from workers of several nodes."""
-    verify_interval: int = 0
-    """Iterations between two comparisons of the states of all replicas; 0: only when the grid changes."""
     inject: str | None = None
     """Faults to inject, as the user wrote them."""
     balance: bool = False
     """Give slow replicas fewer microbatches."""
+    spares: int = 0
+    """Workers that recover-run starts beyond those of the launch, to take the place of one that dies."""
+    allow_cross_node_tp: bool = False
+    """A replica may be put together from workers of several nodes, its tensor-parallel groups too."""
+    verify_interval: int = 0
+    """Compare the replicas' parameters every so many iterations; 0: never."""
 
 
 def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -127,19 +129,6 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         help="end the run when fewer complete replicas are left (default: %(default)s)",
     )
     group.add_argument(
-        "--recover-allow-cross-node-tp",
-        action="store_true",
-        help="put tensor-parallel groups together from workers of several nodes, where one node has not enough",
-    )
-    group.add_argument(
-        "--recover-verify-interval",
-        type=int,
-        default=defaults.verify_interval,
-        metavar="N",
-        help="compare the parameters and optimizer states of all replicas every N iterations, and mend what differs "
-        "from most; 0: only when new replicas are put together (default: %(default)s)",
-    )
-    group.add_argument(
         "--recover-inject",
         type=str,
         default=None,
@@ -148,6 +137,27 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     )
     group.add_argument(
         "--recover-balance", action="store_true", help="give slow replicas fewer microbatches, by measured speed"
+    )
+    group.add_argument(
+        "--recover-spares",
+        type=int,
+        default=defaults.spares,
+        metavar="N",
+        help="start N workers more than the launch has, on its last node, which wait to take the place of one that "
+        "dies; that node needs N devices more (default: %(default)s)",
+    )
+    group.add_argument(
+        "--recover-allow-cross-node-tp",
+        action="store_true",
+        help="put new replicas together from workers of different nodes, too, where there is no other way: their "
+        "tensor parallelism is then as slow as the network",
+    )
+    group.add_argument(
+        "--recover-verify-interval",
+        type=int,
+        default=defaults.verify_interval,
+        metavar="N",
+        help="every N iterations compare the parameters of the replicas, which must be equal; 0: never (default)",
     )
     return parser
 
@@ -175,10 +185,11 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
         hang_timeout=args.recover_hang_timeout,
         collective=args.recover_collective,
         min_replicas=args.recover_min_replicas,
-        allow_cross_node_tp=args.recover_allow_cross_node_tp,
-        verify_interval=args.recover_verify_interval,
         inject=args.recover_inject,
         balance=args.recover_balance,
+        spares=args.recover_spares,
+        allow_cross_node_tp=args.recover_allow_cross_node_tp,
+        verify_interval=args.recover_verify_interval,
     )
 
 
@@ -218,8 +229,12 @@ def problems(config: RecoverConfig) -> list[str]:
         found.append(f"--recover-hang-timeout {hang:g} must not be below --recover-heartbeat-timeout {timeout:g}")
     if config.min_replicas < 1:
         found.append(f"--recover-min-replicas {config.min_replicas}: give 1 or more")
-    if config.verify_interval < 0:
-        found.append(f"--recover-verify-interval {config.verify_interval}: give 0 or more iterations")
+    for flag, number in (
+        ("--recover-spares", config.spares),
+        ("--recover-verify-interval", config.verify_interval),
+    ):
+        if number < 0:
+            found.append(f"{flag} {number}: give 0 or more")
     if config.coordinator is not None:
         try:
             parse_addresses(config.coordinator)
@@ -238,6 +253,15 @@ def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
     except UserError:
         return RecoverConfig()
     return RecoverConfig() if problems(replace(config, coordinator=None)) else config
+
+
+def spares_from_argv(argv: Sequence[str]) -> int:
+    """``--recover-spares`` of a run with ``--recover``; 0 where it is bad, which the script refuses."""
+    try:
+        config = config_from_argv(argv)
+    except UserError:
+        return 0
+    return max(0, config.spares) if config.enabled else 0
 
 
 def device_from_argv(argv: Sequence[str]) -> str:

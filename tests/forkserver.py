@@ -341,7 +341,6 @@ class _Recovering:
         self._children, self._start = children, start
         self._workers, self._restarts = request["workers"], request["restarts"]
         self._next = self._workers + request["spares"]
-        self._in_plans: set[int] = set()
         secret = Secret(request["environment"]["RECOVER_SECRET"].encode())
         self._witness = Witness([address], "node", secret, self._kill)
 
@@ -361,11 +360,8 @@ class _Recovering:
 
     def late(self, who: _Worker) -> bool:
         """Whether the run is over before this one was in any plan: nobody will tell it."""
-        return who.worker >= self._workers and self._witness.out is not None and who.worker not in self._planned()
-
-    def _planned(self) -> set[int]:
-        self._in_plans |= self._witness.members
-        return self._in_plans
+        over = self._witness.out is not None
+        return over and who.worker >= self._workers and who.worker not in self._witness.planned
 
 
 def _serve_run(request: dict[str, Any]) -> dict[int, int]:

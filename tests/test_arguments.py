@@ -15,6 +15,7 @@ from recover_megatron.arguments import (
     config_from_argv,
     parse_addresses,
     problems,
+    spares_from_argv,
     times_from_argv,
 )
 from recover_megatron.errors import UserError
@@ -42,7 +43,8 @@ def test_the_default_times_are_those_of_the_protocol() -> None:
 def test_every_flag_reaches_the_config_among_flags_of_others() -> None:
     line = """--num-layers 2 --recover --recover-log-dir runs/a --recover-device cpu --recover-coordinator a:1,b:2
         --recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 2 --recover-hang-timeout=30 --bf16
-        --recover-collective native --recover-min-replicas 3 --recover-inject 5@7:backward:kill --recover-balance"""
+        --recover-collective native --recover-min-replicas 3 --recover-inject 5@7:backward:kill --recover-balance
+        --recover-spares 2 --recover-allow-cross-node-tp --recover-verify-interval 50"""
     assert config_from_argv(line.split()) == RecoverConfig(
         enabled=True,
         log_dir=Path("runs/a"),
@@ -55,6 +57,9 @@ def test_every_flag_reaches_the_config_among_flags_of_others() -> None:
         min_replicas=3,
         inject="5@7:backward:kill",
         balance=True,
+        spares=2,
+        allow_cross_node_tp=True,
+        verify_interval=50,
     )
 
 
@@ -77,6 +82,8 @@ def test_the_coordinator_comes_from_the_launcher_unless_the_user_says_otherwise(
         (["--recover-heartbeat-interval", "3"], "--recover-heartbeat-timeout 5 must be at least twice"),
         (["--recover-hang-timeout", "4"], "--recover-hang-timeout 4 must not be below --recover-heartbeat-timeout 5"),
         (["--recover-min-replicas", "0"], "--recover-min-replicas 0: give 1 or more"),
+        (["--recover-spares", "-1"], "--recover-spares -1: give 0 or more"),
+        (["--recover-verify-interval", "-5"], "--recover-verify-interval -5: give 0 or more"),
         (["--recover-coordinator", "host"], "'host' is not HOST:PORT"),
         (["--recover-coordinator", "a:1,b:x"], "'b:x' is not HOST:PORT"),
     ],
@@ -120,6 +127,12 @@ def test_the_launcher_takes_the_scripts_times_and_leaves_refusing_to_the_script(
     assert times_from_argv(["--recover-heartbeat-interval", "0.5"]).heartbeat_interval == 0.5
     for bad in (["--recover-heartbeat-interval", "9"], ["--recover-heartbeat-interval", "x"]):
         assert times_from_argv([*bad, "--recover-hang-timeout", "90"]) == RecoverConfig()
+
+
+def test_spares_are_started_only_for_a_run_that_can_use_them() -> None:
+    assert spares_from_argv(["--recover", "--recover-spares", "2"]) == 2
+    for none in (["--recover-spares", "2"], ["--recover", "--recover-spares", "-2"], ["--recover-spares", "x"]):
+        assert spares_from_argv(none) == 0
 
 
 def test_an_address_that_the_launcher_replaces_does_not_cost_the_scripts_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recover_megatron.arguments import RecoverConfig, config_from_argv, parse_addresses
+from recover_megatron.errors import UserError
+
 DEFAULT_ADDR = "127.0.0.1"
 DEFAULT_PORT_SEVERAL_NODES = 29500
 MANUAL = "recover-run --help lists the options"
@@ -33,15 +36,22 @@ _VALUE_OPTIONS = {
     "--log-dir": ("DIR", "folder for worker-<id>.log and workers.json; made if missing"),
     "--grace-seconds": ("S", "time between SIGTERM and SIGKILL when the launch is stopped (default: 15)"),
     "--rendezvous-timeout": ("S", "how long the launchers of several nodes wait for each other (default: 300)"),
+    "--max-restarts": (
+        "N",
+        "with --recover: how many workers this launcher starts in place of others that died while the run goes on, in "
+        "all (default: 0)",
+    ),
+    "--recover-coordinator": ("HOST:PORT,...", "with --join: the coordinators of the run"),
+    "--world-size": ("W", "with --join: the number of workers that the run was launched with"),
 }
 _SWITCHES = {
     "--warm": "import once in one parent process, then fork the workers from it (not with a GPU)",
+    "--join": "take part in a run that goes on, with --nproc-per-node workers more",
     "--module": "SCRIPT is the name of a module, as with python -m",
 }
 _SHORT = {"-m": "--module"}
 _TORCHRUN_HINTS = {
     "--standalone": "leave it out: one node with a free port is the default",
-    "--max-restarts": "leave it out: a worker that died is not started again, the others go on without it",
     "--rdzv-endpoint": "use --master-addr and --master-port",
     "--rdzv-backend": "leave it out; use --master-addr and --master-port",
     "--rdzv-id": "leave it out: the launchers agree on an id by themselves",
@@ -73,6 +83,12 @@ class Options:
     rendezvous_timeout: float = 300.0
     warm: bool = False
     module: bool = False
+    max_restarts: int = 0
+    join: bool = False
+    coordinators: tuple[tuple[str, int], ...] = ()
+    """Of the run to join."""
+    world_size: int = 0
+    """Of the run to join."""
     script: str | None = None
     script_args: list[str] = field(default_factory=list)
 
@@ -105,7 +121,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Read the command line.  Returns the options and the reasons against them; ``--help`` prints and exits with 0."""
     own, rest, reasons = _split(argv)
     namespace = make_parser().parse_args(own)
-    options = Options(warm=namespace.warm, module=namespace.module)
+    options = Options(warm=namespace.warm, module=namespace.module, join=namespace.join)
     read = _Numbers(namespace, reasons)
     options.nproc_per_node = read.whole("--nproc-per-node", 1, minimum=1)
     options.nnodes = read.whole("--nnodes", 1, minimum=1)
@@ -125,7 +141,53 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
         )
     if options.nnodes > 1 and options.master_port == 0 and "--master-port" not in read.failed:
         reasons.append("--master-port 0 (any free port) works for one node only: name the same port on every node")
+    options.max_restarts = read.whole("--max-restarts", 0, minimum=0)
+    options.world_size = read.whole("--world-size", 0, minimum=1)
+    if options.script is not None:
+        reasons += _check_newcomers(options, namespace.recover_coordinator)
     return options, reasons
+
+
+def _check_newcomers(options: Options, coordinators: str | None) -> list[str]:
+    """The reasons against starting workers while the run goes on; fills in the coordinators of the run to join."""
+    reasons = []
+    recover = "--recover" in options.script_args
+    if options.max_restarts and not recover:
+        reasons.append(
+            "--max-restarts: a worker can be started again only in a run with --recover among the script's arguments; "
+            "without it leave the option out"
+        )
+    if not options.join:
+        given = {"--recover-coordinator": coordinators, "--world-size": options.world_size}
+        reasons += [f"{name} is for --join: leave it out (or add --join)" for name, value in given.items() if value]
+        return reasons
+    if not recover:
+        reasons.append("--join: only a run with --recover can be joined; give the script the arguments of that run")
+    if options.nnodes > 1 or options.node_rank > 0:
+        reasons.append("--join: leave out --nnodes and --node-rank; each launcher joins for itself")
+    if not options.world_size:
+        reasons.append("--join needs --world-size W, the number of workers that the run was launched with")
+    if not options.master_port:
+        reasons.append(
+            "--join needs the run's store: --master-addr A and --master-port P, as the run says at its start"
+        )
+    text = coordinators or _config(options.script_args).coordinator
+    if text is None:
+        reasons.append("--join needs --recover-coordinator HOST:PORT[,HOST:PORT...], as the run says at its start")
+        return reasons
+    try:
+        options.coordinators = tuple(parse_addresses(text))
+    except ValueError as error:
+        reasons.append(f"--recover-coordinator {text}: {error}")
+    return reasons
+
+
+def _config(script_args: Sequence[str]) -> RecoverConfig:
+    """The script's --recover-* flags; their defaults where one is bad, which the script refuses."""
+    try:
+        return config_from_argv(script_args)
+    except UserError:
+        return RecoverConfig()
 
 
 def check_files(options: Options) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from recover_megatron.arguments import spares_from_argv
 from recover_megatron.launch import arguments, listener, warm_client
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
@@ -65,13 +66,13 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     options, reasons = arguments.parse(argv)
     reasons += arguments.check_files(options)
     reserved = None
-    if 0 < options.node_rank < options.nnodes:
+    if options.join or 0 < options.node_rank < options.nnodes:
         _, reason = listener.resolve(options.master_addr)
     else:
         reserved, reason = listener.open_listener(options.master_addr, options.master_port, options.nnodes)
     if reason:
         reasons.append(reason)
-    if options.nnodes > 1:
+    if options.nnodes > 1 or options.join:
         reasons += _check_secret(options)
     if reasons:
         if reserved:
@@ -84,6 +85,8 @@ def _check_secret(options: arguments.Options) -> list[str]:
     """Several nodes cannot make up a secret that they share: the reasons against that of the user, or against none."""
     if not has_secret(os.environ):
         missing = f"--recover over several nodes needs a secret that they share: {SHARE_A_SECRET}"
+        if options.join:
+            missing = f"--join needs the secret of the run: {SHARE_A_SECRET}"
         return [missing] if "--recover" in options.script_args else []
     try:
         find_secret(os.environ)
@@ -107,6 +110,10 @@ def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchP
         fault_tolerant="--recover" in options.script_args,
         script_args=tuple(options.script_args),
         control_plane=options.nnodes == 1 or has_secret(os.environ),
+        max_restarts=options.max_restarts,
+        spares=0 if options.join else spares_from_argv(options.script_args),
+        joins=options.coordinators,
+        joined_world_size=options.world_size,
         node_address=os.environ.get(HOST_VARIABLE) or None,
         log_dir=options.log_dir,
         rendezvous_timeout=options.rendezvous_timeout,

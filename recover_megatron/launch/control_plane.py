@@ -1,9 +1,10 @@
 """The job's coordinator, hosted by the launcher, and the launcher's own session with it.
 
 The launcher of a single-node launch starts two candidate coordinators on loopback (processes of their own; when one is
-killed the workers turn to the other); of several launchers each of the first three starts one (candidates.py).  A
-launcher gives its workers the addresses and the job's secret, and is the witness of its node: it says how its workers
-end, and kills those that the coordinator puts out.  A script that never opens a session is not affected.
+killed the workers turn to the other); of several launchers each of the first three starts one (candidates.py); one that
+joins a running job starts none.  A launcher gives its workers the addresses and the job's secret, and is the witness of
+its node: it says how its workers end, and kills those that the coordinator puts out.  A script that never opens a
+session is not affected.
 
     RECOVER_COORDINATOR   host:port,host:port   the candidates, in the order in which the members turn to them
     RECOVER_SECRET        the job's secret: the user's own, or a random one for this launch
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from recover_megatron.arguments import times_from_argv
-from recover_megatron.launch.candidates import BACKLOG, Address, Candidates, join_addresses
+from recover_megatron.launch.candidates import BACKLOG, Address, Candidates, join_addresses, local_address
 from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
 from recover_megatron.launch.processes import spawn
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
@@ -71,9 +72,13 @@ class ControlPlane:
             heartbeat_timeout=times.heartbeat_timeout,
             hang_timeout=times.hang_timeout,
         )
-        if candidates is None:
+        if plan.joins:
+            listeners = []
+            addresses: Sequence[Address] = plan.joins
+            self._variables[HOST_VARIABLE] = plan.node_address or local_address(plan.joins[0])
+        elif candidates is None:
             listeners = [(n, socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)) for n in range(HERE)]
-            addresses: Sequence[Address] = [listener.getsockname()[:2] for _, listener in listeners]
+            addresses = [listener.getsockname()[:2] for _, listener in listeners]
         else:
             listeners = [(plan.node_rank, candidates.listener)] if candidates.listener else []
             addresses = candidates.addresses
@@ -82,7 +87,7 @@ class ControlPlane:
             with listener:
                 self._start_candidate(plan, number, listener, environment, settings)
         self._variables[COORDINATOR_VARIABLE] = join_addresses(addresses)
-        self._variables[NODE_VARIABLE] = f"{plan.host}-{plan.node_rank}"
+        self._variables[NODE_VARIABLE] = plan.node_name
         self._witness = Witness(addresses, self._variables[NODE_VARIABLE], secret, on_kill, settings)
 
     @staticmethod
@@ -119,14 +124,36 @@ class ControlPlane:
         """Whether the run is under way, for all that this launcher knows: others may go on without its workers."""
         return self._witness.led and self._witness.out is None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether the run has had its first plan, and goes on."""
+        return self._witness.epoch > 0 and self._witness.out is None
+
+    @property
+    def planned(self) -> frozenset[int]:
+        """The workers that were in any plan."""
+        return self._witness.planned
+
+    @property
+    def taken(self) -> frozenset[int]:
+        """The ids that the run has used."""
+        return self._witness.taken
+
     def when_decided(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, in another thread, when the run is over or no coordinator is reached any more."""
+        self._after(self._witness.wait_out, callback)
 
-        def wait() -> None:
-            self._witness.wait_out()
+    def when_led(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call ``callback``, in another thread, when a coordinator leads, or is not reached within ``seconds``."""
+        self._after(lambda: self._witness.wait_led(seconds), callback)
+
+    @staticmethod
+    def _after(wait: Callable[[], object], callback: Callable[[], None]) -> None:
+        def run() -> None:
+            wait()
             callback()
 
-        threading.Thread(target=wait, daemon=True, name="recover-launch-verdict").start()
+        threading.Thread(target=run, daemon=True, name="recover-launch-verdict").start()
 
     def verdict(self) -> int | None:
         """The run's exit code as the coordinator decided it: 0 when the last members left in order.
@@ -141,6 +168,16 @@ class ControlPlane:
         if not isinstance(out, CoordinatorLost) or (self._witness.epoch == 0 and out.by is None):
             return None
         return out.code
+
+    @property
+    def led(self) -> bool:
+        """Whether a coordinator leads, or has led."""
+        return self._witness.led
+
+    @property
+    def complaint(self) -> str:
+        """Why this launcher has no coordinator any more; empty: it has, or still looks for one."""
+        return str(self._witness.out or "")
 
     @property
     def reason(self) -> str:

@@ -19,6 +19,11 @@ NO_CONTROL_PLANE = f"no coordinator for this run, since its nodes share no secre
 
 def opening(plan: LaunchPlan, warm: str) -> str:
     """What is started; ``warm`` is "warm", "cold", or "cold (why not warm)"."""
+    if plan.joins:
+        return (
+            f"joining the run of {', '.join(f'{host}:{port}' for host, port in plan.joins)} with "
+            f"{count(plan.nproc_per_node)} on {plan.host}, log dir {plan.log_dir or 'none (--log-dir)'}, start {warm}"
+        )
     node = f" (node {plan.node_rank} of {plan.nnodes})" if plan.nnodes > 1 else ""
     return (
         f"starting {count(plan.nproc_per_node)} on {plan.host}{node}, "
@@ -27,7 +32,7 @@ def opening(plan: LaunchPlan, warm: str) -> str:
     )
 
 
-def worker_ended(worker: Worker, others: int, left_behind: int) -> str:
+def worker_ended(worker: Worker, others: int, left_behind: int, successor: Worker | None = None) -> str:
     """One worker's death, or its end with leftovers; ``others`` workers of this node go on."""
     end = describe_end(worker.exit_code, worker.signal)
     how = {
@@ -41,9 +46,24 @@ def worker_ended(worker: Worker, others: int, left_behind: int) -> str:
     now = f"the other {count(others)} here go on" if others > 1 else "the other worker here goes on"
     if others == 0:
         now = "no worker is left on this host"
+    if successor is not None:
+        now += f"; worker {successor.worker_id} is started in its place"
     log = f"its log: {worker.log}" if worker.log else "no log kept (--log-dir)"
     who = f"worker {worker.worker_id} on {worker.host} (pid {worker.pid})"
     return f"{who} {how} after {seconds(worker)}{swept}; {now}; {log}"
+
+
+def late(worker: Worker) -> str:
+    """A newcomer that was not ready in time."""
+    return f"the run is over before worker {worker.worker_id} was in it: killing it"
+
+
+def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
+    """For people on other hosts."""
+    return (
+        f"more workers may join from other hosts: recover-run --join --recover-coordinator {coordinators} "
+        f"--world-size {plan.world_size} --master-addr {plan.master_addr} --master-port {plan.master_port}"
+    )
 
 
 def summary(workers: Sequence[Worker], code: int) -> str:

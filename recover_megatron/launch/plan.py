@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recover_megatron.arguments import LOG_DIR_VARIABLE
+from recover_megatron.launch.states import Worker
+from recover_megatron.membership.worker import (
+    JOIN_VARIABLE,
+    NODE_NAME_VARIABLE,
+    SPARE_VARIABLE,
+    WORKER_VARIABLE,
+)
 
 LAUNCH_ID_VARIABLE = "RECOVER_LAUNCH_ID"
 WORKER_ID_VARIABLE = "RECOVER_WORKER_ID"
@@ -41,11 +48,29 @@ class LaunchPlan:
     """Absolute."""
     rendezvous_timeout: float = 300.0
     grace_seconds: float = 15.0
+    max_restarts: int = 0
+    """How many workers this launcher may start in place of others."""
+    spares: int = 0
+    """Workers that the last node starts beyond those of the launch."""
+    joins: tuple[tuple[str, int], ...] = ()
+    """The coordinators of the running job that this launcher joins; empty: it launches one."""
+    joined_world_size: int = 0
+    """The world size of that job."""
 
     @property
     def world_size(self) -> int:
-        """Workers of all nodes together."""
-        return self.nnodes * self.nproc_per_node
+        """Workers of all nodes together, as launched."""
+        return self.joined_world_size if self.joins else self.nnodes * self.nproc_per_node
+
+    @property
+    def node_name(self) -> str:
+        """The name of this node in the run, and of its launcher as a witness."""
+        return f"{self.host}-joined-{self.launch_id}" if self.joins else f"{self.host}-{self.node_rank}"
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether this launcher may start workers that are not of the launch."""
+        return bool(self.max_restarts or self.spares or self.joins)
 
     def worker_id(self, local_rank: int) -> int:
         """The global rank at launch of this node's ``local_rank``-th worker."""
@@ -64,8 +89,10 @@ def sets_omp_threads(plan: LaunchPlan, inherited: Mapping[str, str]) -> bool:
 def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that all workers of this node share: the inherited ones, torchrun's and ours."""
     environment = dict(inherited)
-    environment.pop(LOG_DIR_VARIABLE, None)
+    for name in (LOG_DIR_VARIABLE, WORKER_VARIABLE, JOIN_VARIABLE, SPARE_VARIABLE):
+        environment.pop(name, None)
     environment |= {
+        NODE_NAME_VARIABLE: plan.node_name,
         "WORLD_SIZE": str(plan.world_size),
         "LOCAL_WORLD_SIZE": str(plan.nproc_per_node),
         "GROUP_RANK": str(plan.node_rank),
@@ -87,13 +114,18 @@ def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
     return environment
 
 
-def worker_variables(plan: LaunchPlan, local_rank: int, run_id: str) -> dict[str, str]:
+def worker_variables(plan: LaunchPlan, worker: Worker, run_id: str) -> dict[str, str]:
     """The environment variables that differ from worker to worker, or are not known when the launch starts."""
-    worker_id = str(plan.worker_id(local_rank))
-    return {
-        "RANK": worker_id,
-        "LOCAL_RANK": str(local_rank),
-        "ROLE_RANK": worker_id,
+    rank, worker_id = str(worker.rank or 0), str(worker.worker_id)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": str(worker.local_rank),
+        "ROLE_RANK": rank,
         "TORCHELASTIC_RUN_ID": run_id,
         WORKER_ID_VARIABLE: worker_id,
     }
+    if worker.worker_id >= plan.world_size:
+        variables |= {WORKER_VARIABLE: worker_id, JOIN_VARIABLE: "1"}
+        if worker.rank is None and not plan.joins:
+            variables[SPARE_VARIABLE] = "1"
+    return variables

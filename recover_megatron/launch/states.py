@@ -65,6 +65,10 @@ class Worker:
     started: float | None = None
     ended: float | None = None
     log: str | None = None
+    rank: int | None = None
+    """Its rank at launch, or that of the one in whose place it is; None: a spare, or one that joined."""
+    replaces: int | None = None
+    """The worker in whose place it was started."""
 
     @property
     def live(self) -> bool:

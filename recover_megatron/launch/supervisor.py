@@ -10,20 +10,22 @@ session cannot mean others yet; what is left of it is killed; only then it is re
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import time
 from collections.abc import Mapping
 
-from recover_megatron.launch import messages
+from recover_megatron.arguments import COORDINATOR_VARIABLE
+from recover_megatron.launch import messages, newcomers
 from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.cold import ColdStart, WorkerEvents, WorkerSource
-from recover_megatron.launch.control_plane import ControlPlane
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome, run_exit_code
-from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.output import Console, LogFile, Stream
+from recover_megatron.launch.control_plane import ControlPlane, has_secret
+from recover_megatron.launch.crew import Crew
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, run_exit_code
+from recover_megatron.launch.output import LogFile
 from recover_megatron.launch.peers import PeerEvents, Peers
-from recover_megatron.launch.plan import LaunchPlan, launch_environment, sets_omp_threads, worker_variables
+from recover_megatron.launch.plan import LaunchPlan, sets_omp_threads
 from recover_megatron.launch.processes import (
     become_subreaper,
     find_launch,
@@ -46,7 +48,7 @@ UNKILLABLE_SECONDS = 10.0
 OUTPUT_SECONDS_WHEN_STOPPED = 5.0
 
 
-class Supervisor:
+class Supervisor(Crew):
     """Made once per launch; ``run`` returns the exit code."""
 
     def __init__(
@@ -57,13 +59,9 @@ class Supervisor:
         warm: bool,
         cold_reason: str,
     ) -> None:
-        self._plan = plan
-        self._inherited = inherited
-        self._environment = launch_environment(plan, inherited)
+        super().__init__(plan, inherited)
         self._warm_wanted = warm
         self._cold_reason = cold_reason
-        self._loop = EventLoop()
-        self._console = Console(self._loop, plan.world_size - 1)
         self._state = LaunchState.STARTING
         self._code: int | None = None
         self._stop_signal_at = 0.0
@@ -73,14 +71,9 @@ class Supervisor:
             self._start_workers_if_ready, self._start_control_plane, self._stop, self._finish, self._console.say
         )
         self._peers = Peers(self._loop, plan, listener, peer_events)
-        self._workers = {worker.worker_id: worker for worker in map(self._new_worker, range(plan.nproc_per_node))}
-        self._pidfds: dict[int, int] = {}
-        self._streams: dict[int, list[Stream]] = {}
-        self._logs: dict[int, LogFile] = {}
         self._worker_events = WorkerEvents(self._on_worker_started, self._kill_remains, self._on_worker_reaped)
         self._changed = True
         self._orphans = False
-        self._control: ControlPlane | None = None
 
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
@@ -97,6 +90,8 @@ class Supervisor:
         self._peers.join()
         if self._plan.nnodes == 1:
             self._start_control_plane(None)
+            if self._plan.joins and self._control:
+                self._control.when_led(self._plan.rendezvous_timeout, lambda: self._loop.call_from_thread(self._join))
         elif not self._plan.control_plane:
             self._console.say(messages.NO_CONTROL_PLANE)
         if self._state is LaunchState.STARTING:
@@ -122,6 +117,11 @@ class Supervisor:
             self._stop(f"the coordinator cannot be started: {error}", LAUNCH_FAILED)
         else:
             self._environment |= self._control.variables
+            if self._plan.has_newcomers:
+                self._control.when_decided(lambda: self._loop.call_from_thread(self._on_run_over))
+            if self._plan.fault_tolerant and not self._plan.joins and has_secret(self._inherited):
+                coordinators = self._control.variables[COORDINATOR_VARIABLE]
+                self._console.say(messages.how_to_join(self._plan, coordinators))
             self._start_workers_if_ready()
 
     def _start_source(self) -> None:
@@ -136,20 +136,6 @@ class Supervisor:
             self._peers.serve_store()
         except OSError as error:
             self._stop(f"the parent process of the warm start cannot be started: {error}", LAUNCH_FAILED)
-
-    def _new_worker(self, local_rank: int) -> Worker:
-        plan = self._plan
-        worker_id = plan.worker_id(local_rank)
-        log = plan.log_file(worker_id)
-        return Worker(
-            worker_id,
-            None,
-            plan.host,
-            WorkerState.STARTING,
-            plan.node_rank,
-            local_rank,
-            log=str(log) if log else None,
-        )
 
     def _start_warm_parent(self) -> None:
         events = WarmEvents(
@@ -172,31 +158,17 @@ class Supervisor:
         """Start the workers once there is something to start them with and this node takes part."""
         if self._source is None or not self._peers.joined or self._state is not LaunchState.STARTING:
             return
+        if not self._workers:  # a launcher that joins a run does not know yet which ids are free
+            return
         if self._plan.control_plane and self._control is None:
             return
         for worker in self._workers.values():
             try:
-                self._start_worker(self._source, worker)
+                self._start_worker(self._source, worker, self._peers.run_id)
             except OSError as error:
                 self._stop(f"worker {worker.worker_id} cannot be started: {error}", LAUNCH_FAILED)
                 return
         self._peers.serve_store()
-
-    def _start_worker(self, source: WorkerSource, worker: Worker) -> None:
-        log = self._plan.log_file(worker.worker_id)
-        log_file = LogFile(log, self._console.say) if log else None
-        if log_file:
-            self._logs[worker.worker_id] = log_file
-        streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log_file)
-        self._streams[worker.worker_id] = streams
-        variables = worker_variables(self._plan, worker.local_rank, self._peers.run_id)
-        if self._control:
-            variables |= self._control.variables
-        try:
-            source.start(worker.worker_id, variables, stdout, stderr)
-        finally:
-            os.close(stdout)
-            os.close(stderr)
 
     def _on_worker_started(self, worker_id: int, pid: int, pidfd: int) -> None:
         """The process exists."""
@@ -214,6 +186,8 @@ class Supervisor:
             self._signal_worker(worker, signal.SIGTERM)
         elif all(other.state is not WorkerState.STARTING for other in self._workers.values()):
             self._state = LaunchState.RUNNING
+        if self._over:
+            self._end_late_ones()
 
     # --- a worker's end ---
 
@@ -244,12 +218,49 @@ class Supervisor:
         if log := self._logs.pop(worker_id, None):
             log.close()
         self._orphans = True
+        successor = self._successor_of(worker) if self._can_start_more else None
         waited_for = (WorkerState.RUNNING,) if self._state is LaunchState.STOPPING else LIVE
-        others = sum(other.state in waited_for for other in self._workers.values())
+        others = sum(other.state in waited_for for other in self._workers.values() if other is not successor)
         if worker.state is not WorkerState.FINISHED or left_behind:
-            self._console.say(messages.worker_ended(worker, others, left_behind))
-        if others == 0:
+            self._console.say(messages.worker_ended(worker, others, left_behind, successor))
+        if successor is not None:
+            self._start_successor(successor)
+        elif others == 0:
             self._own_workers_ended()
+        elif not self._plan.joins and not any(other.live for other in self._launched()) and self._never_planned():
+            self._on_run_over()
+
+    # --- newcomers ---
+
+    @property
+    def _can_start_more(self) -> bool:
+        warm_is_gone = self._warm is not None and self._source is self._warm and not self._warm.alive
+        return self._state is LaunchState.RUNNING and not warm_is_gone
+
+    def _join(self) -> None:
+        """The run that this launcher joins has a coordinator, or none was reached in time."""
+        if self._state is not LaunchState.STARTING:
+            return
+        assert self._control is not None
+        if not self._control.led:
+            waited = f"none answered as the leader within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
+            self._stop(f"the run's coordinators are not reached: {self._control.complaint or waited}", LAUNCH_FAILED)
+            return
+        workers = newcomers.joined(self._plan, self._control.taken, secrets.randbelow)
+        self._workers = {worker.worker_id: worker for worker in workers}
+        self._start_workers_if_ready()
+
+    def _start_successor(self, worker: Worker) -> None:
+        assert self._source is not None
+        try:
+            self._start_worker(self._source, worker, self._peers.run_id)
+        except OSError as error:
+            self._console.say(f"worker {worker.worker_id} cannot be started: {error}")
+            worker.end(-signal.SIGKILL, time.time())
+            if not any(other.live for other in self._workers.values()):
+                self._own_workers_ended()
+
+    # --- after the last worker ---
 
     def _own_workers_ended(self) -> None:
         if self._warm:
@@ -263,7 +274,8 @@ class Supervisor:
 
     def _finish(self) -> None:
         """Nobody waits for this launcher; its candidate and its exit code are those of the run, which may go on."""
-        if self._control and self._plan.nnodes > 1 and self._control.undecided:
+        others = self._plan.nnodes > 1 or bool(self._plan.joins)
+        if self._control and others and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
                 "the workers of this node have ended; staying until the coordinator says how the run ends"
@@ -271,22 +283,6 @@ class Supervisor:
             self._control.when_decided(lambda: self._loop.call_from_thread(self._end))
         else:
             self._end()
-
-    def _outcomes(self) -> list[Outcome]:
-        return [
-            Outcome(worker.worker_id, worker.exit_code, worker.signal, worker.ended or 0.0)
-            for worker in self._workers.values()
-        ]
-
-    def _on_kill_order(self, worker_id: int, reason: str) -> None:
-        """The coordinator has put a worker out.  Called in another thread."""
-        self._loop.call_from_thread(lambda: self._put_out(worker_id, reason))
-
-    def _put_out(self, worker_id: int, reason: str) -> None:
-        worker = self._workers.get(worker_id)
-        if worker is not None and worker.state is WorkerState.RUNNING:
-            self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it")
-            self._signal_worker(worker, signal.SIGKILL)
 
     # --- stopping ---
 
@@ -330,15 +326,6 @@ class Supervisor:
             self._signal_worker(worker, signal.SIGTERM)
         if not running:
             self._own_workers_ended()
-
-    def _running(self) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
-
-    def _signal_worker(self, worker: Worker, number: int) -> None:
-        try:
-            signal.pidfd_send_signal(self._pidfds[worker.worker_id], number)
-        except ProcessLookupError:
-            return  # it has ended: its pidfd says so in a moment
 
     def _kill_everything(self) -> None:
         running = self._running()

@@ -133,6 +133,9 @@ class TrainingState:
         for chunk in self._model:
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 group.is_last_microbatch = True
+        for one in [self._optimizer, *self._optimizers]:
+            # It asks the replica once and remembers: workers that come together must all have asked, or none.
+            one._has_grad_norm_group_cache = None
         get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
         for timer in get_timers()._timers.values():
             timer._started = False

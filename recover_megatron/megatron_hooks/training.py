@@ -192,8 +192,6 @@ class TrainingHooks:
         )
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = error.__context__ = error.__cause__ = None
-        assert self._state is not None
-        self._state.tidy()
         if not async_utils.is_empty_async_queue():
             self._forget_async_saves()
 
@@ -205,6 +203,7 @@ class TrainingHooks:
         assert self._state is not None
         assert self._places is not None
         self._traffic.mode = Mode.STEP  # until the first boundary nothing is sent: the others are not where it is
+        self._state.tidy()
         while True:
             digest = "" if version is None else self._state.digest()
             decision = self.recovery.wait_as_spare(version=version, digest=digest)

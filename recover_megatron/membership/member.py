@@ -11,7 +11,7 @@ ATTACHED    has presented what it follows and holds, to a candidate that does no
 FOLLOWING   obeys the coordinator of ``presentation.term``. Revokes and plans of a lower term are never obeyed.
 OUT         for good; ``out`` says why.
 
-``Follower`` is what workers and witnesses have in common; ``Member`` is a worker, ``Watcher`` a launcher's witness.
+``Follower`` is what workers and witnesses have in common. ``Member`` is a worker, a launcher is in ``watcher``.
 A connection is given up only with ``Abandon`` (a message first, no close): the kernel's closing of a session means that
 the process has ended, and the partition rule rests on that being true.
 """
@@ -229,61 +229,6 @@ class Follower:
             self._effects.append(Abandon(str(reason)))
             self._connected = False
         self._effects.append(Notify("out"))
-
-
-class Watcher(Follower):
-    """A launcher: speaks for the processes of its node, kills those that are put out."""
-
-    def __init__(self, node: str, incarnation: str, candidates: int, settings: Settings, now: float) -> None:
-        hello = {"type": "attach_witness", "node": node, "incarnation": incarnation}
-        super().__init__(hello, candidates, settings, now)
-        self._ended: dict[int, str] = {}
-        self._unanswered = 0  # beats
-
-    def ended(self, worker: int, how: str) -> list[MemberEffect]:
-        """Report that a worker's process has ended; every coordinator attached to from now on is told."""
-        self._ended[worker] = how
-        self._effects = []
-        if self._connected:
-            self._say({"type": "ended", "worker": worker, "how": how})
-        return self._effects
-
-    def spawned(self, worker: int, pid: int) -> list[MemberEffect]:
-        """Report a worker's process, for the log."""
-        return [Say({"type": "spawned", "worker": worker, "pid": pid})] if self._connected else []
-
-    def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
-        """As ``Follower.handle``; the deaths seen are told to each coordinator anew."""
-        effects = super().handle(event, now)
-        if isinstance(event, Connected):
-            self._unanswered = 0
-            self._say(self.beat)
-            for worker, how in self._ended.items():
-                self._say({"type": "ended", "worker": worker, "how": how})
-        return effects
-
-    @property
-    def up_to_date(self) -> bool:
-        """Whether a coordinator is reached, and all is heard that it said before it got the last beat."""
-        return self._connected and self._unanswered <= 0
-
-    def ask(self) -> list[MemberEffect]:
-        """Have the coordinator answer; it is ``up_to_date`` again with the answer."""
-        self._effects = []
-        if self._connected:
-            self._say(self.beat)
-        return self._effects
-
-    def _say(self, message: Mapping[str, Any]) -> None:
-        self._unanswered += message["type"] == "beat"
-        super()._say(message)
-
-    def _on(self, message: Mapping[str, Any], now: float) -> None:
-        self._unanswered -= message["type"] == "beat"
-        super()._on(message, now)
-
-    def _revoked(self, message: Mapping[str, Any]) -> None:
-        self._say({"type": "ack", "epoch": message["epoch"], "term": message["term"]})
 
 
 class Member(Follower):

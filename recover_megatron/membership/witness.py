@@ -10,8 +10,8 @@ from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address, Client
 from recover_megatron.membership.errors import MembershipError
 from recover_megatron.membership.events import Notify
-from recover_megatron.membership.member import Watcher
 from recover_megatron.membership.records import Settings
+from recover_megatron.membership.watcher import Watcher
 
 KillOrder = Callable[[int, str], None]
 """Called with (worker, reason): end that worker's whole process group, then report ``ended``."""
@@ -47,9 +47,20 @@ class Witness:
         return max(self._core.presentation.formed.epoch, self._core.last_epoch)
 
     @property
-    def members(self) -> frozenset[int]:
-        """The workers of that epoch."""
-        return self._core.presentation.formed.members
+    def planned(self) -> frozenset[int]:
+        """The workers that were in any plan that this launcher was told of."""
+        return self._core.planned
+
+    @property
+    def taken(self) -> frozenset[int]:
+        """The ids that no newcomer may have, for all that this launcher was told."""
+        return self._core.planned | self._core.presentation.mentioned
+
+    def wait_led(self, timeout: float) -> bool:
+        """Wait until a coordinator leads, or ``out`` is known, at most ``timeout`` seconds; whether one has led."""
+        with self._client.condition:
+            self._client.condition.wait_for(lambda: self.led or self._core.out is not None, timeout)
+            return self.led
 
     @property
     def led(self) -> bool:

@@ -19,6 +19,10 @@ WORKER_VARIABLE = "RECOVER_WORKER"
 """The worker id, where it is not the rank: a newcomer's."""
 JOIN_VARIABLE = "RECOVER_JOIN"
 """1: this worker is a newcomer, not one of the launch."""
+SPARE_VARIABLE = "RECOVER_SPARE"
+"""1: this newcomer was started with the run, to take the place of one that dies."""
+NODE_NAME_VARIABLE = "RECOVER_NODE_NAME"
+"""The name of this worker's node: workers with the same one are on the same host."""
 
 
 def connect(

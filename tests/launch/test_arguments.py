@@ -143,3 +143,56 @@ def test_help_lists_every_option(bench):
         assert option in launch.out
     for option in ("--warm", "--grace-seconds", "--rendezvous-timeout", "--module"):
         assert option in launch.out
+
+
+JOIN = [
+    "--join",
+    "--recover-coordinator",
+    "a:1,b:2",
+    "--world-size",
+    4,
+    "--master-addr",
+    "127.0.0.1",
+    "--master-port",
+    9,
+]
+
+
+def test_a_launcher_that_joins_knows_the_run_by_its_options_or_by_the_scripts(monkeypatch):
+    options, reasons = arguments.parse([str(word) for word in [*JOIN, "train.py", "--recover"]])
+    assert reasons == []
+    assert (options.coordinators, options.world_size) == ((("a", 1), ("b", 2)), 4)
+    without = [str(word) for word in ["--join", *JOIN[3:], "train.py", "--recover"]]
+    assert arguments.parse([*without, "--recover-coordinator", "c:3"])[0].coordinators == (("c", 3),)
+    monkeypatch.delenv("RECOVER_COORDINATOR", raising=False)
+    assert "--join needs --recover-coordinator" in arguments.parse(without)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "script_args", "reason"),
+    [
+        (["--max-restarts", 2], [], "--max-restarts: a worker can be started again only in a run with --recover"),
+        (["--max-restarts", -1], ["--recover"], "--max-restarts '-1': must be a whole number, at least 0"),
+        (["--world-size", 2], ["--recover"], "--world-size is for --join"),
+        (["--recover-coordinator", "a:1"], ["--recover"], "--recover-coordinator is for --join"),
+        ([*JOIN, "--nnodes", 2], ["--recover"], "--join: leave out --nnodes and --node-rank"),
+        (JOIN, [], "--join: only a run with --recover can be joined"),
+        ([*JOIN, "--recover-coordinator", "a"], ["--recover"], "'a' is not HOST:PORT"),
+        (
+            [*JOIN, "--master-port", 0],
+            ["--recover"],
+            "--join needs the run's store: --master-addr A and --master-port P",
+        ),
+        (["--join", "--recover-coordinator", "a:1", "--master-port", 9], ["--recover"], "--join needs --world-size W"),
+        (JOIN, ["--recover"], "--join needs the secret of the run: set RECOVER_SECRET"),
+    ],
+)
+def test_what_cannot_be_started_while_a_run_goes_on_is_refused(
+    bench, refused_here, monkeypatch, options, script_args, reason
+):
+    for name in ("RECOVER_SECRET", "RECOVER_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    if "secret" not in reason:
+        monkeypatch.setenv("RECOVER_SECRET", "a secret that is long enough")
+    said = refused_here(*options, bench.script("pass"), *script_args)
+    assert f"recover-run: {reason}" in said or f": {reason}" in said, said

@@ -30,6 +30,8 @@ def test_entries_have_exactly_the_documented_fields(tmp_path):
             "started": None,
             "ended": None,
             "log": None,
+            "rank": None,
+            "replaces": None,
         }
     ]
 

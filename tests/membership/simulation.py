@@ -34,8 +34,9 @@ from recover_megatron.membership.events import (
     Settle,
     Tick,
 )
-from recover_megatron.membership.member import Follower, Member, Stage, Watcher
+from recover_megatron.membership.member import Follower, Member, Stage
 from recover_megatron.membership.records import Settings, from_runs
+from recover_megatron.membership.watcher import Watcher
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode, parse
 
 SETTINGS = Settings(heartbeat_interval=1.0, heartbeat_timeout=5.0, hang_timeout=20.0, start_timeout=60.0)

@@ -1,0 +1,86 @@
+"""A worker's program that needs the control plane only: it agrees on one iteration after the other.
+
+Usage: agreeing.py ITERATIONS STEP_SECONDS [--recover ...]. A worker prints JSON lines: who it is, its plans, and what
+it ends with. In the environment:
+
+AGREEING_STRIKES   what is to happen, a JSON list of [worker, iteration (0: its first), how]: "kill"; "fault", an
+                   exception that is told; or an exit code
+AGREEING_AWAITS    how many newcomers must have been in one plan before the iterations are counted; or a JSON list of
+                   workers that must
+AGREEING_LATE      newcomers never get ready
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+from recover_megatron.arguments import config_from_argv
+from recover_megatron.membership import CoordinatorLost, EpochRevoked, Plan, Session, Settings
+from recover_megatron.membership.worker import connect, is_newcomer, worker_id
+
+
+def tell(event: str, **fields: object) -> None:
+    os.write(1, (json.dumps({"event": event, "worker": worker_id(), **fields}) + "\n").encode())
+
+
+def strike(session: Session, iteration: int) -> None:
+    """What the environment says happens to this worker in this iteration."""
+    for worker, when, how in json.loads(os.environ.get("AGREEING_STRIKES", "[]")):
+        if worker == worker_id() and when in (0, iteration):
+            tell("strikes", how=how)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "fault":
+                session.last_words(iteration, None, "ValueError: no such token", "", worker)
+                os._exit(1)
+            os._exit(how)
+
+
+def work(session: Session, iterations: int, step: float) -> None:
+    world, awaited = int(os.environ["WORLD_SIZE"]), json.loads(os.environ.get("AGREEING_AWAITS", "0"))
+    last: int | None = None
+
+    def join() -> Plan:
+        nonlocal last
+        plan = session.join({})
+        tell("plan", epoch=plan.epoch, members=sorted(plan.members), committed=plan.committed)
+        came = sum(member >= world for member in plan.members)
+        if last is None and (came >= awaited if isinstance(awaited, int) else plan.members >= set(awaited)):
+            last = iterations + (plan.committed if awaited else 0)
+        return plan
+
+    iteration = join().committed + 1
+    while last is None or iteration <= last:
+        strike(session, iteration)
+        session.mark(iteration, "compute")
+        time.sleep(step)
+        try:
+            session.agree(iteration)
+        except EpochRevoked:
+            join()
+        iteration = session.committed + 1
+    session.leave()
+
+
+def main() -> None:
+    config = config_from_argv(sys.argv[3:])
+    settings = Settings(config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "RECOVER_JOIN", "RECOVER_SPARE", "RECOVER_NODE_NAME")
+    tell("starts", pid=os.getpid(), **{name: os.environ[name] for name in names if name in os.environ})
+    if is_newcomer() and "AGREEING_LATE" in os.environ:
+        signal.pause()
+    session = connect(settings)
+    try:
+        work(session, int(sys.argv[1]), float(sys.argv[2]))
+    except CoordinatorLost as lost:
+        tell("out", code=lost.code, reason=str(lost))
+        sys.exit(lost.code)
+    tell("ends", committed=session.committed)
+
+
+if __name__ == "__main__":
+    main()

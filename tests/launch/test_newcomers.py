@@ -1,0 +1,234 @@
+"""Workers that a launcher starts while the run goes on: in place of others, as spares, for a run of other launchers."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+from recover_megatron.launch import newcomers
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.states import Worker
+from recover_megatron.membership.records import MAX_WORKERS
+
+from .conftest import REPOSITORY, eventually
+
+AGREEING = REPOSITORY / "tests" / "agreeing.py"
+TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", 3, "--recover-hang-timeout", 4]
+SCRIPT = [AGREEING, 10, 0.05, "--recover", *TIMES]
+"""Ten iterations from the plan on that has all newcomers awaited."""
+SECRET = {"RECOVER_SECRET": "one that both launchers of the test share"}
+
+
+def awaits(newcomers: int | list[int], strikes: object = ()) -> dict[str, str]:
+    return {"AGREEING_AWAITS": json.dumps(newcomers), "AGREEING_STRIKES": json.dumps(strikes)}
+
+
+def said(bench, worker: int) -> list[dict]:
+    log = bench.folder / "logs" / f"worker-{worker}.log"
+    return [json.loads(line) for line in log.read_text().splitlines() if line[:1] == "{"]
+
+
+def plans(bench, worker: int) -> list[list[int]]:
+    return [line["members"] for line in said(bench, worker) if line["event"] == "plan"]
+
+
+def plan_of(**fields) -> LaunchPlan:
+    common = {"node_rank": 0, "master_addr": "a", "master_port": 1, "launch_id": "l", "run_id": "r", "host": "h"}
+    more = {"nproc_per_node": 4, "nnodes": 1, "command": (), "fault_tolerant": True}
+    return LaunchPlan(**{**common, **more, **fields})
+
+
+def ended(worker: Worker, status: int) -> Worker:
+    worker.end(status, 1.0)
+    return worker
+
+
+# -- the decisions ----------------------------------------------------------------------------------------------------
+
+
+def test_no_id_is_used_twice_by_any_launcher():
+    used: list[int] = []
+    for node in range(3):
+        plan = plan_of(nnodes=3, node_rank=node, spares=2, max_restarts=3)
+        workers = newcomers.launched(plan)
+        used += [worker.worker_id for worker in workers]
+        replacements = newcomers.Replacements(plan)
+        worker = workers[1]
+        for _ in range(3):
+            worker = replacements.of(ended(worker, -9), 0)
+            used.append(worker.worker_id)
+        assert replacements.of(ended(worker, -9), 0) is None
+    assert len(used) == len(set(used)) == 12 + 2 + 9
+    assert sorted(used)[:14] == list(range(14))
+    assert max(used) < newcomers.JOINED_FROM
+
+
+def test_spares_are_on_the_last_node_behind_its_workers():
+    assert [len(newcomers.launched(plan_of(nnodes=2, node_rank=node, spares=2))) for node in (0, 1)] == [4, 6]
+    spare = newcomers.launched(plan_of(nnodes=2, node_rank=1, spares=2))[4]
+    assert (spare.worker_id, spare.local_rank, spare.rank) == (8, 4, None)
+
+
+def test_a_launcher_that_joins_takes_ids_that_nobody_has_for_itself_and_its_restarts():
+    plan = plan_of(nproc_per_node=2, max_restarts=2, joins=(("h", 1),), joined_world_size=4)
+    draws = iter([5, 0, 7, 100])
+    taken = frozenset({newcomers.JOINED_FROM + 8, newcomers.JOINED_FROM + 3})
+    workers = newcomers.joined(plan, taken, lambda below: next(draws))
+    assert [worker.worker_id for worker in workers] == [newcomers.JOINED_FROM + 100, newcomers.JOINED_FROM + 101]
+    replacement = newcomers.Replacements(plan).of(ended(workers[1], -9), workers[0].worker_id)
+    assert (replacement.worker_id, replacement.local_rank) == (newcomers.JOINED_FROM + 102, 1)
+    last = newcomers.joined(plan, frozenset(), lambda below: below - 1)
+    assert last[-1].worker_id + plan.max_restarts < MAX_WORKERS
+
+
+@pytest.mark.parametrize("status", [0, 10, 11, 12, 13])
+def test_who_finished_or_ended_by_a_verdict_is_not_started_again(status):
+    plan = plan_of(max_restarts=1)
+    replacements = newcomers.Replacements(plan)
+    workers = newcomers.launched(plan)
+    assert replacements.of(ended(workers[0], status), 0) is None
+    replacements.put_out.add(1)
+    assert replacements.of(ended(workers[1], -9), 0) is None
+    assert replacements.of(ended(workers[2], 1), 0) is not None
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench, start):
+    options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs", *["--warm"] * (start == "warm")]
+    script = [*SCRIPT, "--recover-device", "cpu"]
+    launch = bench.start(*options, *script, environment=awaits(1))
+    launch.wait_for('"event": "plan"', times=3)
+    victim = bench.workers()[1]
+    os.kill(victim["pid"], signal.SIGKILL)
+    assert launch.wait() == 0, launch.err
+    assert "worker 3 is started in its place" in launch.err
+    record = bench.workers()[3]
+    assert (record["replaces"], record["rank"], record["local_rank"], record["state"]) == (1, 1, 1, "finished")
+    starts = said(bench, 3)[0]
+    assert (starts["RANK"], starts["LOCAL_RANK"], starts["RECOVER_JOIN"]) == ("1", "1", "1")
+    assert "RECOVER_SPARE" not in starts
+    assert starts["RECOVER_NODE_NAME"] == said(bench, 0)[0]["RECOVER_NODE_NAME"]
+    assert "RECOVER_JOIN" not in said(bench, 0)[0]
+    assert plans(bench, 0)[-1] == [0, 2, 3]
+    assert launch.left() == []
+
+
+def test_restarts_are_counted_for_the_whole_node(bench):
+    """The first replacement fails, too, and has one; there is none for the next."""
+    environment = awaits([5, 3], [[1, 3, "kill"], [4, 0, 7]])
+    options = ["--nproc-per-node", 2, "--max-restarts", 2, "--log-dir", "logs"]
+    launch = bench.start(*options, *SCRIPT, "--recover-spares", 2, environment=environment)
+    launch.wait_for('"worker": 5, "epoch"')
+    # Whoever goes now has no successor.
+    os.kill(bench.workers()[2]["pid"], signal.SIGKILL)
+    assert launch.wait() == 0, launch.err
+    assert [worker["worker_id"] for worker in bench.workers()] == [0, 1, 2, 3, 4, 5]
+    assert [worker["replaces"] for worker in bench.workers()] == [None, None, None, None, 1, 4]
+    spare = said(bench, 2)[0]
+    assert (spare["RANK"], spare["LOCAL_RANK"], spare["RECOVER_SPARE"]) == ("0", "2", "1")
+
+
+def test_a_worker_that_the_coordinator_has_put_out_is_not_started_again(bench):
+    options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs"]
+    launch = bench.start(*options, AGREEING, 400, 0.05, "--recover", *TIMES)
+    launch.wait_for('"event": "plan"', times=3)
+    os.kill(bench.workers()[1]["pid"], signal.SIGSTOP)
+    launch.wait_for("worker 1 is out of the run")
+    assert launch.wait() == 0, launch.err
+    assert len(bench.workers()) == 3
+
+
+def test_a_fault_that_every_worker_has_ends_the_run_restarts_or_not(bench):
+    environment = awaits(0, [[worker, 5, "fault"] for worker in range(9)])
+    options = ["--nproc-per-node", 2, "--max-restarts", 5, "--log-dir", "logs"]
+    code, launch = bench.run(*options, *SCRIPT, environment=environment)
+    assert code == 1
+    assert "no such token" in launch.err
+    assert len(bench.workers()) <= 3  # one, if it was started before the second worker had said it
+
+
+def test_a_newcomer_that_is_not_ready_when_the_run_is_over_is_ended_and_costs_nothing(bench):
+    environment = {"AGREEING_STRIKES": json.dumps([[1, 5, "kill"]]), "AGREEING_LATE": "1"}
+    options = ["--nproc-per-node", 2, "--max-restarts", 1, "--log-dir", "logs"]
+    code, launch = bench.run(*options, *SCRIPT, environment=environment)
+    assert code == 0
+    assert "the run is over before worker 2 was in it: killing it" in launch.err
+    assert launch.left() == []
+
+
+def test_what_fails_before_the_run_has_begun_is_not_started_again(bench):
+    script = bench.script("import sys; sys.exit(3)")
+    code, launch = bench.run("--nproc-per-node", 2, "--max-restarts", 5, "--log-dir", "logs", script, "--recover")
+    assert code == 3
+    assert len(bench.workers()) == 2
+    assert "in its place" not in launch.err
+
+
+def test_spares_do_not_outlive_a_launch_that_fails(bench):
+    script = bench.script(
+        """
+        import os, signal, sys
+        if "RECOVER_SPARE" in os.environ:
+            print("SPARE")
+            open("spare", "w").close()
+            signal.pause()
+        while not os.path.exists("spare"):
+            pass
+        sys.exit(3)
+        """
+    )
+    code, launch = bench.run("--nproc-per-node", 1, script, "--recover", "--recover-spares", 1)
+    assert "SPARE" in launch.out
+    assert code == 3
+    assert launch.left() == []
+
+
+JOIN = re.compile(r"recover-run (--join .*)")
+
+
+def test_a_second_launcher_joins_a_running_job(bench):
+    options = ["--nproc-per-node", 2, "--log-dir", "logs"]
+    first = bench.start(*options, *SCRIPT, environment={**awaits(3), **SECRET})
+    first.wait_for('"event": "plan"', times=2)
+    how = JOIN.search(first.err).group(1).split()
+    options = ["--nproc-per-node", 2, "--max-restarts", 1, "--log-dir", "joined"]
+    second = bench.start(*how, *options, *SCRIPT, environment={**awaits(3), **SECRET})
+    eventually(lambda: (bench.folder / "joined" / "workers.json").exists(), "the second launcher has started")
+    second.wait_for('"event": "plan"', times=2)
+    os.kill(bench.workers("joined")[0]["pid"], signal.SIGKILL)
+    # Three newcomers are awaited and never in one plan; a third launcher brings the last.
+    second.wait_for('"event": "plan"', times=4)
+    third = bench.start(*how, "--log-dir", "third", *SCRIPT, environment={**awaits(3), **SECRET})
+    assert [launch.wait() for launch in (first, second, third)] == [0, 0, 0], (first.err, second.err, third.err)
+    ids = [worker["worker_id"] for worker in bench.workers("joined")]
+    assert ids == [ids[0], ids[0] + 1, ids[0] + 2]
+    assert ids[0] >= newcomers.JOINED_FROM
+    final = plans(bench, 0)[-1]
+    assert final[:2] == [0, 1]
+    assert set(ids[1:]) < set(final)
+    assert len(final) == 5
+    assert all(launch.left() == [] for launch in (first, second, third))
+
+
+def test_a_launcher_that_finds_no_run_to_join_says_so(bench):
+    how = ["--join", "--recover-coordinator", "127.0.0.1:9", "--world-size", 2, "--master-port", 9]
+    code, launch = bench.run(*how, "--rendezvous-timeout", 1, *SCRIPT, environment=SECRET)
+    assert code == 1
+    assert "the run's coordinators are not reached" in launch.err
+    assert "Traceback" not in launch.err
+
+
+def test_a_launcher_that_joins_with_a_wrong_secret_is_told(bench):
+    first = bench.start("--nproc-per-node", 2, *SCRIPT, environment={**awaits(1), **SECRET})
+    first.wait_for('"event": "plan"', times=2)
+    how = JOIN.search(first.err).group(1).split()
+    code, second = bench.run(*how, *SCRIPT, environment={"RECOVER_SECRET": "quite another secret than that"})
+    assert code == 1
+    assert "secret" in second.err
+    first.send(signal.SIGTERM)
+    assert first.wait() == 143
