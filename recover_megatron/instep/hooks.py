@@ -1,9 +1,9 @@
-"""What in-step recovery asks of the training framework at turning points, and what it remembers of losses."""
+"""What in-step recovery asks of the training framework at turning points."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from recover_megatron.instep.generation import Generation
@@ -37,15 +37,3 @@ class Hooks:
     """A spare keeps another's state until the epoch ends; what of its status has changed.  In the main thread."""
     iteration: Callable[[], int] = lambda: 0
     """The training iteration under way, from 1."""
-
-
-@dataclass
-class Loss:
-    """Workers that an epoch found missing."""
-
-    iteration: int
-    workers: list[int]
-    replicas: list[int] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return f"iteration {self.iteration}: {', '.join(map(str, self.workers))}"

@@ -116,8 +116,8 @@ class Decision:
     """Spare -> worker whose state it takes over before every step: nobody else would have it, should that one die."""
     enough: int = 0
     """How many replicas there are, or may be once all who are on their way have come."""
-    state_lost: bool = False
-    """Whether workers enough for a replica live, but a column's state is gone with all who held it."""
+    state_lost: str = ""
+    """Why the state is lost although workers enough for a replica live; empty: it is not."""
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -165,10 +165,12 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
     elif boundary:
         grid, fresh = dict(sorted({**whole, **placement.replicas}.items())), tuple(placement.replicas)
         version = _version({status.version for status in told.values()})
-    transfers, mended = _transfers(whole, fresh, grid, statuses) if boundary else ({}, ())
+    transfers, mended, disputed = _transfers(whole, fresh, grid, statuses) if boundary else ({}, (), [])
     newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=Status(None))
     working = {worker for workers in grid.values() for worker in workers}
     enough, state_lost = _prospects(whole, grid, statuses, launch, rules)
+    if disputed:
+        enough, state_lost = 0, _DISPUTED.format(", ".join(map(str, disputed)))
     return Decision(
         epoch,
         grid,
@@ -188,6 +190,10 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
         enough=enough,
         state_lost=state_lost,
     )
+
+
+_GONE = "nobody holds the state of one of its positions any more"
+_DISPUTED = "the states of workers {} differ, and as many say one thing as another: nobody knows which is right"
 
 
 # ---- who stands where
@@ -242,7 +248,7 @@ def _from_orphans(
     told.  What is older still is of no use: committed steps are not taken back.
     """
     on_their_way = any(not status.ready and status.position is not None for status in statuses.values())
-    candidates = _candidates({}, statuses)
+    candidates = {worker: one for worker, one in _candidates({}, statuses).items() if one.ready}
     last = max((status.iteration for status in statuses.values()), default=0) - 1
     held = {statuses[worker].version for worker in candidates}
     versions = sorted((version for version in held if version is not None and version >= last), reverse=True)
@@ -282,20 +288,25 @@ def _transfers(
     fresh: Sequence[int],
     grid: Mapping[int, tuple[int, ...]],
     statuses: Mapping[int, Status],
-) -> tuple[dict[int, int], tuple[int, ...]]:
-    """Who gets its state from whom: all of the fresh replicas, and who holds another state than most of its column."""
+) -> tuple[dict[int, int], tuple[int, ...], list[int]]:
+    """Who gets its state from whom: all of the fresh replicas, and who holds another state than most of its column.
+
+    And of whom nobody can say whose is the right one.
+    """
     transfers: dict[int, int] = {}
-    mended = []
+    mended: list[int] = []
     for position in range(len(next(iter(grid.values()), ()))):
         column = [workers[position] for workers in whole.values()]
         told = [worker for worker in column if statuses[worker].digest]
         right = _most([statuses[worker].digest for worker in told]) if told else ""
         donors = [worker for worker in column if not told or statuses[worker].digest == right]
         wrong = [worker for worker in told if statuses[worker].digest != right]
+        if 2 * len(wrong) >= len(told) and wrong:
+            return {}, (), sorted(told)
         mended += wrong
         for number, worker in enumerate([*wrong, *(grid[replica][position] for replica in fresh)]):
             transfers[worker] = donors[number % len(donors)]
-    return dict(sorted(transfers.items())), tuple(sorted(mended))
+    return dict(sorted(transfers.items())), tuple(sorted(mended)), []
 
 
 def _mirrors(
@@ -316,8 +327,8 @@ def _prospects(
     statuses: Mapping[int, Status],
     launch: LaunchGrid,
     rules: Rules,
-) -> tuple[int, bool]:
-    """How many replicas there may be when all have done what they are told; whether only a lost state forbids them."""
+) -> tuple[int, str]:
+    """How many replicas there may be when all have done what they are told; and what of the state forbids more."""
     candidates = {
         worker: Candidate(candidate.position, candidate.node)
         for worker, candidate in _candidates(whole, statuses).items()
@@ -330,13 +341,13 @@ def _prospects(
     }
     number = len(whole) + len(place(set(whole), rebuilt, shape, slots).replicas)
     if whole or grid:
-        return max(number, len(grid)), False
+        return max(number, len(grid)), ""
     # Nobody computes: what counts is what the orphans hold between them, or may hold when they have come.
     held = {s.position for s in statuses.values() if s.position is not None and (not s.ready or s.version is not None)}
     waited = any(not status.ready and status.position is not None for status in statuses.values())
     if waited and len(held) == launch.size and first.replicas:
-        return len(first.replicas), False
-    return 0, number > 0
+        return len(first.replicas), ""
+    return 0, _GONE if number > 0 else ""
 
 
 # ---- who runs what

@@ -35,8 +35,10 @@ from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
 from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.hooks import Hooks, Loss, nothing
+from recover_megatron.instep.hooks import Hooks, nothing
+from recover_megatron.instep.losses import Loss, Losses
 from recover_megatron.instep.plan import Decision, Rules, Status, decide
+from recover_megatron.instep.shares import Shares
 from recover_megatron.instep.spare import LINGER_SECONDS, Mirror, Over, Rebuild, Spare
 from recover_megatron.membership.errors import (
     EXIT_FENCED,
@@ -46,7 +48,6 @@ from recover_megatron.membership.errors import (
     Fenced,
 )
 from recover_megatron.membership.session import Session
-from recover_megatron.workload import assign, quotas
 
 FIRST_SECONDS = 600.0
 """What the first decision may take beyond the hang timeout between two marks: kernels are compiled in it."""
@@ -82,18 +83,18 @@ class Recovery:
         """What this worker's model is built for."""
         if slot is not None:
             self._stand(*grid.place(slot))
-        self.losses: list[Loss] = []
+        self.losses = Losses(grid)
         self._node = node
         self.fabric = fabric
         self._rules = rules or Rules()
         self._min_replicas = min_replicas
         self._verify_interval = verify_interval
         self._verified = 0
-        self._known: set[int] = set()
         self._generation: Generation | None = None
         self._decision: Decision | None = None
         self._live: tuple[Decision, frozenset[int]] | None = None
-        self._easing = False
+        self._warm = False
+        """Whether this worker has done all that is done for the first time only."""
         self._at = 0
         self._pending: Decision | None = None
         self._lock = threading.Lock()
@@ -106,8 +107,7 @@ class Recovery:
         self.phase = ""
         """What it was doing when it last said so."""
         self._allow = 0.0
-        self._balanced: dict[int, int] | None = None
-        self._shares: dict[tuple[int, int, bool], list[list[int]]] = {}
+        self.shares = Shares(grid, self._rules.multiple_of)
         session.on_revoke(self._revoked)
 
     # ---- views
@@ -152,39 +152,14 @@ class Recovery:
         """Whether a decision is known to be over."""
         return self.session.committed >= number
 
-    def counts(self, total: int) -> dict[int, int]:
-        """How many microbatches of a step of ``total`` each replica runs, by the present plan."""
-        if self._balanced is not None and sum(self._balanced.values()) == total:
-            return self._balanced
-        replicas = self.decision.replicas
-        # A fresh replica begins its first step when it has got its state: it runs as little as can be of that one.
-        slow = {replica: 1e-9 for replica in self.decision.fresh} if self._easing else {}
-        speeds = dict.fromkeys(replicas, 1.0) | slow
-        return quotas(total, replicas, speeds=speeds, multiple_of=self.granularity)
-
-    def rebalance(self, counts: dict[int, int]) -> None:
-        """From the next step on, until the next plan, replicas run so many.  All workers must say the same."""
-        self._balanced = counts
-        self._shares.clear()
-
-    @property
-    def granularity(self) -> int:
-        """What the number of microbatches of a replica must be a multiple of."""
-        return self._rules.multiple_of * self.grid.lanes
-
     def share(self, total: int) -> list[list[int]]:
         """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
-        key = (self.decision.epoch, total, self._easing)
-        if key not in self._shares:
-            replicas = self.decision.replicas
-            every = assign(total, self.grid.lanes, replicas, self.counts(total), len(self.grid.replicas))
-            self._shares = {key: every[self.replica]}
-        return self._shares[key]
+        return self.shares.of(self.decision, self.replica, total)
 
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress: see ``Session.mark``."""
         self.microbatch, self.phase, self._allow = microbatch, phase, allow
-        if self.session.committed == 0:
+        if not self._warm:
             allow += FIRST_SECONDS
         self.session.mark(self.hooks.iteration(), phase, microbatch, waiting, allow)
 
@@ -233,11 +208,13 @@ class Recovery:
                 self._verified = self.hooks.iteration()
                 status = self._status(at=self._at + 1, boundary=True, digest=self.hooks.digest())
                 self.rendezvous(status)
-        self._easing = self.decision.at == self._at + 1 and bool(self.decision.transfers)
+        self.shares.easing = self.decision.at == self._at + 1 and bool(self.decision.transfers)
 
     def _wanted_at_boundary(self) -> bool:
         if self._pending is not None and self._pending.at == self._at + 1:
             return False  # others have begun this step: there will be another one
+        if self.decision.at == self._at + 1 and self.decision.version is not None:
+            return False  # the epoch was made for this boundary
         if self.decision.regroup:
             return True
         interval, iteration = self._verify_interval, self.hooks.iteration()
@@ -258,6 +235,7 @@ class Recovery:
         self.strike("agree")
         self.mark("agree", waiting=True)
         self.session.agree(number)
+        self._warm = True
 
     def section(self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = nothing) -> Any:
         """Run something that needs all workers to its end: again from the start when an epoch ends in the middle.
@@ -310,7 +288,8 @@ class Recovery:
         plan = self.session.join(status.to_json(), reason)
         statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
         decision = decide(plan.epoch, statuses, self.grid, self._rules)
-        return decision, self._note_losses(decision)
+        with self._lock:
+            return decision, self.losses.note(decision, self._decision)
 
     def _join(self, status: Status) -> None:
         started = time.perf_counter()
@@ -342,7 +321,7 @@ class Recovery:
         """Stand where the decision says, with groups that live as long as its epoch."""
         place = decision.place(self.me)
         assert place is not None
-        self._balanced = None
+        self.shares.forget()
         with self._lock:
             self._stand(*place)
             self._decision = decision
@@ -358,26 +337,6 @@ class Recovery:
         self.slot = self.grid.replicas[replica][position]
         self.lane = self.grid.lane_of[position]
 
-    def _note_losses(self, decision: Decision) -> Loss | None:
-        """What is lost and was not noted yet; by the main thread and, where the replica broke, by the spare's."""
-        with self._lock:
-            present = {*decision.workers, *decision.spares}
-            missing = sorted(self._known - present)
-            before = self._decision
-            # Places, not workers, tell what broke: at launch they are the same.
-            at_launch = {slot: number for number, slots in enumerate(self.grid.replicas) for slot in slots}
-            if not self._known:
-                missing = sorted({*at_launch} - present)
-            self._known = present
-            if not missing:
-                return None
-            places = {worker: at_launch.get(worker) for worker in missing}
-            if before is not None:
-                places = {worker: (before.place(worker) or [None])[0] for worker in missing}
-            replicas = sorted({replica for replica in places.values() if replica is not None})
-            self.losses.append(Loss(decision.iteration, missing, replicas))
-            return self.losses[-1]
-
     def give_up_unless_enough(self, decision: Decision) -> None:
         """End the run, for all, if too few replicas are left or may come; raises ``NoReplica`` or ``StateLost``.
 
@@ -385,15 +344,7 @@ class Recovery:
         """
         if decision.enough >= self._min_replicas:
             return
-        lost = "; ".join(map(str, self.losses))
-        wanted = f"{self._min_replicas} are wanted" if self._min_replicas > 1 else "one is needed"
-        what = f"{len(decision.replicas)} complete replicas are left, {wanted}."
-        if decision.state_lost:
-            what = "Workers enough for a replica live, but nobody holds the state of one of its positions any more."
-        message = (
-            f"{what} Workers lost: {lost or 'none'}; alive without a place: {len(decision.spares)}. "
-            f"Last checkpoint: {decision.checkpoint}"
-        )
+        message = self.losses.last_words(decision, self._min_replicas)
         self.session.give_up(EXIT_STATE_LOST if decision.state_lost else EXIT_NO_REPLICA, message)
         raise StateLost(message) if decision.state_lost else NoReplica(message)
 

@@ -72,7 +72,7 @@ def unflatten(text: str, make: Callable[[Sequence[int], torch.dtype], torch.Tens
 
 
 def send(tree: Any, pair: GlooBackend, to: int) -> int:
-    """Send a tree to rank ``to`` of the group; the bytes that its tensors have.
+    """Send a tree to rank ``to`` of the group; returns the bytes that its tensors have.
 
     Raises ``EpochRevoked`` and ``PeerLost``.
     """
@@ -86,8 +86,8 @@ def send(tree: Any, pair: GlooBackend, to: int) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def receive(pair: GlooBackend, source: int) -> tuple[Any, int]:
-    """What ``send`` sends, its tensors on the host; and their bytes.
+def receive(pair: GlooBackend, source: int, progress: Callable[[], None] = lambda: None) -> tuple[Any, int]:
+    """What ``send`` sends, its tensors on the host; and their bytes.  ``progress`` is called with every message.
 
     Raises ``EpochRevoked``, ``PeerLost``, and ``Disagreement`` if what arrived is not what was sent.
     """
@@ -110,6 +110,7 @@ def receive(pair: GlooBackend, source: int) -> tuple[Any, int]:
                 filled, left = 0, min(CHUNK, total)
                 total -= left
                 _receive(pair, source, buffer[:left])
+                progress()
             part = min(left - filled, view.numel() - at)
             view[at : at + part].copy_(buffer[filled : filled + part])
             at, filled = at + part, filled + part

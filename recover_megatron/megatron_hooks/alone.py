@@ -14,6 +14,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.training import get_args, training
 from torch.distributed import distributed_c10d as c10d
@@ -53,3 +54,4 @@ def forget_megatron() -> None:
     world.tags_to_pg.clear()
     c10d._update_default_pg(None)
     gc.collect()
+    torch.cuda.empty_cache()

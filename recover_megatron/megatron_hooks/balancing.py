@@ -24,18 +24,18 @@ def rebalance(recovery: Recovery, outcome: Outcome, total: int) -> None:
     if outcome.by_plan:
         return
     replicas = recovery.decision.replicas
-    current = recovery.counts(total)
+    current = recovery.shares.counts(recovery.decision, total)
     paces = {replica: outcome.speeds[replica] for replica in replicas if replica in outcome.speeds}
     wanted = current
     if len(paces) == len(replicas):
-        wanted = balance(current, paces, total, multiple_of=recovery.granularity)
+        wanted = balance(current, paces, total, multiple_of=recovery.shares.granularity)
     group = parallel_state.get_model_parallel_group()
     if group.size() > 1:
         counts = torch.tensor([wanted[replica] for replica in replicas], device=torch.cuda.current_device())
         torch.distributed.broadcast(counts, group=group, group_src=0)
         wanted = dict(zip(replicas, counts.tolist(), strict=True))
     if wanted != current:
-        recovery.rebalance(wanted)
+        recovery.shares.rebalance(wanted)
         recovery.hooks.log(
             "quotas",
             quotas={str(replica): count for replica, count in wanted.items()},

@@ -284,7 +284,7 @@ class FaultTolerance:
 
     def _describe(self, decision: Decision) -> dict[str, Any]:
         recovery = self._training.recovery
-        quotas = {str(replica): count for replica, count in recovery.counts(_microbatches()).items()}
+        quotas = {str(replica): count for replica, count in recovery.shares.counts(decision, _microbatches()).items()}
         return {"quotas": quotas, "phase": recovery.phase}
 
     def _mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class Places:
         """
         recovery, started = self._recovery, time.perf_counter()
         recovery.come_back(decision)
+        recovery.mark("regroup", waiting=True)
         self._groups.traffic.recovery = recovery
         self._groups.regroup(recovery, self._fabric)
         grouped = time.perf_counter()
@@ -90,7 +91,8 @@ class Places:
         """Not from a thread: a worker that dies in the step must have left its state behind."""
         for spare in [spare for spare, donor in decision.mirrors.items() if donor == self._recovery.me]:
             try:
-                send(self._state.tree(), self._mirror_pair(decision, spare, self._recovery.generation), 1)
+                with self._recovery.waiting("mirror"):
+                    send(self._state.tree(), self._mirror_pair(decision, spare, self._recovery.generation), 1)
             except EpochRevoked:
                 return  # told again where the step reduces
             except (PeerLost, TimeoutError) as error:
@@ -112,7 +114,7 @@ class Places:
     def _receive(self, decision: Decision) -> int:
         pair = self._pair(decision, self._recovery.me)
         self.torn = True
-        tree, size = receive(pair, 0)
+        tree, size = receive(pair, 0, lambda: self._recovery.mark("state"))
         self._state.load(tree)
         self.torn = False
         return size
