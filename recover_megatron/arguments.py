@@ -55,7 +55,7 @@ class RecoverConfig:
     allow_cross_node_tp: bool = False
     """A replica may be put together from workers of several nodes, its tensor-parallel groups too."""
     verify_interval: int = 0
-    """Compare the replicas' parameters every so many iterations; 0: never."""
+    """Compare the replicas' parameters and optimizer states every so many iterations; 0: never."""
 
 
 def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -157,7 +157,8 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         type=int,
         default=defaults.verify_interval,
         metavar="N",
-        help="every N iterations compare the parameters of the replicas, which must be equal; 0: never (default)",
+        help="every N iterations compare the replicas' parameters and optimizer states, which must be equal; one that "
+        "differs from most takes over theirs; 0: never (default)",
     )
     return parser
 

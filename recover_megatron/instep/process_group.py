@@ -2,7 +2,7 @@
 
 Megatron keeps groups in a hundred places.  Those that reach over replicas (data-parallel ones and the default group)
 are replaced, once, by ``EpochGroup``: who holds it need not be told when workers are lost.  Its ``size`` and ``rank``
-are those among the workers that have a place now.  Groups inside a replica stay torch's own, and cost nothing.
+are those among the workers that have a place now.  Groups inside a replica are those of `replica_group`.
 
 What an operation does depends on where the training is (``Traffic``):
 

@@ -9,7 +9,9 @@ program     picks the script's parts (a checkout's own, or gpt_script) and calls
 With --recover (docs/instep.md follows a gradient through them)::
 
     fault_tolerance  puts the following together; what each end of a worker means
-    training         the loop: what is a step, what is a section
+    training         the loop: what is a step, what is a section; how it is left and entered again
+    places, state    a worker takes a place; what it gets for it from another one (docs/regroup.md)
+    alone            Megatron built by one worker for another position, while the others train
     trainer          one step on Megatron's own schedule, with any microbatches, as often as needed
     buckets          where Megatron would sum a gradient bucket
     groups, layout   process groups that reach over replicas; which workers are a replica

@@ -1,8 +1,7 @@
 """The grid: which replicas are whole, and which live workers have no place.
 
 The launch grid names the workers of each replica by position.  A replica can compute only with all of them, so one
-death makes orphans of the others.  A column's members hold the same parameters, so orphans of several broken replicas
-could be put together again by position; what is recorded here is all that such a step would need.
+death makes orphans of the others.  Those of several replicas can be put together again: `placement`.
 """
 
 from __future__ import annotations
