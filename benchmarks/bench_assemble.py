@@ -3,7 +3,7 @@
     python benchmarks/bench_assemble.py [--layouts 8x8 4x8] [--workers 1024 16384] [--per-node 8] [--dead 0.1]
 
 A launch grid in Megatron's order (the workers of a tensor group are neighbours; a stage of all replicas comes before
-the next stage), of which random workers die at once.  The first call of `place` forms replicas of those who stand right
+the next stage), of which random workers die at once.  The first call of `assemble` forms replicas of those who stand right
 and says who should change position; the second one, when these have done so, forms the rest.  Seconds are
 processor time; each number is the median of --repeat draws of the dead; "possible" is what the live workers of the
 nodes allow.
@@ -23,7 +23,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from recover_megatron.workload import Candidate, Placement, Shape, place  # noqa: E402
+from recover_megatron.workload import Candidate, Placement, Shape, assemble  # noqa: E402
 
 
 def launch(tp: int, pp: int, workers: int) -> tuple[Shape, list[list[int]]]:
@@ -35,9 +35,9 @@ def launch(tp: int, pp: int, workers: int) -> tuple[Shape, list[list[int]]]:
 
 
 def timed(*arguments: Any) -> tuple[float, Placement]:
-    """Seconds of processor time of one call of `place`, which waits for nothing; and its answer."""
+    """Seconds of processor time of one call of `assemble`, which waits for nothing; and its answer."""
     start = time.process_time()
-    placement = place(*arguments)
+    placement = assemble(*arguments)
     return time.process_time() - start, placement
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.workload import Candidate, Placement, Shape, place, reassign
+from recover_megatron.workload import Candidate, Placement, Shape, assemble, reassign
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _candidates(whole: Mapping[int, Sequence[int]], statuses: Mapping[int, Statu
 def _placement(
     whole: Mapping[int, Sequence[int]], statuses: Mapping[int, Status], launch: LaunchGrid, rules: Rules
 ) -> Placement:
-    return place(set(whole), _candidates(whole, statuses), _shape(launch, rules), len(launch.replicas))
+    return assemble(set(whole), _candidates(whole, statuses), _shape(launch, rules), len(launch.replicas))
 
 
 def _shape(launch: LaunchGrid, rules: Rules) -> Shape:
@@ -258,7 +258,7 @@ def _from_orphans(
             for worker, candidate in candidates.items()
             if statuses[worker].version == version and statuses[worker].digest in _majority(statuses, worker, version)
         }
-        found = place(set(), holders, _shape(launch, rules), len(launch.replicas)).replicas
+        found = assemble(set(), holders, _shape(launch, rules), len(launch.replicas)).replicas
         if found:
             return dict(sorted(found.items())), version
     return {}, None
@@ -334,12 +334,12 @@ def _prospects(
         for worker, candidate in _candidates(whole, statuses).items()
     }
     shape, slots = _shape(launch, rules), len(launch.replicas)
-    first = place(set(whole), candidates, shape, slots)
+    first = assemble(set(whole), candidates, shape, slots)
     rebuilt = {
         worker: Candidate(first.rebuild.get(worker, candidate.position), candidate.node)
         for worker, candidate in candidates.items()
     }
-    number = len(whole) + len(place(set(whole), rebuilt, shape, slots).replicas)
+    number = len(whole) + len(assemble(set(whole), rebuilt, shape, slots).replicas)
     if whole or grid:
         return max(number, len(grid)), ""
     # Nobody computes: what counts is what the orphans hold between them, or may hold when they have come.

@@ -6,11 +6,11 @@ whatever the order of the arguments.
 
 quotas    how many microbatches each replica runs: `quotas`, `balance`
 assign    which ones: `assign` for a whole iteration, `reassign` for those that a dead replica left
-placement orphans and spares put together into new replicas: `place`; who should change position for more: `teams`
+placement orphans and spares put together into new replicas: `assemble`; who should change position for more: `teams`
 """
 
 from recover_megatron.workload.assign import assign, reassign
-from recover_megatron.workload.placement import Candidate, Placement, Shape, place
+from recover_megatron.workload.placement import Candidate, Placement, Shape, assemble
 from recover_megatron.workload.quotas import balance, quotas
 
-__all__ = ["Candidate", "Placement", "Shape", "assign", "balance", "place", "quotas", "reassign"]
+__all__ = ["Candidate", "Placement", "Shape", "assemble", "assign", "balance", "quotas", "reassign"]

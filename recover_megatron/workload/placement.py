@@ -4,12 +4,12 @@ The workers of a column hold the same parameters, so any live worker of a positi
 worker of another position can, too, once it has built the model of that one and has got the parameters.  So it goes
 in two steps, with time between them:
 
-    orphans, spares, joiners --place--> new replicas, of those who stand where they are needed: they compute at once
+    orphans, spares, joiners --assemble--> new replicas, of those who stand where they are needed: they compute at once
                                 \
                                  `----> rebuild: the fewest others that should change position
                                              |   not ready: counted on, left alone
                                              v
-                                        ready at the new position --place--> more new replicas
+                                        ready at the new position --assemble--> more new replicas
 
 A tensor-parallel group must lie in one node (but with ``cross_node``): T workers of a node, one at each position
 of the group, are a **team**, and a replica is one team of each group.  So with everybody ready and free to move, the
@@ -83,7 +83,7 @@ class Placement:
     """Workers without a place now, those in ``rebuild`` among them, in order."""
 
 
-def place(whole: Collection[int], candidates: Mapping[int, Candidate], shape: Shape, slots: int) -> Placement:
+def assemble(whole: Collection[int], candidates: Mapping[int, Candidate], shape: Shape, slots: int) -> Placement:
     """New replicas of the ``candidates``, beside the ``whole`` ones, and what should be rebuilt for more of them.
 
     ``whole``: the ids of the complete replicas; they are left alone.  New ones take the lowest free ids of

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.workload import Candidate, Placement, Shape, place
+from recover_megatron.workload import Candidate, Placement, Shape, assemble
 
 Candidates = dict[int, Candidate]
 Counts = tuple[tuple[int, ...], ...]
@@ -86,8 +86,8 @@ def changes_that_reach(candidates: Candidates, shape: Shape, replicas: int, chan
 
 
 def checked(whole: list[int], candidates: Candidates, shape: Shape, slots: int) -> Placement:
-    """`place`, and everything that can be seen in one answer."""
-    placement = place(whole, candidates, shape, slots)
+    """`assemble`, and everything that can be seen in one answer."""
+    placement = assemble(whole, candidates, shape, slots)
     assert list(placement.replicas) == [r for r in range(slots) if r not in whole][: len(placement.replicas)]
     placed = [worker for workers in placement.replicas.values() for worker in workers]
     assert sorted([*placed, *placement.spares]) == sorted(candidates)
@@ -199,7 +199,7 @@ def test_any_candidates_make_as_many_replicas_as_brute_force_finds(case) -> None
 @settings(max_examples=200, deadline=None)
 def test_no_fewer_changes_would_do(case) -> None:
     whole, candidates, shape, slots = case
-    placement = place(whole, candidates, shape, slots)
+    placement = assemble(whole, candidates, shape, slots)
     assume(placement.rebuild)
     rest = rest_of(candidates, placement)
     best = min(slots - len(whole) - len(placement.replicas), most_rebuilt(rest, shape))
@@ -212,8 +212,8 @@ def test_the_answer_does_not_depend_on_the_order_of_the_arguments(case, order: r
     whole, candidates, shape, slots = case
     shuffled = list(candidates)
     order.shuffle(shuffled)
-    first = place(whole, candidates, shape, slots)
-    second = place(set(whole), {worker: candidates[worker] for worker in shuffled}, shape, slots)
+    first = assemble(whole, candidates, shape, slots)
+    second = assemble(set(whole), {worker: candidates[worker] for worker in shuffled}, shape, slots)
     assert first == second
     assert list(first.replicas) == list(second.replicas)
     assert list(first.rebuild) == list(second.rebuild)
@@ -236,7 +236,7 @@ def test_who_is_bound_stays_and_once_all_have_come_free_nothing_is_lost(case) ->
 @settings(deadline=None)
 def test_while_they_are_building_nobody_else_is_told_to(case) -> None:
     whole, candidates, shape, slots = case
-    first = place(whole, candidates, shape, slots)
+    first = assemble(whole, candidates, shape, slots)
     building = rest_of(candidates, first)
     for worker, position in first.rebuild.items():
         building[worker] = Candidate(position, building[worker].node, fixed=True, ready=False)
@@ -253,36 +253,36 @@ FOUR = shape_of(2, 2)
 
 def test_orphans_of_two_broken_replicas_become_one_at_once() -> None:
     orphans = {4: Candidate(0, "a"), 5: Candidate(1, "a"), 10: Candidate(2, "b"), 11: Candidate(3, "b")}
-    assert place([0], orphans, FOUR, 3) == Placement({1: (4, 5, 10, 11)}, {}, ())
+    assert assemble([0], orphans, FOUR, 3) == Placement({1: (4, 5, 10, 11)}, {}, ())
 
 
 def test_the_example_of_the_documentation() -> None:
     on_a = {4: Candidate(0, "a"), 5: Candidate(1, "a"), 8: Candidate(0, "a")}
     on_b = {7: Candidate(3, "b"), 10: Candidate(2, "b"), 11: Candidate(3, "b")}
-    assert place([0], on_a | on_b, FOUR, 3) == Placement({1: (4, 5, 10, 7)}, {}, (8, 11))
+    assert assemble([0], on_a | on_b, FOUR, 3) == Placement({1: (4, 5, 10, 7)}, {}, (8, 11))
 
 
 def test_a_tensor_group_is_not_put_together_across_nodes_unless_that_is_allowed() -> None:
     halves = {0: Candidate(0, "a"), 3: Candidate(1, "b")}
-    assert place([], halves, PAIR, 2) == Placement({}, {}, (0, 3))
-    assert place([], halves, replace(PAIR, cross_node=True), 2) == Placement({0: (0, 3)}, {}, ())
+    assert assemble([], halves, PAIR, 2) == Placement({}, {}, (0, 3))
+    assert assemble([], halves, replace(PAIR, cross_node=True), 2) == Placement({0: (0, 3)}, {}, ())
 
 
 def test_across_nodes_only_what_does_not_fit_within_one() -> None:
     workers = {1: Candidate(1, "b"), 2: Candidate(0, "a"), 3: Candidate(1, "a"), 4: Candidate(0, "c")}
-    placement = place([], workers, replace(PAIR, cross_node=True), 2)
+    placement = assemble([], workers, replace(PAIR, cross_node=True), 2)
     assert sorted(placement.replicas.values()) == [(2, 3), (4, 1)]
 
 
 def test_a_spare_without_a_model_is_rebuilt_before_anybody_moves() -> None:
     workers = {1: Candidate(0, "a"), 2: Candidate(0, "a"), 3: Candidate(0, "a"), 9: Candidate(None, "a")}
-    assert place([], workers, PAIR, 1).rebuild == {9: 1}
-    assert place([], workers, PAIR, 2).rebuild == {3: 1, 9: 1}
+    assert assemble([], workers, PAIR, 1).rebuild == {9: 1}
+    assert assemble([], workers, PAIR, 2).rebuild == {3: 1, 9: 1}
 
 
 def test_what_is_being_built_is_not_built_twice() -> None:
     coming = {1: Candidate(0, "a"), 2: Candidate(1, "a", fixed=True, ready=False), 9: Candidate(None, "a")}
-    assert place([], coming, PAIR, 1) == Placement({}, {}, (1, 2, 9))
+    assert assemble([], coming, PAIR, 1) == Placement({}, {}, (1, 2, 9))
 
 
 def test_a_fixed_worker_is_used_where_it_stands_and_the_free_one_is_kept_for_the_rebuild() -> None:
@@ -292,12 +292,12 @@ def test_a_fixed_worker_is_used_where_it_stands_and_the_free_one_is_kept_for_the
         3: Candidate(1, "a"),
         4: Candidate(0, "a"),
     }
-    assert place([], workers, PAIR, 2) == Placement({0: (2, 3)}, {4: 1}, (1, 4))
+    assert assemble([], workers, PAIR, 2) == Placement({0: (2, 3)}, {4: 1}, (1, 4))
 
 
 def test_of_too_many_at_a_position_the_bound_one_stays() -> None:
     workers = {1: Candidate(0, "a"), 2: Candidate(0, "a", fixed=True, ready=False)}
-    assert place([], workers, PAIR, 1) == Placement({}, {1: 1}, (1, 2))
+    assert assemble([], workers, PAIR, 1) == Placement({}, {1: 1}, (1, 2))
 
 
 def test_a_tensor_group_moves_from_the_node_where_that_is_cheapest() -> None:
@@ -306,12 +306,12 @@ def test_a_tensor_group_moves_from_the_node_where_that_is_cheapest() -> None:
         **{worker: Candidate(position, "a") for worker, position in enumerate((0, 1))},
         **{worker: Candidate(position, "b") for worker, position in enumerate((0, 3), start=10)},
     }
-    assert place([], workers, FOUR, 1).rebuild == {10: 2}
+    assert assemble([], workers, FOUR, 1).rebuild == {10: 2}
 
 
 def test_no_more_replicas_than_slots() -> None:
     workers = {worker: Candidate(worker % 2, "a") for worker in range(8)} | {9: Candidate(None, "a")}
-    assert place([1], workers, PAIR, 3) == Placement({0: (0, 1), 2: (2, 3)}, {}, (4, 5, 6, 7, 9))
+    assert assemble([1], workers, PAIR, 3) == Placement({0: (0, 1), 2: (2, 3)}, {}, (4, 5, 6, 7, 9))
 
 
 @pytest.mark.parametrize(
@@ -325,8 +325,8 @@ def test_malformed_shapes_are_refused(size: int, tensor: tuple[tuple[int, ...], 
 
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="worker 7 is at position 2 of 2"):
-        place([], {7: Candidate(2, "a")}, PAIR, 1)
+        assemble([], {7: Candidate(2, "a")}, PAIR, 1)
     with pytest.raises(ValueError, match="worker 7 is at position -1 of 2"):
-        place([], {7: Candidate(-1, "a")}, PAIR, 1)
+        assemble([], {7: Candidate(-1, "a")}, PAIR, 1)
     with pytest.raises(ValueError, match="room for 1 only"):
-        place([0, 1], {}, PAIR, 1)
+        assemble([0, 1], {}, PAIR, 1)
