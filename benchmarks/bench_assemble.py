@@ -3,8 +3,8 @@
     python benchmarks/bench_assemble.py [--layouts 8x8 4x8] [--workers 1024 16384] [--per-node 8] [--dead 0.1]
 
 A launch grid in Megatron's order (the workers of a tensor group are neighbours; a stage of all replicas comes before
-the next stage), of which random workers die at once.  The first call of `assemble` forms replicas of those who stand right
-and says who should change position; the second one, when these have done so, forms the rest.  Seconds are
+the next stage), of which random workers die at once.  The first call of `assemble` forms replicas of those who stand
+right and says who should change position; the second one, when these have done so, forms the rest.  Seconds are
 processor time; each number is the median of --repeat draws of the dead; "possible" is what the live workers of the
 nodes allow.
 """
