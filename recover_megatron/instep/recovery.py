@@ -93,6 +93,7 @@ class Recovery:
         self._generation: Generation | None = None
         self._decision: Decision | None = None
         self._live: tuple[Decision, frozenset[int]] | None = None
+        self._shown = (0, False, 0)
         self._warm = False
         """Whether this worker has done all that is done for the first time only."""
         self._at = 0
@@ -419,6 +420,14 @@ class Recovery:
         elif lost := self._lost_of_mine():
             self._orphan(f"worker {', '.join(map(str, lost))} of its replica is gone")
 
+    def show(self, total: int) -> None:
+        """Tell people where this worker stands, and how much of a step of ``total`` microbatches its replica runs."""
+        shown = self.decision.epoch, self.shares.easing, total
+        if self._shown != shown:
+            self._shown = shown
+            quota = self.shares.counts(self.decision, total).get(self.replica, 0)
+            self.session.show((self.replica, self.position or 0, quota))
+
     def be_spare(self, note: str) -> Spare:
         """Have the spare's thread join from now on; the one that does so already, if there is."""
         with self._lock:
@@ -426,6 +435,8 @@ class Recovery:
                 return self._spare
             status = replace(self._status(at=self._at), replica=None, version=None, ready=False, note=note)
             self._spare = Spare(self, status)
+        self.session.show(None)
+        self.session.mark(status.iteration, "spare")
         self._spare.start()
         return self._spare
 

@@ -271,6 +271,7 @@ class TrainingHooks:
         nominal = get_num_microbatches()
         total = nominal * args.data_parallel_size
         recovery = self.recovery
+        recovery.show(total)
         model = call["model"] if isinstance(call["model"], list) else [call["model"]]
         column = column_of(model[0].dp_cp_group)
         mates = set(recovery.grid.replicas[recovery.replica])

@@ -292,7 +292,7 @@ class Coordinator(Epochs):
     def _heartbeat(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         progress = worker.progress
         progress.iteration, progress.phase = message["iteration"], message["phase"]
-        progress.microbatch = message.get("microbatch")
+        progress.microbatch, progress.place = message.get("microbatch"), message.get("place")
         if message["count"] == progress.count:
             return
         progress.count, progress.marked, progress.allow = message["count"], now, message["allow"]

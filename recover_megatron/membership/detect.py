@@ -33,6 +33,8 @@ class Progress:
     iteration: int = 0
     phase: str = ""
     microbatch: int | None = None
+    place: list[int] | None = None
+    """Replica, position, quota, as it says itself: for people."""
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,8 @@ class Member(Follower):
         self._reached_at = now
         self.plan: Plan | None = None
         self.done = 0
+        self.place: tuple[int, int, int] | None = None
+        """For people: replica, position and quota, which marks tell along."""
         self.mark(0, "", None, False, 0.0)
         self.noted = False
         """Whether a coordinator has heard the last words."""
@@ -280,6 +282,8 @@ class Member(Follower):
         }
         if microbatch is not None:
             beat["microbatch"] = microbatch
+        if self.place is not None:
+            beat["place"] = list(self.place)
         self.beat = beat
         return beat
 

@@ -163,6 +163,10 @@ class Session:
         """
         self._core.mark(iteration, phase[:256], microbatch, waiting, allow)
 
+    def show(self, place: tuple[int, int, int] | None) -> None:
+        """Tell with the next marks, for people, where this worker stands: replica, position, quota; None: nowhere."""
+        self._core.place = place
+
     def join(self, status: Json, reason: str = "") -> Plan:
         """Join the next epoch with ``status`` and wait for its plan, through all restarts of the rendezvous.
 

@@ -192,6 +192,8 @@ def _row(run: Epochs, worker: Worker, status: Mapping[str, Json] | None, now: fl
         row["waiting"] = _ago(progress.waiting_since, now)
     if progress.microbatch is not None:
         row["microbatch"] = progress.microbatch
+    if progress.place is not None:
+        row["place"] = list(progress.place)
     return {
         **row,
         "iteration": progress.iteration,

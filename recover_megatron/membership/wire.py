@@ -60,6 +60,10 @@ def _runs(value: Any) -> bool:
 _rows: Check = lambda value: type(value) is list and all(type(row) is dict for row in value)  # noqa: E731
 
 
+def _place(value: Any) -> bool:
+    return type(value) is list and len(value) == 3 and all(type(n) is int and 0 <= n < 1 << 31 for n in value)
+
+
 def _hex(length: int) -> Check:
     digits = frozenset("0123456789abcdef")
     return lambda value: type(value) is str and len(value) == length and digits.issuperset(value)
@@ -112,6 +116,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "iteration": (_ITERATION, True),
         "phase": (_NAME, True),
         "microbatch": (_ITERATION, False),
+        "place": (_place, False),
         "waiting": (_FLAG, True),
         "allow": (_SECONDS, True),
     },

@@ -204,12 +204,18 @@ def _spare(worker: Worker) -> Worker:
 
 def _worker(row: Raw) -> Worker:
     status = row.get("status") or {}
+    # What it says now, if it does: a plan may have given it another place than it joined with.
+    replica, position, quota = row.get("place") or (
+        _number(status, "replica"),
+        _number(status, "position"),
+        _number(status, "quota"),
+    )
     return Worker(
         worker=row["worker"],
         host=_text(row, "host"),
         node=_text(status, "node") or _text(row, "node"),
-        replica=_number(status, "replica"),
-        position=_number(status, "position"),
+        replica=replica,
+        position=position,
         iteration=_number(row, "iteration") or _number(status, "iteration") or 0,
         phase=_text(row, "phase"),
         microbatch=_number(row, "microbatch"),
@@ -217,7 +223,7 @@ def _worker(row: Raw) -> Worker:
         marked=_seconds(row, "marked"),
         waiting=_seconds(row, "waiting"),
         joined=bool(row.get("joined")),
-        quota=_number(status, "quota"),
+        quota=quota,
         note=_text(status, "note"),
     )
 

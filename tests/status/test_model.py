@@ -59,6 +59,19 @@ def test_a_replica_that_lost_a_worker_does_not_run_and_its_other_workers_are_spa
     assert "its connection was closed" in shown
 
 
+def test_a_worker_stands_where_it_says_now_whatever_it_joined_with() -> None:
+    """A plan may have put it into a new replica."""
+    spare = {"replica": None, "position": 1, "note": "replica 0 is broken"}
+    rows = [placed(0, 1, 0), placed(1, 1, 1), row(2, status=spare | {"position": 0}), row(3, status=spare)]
+    rows[2]["place"], rows[3]["place"] = [0, 0, 5], [0, 1, 5]
+    status = read({"type": "view", "state": "steady", "replica_size": 2, "workers": rows}, "here")
+    assert [(r.replica, [w.worker for w in r.workers], r.quota) for r in status.grid] == [
+        (0, [2, 3], 5),
+        (1, [0, 1], None),
+    ]
+    assert not status.spares
+
+
 def test_a_spare_says_why_it_is_one() -> None:
     spare = row(6, status={"replica": None, "note": "worker 3 of its replica died"}, idle=True)
     status = read({**VIEW, "workers": [*GRID, spare]}, "a:1")
