@@ -27,6 +27,8 @@ from recover_megatron.megatron_hooks.data import source_of
 
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test")
 """Megatron's arguments that say what the run has consumed, and what it will do at its end."""
+LAUNCH = ("iteration", "consumed_train_samples", "num_floating_point_operations_so_far")
+"""Megatron's arguments that say where the run began, which is what its loop begins from."""
 
 
 class TrainingState:
@@ -40,8 +42,8 @@ class TrainingState:
         several = validation if isinstance(validation, list) else [validation]
         self._validation = [source for source in map(source_of, several) if source is not None]
         args = get_args()
-        self._operations = args.num_floating_point_operations_so_far
-        self._started = args.consumed_train_samples
+        self._launch = {name: getattr(args, name) for name in LAUNCH}
+        """Those of the whole run, also where this worker joined it later."""
         self.version = args.iteration
         """Iterations that the parameters have seen."""
         self.counters = self._counters()
@@ -51,7 +53,11 @@ class TrainingState:
 
     def begin(self) -> None:
         """An iteration begins: remember the counters that go with the parameters as they are."""
-        self.version = get_args().curr_iteration
+        args = get_args()
+        self.version = args.curr_iteration
+        # train() was entered with other ones, if it was not at launch; checkpoints hold them.
+        args.iteration = self._launch["iteration"]
+        args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
         self.counters = self._counters()
 
     def stepped(self) -> None:
@@ -63,6 +69,7 @@ class TrainingState:
         return {
             "version": self.version,
             "args": {name: getattr(args, name, 0) for name in COUNTERS},
+            "launch": self._launch,
             "scheduler": self._scheduler.num_steps,
             "validation": [source.position for source in self._validation],
             "batch": get_current_global_batch_size(),
@@ -120,8 +127,9 @@ class TrainingState:
         self.version = args.iteration = args.curr_iteration = counters["version"] + iterations
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         # What train() counts by itself from here on; exact unless the batch size is ramped up.
-        samples = args.consumed_train_samples - self._started
-        args.num_floating_point_operations_so_far = self._operations
+        self._launch = counters["launch"]
+        samples = args.consumed_train_samples - self._launch["consumed_train_samples"]
+        args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
         if samples > 0:
             args.num_floating_point_operations_so_far += training.num_floating_point_operations(args, samples)
         self.counters = self._counters()
