@@ -35,6 +35,8 @@ class Recovery:
     """In which it was; None: nobody told."""
     phase: str = ""
     """What the workers were doing."""
+    fresh: tuple[int, ...] = ()
+    """Replicas that this epoch put together."""
     lost_workers: tuple[int, ...] = ()
     lost_replicas: tuple[int, ...] = ()
     causes: tuple[str, ...] = ()
@@ -199,6 +201,7 @@ def _recovery(
         epoch=epoch,
         iteration=iterations[0] if iterations else None,
         phase=", ".join(doing),
+        fresh=tuple(sorted(plan.get("fresh", ()))),
         lost_workers=tuple(sorted(lost)),
         lost_replicas=tuple(sorted(plan.get("lost_replicas", ()))),
         causes=tuple(_cause(fault, chaos) for fault in faults) or tuple(reason for reason in reasons if reason),

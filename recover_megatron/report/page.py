@@ -166,7 +166,7 @@ def _recoveries(past: History) -> str:
     shown.sort(key=lambda r: r.time)
     others = sorted({name for r in shown for name in r.seconds} - set(PHASES))
     phases = [name for name in (*PHASES, *others) if any(name in r.seconds for r in shown)]
-    head = ["iteration", "epoch", "lost", "cause", "they were in", "replicas after", "run again", *phases, "total"]
+    head = ["iteration", "epoch", "lost, put together", "cause", "they were in", "replicas after", "run again", *phases, "total"]
     if past.launches > 1:
         head.insert(0, "launch")
     numbers = {"iteration", "epoch", "replicas after", "run again", "launch", "total", *phases}
@@ -182,6 +182,7 @@ def _recoveries(past: History) -> str:
 def _recovery_row(r: Recovery, phases: Sequence[str], launches: bool) -> list[str]:
     lost = [f"workers {_ids(r.lost_workers)}"] if r.lost_workers else []
     lost += [f"replicas {_ids(r.lost_replicas)}"] if r.lost_replicas else []
+    lost += [f"put together: replicas {_ids(r.fresh)}"] if r.fresh else []
     row = [str(r.launch + 1)] if launches else []
     row += [_maybe(r.iteration), "none followed" if r.epoch is None else str(r.epoch)]
     row += ["; ".join(lost), "; ".join(r.causes), r.phase, _maybe(r.replicas), str(r.reran) if r.reran else ""]

@@ -18,7 +18,7 @@ class Recoveries:
         self._offset = self._path.stat().st_size if self._path.exists() else 0
 
     def new_lines(self) -> Iterator[str]:
-        """A line for each loss of workers and for each recovery since the last call.
+        """A line for each loss of workers, each recovery and each replica put together since the last call.
 
         Raises ValueError for a line that is no event.
         """
@@ -42,6 +42,9 @@ def describe(event: Mapping[str, Any]) -> str | None:
         left = _names("replica", event["replicas"])
         spares = f"; without a place: {_names('worker', event['spares'])}" if event.get("spares") else ""
         return f"iteration {event['iteration']}: {gone} lost; epoch {event['epoch']} goes on with {left}{spares}"
+    if event["event"] == "plan" and event.get("fresh"):
+        together = (f"replica {fresh} of workers {event['grid'][str(fresh)]}" for fresh in event["fresh"])
+        return f"iteration {event['iteration']}: epoch {event['epoch']} puts together {', '.join(together)}"
     if event["event"] == "recovery":
         reran = [f"{_names('microbatch', ids)} by replica {who}" for who, ids in event.get("reran", {}).items()]
         again = f"run again: {', '.join(reran)}; " if reran else ""

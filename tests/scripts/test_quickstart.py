@@ -264,6 +264,8 @@ def test_a_recovery_is_told_as_it_happens_and_a_half_written_line_when_it_is_who
 def test_the_start_is_no_recovery_and_one_says_who_ran_what_again() -> None:
     assert describe({"event": "plan", "iteration": 1, "epoch": 1, "replicas": [0, 1], "lost_workers": []}) is None
     recovery = {"event": "recovery", "iteration": 9, "epoch": 3, "reran": {"0": [1], "2": [5, 6]}}
+    plan = {"event": "plan", "iteration": 7, "epoch": 5, "grid": {"0": [2, 4], "1": [1, 3]}, "fresh": [0]}
+    assert describe(plan) == "iteration 7: epoch 5 puts together replica 0 of workers [2, 4]"
     assert describe({**recovery, "seconds": {"rendezvous": 0.0244, "rerun": 1.5}}) == (
         "iteration 9: run again: microbatch 1 by replica 0, microbatches 5, 6 by replica 2; "
         "finished (rendezvous 24 ms, rerun 1500 ms)"
