@@ -41,20 +41,25 @@ class GlooBackend:
         self._revocation = revocation
         self._groups = GlooGroups(rank, {"all": range(size)}, store, revocation, ring=ring, host=host, timeout=timeout)
         self._waiter = _Waiter(revocation)
+        self._under_way: dict[int, Any] = {}
+        """Operations that nobody has seen end, with all that they hold: gloo's threads may use their tensors."""
         self.backend = self._groups.backends["all"]
 
     def wait(self, work: Any) -> None:
         """Block until ``work`` is done; raises ``EpochRevoked`` after ``abort``, ``PeerLost`` when a member is gone."""
         self._waiter.wait(work)
+        self._under_way.pop(id(work), None)
 
     def call(self, start: Callable[[Any], Any]) -> Any:
-        """Begin an operation: ``start`` gets the backend."""
+        """Begin an operation: ``start`` gets the backend.  What it refers to lives until the operation has ended."""
         self._revocation.check()
         try:
-            return start(self.backend)
+            work = start(self.backend)
         except RuntimeError as error:
             self._revocation.check()
             raise PeerLost(f"gloo: {error}") from error
+        self._under_way[id(work)] = work, start
+        return work
 
     def abort(self) -> None:
         self._groups.abort()
@@ -63,7 +68,7 @@ class GlooBackend:
         """Drop the group."""
         self._waiter.close()
         self.backend = None
-        self._groups.close()
+        self._groups.close(self._under_way)
 
 
 class _Job:
