@@ -1,24 +1,16 @@
-"""Transport over torch's gloo backend, and the part that gloo lacks: to be aborted.
+"""Transport over torch's gloo backend, and the part that gloo lacks: to be aborted (see gloo_groups).
 
-gloo can't abort an operation; dropping a group with an operation in flight blocks until its timeout.  What wakes it is
-shutdown(2) of its connected sockets, and those are found exactly: a device of gloo has one listener, every connection
-of the group has the address of some member's listener at one of its ends, and the members tell each other theirs.
-
-Even that gloo can miss: now and then (seen about once in forty aborts) an operation on a broken connection is told
-nothing, and its wait never returns.  So the waiting is done by a thread that can be left behind, and the group is
-dropped by one too.  What is left behind reads and writes no bucket: its connections are shut, and what arrives goes to
-scratch that its operation keeps alive.
+Even shutting its connections gloo can miss: now and then (seen about once in forty aborts) an operation on a broken
+connection is told nothing, and its wait never returns.  So the waiting is done by a thread that can be left behind, and
+the group is dropped by one too.  What is left behind reads and writes no bucket: its connections are shut, and what
+arrives goes to scratch that its operation keeps alive.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
-import socket
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,52 +18,9 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import PeerLost
-from recover_megatron.collectives.rendezvous import await_key
+from recover_megatron.collectives.gloo_groups import NO_TIMEOUT, GlooGroups
 from recover_megatron.collectives.scratch import Scratch
 from recover_megatron.collectives.transport import Arrival, Pending, Transport
-
-_creating = threading.Lock()
-"""Two groups made at the same time could not tell their listeners apart."""
-NO_TIMEOUT = timedelta(days=7)
-"""gloo's own timeout must never fire: what hangs is ended by a revocation."""
-
-_DROP_SECONDS = 1.0
-"""How long to wait for an aborted group to go; then it is left behind."""
-
-
-def _sockets() -> dict[int, socket.socket]:
-    """A duplicate of every TCP socket of this process, by descriptor; the caller closes them."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                sock = socket.socket(fileno=os.dup(int(name)))
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                    found[int(name)] = sock
-                else:
-                    sock.close()
-    return found
-
-
-def _listeners() -> set[tuple[str, int]]:
-    found = set()
-    for sock in _sockets().values():
-        with sock:
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(sock.getsockname()[:2])
-    return found
-
-
-def _connections(listeners: set[tuple[str, int]]) -> list[socket.socket]:
-    """Duplicates of the connected sockets that have one of ``listeners`` at an end."""
-    found = []
-    for sock in _sockets().values():
-        with contextlib.suppress(OSError):  # not connected
-            if {sock.getsockname()[:2], sock.getpeername()[:2]} & listeners:
-                found.append(sock)
-                continue
-        sock.close()
-    return found
 
 
 class GlooBackend:
@@ -90,86 +39,36 @@ class GlooBackend:
     ) -> None:
         """Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``."""
         self._revocation = revocation
-        self._connected: list[socket.socket] = []
-        self._closing = threading.Lock()
+        self._groups = GlooGroups(rank, {"all": range(size)}, store, revocation, ring=ring, host=host, timeout=timeout)
         self._waiter = _Waiter(revocation)
-        self.backend: Any = None
-        with _creating:
-            device, listener = self._device(host)
-        store.set(f"{ring}/{rank}", f"{listener[0]} {listener[1]}")
-        # Everybody is there before gloo's own rendezvous begins: that one can't be interrupted.
-        told = [await_key(store, f"{ring}/{other}", revocation, timeout).rsplit(" ", 1) for other in range(size)]
-        self._make(rank, size, store, ring, device, timeout)
-        self._connected = _connections({(address, int(port)) for address, port in told})
-        if len(self._connected) < size - 1:
-            self.close()
-            raise PeerLost(f"{size - 1 - len(self._connected)} of gloo's connections are gone already")
-        revocation.on_throw(self.abort)
-
-    @staticmethod
-    def _device(host: str) -> tuple[Any, tuple[str, int]]:
-        for _ in range(8):
-            before = _listeners()
-            device = dist.ProcessGroupGloo.create_device(hostname=host)
-            new = _listeners() - before
-            if len(new) == 1:
-                return device, new.pop()
-        raise RuntimeError("this process opens listening sockets all the time: gloo's could not be told from others")
-
-    def _make(self, rank: int, size: int, store: dist.Store, ring: str, device: Any, timeout: float) -> None:
-        """Build the group in a thread that is left behind if the epoch ends meanwhile; it ends by its own timeout."""
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout)
-        options._devices = [device]
-        made: list[Any] = []
-        failed: list[RuntimeError] = []
-        over = threading.Event()
-
-        def build() -> None:
-            try:
-                made.append(dist.ProcessGroupGloo(dist.PrefixStore(f"{ring}/gloo", store), rank, size, options))
-            except RuntimeError as error:
-                failed.append(error)
-            over.set()
-
-        threading.Thread(target=build, name=f"gloo of {ring}", daemon=True).start()
-        while not over.wait(0.002):
-            self._revocation.check()
-        if failed:
-            self._revocation.check()
-            raise PeerLost(f"gloo could not connect: {failed[0]}") from failed[0]
-        self.backend = made.pop()
+        self._under_way: dict[int, Any] = {}
+        """Operations that nobody has seen end, with all that they hold: gloo's threads may use their tensors."""
+        self.backend = self._groups.backends["all"]
 
     def wait(self, work: Any) -> None:
         """Block until ``work`` is done; raises ``EpochRevoked`` after ``abort``, ``PeerLost`` when a member is gone."""
         self._waiter.wait(work)
+        self._under_way.pop(id(work), None)
 
     def call(self, start: Callable[[Any], Any]) -> Any:
-        """Begin an operation: ``start`` gets the backend."""
+        """Begin an operation: ``start`` gets the backend.  What it refers to lives until the operation has ended."""
         self._revocation.check()
         try:
-            return start(self.backend)
+            work = start(self.backend)
         except RuntimeError as error:
             self._revocation.check()
             raise PeerLost(f"gloo: {error}") from error
+        self._under_way[id(work)] = work, start
+        return work
 
     def abort(self) -> None:
-        with self._closing:
-            for sock in self._connected:
-                with contextlib.suppress(OSError):  # the other end was faster
-                    sock.shutdown(socket.SHUT_RDWR)
+        self._groups.abort()
 
     def close(self) -> None:
         """Drop the group."""
         self._waiter.close()
-        last, self.backend = [self.backend], None
-        dropping = threading.Thread(target=last.clear, name="dropping a group of gloo", daemon=True)
-        dropping.start()
-        dropping.join(_DROP_SECONDS if self._revocation.thrown else None)
-        with self._closing:
-            for sock in self._connected:
-                sock.close()
-            self._connected.clear()
+        self.backend = None
+        self._groups.close(self._under_way)
 
 
 class _Job:

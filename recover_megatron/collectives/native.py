@@ -18,7 +18,8 @@ import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from recover_megatron.collectives.epoch import Epoch, Revocation
-from recover_megatron.collectives.gloo import NO_TIMEOUT, GlooBackend
+from recover_megatron.collectives.gloo import GlooBackend
+from recover_megatron.collectives.gloo_groups import NO_TIMEOUT
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Ledger, Span
 from recover_megatron.collectives.progress import Executor, Handle, Progress, Task

@@ -13,12 +13,14 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.gloo_groups import GlooGroups
 from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.replica_group import ReplicaGroup
 
@@ -45,6 +47,8 @@ class InsideGroups:
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._groups: list[ReplicaGroup] = []
+        self._gloo: GlooGroups | None = None
+        """Those that were made anew."""
         self._switch: Revocation | None = None
         self._lock = threading.Lock()
         self._ended = False
@@ -115,9 +119,22 @@ class InsideGroups:
             self._switch, self._ended = switch, False
         made = threading.Event()
         generation.on_end(lambda reason: None if made.is_set() else switch.throw(reason))
-        for group in self._groups:
-            if len(group.positions) > 1:
-                group.rebuild(store, f"inside/{generation.number}/{replica}", switch, host, device)
+        self._renew(f"inside/{generation.number}/{replica}", switch, store, host, device)
         made.set()
         if generation.over:
             raise EpochRevoked(generation.number, "the epoch ended while the groups of a replica were made")
+
+    def _renew(self, prefix: str, switch: Revocation, store: dist.Store, host: str, device: torch.device) -> None:
+        groups = [group for group in self._groups if len(group.positions) > 1]
+        named = {group.own_name: group.positions for group in groups if group.backend != "nccl"}
+        backends: dict[str, Any] = {}
+        before = self._gloo
+        if named:
+            # All or none: where this raises, every group still is the one that has been ended.
+            me = groups[0].positions[groups[0].at]
+            self._gloo = GlooGroups(me, named, store, switch, ring=prefix, host=host)
+            backends = self._gloo.backends
+        for group in groups:
+            group.renew(store, prefix, switch, device, backends.get(group.own_name))
+        if before is not None:
+            before.close()

@@ -137,6 +137,12 @@ class Recovery:
             return self._spare is not None
 
     @property
+    def spare_seconds(self) -> float:
+        """How long this worker has been without a place."""
+        with self._lock:
+            return 0.0 if self._spare is None else self._spare.seconds
+
+    @property
     def live(self) -> frozenset[int]:
         """The slots in which somebody stands; the same object as long as the decision is."""
         decision = self.decision

@@ -1,7 +1,7 @@
 """A torch process group of workers of one replica, whose inside can be exchanged when the replica gets new workers.
 
     ReplicaGroup --bind(inner)--> every method is the inner group's own bound method: a call costs what it did
-         '--rebuild(...)--> a new inner group among the workers that stand in the same positions of another replica
+         '--renew(...)--> a new inner group among the workers that stand in the same positions of another replica
 
 Megatron keeps groups in layers, buckets, optimizers and communicators.  They all hold the outside, which never changes;
 so does the number of its members, and this worker's rank, which are those of its position.
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import Revocation
-from recover_megatron.collectives.gloo import GlooBackend
 
 _METHODS = tuple(
     name
@@ -38,7 +37,6 @@ class ReplicaGroup(dist.ProcessGroup):
         self.own_name = name
         self.backend = backend
         self.inner = inner
-        self._abortable: GlooBackend | None = None
         self.bind(inner)
 
     def bind(self, inner: Any) -> None:
@@ -49,30 +47,26 @@ class ReplicaGroup(dist.ProcessGroup):
             if method is not None:
                 self.__dict__[name] = method
 
-    def rebuild(self, store: dist.Store, prefix: str, switch: Revocation, host: str, device: torch.device) -> None:
+    def renew(self, store: dist.Store, prefix: str, switch: Revocation, device: torch.device, gloo: Any = None) -> None:
         """Become a group of the workers that call this with the same ``prefix``, each in its position.
 
-        Throwing ``switch`` makes its operations fail, also this one: ``EpochRevoked``.  ``PeerLost``: a member is gone.
+        ``gloo``: the inside, made already; NCCL makes its own, which ends when ``switch`` is thrown.
         """
-        before, self._abortable = self._abortable, None
         rank, size = self.at, len(self.positions)
         name = f"{prefix}/{self.own_name}"
         group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
-        if self.backend == "nccl":
+        if gloo is None:
             options = dist.ProcessGroupNCCL.Options()
             options.group_name = name
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/nccl", store), rank, size, options)
             _add(group, device, dist.ProcessGroup.BackendType.NCCL, nccl)
             switch.on_throw(nccl.abort)
         else:
-            self._abortable = GlooBackend(rank, size, store, switch, ring=name, host=host)
             for kind in {"cpu", device.type}:
-                _add(group, torch.device(kind), dist.ProcessGroup.BackendType.GLOO, self._abortable.backend)
+                _add(group, torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)
         group._set_group_name(name)
         group._set_group_desc(self.own_name)
         self.bind(group)
-        if before is not None:
-            before.close()
 
     # What torch knows as attributes, not methods.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -81,6 +82,7 @@ class Spare:
     def __init__(self, recovery: Recovery, status: Status) -> None:
         self._recovery = recovery
         self._status = status
+        self._since = time.perf_counter()
         self._outcome: Outcome | None = None
         self._changed = threading.Condition()
         self._here = False
@@ -92,6 +94,11 @@ class Spare:
     def start(self) -> None:
         """Join from now on."""
         self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been one."""
+        return time.perf_counter() - self._since
 
     def arrive(self, **offer: object) -> Outcome:
         """In the main thread: tell what this worker has to offer from now on (fields of ``Status``), and wait.

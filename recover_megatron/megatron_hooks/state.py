@@ -86,7 +86,7 @@ class TrainingState:
                 yield from (own[name] for name in sorted(own) if isinstance(own[name], torch.Tensor))
 
     def digest(self) -> str:
-        return f"{digest(self.tensors()):016x}"
+        return f"{digest(self.tensors()) % (1 << 64):016x}"
 
     def tree(self) -> dict[str, Any]:
         """See ``instep.transfer``; its tensors are the living ones."""
@@ -190,7 +190,7 @@ def _load_optimizer(one: Any, its: dict[str, Any]) -> None:
             if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
                 own[key].copy_(value)
             elif isinstance(value, torch.Tensor) and value.dim() > 0:
-                own[key] = value.to(parameter.device)
+                own[key] = value.to(parameter.device, copy=True)  # it is a part of the memory of the whole tree
             else:
                 own[key] = value
     if its["scaler"] is not None:

@@ -186,7 +186,8 @@ class TrainingHooks:
                 traceback.print_exception(error)
         self._traffic.mode = Mode.STEP
         print(
-            f"recover: worker {self.recovery.me} has no place any more ({str(error)[:120]}); it waits as a spare",
+            f"recover: worker {self.recovery.me} has no place any more ({str(error)[:120]}); it waits as a spare, "
+            f"out of the training {self.recovery.spare_seconds:.3f} s after its replica broke",
             file=sys.stderr,
             flush=True,
         )
