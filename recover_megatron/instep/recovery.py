@@ -198,9 +198,9 @@ class Recovery:
         finally:
             self.mark(phase, microbatch=microbatch, allow=allow)
 
-    def strike(self, phase: str) -> None:
-        """Fault injection."""
-        self.hooks.strike(phase)
+    def strike(self, phase: str, iteration: int | None = None) -> None:
+        """Fault injection; ``iteration`` None: that under way."""
+        self.hooks.strike(phase, iteration)
 
     # ---- the run
 
@@ -324,6 +324,10 @@ class Recovery:
         if status.at == decision.at:
             self._pending = None
         self.hooks.planned(decision)
+        self.log_plan(decision, lost, time.perf_counter() - started)
+
+    def log_plan(self, decision: Decision, lost: Loss | None, seconds: float) -> None:
+        """Write the plan's event; ``seconds``: what it took to meet."""
         self.hooks.log(
             "plan",
             epoch=decision.epoch,
@@ -334,7 +338,7 @@ class Recovery:
             grid={str(replica): list(workers) for replica, workers in decision.grid.items()},
             fresh=list(decision.fresh),
             mended=list(decision.mended),
-            seconds={"rendezvous": round(time.perf_counter() - started, 6)},
+            seconds={"rendezvous": round(seconds, 6)},
             **self.hooks.describe(decision),
         )
 
