@@ -104,7 +104,7 @@ class InsideGroups:
             switch.throw("the replica is broken")
 
     def rebuild(self, generation: Generation, replica: int, store: dist.Store, host: str, device: torch.device) -> None:
-        """Make all kept groups of several workers anew, among those who stand in ``replica`` in this epoch.
+        """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.
 
         They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked`` and
         ``PeerLost``.
@@ -116,7 +116,7 @@ class InsideGroups:
         made = threading.Event()
         generation.on_end(lambda reason: None if made.is_set() else switch.throw(reason))
         for group in self._groups:
-            if len(group.positions) > 1:
+            if len(group.positions) > 1 or group.placeholder:
                 group.rebuild(store, f"inside/{generation.number}/{replica}", switch, host, device)
         made.set()
         if generation.over:
