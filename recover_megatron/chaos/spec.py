@@ -24,8 +24,17 @@ PHASES = (
     "eval",
     "checkpoint",
     "recovery",
+    "regroup",
+    "transfer",
 )
-"""The places where a fault can strike, in the order of an iteration; "recovery" is anywhere in finishing a step."""
+"""The places where a fault can strike, in the order of an iteration; the last ones are outside of its order.
+
+recovery   anywhere in finishing a step
+regroup    a worker takes a place: its groups are made (visit 1), it has its state (visit 2)
+transfer   a worker begins to give its state to another one
+
+A place is taken, and a state given, in the iteration that the new replica begins with.
+"""
 
 _SHAPE = re.compile(r"(\d+)@(\d+):([^:#@]+)(?:#(\d+))?(?::([^:#@]+))?", re.ASCII)
 

@@ -23,8 +23,8 @@ class Hooks:
     planned: Callable[[Decision], None] = nothing
     """A new epoch: ranks and roles may have moved.  In the main thread."""
     last_checkpoint: Callable[[], str] = lambda: "none was written"
-    strike: Callable[[str], None] = nothing
-    """Fault injection: a phase was reached."""
+    strike: Callable[[str, int | None], None] = nothing
+    """Fault injection: a phase was reached, of an iteration; None: of that under way."""
     describe: Callable[[Decision], dict[str, Any]] = lambda decision: {}
     """What else the event of a new plan should say."""
     log: Callable[..., None] = nothing

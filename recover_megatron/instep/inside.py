@@ -108,7 +108,7 @@ class InsideGroups:
             switch.throw("the replica is broken")
 
     def rebuild(self, generation: Generation, replica: int, store: dist.Store, host: str, device: torch.device) -> None:
-        """Make all kept groups of several workers anew, among those who stand in ``replica`` in this epoch.
+        """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.
 
         They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked`` and
         ``PeerLost``.
@@ -125,11 +125,11 @@ class InsideGroups:
             raise EpochRevoked(generation.number, "the epoch ended while the groups of a replica were made")
 
     def _renew(self, prefix: str, switch: Revocation, store: dist.Store, host: str, device: torch.device) -> None:
-        groups = [group for group in self._groups if len(group.positions) > 1]
+        groups = [group for group in self._groups if len(group.positions) > 1 or group.placeholder]
         named = {group.own_name: group.positions for group in groups if group.backend != "nccl"}
         backends: dict[str, Any] = {}
         before = self._gloo
-        if named:
+        if named:  # of one worker alone, too, where it is a placeholder
             # All or none: where this raises, every group still is the one that has been ended.
             me = groups[0].positions[groups[0].at]
             self._gloo = GlooGroups(me, named, store, switch, ring=prefix, host=host)

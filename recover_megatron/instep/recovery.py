@@ -180,9 +180,9 @@ class Recovery:
         finally:
             self.mark(phase, microbatch=microbatch, allow=allow)
 
-    def strike(self, phase: str) -> None:
-        """Fault injection."""
-        self.hooks.strike(phase)
+    def strike(self, phase: str, iteration: int | None = None) -> None:
+        """Fault injection; ``iteration`` None: that under way."""
+        self.hooks.strike(phase, iteration)
 
     # ---- the run
 
@@ -310,6 +310,10 @@ class Recovery:
         if status.at == decision.at:
             self._pending = None
         self.hooks.planned(decision)
+        self.log_plan(decision, lost, time.perf_counter() - started)
+
+    def log_plan(self, decision: Decision, lost: Loss | None, seconds: float) -> None:
+        """Write the plan's event; ``seconds``: what it took to meet."""
         self.hooks.log(
             "plan",
             epoch=decision.epoch,
@@ -320,7 +324,7 @@ class Recovery:
             grid={str(replica): list(workers) for replica, workers in decision.grid.items()},
             fresh=list(decision.fresh),
             mended=list(decision.mended),
-            seconds={"rendezvous": round(time.perf_counter() - started, 6)},
+            seconds={"rendezvous": round(seconds, 6)},
             **self.hooks.describe(decision),
         )
 

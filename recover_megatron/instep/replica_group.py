@@ -27,15 +27,26 @@ _METHODS = tuple(
 class ReplicaGroup(dist.ProcessGroup):
     """See the module's text.  ``positions``: of its members in the replica, in rank order; ``me``: this worker's.
 
-    ``name``: the same on all members, and of no other group of theirs.
+    ``name``: the same on all members, and of no other group of theirs.  ``placeholder``: ``inner`` is nobody's group,
+    and must not stay, not even where this worker is the only member: its ranks are those of another replica.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, positions: Sequence[int], me: int, name: str, backend: str) -> None:
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        positions: Sequence[int],
+        me: int,
+        name: str,
+        backend: str,
+        *,
+        placeholder: bool = False,
+    ) -> None:
         super().__init__(list(positions).index(me), len(positions))
         self.positions = tuple(positions)
         self.at = self.positions.index(me)
         self.own_name = name
         self.backend = backend
+        self.placeholder = placeholder
         self.inner = inner
         self.bind(inner)
 
@@ -67,6 +78,7 @@ class ReplicaGroup(dist.ProcessGroup):
         group._set_group_name(name)
         group._set_group_desc(self.own_name)
         self.bind(group)
+        self.placeholder = False
 
     # What torch knows as attributes, not methods.
 

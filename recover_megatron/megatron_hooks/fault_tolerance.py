@@ -296,12 +296,12 @@ class FaultTolerance:
 
     # ---- fault injection
 
-    def _strike(self, phase: str) -> None:
+    def _strike(self, phase: str, iteration: int | None = None) -> None:
         if not self._injector.active:
             return
         if phase == "traffic":  # an operation inside a section: a further visit of its phase
             phase = SECTIONS.get(self._training.recovery.section_kind, "")
-        self._injector.at(phase, self._iteration_now())
+        self._injector.at(phase, self._iteration_now() if iteration is None else iteration)
 
     def _ring_hook(self, boundary: str, hop: int) -> None:
         if boundary in HALVES:

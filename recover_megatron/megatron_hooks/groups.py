@@ -139,7 +139,7 @@ class Groups:
         name = "-".join([label or "group", *map(str, positions)])
         number = sum(own.own_name.startswith(f"{name}#") for own in self._own)
         me = self.grid.place(self.traffic.slot)[1]
-        outside = ReplicaGroup(group, positions, me, f"{name}#{number}", backend)
+        outside = ReplicaGroup(group, positions, me, f"{name}#{number}", backend, placeholder=self.alone)
         self._own.append(outside)
         self.inside.keep(outside)
         return outside

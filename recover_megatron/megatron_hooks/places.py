@@ -55,6 +55,7 @@ class Places:
         mine = [receiver for receiver, donor in decision.transfers.items() if donor == me]
         if mine:
             tree = self._state.tree()
+            self._recovery.strike("transfer", _first(decision))
             for receiver in mine:
                 self._give(decision, receiver, tree)
 
@@ -69,6 +70,7 @@ class Places:
         recovery.mark("regroup", waiting=True)
         self._groups.traffic.recovery = recovery
         self._groups.regroup(recovery, self._fabric)
+        recovery.strike("regroup", _first(decision))
         grouped = time.perf_counter()
         size = 0
         if recovery.me in decision.transfers:
@@ -79,7 +81,10 @@ class Places:
         if self._state.version != decision.version:
             raise Disagreement(f"a state of iteration {self._state.version} came, not of {decision.version}")
         self._served = decision.epoch
+        recovery.strike("regroup", _first(decision))
         recovery.hooks.planned(decision)
+        # Where a replica goes on, that one tells of the plan; this one only where all are new.
+        recovery.log_plan(decision, None, 0.0)
         ended = time.perf_counter()
         _say(
             f"worker {recovery.me} takes position {recovery.position} of replica {recovery.replica} from iteration "
@@ -137,6 +142,11 @@ class Places:
         slots = {worker: slot for slot, worker in decision.slots(self._recovery.grid).items()}
         members = slots[decision.transfers[receiver]], slots[receiver]
         return self._recovery.generation.control("state", members)
+
+
+def _first(decision: Decision) -> int:
+    """The iteration that the fresh replicas begin with."""
+    return (decision.version or 0) + 1
 
 
 def _say(message: str) -> None:

@@ -9,12 +9,14 @@ true gradient is zero, such as the bias of the attention keys, would move by the
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,19 +56,21 @@ class Layout:
     replicas: int
     tensor: int = 1
     pipeline: int = 1
+    lanes: int = 1
+    """Of a replica: what expert parallelism spreads over."""
     flags: str = ""
     samples: int = SAMPLES
     """Global batch."""
 
     @property
     def grid(self) -> LaunchGrid:
-        world = self.replicas * self.tensor * self.pipeline
-        return launch_grid(world, tensor=self.tensor, context=1, pipeline=self.pipeline, lanes=1)
+        world = self.replicas * self.positions
+        return launch_grid(world, tensor=self.tensor, context=1, pipeline=self.pipeline, lanes=self.lanes)
 
     @property
     def positions(self) -> int:
-        """Workers of a replica: position = stage * tensor + tensor rank."""
-        return self.tensor * self.pipeline
+        """Workers of a replica: position = stage * tensor + tensor rank (of the first lane; the others follow)."""
+        return self.tensor * self.pipeline * self.lanes
 
     @property
     def argv(self) -> list[str]:
@@ -93,9 +97,12 @@ class Strike:
     phase: str
     kind: str = "kill"
     visit: int = 1
+    until: int = 0
+    """The last iteration in which it may strike, where nobody knows which one it will be; 0: ``iteration``."""
 
     def spec(self, layout: Layout) -> str:
-        return f"{self.worker(layout)}@{self.iteration}:{self.phase}#{self.visit}:{self.kind}"
+        worker, iterations = self.worker(layout), range(self.iteration, max(self.iteration, self.until) + 1)
+        return ",".join(f"{worker}@{iteration}:{self.phase}#{self.visit}:{self.kind}" for iteration in iterations)
 
     def worker(self, layout: Layout) -> int:
         return layout.grid.replicas[self.replica][self.position]
@@ -116,6 +123,16 @@ class Case:
     dropout: bool = False
     flags: tuple[str, ...] = ()
     script: str = OURS
+    spares: int = 0
+    """Workers that are started with the run, beyond those of its launch."""
+    restarts: int = 0
+    """Workers that are started in place of others, in all."""
+    train_with: tuple[str, ...] = ()
+    """What else, script and its own arguments, is run instead of ``script``, but not for the failure-free run."""
+    model: tuple[str, ...] = ()
+    """Flags that change the training, of the failure-free run, too."""
+    doomed: tuple[int, ...] = ()
+    """Workers that kill themselves, other than by a strike."""
 
     def with_flags(self, *flags: str) -> Case:
         """The same with further flags, which the failure-free run does without."""
@@ -123,11 +140,12 @@ class Case:
 
     def __str__(self) -> str:
         inject = ",".join(strike.spec(self.layout) for strike in self.strikes)
-        return f"{self.layout.name}{'-dropout' if self.dropout else ''} {inject}"
+        newcomers = f" +{self.spares} spares" * bool(self.spares) + f" {self.restarts} restarts" * bool(self.restarts)
+        return f"{self.layout.name}{'-dropout' if self.dropout else ''} {inject}{newcomers}"
 
     @property
     def failure_free(self) -> Case:
-        return Case(self.layout, (), self.iterations, self.dropout, script=self.script)
+        return Case(self.layout, (), self.iterations, self.dropout, script=self.script, model=self.model)
 
     def argv(self, out: Path) -> list[str]:
         phases = {strike.phase for strike in self.strikes}
@@ -140,12 +158,17 @@ class Case:
             flags += QUICK_TO_SEE_A_HANG
         if self.strikes:
             flags += ["--recover-inject", ",".join(strike.spec(self.layout) for strike in self.strikes)]
-        return [self.script, *MODEL, *self.layout.argv, *flags, "--recover", "--recover-log-dir", str(out), *self.flags]
+        script = self.train_with or (self.script,)
+        ours = ["--recover", "--recover-log-dir", str(out), *self.flags]
+        return [*script, *MODEL, *self.layout.argv, *flags, *self.model, *ours]
 
     def run(self, server: ForkServer, out: Path) -> Result:
         """Run it to its end."""
         world = self.layout.grid.world
-        ended = server.run(world, self.argv(out), out, training=out / "training", timeout=SECONDS)
+        ended = server.run(
+            world, self.argv(out), out, training=out / "training", timeout=SECONDS, spares=self.spares,
+            restarts=self.restarts,
+        )  # fmt: skip
         return Result(self, ended, out)
 
 
@@ -168,6 +191,24 @@ class Result:
         return [json.loads(line) for line in (self.out / "events-0.jsonl").read_text().splitlines()]
 
     @cached_property
+    def plans(self) -> dict[int, dict[str, Any]]:
+        """Epoch -> what the training's events tell of its plan."""
+        lines = (self.out / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        return {event["epoch"]: event for event in events if event["event"] == "plan"}
+
+    @cached_property
+    def grid(self) -> dict[int, list[int]]:
+        """Replica -> its workers by position, by the last plan."""
+        last = self.plans[max(self.plans)]
+        return {int(replica): workers for replica, workers in last["grid"].items()}
+
+    @property
+    def replicas(self) -> list[int]:
+        """How many computed each iteration."""
+        return [step.replicas for step in self.steps]
+
+    @cached_property
     def left(self) -> Mapping[int, Mapping[str, object]]:
         """Worker -> what it recorded at the end of its training."""
         paths = self.out.glob("training/*.pt")
@@ -178,16 +219,24 @@ class Result:
 
     def told(self) -> str:
         """What there is to know about a run that went wrong."""
-        tails = [f"--- worker {n}:\n" + "\n".join(self.log(n).splitlines()[-12:]) for n in range(len(self.ended.logs))]
-        return f"{self.case}, {self.out}: exit codes {self.ended.codes}\n" + "\n".join(tails)
+        logs = sorted(self.out.glob("worker-*.log"))
+        tails = [f"--- {log.stem}:\n" + "\n".join(log.read_text().splitlines()[-12:]) for log in logs]
+        return f"{self.case}, {self.out}: exit codes {self.ended.codes} {self.ended.more}\n" + "\n".join(tails)
 
 
-def check(result: Result, reference: Result) -> None:
-    """Assert that a run whose faults some replica survived is the failure-free one, but for rounding."""
+def check(result: Result, reference: Result, near: float = 1.0) -> None:
+    """Assert that a run whose faults some replica survived is the failure-free one, but for rounding.
+
+    Whoever was not struck ends with 0, in a place or as a spare; but one that came so late that no plan knows it.
+    ``near``: how much larger than usual the difference may be.
+    """
     case, layout = result.case, result.case.layout
     expected = [0] * layout.grid.world
     for strike in case.strikes:
         expected[strike.worker(layout)] = strike.code
+    for worker in case.doomed:
+        if worker < len(expected):
+            expected[worker] = -9
     codes = list(result.ended.codes)
     for strike in case.strikes:
         if strike.kind == "stop":  # its mates wait for it and make no progress either: they may be put out with it
@@ -195,9 +244,13 @@ def check(result: Result, reference: Result) -> None:
             for mate in layout.grid.replicas[strike.replica]:
                 codes[mate] = expected[mate] if codes[mate] in (-9, EXIT_FENCED) else codes[mate]
     assert codes == expected, result.told()
+    known = {worker for plan in result.plans.values() for worker in (*placed(plan["grid"]), *plan["spares"])}
+    late = {worker for worker in result.ended.more if worker not in known}
+    for worker, code in result.ended.more.items():
+        assert code == (-9 if worker in case.doomed else 0) or worker in late, result.told()
     check_audit(result, case.iterations)
-    check_steps(result, reference)
-    check_parameters(result, reference)
+    check_steps(result, reference, near)
+    check_parameters(result, reference, near * PARAMETERS)
     if any(strike.phase == "eval" for strike in case.strikes):
         check_evaluations(result, reference)
     if any(strike.phase == "checkpoint" for strike in case.strikes):
@@ -206,44 +259,45 @@ def check(result: Result, reference: Result) -> None:
 
 
 def check_audit(result: Result, iterations: int) -> None:
-    """Every iteration once, every microbatch once, the samples right, nothing by a replica after its loss."""
+    """Every iteration once, every microbatch once, the samples right, nothing by a replica that has a lost worker."""
     steps = result.steps
     assert [step.iteration for step in steps] == list(range(1, iterations + 1)), result.told()
     samples = result.case.layout.samples
     assert violations(steps, samples) == []
     assert [step.consumed_samples for step in steps] == [samples * step.iteration for step in steps]
-    lost = {strike.replica: strike.iteration for strike in result.case.strikes}
+    layout, strikes = result.case.layout, result.case.strikes
     for step in steps:
-        gone = {replica for replica, iteration in lost.items() if iteration < step.iteration}
-        assert not gone & set(step.microbatches), (step, lost)
         assert step.replicas == len(step.microbatches)
+        grid = result.plans[step.epoch]["grid"]
+        gone = {strike.worker(layout) for strike in strikes if max(strike.iteration, strike.until) < step.iteration}
+        assert not gone & set(placed(grid)), (step, grid)
+        if all(strike.iteration != step.iteration for strike in strikes):  # who is struck may have counted before
+            assert set(step.microbatches) <= set(map(int, grid)), (step, grid)
 
 
-def check_steps(result: Result, reference: Result) -> None:
+def check_steps(result: Result, reference: Result, near: float = 1.0) -> None:
     """Loss and gradient norm of each iteration."""
-    check_steps_until(result, reference, result.case.iterations)
+    check_steps_until(result, reference, result.case.iterations, near)
 
 
-def check_steps_until(result: Result, reference: Result, last: int) -> None:
+def check_steps_until(result: Result, reference: Result, last: int, near: float = 1.0) -> None:
     """The same of a run that ended after iteration ``last``."""
     for ours, theirs in zip(result.steps, reference.steps[:last], strict=True):
         for name, bound in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
             mine, its = getattr(ours, name), getattr(theirs, name)
-            assert math.isclose(mine, its, rel_tol=bound), (str(result.case), ours.iteration, name, mine, its)
+            assert math.isclose(mine, its, rel_tol=near * bound), (str(result.case), ours.iteration, name, mine, its)
 
 
 def check_parameters(result: Result, reference: Result, bound: float = PARAMETERS) -> None:
-    """Those of the survivors: bit for bit the same in a column, and those of the reference but for rounding."""
-    layout = result.case.layout
-    lost = {strike.replica for strike in result.case.strikes}
-    columns = list(zip(*layout.grid.replicas, strict=True))
-    survivors = [replica for replica in range(layout.replicas) if replica not in lost]
-    for column in columns:
-        its = reference.left[column[0]]["parameters"]
-        first = result.left[column[survivors[0]]]["parameters"]
+    """Of those placed at the end: bit for bit the same in a column, and those of the reference but for rounding."""
+    layout, replicas = result.case.layout, list(result.grid.values())
+    assert placed(result.grid) == sorted(result.left), (str(result.case), result.grid, sorted(result.left))
+    for position, column in enumerate(zip(*replicas, strict=True)):
+        its = reference.left[layout.grid.replicas[0][position]]["parameters"]
+        first = result.left[column[0]]["parameters"]
         assert distance(first, its) < bound, (str(result.case), column, distance(first, its))
-        for replica in survivors[1:]:
-            other = result.left[column[replica]]["parameters"]
+        for worker in column[1:]:
+            other = result.left[worker]["parameters"]
             different = [name for name in first if not torch.equal(first[name], other[name])]
             assert not different, (str(result.case), column, different)
 
@@ -258,6 +312,11 @@ def check_evaluations(result: Result, reference: Result) -> None:
         assert set(ours) <= set(theirs)
         wrong = {t: (ours[t], theirs[t]) for t in ours if not math.isclose(ours[t], theirs[t], rel_tol=LOSS)}
         assert not wrong, (str(result.case), n, wrong)
+
+
+def placed(grid: Mapping[Any, Iterable[int]]) -> list[int]:
+    """All that have a place, ascending."""
+    return sorted(itertools.chain.from_iterable(grid.values()))
 
 
 def distance(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:

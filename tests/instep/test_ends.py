@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.membership.errors import EXIT_NO_REPLICA, EXIT_SAME_FAULT, EXIT_STATE_LOST
+from recover_megatron.membership.errors import EXIT_NO_REPLICA, EXIT_SAME_FAULT
 from recover_megatron.report.steps import read_steps
 from tests.forkserver import ForkServer
 from tests.instep.cells import EVERYTHING
@@ -20,51 +20,32 @@ pytestmark = pytest.mark.slow
 DP4 = LAYOUTS[0]
 TP2 = Layout("tp2-dp2", 2, tensor=2)
 PP2 = Layout("pp2-dp2", 2, pipeline=2)
-ENDS = list(itertools.product([TP2, PP2, LAYOUTS[-1]], ["forward", "agree", "recovery"]))
-
-
-def check_end(result: Result, reference: Reference, code: int, told: str) -> None:
-    """All survivors end with ``code``, after iteration 4, and say who was lost and what the last checkpoint is."""
-    lost = [strike.worker(result.case.layout) for strike in result.case.strikes]
-    codes = dict(enumerate(result.ended.codes))
-    assert {codes.pop(worker) for worker in lost} == {-9}, result.told()
-    assert set(codes.values()) == {code}, result.told()
-    check_steps_until(result, reference(result.case), 4)
-    for worker in codes:
-        said = result.log(worker)
-        assert f"Workers lost: {told}; alive" in said, said
-        assert f"iteration 4 in {result.out / 'checkpoints'}" in said, said
-
-
-def saving(case: Case, out: Path) -> Case:
-    return case.with_flags("--save", str(out / "checkpoints"), "--save-interval", "2")
+ENDS = list(itertools.product([TP2, PP2], ["forward", "agree", "recovery"]))
 
 
 @pytest.mark.parametrize(
     ("layout", "phase"), ENDS if EVERYTHING else ENDS[::4], ids=lambda part: getattr(part, "name", part)
 )
-def test_when_a_position_is_lost_everywhere_the_survivors_end_with_12_and_say_what_was_lost(
+def test_without_a_complete_replica_the_survivors_end_with_10_and_say_what_was_lost(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, phase: str
 ) -> None:
-    """Of all others there are enough for a replica."""
-    last = layout.positions - 1
-    first = 5 if phase == "recovery" else 3
-    case = saving(Case(layout, (Strike(1, last, first, "backward"), Strike(0, last, 5, phase))), tmp_path)
+    """Of four workers three are lost: what is left of two replicas goes on as one, until that loses a worker, too."""
+    first = 8 if phase == "recovery" else 3
+    case = Case(layout, (Strike(1, 1, first, "backward"), Strike(0, 0, 8, phase), Strike(0, 1, 10, "forward")), 12)
+    case = case.with_flags("--save", str(tmp_path / "checkpoints"), "--save-interval", "2")
+    result = case.run(forkserver, tmp_path)
     lost = [strike.worker(layout) for strike in case.strikes]
-    told = f"iteration 3: {lost[0]}; iteration 5: {lost[1]}"
+    codes = dict(enumerate(result.ended.codes))
+    assert [codes.pop(worker) for worker in lost] == [-9, -9, -9], result.told()
+    assert set(codes.values()) == {EXIT_NO_REPLICA}, result.told()
+    check_steps_until(result, reference(case), 9)
+    told = f"iteration 3: {lost[0]}; iteration 8: {lost[1]}; iteration 10: {lost[2]}"
     if phase == "recovery":
-        told = f"iteration 5: {', '.join(map(str, sorted(lost)))}"
-    check_end(case.run(forkserver, tmp_path), reference, EXIT_STATE_LOST, told)
-
-
-def test_when_too_few_for_a_replica_live_the_survivors_end_with_10_and_say_who_was_lost(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
-    strikes = (Strike(1, 0, 3, "forward"), Strike(1, 1, 3, "forward"), Strike(0, 0, 5, "backward"))
-    case = saving(Case(TP2, strikes), tmp_path)
-    first, second, third = (strike.worker(TP2) for strike in strikes)
-    told = f"iteration 3: {first}, {second}; iteration 5: {third}"
-    check_end(case.run(forkserver, tmp_path), reference, EXIT_NO_REPLICA, told)
+        told = f"iteration 8: {', '.join(map(str, sorted(lost[:2])))}; iteration 10: {lost[2]}"
+    for worker in codes:
+        said = result.log(worker)
+        assert f"Workers lost: {told}; alive" in said, said
+        assert f"iteration 8 in {tmp_path / 'checkpoints'}" in said, said
 
 
 @pytest.mark.parametrize("layout", [DP4, PP2], ids=lambda layout: layout.name)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import platform
 import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.faults import is_communication, signature
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
-from recover_megatron.instep.plan import Status, decide
+from recover_megatron.instep.plan import Decision, Rules, Status, decide
 from recover_megatron.membership.words import LastWords
 from recover_megatron.workload import assign, quotas
 
@@ -60,121 +64,307 @@ def test_sizes_that_do_not_fill_the_world_are_refused(world: int) -> None:
 # ---- decisions
 
 
-@st.composite
-def meetings(draw: st.DrawFn) -> tuple[LaunchGrid, dict[int, Status], dict[int, tuple[int, ...]], int]:
-    """A launch of which workers were lost, its replicas in a step, some of them not yet: what the members join with.
+@dataclass(frozen=True)
+class Meeting:
+    """What the members of an epoch join with: a launch of which workers were lost, and some are new."""
 
-    Returns the grid, the statuses, what each whole replica that has begun ran, and the total.
-    """
-    replicas, positions, lanes = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    grid = launch_grid(replicas * positions * lanes, tensor=positions, context=1, pipeline=1, lanes=lanes)
+    grid: LaunchGrid
+    statuses: dict[int, Status]
+    whole: dict[int, tuple[int, ...]]
+    """The replicas that nobody is gone from, and that know it."""
+    begun: dict[int, tuple[int, ...]]
+    """What those ran that are in the step."""
+    total: int
+    rules: Rules
+
+    @property
+    def boundary(self) -> bool:
+        return any(status.boundary for status in self.statuses.values()) and not self.begun
+
+
+ITERATION = 7
+
+
+@st.composite
+def meetings(draw: st.DrawFn, boundary: bool | None = None) -> Meeting:
+    """The replicas that are whole are in step 7, or before it; at its boundary if ``boundary``, or not, or drawn."""
+    replicas, tensor = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    pipeline, lanes = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    size = tensor * pipeline * lanes
+    grid = launch_grid(replicas * size, tensor=tensor, context=1, pipeline=pipeline, lanes=lanes)
     total = replicas * lanes * draw(st.integers(1, 4))
     every = list(range(replicas))
     shares = assign(total, lanes, every, quotas(total, every, multiple_of=lanes), replicas)
-    dead = draw(st.sets(st.integers(0, grid.world - 1), max_size=grid.world))
+    dead = draw(st.sets(st.integers(0, grid.world - 1)))
+    at_boundary = draw(st.booleans()) if boundary is None else boundary
     late = draw(st.sets(st.integers(0, replicas - 1)))
+    digests, nodes = st.sampled_from(["right", "right", "wrong"]), st.sampled_from(["node-a", "node-b"])
     statuses: dict[int, Status] = {}
-    begun: dict[int, tuple[int, ...]] = {}
-    for number, workers in enumerate(grid.replicas):
-        whole = not dead & set(workers)
-        ran = tuple(j for lane in shares[number] for j in lane)
-        for worker in set(workers) - dead:
-            # A worker of a broken replica may have noticed, or not yet.
-            if not whole and draw(st.booleans()):
-                statuses[worker] = Status(None, note="its replica is broken")
-            elif number in late:
-                statuses[worker] = Status(number, 6)
-            else:
-                statuses[worker] = Status(number, 7, True, total, ran)
-        if whole and number not in late:
-            begun[number] = ran
-    return grid, statuses, begun, total
+    whole, begun = {}, {}
+    for replica, workers in enumerate(grid.replicas):
+        lost = bool(dead & set(workers))
+        ran = tuple(j for lane in shares[replica] for j in lane)
+        present = Status(replica, at=6, iteration=ITERATION, version=6)
+        if at_boundary:
+            present = replace(present, at=7, boundary=True)
+        elif replica not in late:
+            present = replace(present, at=7, step=True, total=total, ran=ran)
+        for position, worker in enumerate(workers):
+            if worker in dead:
+                continue
+            status = replace(present, position=position, node=draw(nodes))
+            if at_boundary:
+                status = replace(status, digest=draw(digests))
+            if lost and draw(st.booleans()):  # it has noticed, or not yet
+                orphan = {"ready": draw(st.booleans()), "version": draw(st.sampled_from([None, 5, 6, 7]))}
+                status = Status(None, position, 7, iteration=ITERATION, node=status.node, **orphan)
+            statuses[worker] = status
+        if not lost:
+            whole[replica] = tuple(workers)
+            if present.step:
+                begun[replica] = ran
+    for newcomer in range(grid.world, grid.world + draw(st.integers(0, 3))):
+        position = draw(st.one_of(st.none(), st.integers(0, size - 1)))
+        statuses[newcomer] = Status(None, position, ready=draw(st.booleans()), node=draw(nodes))
+    return Meeting(grid, statuses, whole, begun, total, Rules(cross_node=draw(st.booleans())))
 
 
-@given(meetings(), st.randoms(use_true_random=False))
-def test_each_microbatch_is_in_one_gradient_or_is_run_again_by_one_replica(
-    meeting: tuple[LaunchGrid, dict[int, Status], dict[int, tuple[int, ...]], int], source: random.Random
-) -> None:
-    grid, statuses, begun, total = meeting
-    decision = decide(3, statuses, grid)
-    whole = [n for n, workers in enumerate(grid.replicas) if set(workers) <= set(statuses)]
-    whole = [n for n in whole if all(statuses[worker].replica == n for worker in grid.replicas[n])]
-    assert list(decision.replicas) == whole
-    assert sorted([*decision.workers(grid), *decision.spares]) == sorted(statuses)
+def decided(meeting: Meeting) -> Decision:
+    return decide(3, meeting.statuses, meeting.grid, meeting.rules)
+
+
+@given(meetings(boundary=False))
+def test_each_microbatch_is_in_one_gradient_or_is_run_again_by_one_replica(meeting: Meeting) -> None:
+    decision, begun = decided(meeting), meeting.begun
     assert decision.step == bool(begun)
     if begun:
         again = [j for lanes in decision.rerun.values() for lane in lanes for j in lane]
         kept = [j for ran in begun.values() for j in ran]
-        assert sorted([*kept, *again]) == list(range(total))
-        assert set(decision.rerun) == set(whole)
+        assert sorted([*kept, *again]) == list(range(meeting.total))
+        assert set(decision.rerun) == set(meeting.whole)
         for lanes in decision.rerun.values():
-            assert len(lanes) == grid.lanes
+            assert len(lanes) == meeting.grid.lanes
             assert len({len(lane) for lane in lanes}) == 1, "the lanes of a replica run in lock-step"
     else:
         assert not decision.rerun
-    shuffled = list(statuses.items())
+
+
+@given(meetings())
+def test_who_is_in_a_whole_replica_keeps_its_place(meeting: Meeting) -> None:
+    grid = decided(meeting).grid
+    assert {replica: grid[replica] for replica in meeting.whole} == meeting.whole
+
+
+@given(meetings())
+def test_everybody_has_one_place_that_its_model_is_built_for_or_is_a_spare(meeting: Meeting) -> None:
+    decision = decided(meeting)
+    assert sorted([*decision.workers, *decision.spares]) == sorted(meeting.statuses)
+    assert set(decision.grid) <= set(range(len(meeting.grid.replicas)))
+    for workers in decision.grid.values():
+        assert [meeting.statuses[worker].position for worker in workers] == list(range(meeting.grid.size))
+    for replica in decision.fresh:
+        workers = decision.grid[replica]
+        assert all(meeting.statuses[worker].ready for worker in workers)
+        for group in meeting.grid.tensor_groups:
+            nodes = {meeting.statuses[workers[position]].node for position in group}
+            assert len(nodes) == 1 or meeting.rules.cross_node
+
+
+@given(meetings())
+def test_new_replicas_begin_at_a_boundary_or_where_none_is_whole(meeting: Meeting) -> None:
+    decision = decided(meeting)
+    new = set(decision.grid) - set(meeting.whole)
+    assert set(decision.fresh) == new
+    if meeting.whole and not meeting.boundary:
+        assert not new
+        assert not decision.transfers
+    assert not (decision.regroup and (meeting.boundary or not meeting.whole))
+    at_boundary = {
+        worker: replace(status, at=7, boundary=True, step=False, total=0, ran=())
+        for worker, status in meeting.statuses.items()
+        if status.replica is not None
+    }
+    then = decide(4, meeting.statuses | at_boundary, meeting.grid, meeting.rules)
+    if meeting.whole:
+        assert decision.regroup == (bool(then.fresh) and not meeting.boundary), "what is promised comes, and no other"
+
+
+@given(meetings(boundary=True))
+def test_a_state_comes_from_one_of_the_same_column_that_is_whole_and_right(meeting: Meeting) -> None:
+    decision, statuses = decided(meeting), meeting.statuses
+    if not meeting.whole:
+        assert not decision.transfers
+        return
+    fresh = {worker for replica in decision.fresh for worker in decision.grid[replica]}
+    assert set(decision.transfers) == fresh | set(decision.mended)
+    for receiver, donor in decision.transfers.items():
+        position = statuses[receiver].position
+        assert position is not None
+        column = [workers[position] for workers in meeting.whole.values()]
+        assert donor in column
+        counts = Counter(statuses[worker].digest for worker in column)
+        assert counts[statuses[donor].digest] == max(counts.values())
+        assert donor not in decision.transfers, "who gives has nothing to get"
+    for worker in decision.mended:
+        assert statuses[worker].digest != statuses[decision.transfers[worker]].digest
+
+
+@given(meetings())
+def test_committed_steps_are_not_taken_back(meeting: Meeting) -> None:
+    decision = decided(meeting)
+    if not decision.fresh or meeting.whole:
+        return
+    assert decision.version in (ITERATION - 1, ITERATION)
+    held = [meeting.statuses[worker].version for worker in decision.workers]
+    assert set(held) == {decision.version}
+    assert not decision.transfers, "they hold it themselves"
+
+
+@given(meetings())
+def test_only_spares_are_asked_for_something_else(meeting: Meeting) -> None:
+    decision = decided(meeting)
+    for worker in decision.rebuild:
+        assert worker in decision.spares
+        assert meeting.statuses[worker].ready
+        assert worker not in decision.mirrors
+    for spare, worker in decision.mirrors.items():
+        assert spare in decision.spares
+        assert len(decision.grid) == 1
+        assert meeting.statuses[spare].ready
+        assert meeting.statuses[spare].position == meeting.statuses[worker].position
+
+
+@given(meetings(), st.randoms(use_true_random=False))
+def test_the_answer_does_not_depend_on_who_reported_first(meeting: Meeting, source: random.Random) -> None:
+    shuffled = list(meeting.statuses.items())
     source.shuffle(shuffled)
-    assert decide(3, dict(shuffled), grid) == decision, "the answer may not depend on who reported first"
+    assert decided(replace(meeting, statuses=dict(shuffled))) == decided(meeting)
 
 
 TWO = launch_grid(4, tensor=2, context=1, pipeline=1, lanes=1)
+THREE = launch_grid(6, tensor=2, context=1, pipeline=1, lanes=1)
 
 
-def of_both(first: Status, second: Status) -> dict[int, Status]:
-    return {0: first, 1: first, 2: second, 3: second}
+def in_step(replica: int, at: int, total: int = 0, ran: Sequence[int] = ()) -> Status:
+    return Status(replica, at=at, step=total > 0, total=total, ran=tuple(ran))
+
+
+def placed(*statuses: Status, positions: int = 2) -> dict[int, Status]:
+    """The workers of whole replicas, from worker 0 on, all of one saying the same."""
+    every = [replace(status, position=position) for status in statuses for position in range(positions)]
+    return dict(enumerate(every))
+
+
+def orphan(position: int | None, **fields: Any) -> Status:
+    return Status(None, position, **{"ready": True, "iteration": ITERATION, "version": 6, "at": 7, **fields})
 
 
 def test_what_a_broken_replica_ran_does_not_count() -> None:
-    whole, broken = Status(0, 4, True, 4, (0, 2)), Status(1, 4, True, 4, (1, 3))
-    decision = decide(2, {0: whole, 1: whole, 3: broken}, TWO)
-    assert decision.replicas == (0,)
+    statuses = placed(in_step(0, 4, 4, (0, 2)), in_step(1, 4, 4, (1, 3)))
+    del statuses[2]
+    decision = decide(2, statuses, TWO)
+    assert decision.grid == {0: (0, 1)}
     assert decision.spares == (3,)
     assert decision.rerun == {0: [[1, 3]]}
 
 
 def test_a_replica_that_has_not_begun_the_step_gets_more_than_those_that_wait_for_it() -> None:
     three = launch_grid(3, tensor=1, context=1, pipeline=1, lanes=1)
-    decision = decide(2, {0: Status(0, 5, True, 9, (0, 3, 6)), 1: Status(1, 4), 2: Status(2, 4)}, three)
+    decision = decide(2, placed(in_step(0, 5, 9, (0, 3, 6)), in_step(1, 4), in_step(2, 4), positions=1), three)
     assert {replica: len(lanes[0]) for replica, lanes in decision.rerun.items()} == {0: 0, 1: 3, 2: 3}
 
 
 def test_a_decision_that_is_no_step_has_nothing_to_run_again() -> None:
-    decision = decide(2, of_both(Status(0, 9), Status(1, 8, True, 4, (1, 3))), TWO)
+    decision = decide(2, placed(in_step(0, 9), in_step(1, 8, 4, (1, 3))), TWO)
     assert (decision.at, decision.step, decision.rerun) == (9, False, {})
 
 
-def test_nobody_whole_is_a_decision_without_replicas() -> None:
-    decision = decide(2, {1: Status(0, 3), 2: Status(None)}, TWO)
-    assert decision.replicas == ()
-    assert decision.spares == (1, 2)
-
-
 def test_mates_of_whom_one_has_not_heard_of_the_commit_yet_are_one_replica() -> None:
-    heard, not_yet = Status(0, 8, True, 4), Status(0, 7, True, 4, (0, 2))
-    other = Status(1, 8, True, 4, (1, 3))
-    decision = decide(2, {0: heard, 1: not_yet, 2: other, 3: other}, TWO)
+    statuses = placed(in_step(0, 8, 4), in_step(1, 8, 4, (1, 3)))
+    statuses[1] = replace(in_step(0, 7, 4, (0, 2)), position=1)
+    decision = decide(2, statuses, TWO)
     assert decision.at == 8
     assert decision.rerun == {0: [[0]], 1: [[2]]}
+
+
+BOTH = placed(in_step(0, 7, 4, (0, 2)), in_step(1, 7, 4, (1, 3)))
 
 
 @pytest.mark.parametrize(
     "statuses",
     [
-        of_both(Status(0, 7, True, 4, (0, 2)), Status(1, 7, True, 4, (1, 2))),
-        of_both(Status(0, 7, True, 4, (0, 2)), Status(1, 7, True, 6, (1, 3))),
-        of_both(Status(0, 7, True, 4, (0, 2)), Status(1, 7, True, 4, (1, 3))) | {1: Status(0, 7, True, 4, (0,))},
-        of_both(Status(0, 7, True, 4, (0, 2)), Status(1, 7, True, 4, (1, 3))) | {1: Status(0, 6, True, 4, (0, 2))},
-        of_both(Status(0, 9, True, 4), Status(1, 9, True, 4)) | {1: Status(0, 7)},
+        placed(in_step(0, 7, 4, (0, 2)), in_step(1, 7, 4, (1, 2))),
+        placed(in_step(0, 7, 4, (0, 2)), in_step(1, 7, 6, (1, 3))),
+        BOTH | {1: replace(BOTH[1], ran=(0,))},
+        BOTH | {1: replace(BOTH[1], at=6)},
+        placed(in_step(0, 9, 4), in_step(1, 9, 4)) | {1: Status(0, 1, 7)},
+        BOTH | {4: BOTH[1]},
     ],
-    ids=["counted twice", "another total", "mates ran different ids", "a mate is behind", "a mate is two behind"],
-)
+    ids=[
+        "counted twice", "another total", "mates ran different ids", "a mate is behind", "a mate is two behind",
+        "two in one place",
+    ],
+)  # fmt: skip
 def test_states_that_no_order_of_events_explains_are_refused(statuses: dict[int, Status]) -> None:
     with pytest.raises(Disagreement):
         decide(2, statuses, TWO)
 
 
+def test_the_survivors_of_two_broken_replicas_wait_for_the_boundary_and_are_a_replica_from_it_on() -> None:
+    survivors = {1: orphan(1), 2: orphan(0)}
+    whole = {4: Status(2, 0, 7, True, total=6, ran=(2, 5)), 5: Status(2, 1, 7, True, total=6, ran=(2, 5))}
+    decision = decide(2, survivors | whole, THREE)
+    assert (decision.grid, decision.regroup, decision.spares) == ({2: (4, 5)}, True, (1, 2))
+    assert decision.rerun == {2: [[0, 1, 3, 4]]}
+    there = {worker: Status(2, worker - 4, 8, boundary=True, iteration=8, version=7) for worker in (4, 5)}
+    decision = decide(3, survivors | there, THREE)
+    assert decision.grid == {0: (2, 1), 2: (4, 5)}
+    assert (decision.fresh, decision.version, decision.transfers) == ((0,), 7, {1: 5, 2: 4})
+
+
+def test_who_is_there_twice_is_asked_to_build_the_model_that_is_missing() -> None:
+    whole = {4: Status(2, 0, 7, True, total=6), 5: Status(2, 1, 7, True, total=6)}
+    decision = decide(2, {0: orphan(0), 2: orphan(0)} | whole, THREE)
+    assert list(decision.rebuild.values()) == [1]
+    assert (decision.regroup, decision.enough) == (False, 2)
+
+
+def test_with_one_replica_left_a_spare_in_each_position_keeps_its_state() -> None:
+    whole = {2: Status(1, 0, 7, True, total=4), 3: Status(1, 1, 7, True, total=4)}
+    assert decide(2, {0: orphan(0)} | whole, TWO).mirrors == {0: 2}
+    assert decide(2, {0: orphan(0, ready=False)} | whole, TWO).mirrors == {}
+
+
+def test_orphans_begin_again_with_the_newest_state_that_they_hold_between_them() -> None:
+    decision = decide(2, {0: orphan(0, version=7), 3: orphan(1, version=7)}, TWO)
+    assert (decision.grid, decision.version, decision.at) == ({0: (0, 3)}, 7, 8)
+    statuses = {0: orphan(0, version=7), 2: orphan(0), 3: orphan(1)}
+    assert decide(2, statuses, TWO).version == 6, "no position 1 of the newer one"
+    coming = statuses | {1: Status(0, 1, 7, iteration=ITERATION)}
+    assert decide(2, coming, TWO).grid == {}, "who has not told yet may hold the newer one"
+    assert decide(2, coming, TWO).enough > 0
+
+
+def test_nobody_whole_and_too_few_to_be_is_a_decision_without_replicas() -> None:
+    decision = decide(2, {1: Status(0, 1, 3), 2: Status(None)}, TWO)
+    assert (decision.replicas, decision.spares, decision.enough, decision.state_lost) == ((), (1, 2), 0, False)
+
+
+def test_a_position_that_nobody_holds_is_a_lost_state() -> None:
+    decision = decide(2, {0: orphan(0), 2: orphan(0)}, TWO)
+    assert (decision.replicas, decision.enough, decision.state_lost) == ((), 0, True)
+    assert decide(2, {0: orphan(0)}, TWO).state_lost is False, "one worker is no replica, with any state"
+
+
+def test_the_state_that_differs_is_replaced_by_that_of_the_others() -> None:
+    told = placed(*(Status(replica, at=7, boundary=True, version=6, digest="right") for replica in range(3)))
+    told[3] = replace(told[3], digest="wrong")
+    decision = decide(2, told, THREE)
+    assert (decision.mended, decision.transfers) == ((3,), {3: 1})
+
+
 def test_a_status_is_the_same_after_its_way_through_json() -> None:
-    status = Status(3, 12, True, 8, (1, 5), "because")
+    status = Status(3, 1, 12, True, total=8, ran=(1, 5), version=4, node="here", note="because")
     assert Status.from_json(status.to_json()) == status
     with pytest.raises(Disagreement, match="does not know"):
         Status.from_json({**status.to_json(), "speed": 1})

@@ -1,4 +1,7 @@
-"""Endurance: eight workers, kills drawn by a seed until one replica is left, and the result is the failure-free one."""
+"""Endurance: eight workers, kills drawn by a seed, and the result is the failure-free one.
+
+Until one replica is left; or with another worker started in place of each: the run ends as whole as it began.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.forkserver import ForkServer
-from tests.instep.cells import EVERYTHING, SEED, row
+from tests.instep.cells import BEFORE_THE_COMMIT, EVERYTHING, IN_THE_RING, SEED, row, visits
 from tests.instep.conftest import Reference
-from tests.instep.runs import Layout, check
+from tests.instep.runs import NO_EVALUATION, Case, Layout, Strike, check
 
 pytestmark = pytest.mark.slow
 
@@ -25,3 +28,37 @@ def test_kills_down_to_the_last_replica_change_nothing_but_rounding(
 ) -> None:
     case = row(random.Random(f"soak {layout.name} {seed}"), layout)
     check(case.run(forkserver, tmp_path), reference(case))
+
+
+REJOINED = [Layout("tp2-dp4", 4, tensor=2), Layout("tp2-pp2-dp2", 2, tensor=2, pipeline=2)]
+REJOINED_SEEDS = range(SEED, SEED + (10 if EVERYTHING else 1))
+ITERATIONS = 300 if EVERYTHING else 40
+MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
+
+
+def deaths(source: random.Random, layout: Layout) -> Case:
+    """Kills spread over the first half of the run, each in another position: so a position's state is never lost.
+
+    (With two replicas the other one's worker in that position might be on its way, or its successor.)  A worker that
+    waits as a spare is struck once it is back in a place.
+    """
+    half, positions = ITERATIONS // 2, source.sample(range(layout.positions), layout.positions)
+    strikes = []
+    for number, position in enumerate(positions):
+        iteration = 3 + number * (half - 3) // len(positions)
+        # Who is alone in its column has no ring.
+        phases = [p for p in BEFORE_THE_COMMIT if visits(layout, position, p) and p not in IN_THE_RING]
+        replica, phase = source.randrange(layout.replicas), source.choice(phases)
+        strikes.append(Strike(replica, position, iteration, phase, until=half))
+    return Case(layout, tuple(strikes), ITERATIONS, restarts=len(strikes), model=MODEL)
+
+
+@pytest.mark.parametrize("seed", REJOINED_SEEDS)
+@pytest.mark.parametrize("layout", REJOINED, ids=lambda layout: layout.name)
+def test_with_others_in_their_place_the_run_ends_whole_and_nothing_changes_but_rounding(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, seed: int
+) -> None:
+    case = deaths(random.Random(f"rejoin {layout.name} {seed}"), layout)
+    result = case.run(forkserver, tmp_path)
+    check(result, reference(case))
+    assert result.replicas[-1] == layout.replicas, result.replicas

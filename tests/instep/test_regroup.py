@@ -1,0 +1,209 @@
+"""Replicas rebuilt around failed ranks: orphans, spares and newcomers are put together, and training stays the same.
+
+What is compared is what test_equality.py compares; see ``runs``.  Where the position of a new replica's workers is
+named here, it is that of the launch: ``Strike(replica, position, ..)``.
+
+When a new replica begins is a matter of time: its workers must have come out of what they were in.  So the tests say
+how many replicas there are at the end, not in which iteration; faults that strike while one is put together have a
+range of iterations (``until``).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.membership.errors import EXIT_STATE_LOST
+from tests.forkserver import ForkServer
+from tests.instep.cells import EVERYTHING, SEED
+from tests.instep.conftest import Reference
+from tests.instep.runs import LAYOUTS, NO_EVALUATION, Case, Layout, Result, Strike, check, check_steps_until
+
+pytestmark = pytest.mark.slow
+
+TP2_PP2 = Layout("tp2-pp2-dp3", 3, tensor=2, pipeline=2)
+PP4 = Layout("pp4-dp2", 2, pipeline=4, flags="--num-layers 4")
+TP2_DP4 = Layout("tp2-dp4", 4, tensor=2)
+DP4, TP2, PP2 = LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]
+MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
+"""Evaluation takes most of the time, and others test it.  The gradients are clipped in every iteration: only then does
+their norm, which the workers of a replica find between them, have an effect."""
+LONG = 24
+"""Iterations of a run in which somebody builds a model: that takes a few of them."""
+
+
+def drawn(cases: list[Case], number: int) -> list[Case]:
+    """Some of them, by RECOVER_SEED."""
+    return cases if EVERYTHING else random.Random(f"regroup {SEED} {cases[0]}").sample(cases, number)
+
+
+def equal(forkserver: ForkServer, reference: Reference, case: Case, out: Path, near: float = 1.0) -> Result:
+    case = replace(case, model=(*case.model, *MODEL))
+    result = case.run(forkserver, out)
+    check(result, reference(case), near)
+    return result
+
+
+RECOMBINED = [
+    Case(TP2_PP2, (Strike(0, 1, 3, "backward"), Strike(1, 2, iteration, phase)))
+    for iteration, phase in [(3, "forward"), (3, "agree"), (5, "backward"), (5, "reduce-scatter")]
+]
+
+
+@pytest.mark.parametrize("case", drawn(RECOMBINED, 2), ids=str)
+def test_the_survivors_of_two_broken_replicas_make_a_whole_one(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
+) -> None:
+    result = equal(forkserver, reference, case, tmp_path)
+    assert result.replicas[:2] == [3, 3]
+    assert result.replicas[-1] == 2, result.replicas
+
+
+LAST = [
+    Case(PP4, (Strike(0, 1, 3, "backward"), Strike(1, 2, 3, "forward"))),
+    Case(PP4, (Strike(0, 1, 3, "backward"), Strike(1, 2, 3, "optimizer"))),
+    Case(PP4, (Strike(0, 1, 3, "backward"), Strike(1, 3, 8, "data")), 12),
+    *(
+        Case(PP4, (Strike(0, 1, 3, "backward"), Strike(1, 2, 8, phase)), 12)
+        for phase in ("forward", "backward", "agree", "optimizer")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", drawn(LAST[:2], 1) + drawn(LAST[2:], 1), ids=str)
+def test_out_of_two_broken_pipelines_and_none_whole_one_goes_on(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
+) -> None:
+    """In different iterations: spares keep the state of the last replica, in step with it."""
+    result = equal(forkserver, reference, case, tmp_path)
+    assert result.replicas[-1] == 1
+
+
+def test_who_is_there_twice_builds_the_model_of_the_position_that_is_missing(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    case = Case(TP2, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), LONG)
+    result = equal(forkserver, reference, case, tmp_path)
+    assert result.replicas[-1] == 2, result.replicas
+    launch = {worker: case.layout.grid.place(worker)[1] for worker in range(case.layout.grid.world)}
+    moved = [w for workers in result.grid.values() for position, w in enumerate(workers) if launch[w] != position]
+    assert len(moved) == 1, result.grid
+    assert f"worker {moved[0]} builds the model of position 1" in result.log(moved[0])
+
+
+@pytest.mark.parametrize("newcomers", ["restart", "spare"])
+def test_a_newcomer_brings_the_run_back_to_full_strength(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, newcomers: str
+) -> None:
+    spare = newcomers == "spare"
+    case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, spares=int(spare), restarts=int(not spare))
+    result = equal(forkserver, reference, case, tmp_path)
+    assert result.replicas[-1] == 3, result.replicas
+    assert next(workers for workers in result.grid.values() if TP2.grid.world in workers)[1] == TP2.grid.world
+
+
+def test_recombined_rebuilt_mirrored_and_joined_in_one_run(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    strikes = (Strike(0, 1, 3, "backward"), Strike(1, 0, 3, "forward"), Strike(2, 1, 8, "agree", until=12))
+    case = Case(TP2, strikes, LONG + 6, spares=1, restarts=2)
+    result = equal(forkserver, reference, case, tmp_path)
+    assert result.replicas[-1] == 3, result.replicas
+
+
+TWO = (Strike(0, 0, 3, "backward"), Strike(1, 1, 3, "forward"))
+"""In TP2_DP4: position 1 of replica 0 and position 0 of replica 1 make a new replica, by the states of replica 2."""
+SECOND = {
+    "a donor": Strike(2, 0, 4, "transfer", until=12),
+    "a receiver in its groups": Strike(0, 1, 4, "regroup", until=12),
+    "a receiver with its state": Strike(1, 0, 4, "regroup", visit=2, until=12),
+    "a donor at the boundary": Strike(2, 1, 4, "recovery", until=12),
+    "a bystander at the boundary": Strike(3, 1, 4, "recovery", until=12),
+}
+
+
+@pytest.mark.parametrize(
+    "victim", list(SECOND) if EVERYTHING else random.Random(f"second {SEED}").sample(list(SECOND), 3)
+)
+def test_another_death_while_a_replica_is_put_together(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, victim: str
+) -> None:
+    result = equal(forkserver, reference, Case(TP2_DP4, (*TWO, SECOND[victim]), 14), tmp_path)
+    assert result.replicas[-1] == 2, result.replicas
+
+
+def test_a_newcomer_that_dies_before_it_has_a_place_costs_nothing(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    world = TP2.grid.world
+    case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, restarts=2, doomed=(world,))
+    case = replace(case, train_with=(str(Path(__file__).with_name("newcomer.py")), str(world)))
+    result = equal(forkserver, reference, case, tmp_path)
+    assert result.ended.more[world] == -9, result.told()
+    assert result.replicas[-1] == 3, result.replicas
+
+
+ADAM = ("--optimizer", "adam", "--lr", "1e-3", "--min-lr", "1e-4")
+BROKEN = (Strike(0, 0, 3, "backward"), Strike(1, 1, 3, "forward"))
+FEATURES = {
+    "balanced": Case(DP4, (Strike(1, 0, 3, "backward"),), LONG, restarts=1, flags=("--recover-balance",)),
+    "dropout": Case(TP2, BROKEN, dropout=True),
+    "adam": Case(PP2, BROKEN, model=ADAM),
+    "tied embeddings": Case(PP2, BROKEN),
+    "interleaved": Case(
+        Layout("pp2-interleaved", 3, pipeline=2, flags="--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
+        BROKEN,
+    ),
+    "experts": Case(
+        Layout(
+            "ep2-dp3", 3, lanes=2,
+            flags="--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear",
+        ),
+        BROKEN,
+    ),
+}  # fmt: skip
+NEAR = {"adam": 100.0}
+
+
+@pytest.mark.parametrize(
+    "feature", list(FEATURES) if EVERYTHING else random.Random(f"features {SEED}").sample(list(FEATURES), 3)
+)
+def test_what_users_combine_is_put_together_as_well(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, feature: str
+) -> None:
+    case = FEATURES[feature]
+    result = equal(forkserver, reference, case, tmp_path, NEAR.get(feature, 1.0))
+    assert result.replicas[-1] == (4 if case.restarts else 2), result.replicas
+
+
+def test_a_state_that_differs_from_that_of_its_column_is_found_and_mended(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    script = (str(Path(__file__).with_name("corrupt.py")), "3", "3")
+    case = replace(Case(TP2, flags=("--recover-verify-interval", "4")), train_with=script)
+    result = equal(forkserver, reference, case, tmp_path)
+    assert [plan["mended"] for plan in result.plans.values() if plan["mended"]] == [[3]]
+    assert "differs from that of its column" in result.log(3)
+
+
+@pytest.mark.parametrize("second", drawn([Case(PP4, (Strike(1, 1, iteration, "forward"),)) for iteration in (3, 8)], 1))
+def test_a_position_whose_state_nobody_holds_ends_the_run_and_names_the_checkpoint(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, second: Case
+) -> None:
+    case = Case(PP4, (Strike(0, 1, 3, "backward"), *second.strikes), 12, model=MODEL)
+    checkpoints = tmp_path / "checkpoints"
+    result = case.with_flags("--save", str(checkpoints), "--save-interval", "2").run(forkserver, tmp_path)
+    dead = [strike.worker(PP4) for strike in case.strikes]
+    codes = dict(enumerate(result.ended.codes))
+    assert [codes.pop(worker) for worker in dead] == [-9, -9], result.told()
+    assert set(codes.values()) == {EXIT_STATE_LOST}, result.told()
+    last = case.strikes[-1].iteration - 1
+    check_steps_until(result, reference(case), last)
+    saved = last - last % 2
+    for worker in codes:
+        said = result.log(worker)
+        assert "nobody holds the state of one of its positions any more" in said, said
+        assert f"iteration {saved} in {checkpoints}" in said, said
