@@ -42,6 +42,8 @@ class TrainingState:
         args = get_args()
         self._operations = args.num_floating_point_operations_so_far
         self._started = args.consumed_train_samples
+        self.first = args.iteration + 1
+        """The iteration with which the run began, whenever this worker came into it."""
         self.version = args.iteration
         """Iterations that the parameters have seen."""
         self.counters = self._counters()
@@ -62,6 +64,7 @@ class TrainingState:
         args = get_args()
         return {
             "version": self.version,
+            "first": self.first,
             "args": {name: getattr(args, name, 0) for name in COUNTERS},
             "scheduler": self._scheduler.num_steps,
             "validation": [source.position for source in self._validation],
@@ -117,6 +120,7 @@ class TrainingState:
         for _ in range(iterations):
             args.consumed_train_samples += counters["batch"]
             self._scheduler.step(increment=counters["batch"])
+        self.first = counters["first"]
         self.version = args.iteration = args.curr_iteration = counters["version"] + iterations
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         # What train() counts by itself from here on; exact unless the batch size is ramped up.
