@@ -16,7 +16,7 @@ orphans and the spares make a new replica.  In ms, in the order of time but for 
     first step  until the first step of the new replica is committed, less groups and state
     total       from the kill to that
 
-    unwind      from when an orphan's replica is known to be broken until it is out of the training (the slowest)
+    unwind      from when an orphan's replica is known to be broken until it is out of the training (the run's slowest)
 
 The times are the coordinator's, and what each worker that takes a place says in its log.  *state* includes that the
 donors begin to send when they come to the same place: they compute until then.

@@ -49,6 +49,11 @@ class TrainingState:
         self.counters = self._counters()
         """The counters when the last iteration began."""
 
+    @property
+    def first(self) -> int:
+        """The iteration with which the run began, whenever this worker came into it."""
+        return int(self._launch["iteration"]) + 1
+
     # ---- between iterations
 
     def begin(self) -> None:

@@ -125,6 +125,9 @@ class TrainingHooks:
         buckets_module.install(lambda: self._buckets)
         seams.wrap(training, "train", ("forward_step_func", "model", "optimizer"), self._train)
         seams.wrap(training, "train_step", step, self._train_step)
+        seams.wrap(
+            training, "training_log", ("loss_dict", "total_loss_dict", "learning_rate", "iteration"), self._training_log
+        )
         seams.wrap(training, "get_forward_backward_func", (), self._schedule)
         seams.wrap(training, "evaluate", ("forward_step_func", "data_iterator", "model"), self._evaluate)
         seams.wrap(training, "save_checkpoint", ("iteration", "model", "optimizer"), self._save_checkpoint)
@@ -230,6 +233,17 @@ class TrainingHooks:
             return result
 
         return train_step
+
+    def _training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def training_log(losses: Any, total: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+            if "is_first_iteration" in kwargs:
+                # Megatron logs the first iteration of train(), with a barrier, and whoever came back has entered
+                # train() anew: all must have the same decisions in an iteration.
+                assert self._state is not None
+                kwargs["is_first_iteration"] = iteration == self._state.first
+            return original(losses, total, rate, iteration, *args, **kwargs)
+
+        return training_log
 
     def _boundary(self) -> None:
         """Between two iterations: new replicas come in, states are compared and given."""

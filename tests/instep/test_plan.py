@@ -347,7 +347,7 @@ def test_orphans_begin_again_with_the_newest_state_that_they_hold_between_them()
 
 def test_nobody_whole_and_too_few_to_be_is_a_decision_without_replicas() -> None:
     decision = decide(2, {1: Status(0, 1, 3), 2: Status(None)}, TWO)
-    assert (decision.replicas, decision.spares, decision.enough, decision.state_lost) == ((), (1, 2), 0, False)
+    assert (decision.replicas, decision.spares, decision.enough, decision.state_lost) == ((), (1, 2), 0, "")
 
 
 def test_a_position_that_nobody_holds_is_a_lost_state() -> None:

@@ -28,6 +28,7 @@ SEAMS = [
     "megatron.training.training.save_checkpoint",
     "megatron.training.training.train",
     "megatron.training.training.train_step",
+    "megatron.training.training.training_log",
 ]
 
 
