@@ -81,6 +81,8 @@ class Rules:
     """What every replica's number of microbatches must be a multiple of, per lane."""
     cross_node: bool = False
     """Whether a tensor-parallel group may reach over nodes."""
+    strict: bool = False
+    """Whether the run ends where a column's states differ and no majority says which is right."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class Decision:
     """Worker that needs a state -> worker that gives it its own."""
     mended: tuple[int, ...] = ()
     """Those of them that had one, which differed from that of most of their column."""
+    disputed: tuple[int, ...] = ()
+    """Workers of columns whose states differ without a majority for any: the lowest replica's was taken."""
     rebuild: Mapping[int, int] = field(default_factory=dict)
     """Spare -> position that it should build its model for."""
     mirrors: Mapping[int, int] = field(default_factory=dict)
@@ -169,7 +173,7 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
     newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=Status(None))
     working = {worker for workers in grid.values() for worker in workers}
     enough, state_lost = _prospects(whole, grid, statuses, launch, rules)
-    if disputed:
+    if disputed and rules.strict:
         enough, state_lost = 0, _DISPUTED.format(", ".join(map(str, disputed)))
     return Decision(
         epoch,
@@ -185,6 +189,7 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
         version=version,
         transfers=transfers,
         mended=mended,
+        disputed=tuple(disputed),
         rebuild=placement.rebuild if whole else {},
         mirrors=_mirrors(grid, statuses, placement) if len(grid) == 1 else {},
         enough=enough,
@@ -293,22 +298,24 @@ def _transfers(
 ) -> tuple[dict[int, int], tuple[int, ...], list[int]]:
     """Who gets its state from whom: all of the fresh replicas, and who holds another state than most of its column.
 
-    And of whom nobody can say whose is the right one.
+    And who of a column differ without a majority: there the lowest replica is followed, or nobody (``Rules.strict``).
     """
     transfers: dict[int, int] = {}
     mended: list[int] = []
+    disputed: list[int] = []
     for position in range(len(next(iter(grid.values()), ()))):
         column = [workers[position] for workers in whole.values()]
         told = [worker for worker in column if statuses[worker].digest]
         right = _most([statuses[worker].digest for worker in told]) if told else ""
+        if told and 2 * sum(statuses[worker].digest == right for worker in told) <= len(told):
+            disputed += told
+            right = statuses[told[0]].digest
         donors = [worker for worker in column if not told or statuses[worker].digest == right]
         wrong = [worker for worker in told if statuses[worker].digest != right]
-        if 2 * len(wrong) >= len(told) and wrong:
-            return {}, (), sorted(told)
         mended += wrong
         for number, worker in enumerate([*wrong, *(grid[replica][position] for replica in fresh)]):
             transfers[worker] = donors[number % len(donors)]
-    return dict(sorted(transfers.items())), tuple(sorted(mended)), []
+    return dict(sorted(transfers.items())), tuple(sorted(mended)), sorted(disputed)
 
 
 def _mirrors(

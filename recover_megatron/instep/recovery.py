@@ -324,6 +324,7 @@ class Recovery:
             grid={str(replica): list(workers) for replica, workers in decision.grid.items()},
             fresh=list(decision.fresh),
             mended=list(decision.mended),
+            disputed=list(decision.disputed),
             seconds={"rendezvous": round(seconds, 6)},
             **self.hooks.describe(decision),
         )

@@ -256,7 +256,11 @@ class FaultTolerance:
             hooks,
             slot=slot,
             node=os.environ.get("RECOVER_NODE_NAME") or os.environ.get("RECOVER_NODE") or socket.gethostname(),
-            rules=Rules(args.pipeline_model_parallel_size if interleaved else 1, config.allow_cross_node_tp),
+            rules=Rules(
+                args.pipeline_model_parallel_size if interleaved else 1,
+                config.allow_cross_node_tp,
+                strict=config.verify_interval > 0,
+            ),
             min_replicas=config.min_replicas,
             verify_interval=config.verify_interval,
         )

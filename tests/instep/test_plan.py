@@ -364,6 +364,16 @@ def test_the_state_that_differs_is_replaced_by_that_of_the_others() -> None:
     assert (decision.mended, decision.transfers) == ((3,), {3: 1})
 
 
+def test_where_no_majority_says_whose_state_is_right_the_lowest_is_followed_or_the_run_ends() -> None:
+    two = {worker: Status(worker // 2, worker % 2, 7, boundary=True, version=6, digest="same") for worker in range(4)}
+    two[3] = replace(two[3], digest="other")
+    decision = decide(5, two, TWO)
+    assert (decision.transfers, decision.disputed, decision.enough) == ({3: 1}, (1, 3), 2)
+    strict = decide(5, two, TWO, Rules(strict=True))
+    assert strict.enough == 0
+    assert "nobody knows which is right" in strict.state_lost
+
+
 def test_a_status_is_the_same_after_its_way_through_json() -> None:
     status = Status(3, 1, 12, True, total=8, ran=(1, 5), version=4, node="here", note="because")
     assert Status.from_json(status.to_json()) == status
