@@ -6,6 +6,7 @@ spare.py          a live worker without a place, and what can become of it
 plan.py           what an epoch decides, from what its members joined with (pure): who stands where, who runs what
 shares.py         which microbatches each replica runs in a step
 losses.py         who was lost when
+marks.py          progress marks: what a worker does
 gradients.py      buckets on their way through the rings, and the tail that carries losses and the audit
 transfer.py       a worker's state on its way to another one
 generation.py     the groups that live and die with one epoch

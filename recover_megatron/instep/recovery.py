@@ -26,8 +26,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +36,7 @@ from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks, nothing
 from recover_megatron.instep.losses import Loss, Losses
+from recover_megatron.instep.marks import Marks
 from recover_megatron.instep.plan import Decision, Rules, Status, decide
 from recover_megatron.instep.shares import Shares
 from recover_megatron.instep.spare import LINGER_SECONDS, Mirror, Over, Rebuild, Spare
@@ -49,13 +49,11 @@ from recover_megatron.membership.errors import (
 )
 from recover_megatron.membership.session import Session
 
-FIRST_SECONDS = 600.0
-"""What the first decision may take beyond the hang timeout between two marks: kernels are compiled in it."""
 BLAME_SECONDS = 1.0
 """How long to wait for the news of a death after my replica's communication failed, before saying so myself."""
 
 
-class Recovery:
+class Recovery(Marks):
     """See the module's text.  One per worker; the main thread calls it, the session's thread its revoke callback."""
 
     def __init__(
@@ -73,10 +71,9 @@ class Recovery:
         verify_interval: int = 0,
     ) -> None:
         """``slot``: where this worker stands at launch; None: nowhere yet.  ``verify_interval``: see ``boundary``."""
-        self.session = session
+        super().__init__(session, hooks)
         self.me = me
         self.grid = grid
-        self.hooks = hooks
         self._at_launch = slot is not None
         self.slot, self.replica, self.lane = -1, -1, 0
         self.position: int | None = None
@@ -94,8 +91,6 @@ class Recovery:
         self._decision: Decision | None = None
         self._live: tuple[Decision, frozenset[int]] | None = None
         self._shown = (0, False, 0)
-        self._warm = False
-        """Whether this worker has done all that is done for the first time only."""
         self._at = 0
         self._pending: Decision | None = None
         self._lock = threading.Lock()
@@ -103,11 +98,6 @@ class Recovery:
         self._finished = False
         self.section_kind = ""
         """What the last section was, or is."""
-        self.microbatch: int | None = None
-        """The one that this worker has begun last."""
-        self.phase = ""
-        """What it was doing when it last said so."""
-        self._allow = 0.0
         self.shares = Shares(grid, self._rules.multiple_of)
         session.on_revoke(self._revoked)
 
@@ -162,27 +152,6 @@ class Recovery:
     def share(self, total: int) -> list[list[int]]:
         """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
         return self.shares.of(self.decision, self.replica, total)
-
-    def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
-        """Report progress: see ``Session.mark``."""
-        self.microbatch, self.phase, self._allow = microbatch, phase, allow
-        if not self._warm:
-            allow += FIRST_SECONDS
-        self.session.mark(self.hooks.iteration(), phase, microbatch, waiting, allow)
-
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Wait for others in the middle of a phase: so who hangs meanwhile is known by the wait."""
-        phase, microbatch, allow = self.phase, self.microbatch, self._allow
-        self.mark(what, microbatch=microbatch, waiting=True)
-        try:
-            yield
-        finally:
-            self.mark(phase, microbatch=microbatch, allow=allow)
-
-    def strike(self, phase: str, iteration: int | None = None) -> None:
-        """Fault injection; ``iteration`` None: that under way."""
-        self.hooks.strike(phase, iteration)
 
     # ---- the run
 
@@ -242,7 +211,7 @@ class Recovery:
         self.strike("agree")
         self.mark("agree", waiting=True)
         self.session.agree(number)
-        self._warm = True
+        self.warm = True
 
     def section(self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = nothing) -> Any:
         """Run something that needs all workers to its end: again from the start when an epoch ends in the middle.

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training import async_utils, get_args, training
+from megatron.training import get_args, training
 
 from recover_megatron.errors import UserError
 from recover_megatron.instep.errors import Disagreement, NoReplica, Orphaned, OtherPosition, RunOver, StateLost
@@ -34,6 +34,7 @@ from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.data import Microbatches, Source, source_of
 from recover_megatron.megatron_hooks.groups import Groups, column_of
 from recover_megatron.megatron_hooks.places import INTERRUPTED, Places
@@ -80,7 +81,7 @@ class TrainingHooks:
         self._buckets: Buckets | None = None
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
-        self._async_writers: frozenset[int] = frozenset()
+        self._checkpoints = Checkpoints(lambda: self._recovery, groups, records)
         self._state: TrainingState | None = None
         self._places: Places | None = None
 
@@ -130,8 +131,7 @@ class TrainingHooks:
         )
         seams.wrap(training, "get_forward_backward_func", (), self._schedule)
         seams.wrap(training, "evaluate", ("forward_step_func", "data_iterator", "model"), self._evaluate)
-        seams.wrap(training, "save_checkpoint", ("iteration", "model", "optimizer"), self._save_checkpoint)
-        seams.wrap(training, "maybe_finalize_async_save", ("blocking", "terminate"), self._finalize_async_save)
+        self._checkpoints.install()
 
     # ---- the loop
 
@@ -196,8 +196,7 @@ class TrainingHooks:
         )
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = error.__context__ = error.__cause__ = None
-        if not async_utils.is_empty_async_queue():
-            self._forget_async_saves()
+        self._checkpoints.forget()
 
     def _come_back(self, version: int | None) -> None:
         """Wait as a spare until there is a place, and take it; ``version``: of the state that this worker holds.
@@ -356,62 +355,6 @@ class TrainingHooks:
         given = iterators if isinstance(call["data_iterator"], list) else iterators[0]
         mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(mine)}
         return schedule(**{**call, **mine_only})
-
-    # ---- checkpoints
-
-    def _save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-            if not self.begun:
-                return original(iteration, *args, **kwargs)
-
-            def run() -> Any:
-                self.recovery.mark("checkpoint", allow=CHECKPOINT_SECONDS)
-                self.recovery.strike("checkpoint")
-                with self._traffic.during(Mode.SECTION):
-                    return original(iteration, *args, **kwargs)
-
-            result = self.recovery.section("checkpoint", run)
-            self._async_writers = self.recovery.live
-            self._records.saved(iteration)
-            return result
-
-        return save_checkpoint
-
-    def _finalize_async_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
-            if not self.begun or async_utils.is_empty_async_queue():
-                return original(*args, **kwargs)
-
-            def run() -> Any:
-                self.recovery.mark("checkpoint", allow=CHECKPOINT_SECONDS)
-                if self.recovery.live != self._async_writers:
-                    self._abandon_async_saves()
-                with self._traffic.during(Mode.SECTION):
-                    return original(*args, **kwargs)
-
-            return self.recovery.section("asynchronous checkpoint", run)
-
-        return maybe_finalize_async_save
-
-    def _abandon_async_saves(self) -> None:
-        """Forget checkpoints under way when one of their writers is gone: its part may be incomplete.
-
-        Everybody left does so, also who had finished one already: the tracker file names the checkpoint before.
-        """
-        if number := self._forget_async_saves():
-            self.recovery.hooks.log("checkpoint abandoned", number=number)
-
-    def _forget_async_saves(self) -> int:
-        pending = async_utils._async_calls_queue.async_calls
-        number = len(pending)
-        while pending:
-            call = pending.popleft()
-            call.async_caller.is_current_async_call_done(True, True)  # wait here; ask nobody
-        return number
-
-
-CHECKPOINT_SECONDS = 3600.0
-"""How long a checkpoint may take, beyond the hang timeout, before a worker that makes no mark counts as hung."""
 
 
 def _sources(iterators: Any) -> Sequence[Source]:
