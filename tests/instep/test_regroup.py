@@ -165,7 +165,7 @@ FEATURES = {
         BROKEN,
     ),
 }  # fmt: skip
-NEAR = {"adam": 100.0}
+NEAR = {"adam": 10.0}
 
 
 @pytest.mark.parametrize(
