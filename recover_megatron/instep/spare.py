@@ -87,6 +87,7 @@ class Spare:
         self._changed = threading.Condition()
         self._here = False
         """Whether the main thread waits."""
+        self._grace = GRACE_SECONDS
         self._away = STUCK_SECONDS
         """How long the main thread may stay away."""
         self._thread = threading.Thread(target=self._run, name="spare", daemon=True)
@@ -144,7 +145,7 @@ class Spare:
         """One epoch; how it ends for this worker, if it does."""
         recovery, session = self._recovery, self._recovery.session
         with self._changed:
-            self._changed.wait_for(lambda: self._here, GRACE_SECONDS)
+            self._changed.wait_for(lambda: self._here, self._grace)
             sent, told = self._status, self._here
         decision, _ = recovery.meet(sent, f"worker {recovery.me} is a spare: {sent.note}")
         with self._changed:
@@ -165,7 +166,7 @@ class Spare:
         session.idle()
         if sent.ready and recovery.me in decision.rebuild:
             position = decision.rebuild[recovery.me]
-            self._away = BUILD_SECONDS
+            self._away, self._grace = BUILD_SECONDS, 0.0
             self._have(Rebuild(position), position=position, version=None, digest="")
         elif sent.ready and recovery.me in decision.mirrors:
             self._have(Mirror(decision))

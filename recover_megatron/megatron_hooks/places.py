@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.errors import Disagreement, Orphaned
 from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.recovery import Recovery
@@ -37,11 +37,12 @@ class Places:
         self._fabric = fabric
         self._state = state
         self._served = 0
-        self.torn = False
-        """Whether the state is neither the old one nor the new one."""
 
     def at_boundary(self) -> None:
-        """Do what the present plan asks of this worker before the next step.  May raise as ``take`` does."""
+        """Do what the present plan asks of this worker before the next step.
+
+        Raises ``Orphaned`` if its state should have been replaced and was not: it must not compute with it.
+        """
         decision = self._recovery.decision
         if decision.mirrors and not decision.transfers:
             self._feed_mirrors(decision)
@@ -51,7 +52,11 @@ class Places:
         me = self._recovery.me
         if me in decision.mended:
             _say(f"the state of worker {me} differs from that of its column: it takes over one that does not")
-            self._receive(decision)
+            try:
+                self._receive(decision)
+            except INTERRUPTED as error:
+                self._recovery.displaced(f"its state differs from that of its column, and no other came: {error}")
+                raise Orphaned(f"worker {me} holds a state that is not to be computed with") from error
         mine = [receiver for receiver, donor in decision.transfers.items() if donor == me]
         if mine:
             tree = self._state.tree()
@@ -62,8 +67,8 @@ class Places:
     def take(self, decision: Decision) -> None:
         """Take the place that ``decision`` has for this spare; afterwards train() can be entered.
 
-        Raises what is in ``INTERRUPTED``, and ``Disagreement`` for a state that cannot be right; the caller is a spare
-        again then.
+        Raises what is in ``INTERRUPTED``: the caller is a spare again then, with the state that it had.  Raises
+        ``Disagreement`` for a state that cannot be right.
         """
         recovery, started = self._recovery, time.perf_counter()
         recovery.come_back(decision)
@@ -75,11 +80,12 @@ class Places:
         size = 0
         if recovery.me in decision.transfers:
             size = self._receive(decision)
-        else:
+        elif self._state.version is not None:
             done = self._state.version - self._state.counters["version"]
             self._state.restore(self._state.counters, iterations=done)
-        if self._state.version != decision.version:
-            raise Disagreement(f"a state of iteration {self._state.version} came, not of {decision.version}")
+        version = self._state.version
+        if version is None or version != decision.version:
+            raise Disagreement(f"a state of iteration {version} came, not of {decision.version}")
         self._served = decision.epoch
         recovery.strike("regroup", _first(decision))
         recovery.hooks.planned(decision)
@@ -88,7 +94,7 @@ class Places:
         ended = time.perf_counter()
         _say(
             f"worker {recovery.me} takes position {recovery.position} of replica {recovery.replica} from iteration "
-            f"{self._state.version + 1} on: groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, "
+            f"{version + 1} on: groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, "
             f"{size} bytes"
         )
 
@@ -110,7 +116,8 @@ class Places:
             while True:
                 tree, _ = receive(pair, 0)  # what is interrupted here has changed nothing
                 self._state.load(tree)
-        return {"version": self._state.version, "digest": self._state.digest()}
+        version = self._state.version
+        return {"version": version, "digest": "" if version is None else self._state.digest()}
 
     def _mirror_pair(self, decision: Decision, spare: int, generation: Generation) -> Any:
         slots = {worker: slot for slot, worker in decision.slots(self._recovery.grid).items()}
@@ -118,10 +125,8 @@ class Places:
 
     def _receive(self, decision: Decision) -> int:
         pair = self._pair(decision, self._recovery.me)
-        self.torn = True
         tree, size = receive(pair, 0, lambda: self._recovery.mark("state"))
         self._state.load(tree)
-        self.torn = False
         return size
 
     def _give(self, decision: Decision, receiver: int, tree: dict[str, Any]) -> None:

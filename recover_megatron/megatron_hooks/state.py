@@ -32,9 +32,14 @@ LAUNCH = ("iteration", "consumed_train_samples", "num_floating_point_operations_
 
 
 class TrainingState:
-    """See the module's text.  ``validation``: Megatron's iterators, as train() gets them."""
+    """See the module's text.  ``validation``: Megatron's iterators, as train() gets them.
 
-    def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, validation: Any) -> None:
+    ``blank``: the model was built alone; its parameters are those of no iteration.
+    """
+
+    def __init__(
+        self, model: Sequence[Any], optimizer: Any, scheduler: Any, validation: Any, *, blank: bool = False
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._optimizers = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
@@ -44,8 +49,8 @@ class TrainingState:
         args = get_args()
         self._launch = {name: getattr(args, name) for name in LAUNCH}
         """Those of the whole run, also where this worker joined it later."""
-        self.version = args.iteration
-        """Iterations that the parameters have seen."""
+        self.version: int | None = None if blank else args.iteration
+        """Iterations that the parameters have seen; None: they are of no use."""
         self.counters = self._counters()
         """The counters when the last iteration began."""
 

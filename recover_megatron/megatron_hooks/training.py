@@ -23,7 +23,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, training
 
 from recover_megatron.errors import UserError
-from recover_megatron.instep.errors import Disagreement, NoReplica, Orphaned, OtherPosition, RunOver, StateLost
+from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.gradients import Tail
 from recover_megatron.instep.process_group import Mode, Traffic
@@ -124,7 +124,8 @@ class TrainingHooks:
         self._nominal.install()
         self._accumulated.install()
         buckets_module.install(lambda: self._buckets)
-        seams.wrap(training, "train", ("forward_step_func", "model", "optimizer"), self._train)
+        loop = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
+        seams.wrap(training, "train", (*loop, "valid_data_iterator"), self._train)
         seams.wrap(training, "train_step", step, self._train_step)
         seams.wrap(
             training, "training_log", ("loss_dict", "total_loss_dict", "learning_rate", "iteration"), self._training_log
@@ -140,16 +141,16 @@ class TrainingHooks:
             forward_step_func: Any, model: Any, optimizer: Any, scheduler: Any, data: Any, validation: Any, *rest: Any,
             **kwargs: Any,
         ) -> Any:  # fmt: skip
-            self._state = TrainingState(model, optimizer, scheduler, validation)
+            late = self._recovery is not None  # it waited, without a model, for somebody to want it
+            self._state = TrainingState(model, optimizer, scheduler, validation, blank=late)
             self._buckets = Buckets(model)
             self._count_versions(optimizer)
-            late = self._recovery is not None  # it waited, without a model, for somebody to want it
             if self._recovery is None:
                 self._recovery = self._make_recovery()
             recovery = self._recovery
             self._places = Places(recovery, self._groups, recovery.fabric, self._state)
             if late:
-                self._come_back(version=None)
+                self._come_back()
             else:
                 recovery.start()
                 self._traffic.recovery = recovery
@@ -161,7 +162,7 @@ class TrainingHooks:
                     if isinstance(error, FINAL) or not self._replica_broken(error):
                         raise
                     self._leave(error)
-                self._come_back(version=self._state.version)
+                self._come_back()
 
         return train
 
@@ -198,25 +199,21 @@ class TrainingHooks:
         error.__traceback__ = error.__context__ = error.__cause__ = None
         self._checkpoints.forget()
 
-    def _come_back(self, version: int | None) -> None:
-        """Wait as a spare until there is a place, and take it; ``version``: of the state that this worker holds.
-
-        Raises ``OtherPosition`` and ``RunOver``.
-        """
-        assert self._state is not None
-        assert self._places is not None
+    def _come_back(self) -> None:
+        """Wait as a spare until there is a place, and take it.  Raises ``OtherPosition`` and ``RunOver``."""
+        state, places = self._state, self._places
+        assert state is not None
+        assert places is not None
         self._traffic.mode = Mode.STEP  # until the first boundary nothing is sent: the others are not where it is
-        self._state.tidy()
         while True:
-            digest = "" if version is None else self._state.digest()
-            decision = self.recovery.wait_as_spare(version=version, digest=digest)
+            state.tidy()
+            digest = "" if state.version is None else state.digest()
+            decision = self.recovery.wait_as_spare(version=state.version, digest=digest)
             try:
-                self._places.take(decision)
+                places.take(decision)
                 return
-            except (*INTERRUPTED, Disagreement) as error:
+            except INTERRUPTED as error:
                 self.recovery.displaced(f"it could not take its place: {error}")
-                self._state.tidy()
-                version = None if self._places.torn else self._state.version
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(
@@ -251,16 +248,8 @@ class TrainingHooks:
         self._traffic.mode = Mode.OPEN
         self._state.begin()
         # A checkpoint under way is finished by those who began it.
-        while True:
-            self.recovery.boundary(lambda: training.maybe_finalize_async_save(blocking=True))
-            try:
-                self._places.at_boundary()
-                return
-            except INTERRUPTED as error:
-                if self._places.torn:
-                    raise Disagreement(
-                        f"the state of worker {self.recovery.me} could not be mended: {error}"
-                    ) from error
+        self.recovery.boundary(lambda: training.maybe_finalize_async_save(blocking=True))
+        self._places.at_boundary()
 
     # ---- one pass of the schedule
 
