@@ -28,6 +28,7 @@ from recover_megatron.membership.errors import (
     EXIT_NO_REPLICA,
     EXIT_STATE_LOST,
     CoordinatorLost,
+    EpochRevoked,
     Fenced,
 )
 
@@ -88,6 +89,8 @@ class Spare:
         self._here = False
         """Whether the main thread waits."""
         self._grace = GRACE_SECONDS
+        self._last: Decision | None = None
+        """What the last epoch decided that had no place for this worker."""
         self._away = STUCK_SECONDS
         """How long the main thread may stay away."""
         self._thread = threading.Thread(target=self._run, name="spare", daemon=True)
@@ -109,9 +112,10 @@ class Spare:
         """
         with self._changed:
             self._status = replace(self._status, **{"ready": True, **offer})  # type: ignore[arg-type]
-            self._here = True
+            self._here, self._grace = True, GRACE_SECONDS
             self._changed.notify_all()
         with suppress(CoordinatorLost, Fenced):  # the thread is told, too, and says how it ends
+            self._let_them_begin()
             self._recovery.session.ask(f"worker {self._recovery.me} is a spare, and ready")
         with self._changed:
             self._changed.wait_for(lambda: self._outcome is not None)
@@ -163,6 +167,7 @@ class Spare:
             session.leave()
             return Over(0, "the training is over")
         recovery.give_up_unless_enough(decision)
+        self._last = decision
         session.idle()
         if sent.ready and recovery.me in decision.rebuild:
             position = decision.rebuild[recovery.me]
@@ -170,11 +175,23 @@ class Spare:
             self._have(Rebuild(position), position=position, version=None, digest="")
         elif sent.ready and recovery.me in decision.mirrors:
             self._have(Mirror(decision))
-        if not news and not session.wait_revoked(None if self._here else self._away):
+        if news:
+            self._let_them_begin()
+        elif not session.wait_revoked(None if self._here else self._away):
             with self._changed:
                 if not self._here:
                     return Over(1, "its main thread has not come out of the training")
         return None
+
+    def _let_them_begin(self) -> None:
+        """Whoever asks for an epoch ends the present one: not while its fresh replicas get their state.
+
+        Returns when their first step is committed, or the epoch is over anyway.
+        """
+        last = self._last
+        if last is not None and last.fresh:
+            with suppress(EpochRevoked):
+                self._recovery.session.wait_committed(last.at)
 
     def _have(self, task: Rebuild | Mirror, **fields: object) -> None:
         """Give the main thread something to do; until it has come back, this worker has no place to take."""
