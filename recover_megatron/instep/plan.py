@@ -261,9 +261,7 @@ def _from_orphans(
         holders = {
             worker: candidate
             for worker, candidate in candidates.items()
-            if candidate.ready
-            and statuses[worker].version == version
-            and statuses[worker].digest in _majority(statuses, worker, version)
+            if statuses[worker].version == version and statuses[worker].digest in _majority(statuses, worker, version)
         }
         found = assemble(set(), holders, _shape(launch, rules), len(launch.replicas)).replicas
         if found:

@@ -191,7 +191,7 @@ class Spare:
         last = self._last
         if last is not None and last.fresh:
             with suppress(EpochRevoked):
-                self._recovery.session.wait_committed(last.at)
+                self._recovery.session.wait_committed(last.at, last.epoch)
 
     def _have(self, task: Rebuild | Mirror, **fields: object) -> None:
         """Give the main thread something to do; until it has come back, this worker has no place to take."""

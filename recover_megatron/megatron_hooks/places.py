@@ -2,8 +2,8 @@
 
 boundary   a plan has put a new replica together, or found a state that differs from its column's:
                donors       send theirs from a thread, while their replica computes (give)
-               the differing take one over, on the spot (mend)
-                   where one replica is left, its workers send theirs to spares, before every step (mirror)
+               the differing   take one over, on the spot (mend)
+               the last replica's workers send theirs to spares, before every step (mirror)
 spare      its plan has a place for it: new groups inside the replica, a state, and Megatron's loop from there (take)
 """
 

@@ -207,12 +207,17 @@ class Session:
                 self._client.perform(self._core.report_done(iteration))
                 self._raise_if_revoked()
 
-    def wait_committed(self, iteration: int) -> None:
-        """Wait until ``iteration`` is committed. May raise as ``agree`` does."""
+    def wait_committed(self, iteration: int, epoch: int | None = None) -> None:
+        """Wait until ``iteration`` is committed. May raise as ``agree`` does.
+
+        ``epoch``: wait in this one alone, for a thread that another one of this worker may join a newer one beside.
+        """
         with self._client.condition:
             while self._core.committed < iteration:
                 self._raise_if_out()
                 self._raise_if_revoked()
+                if epoch is not None and self.epoch != epoch:
+                    raise EpochRevoked(epoch, "a newer one was joined")
                 self._client.condition.wait()
 
     def agree(self, iteration: int) -> None:

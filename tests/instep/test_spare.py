@@ -1,0 +1,65 @@
+"""A spare's manners, with a session that is played: it asks for no epoch while fresh replicas get their state."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recover_megatron.instep.plan import Decision, Status
+from recover_megatron.instep.spare import Over, Spare
+from recover_megatron.membership.errors import CoordinatorLost, EpochRevoked
+
+FRESH = Decision(5, {0: (0, 1), 1: (2, 3)}, (4,), at=7, fresh=(1,), version=6, transfers={2: 0, 3: 1})
+
+
+class Session:
+    """Epoch 5 is there; what the spare does is noted in ``said``."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.left = frozenset[int]()
+        self.idled, self.waited, self.asked = threading.Event(), threading.Event(), threading.Event()
+        self.settled = threading.Event()
+        self.over = False
+
+    def idle(self) -> None:
+        self.idled.set()
+
+    def wait_revoked(self, timeout: float | None = None) -> bool:
+        assert self.asked.wait(30)
+        raise CoordinatorLost("the end of the test", 0)
+
+    def wait_committed(self, iteration: int, epoch: int) -> None:
+        self.said.append(f"wait for {iteration} in {epoch}")
+        self.waited.set()
+        assert self.settled.wait(30)
+        if self.over:
+            raise EpochRevoked(epoch)
+
+    def ask(self, reason: str) -> None:
+        self.said.append("ask")
+        self.asked.set()
+
+
+@pytest.mark.parametrize("revoked", [False, True])
+def test_news_are_told_when_the_first_step_of_the_fresh_replicas_is_over(revoked: bool) -> None:
+    session = Session()
+    session.over = revoked
+    recovery: Any = SimpleNamespace(
+        me=4, session=session, meet=lambda status, reason: (FRESH, None), give_up_unless_enough=lambda decision: None
+    )
+    spare = Spare(recovery, Status(None, position=0))
+    spare.start()
+    assert session.idled.wait(30)
+    outcomes: list[Any] = []
+    main = threading.Thread(target=lambda: outcomes.append(spare.arrive(version=6)))
+    main.start()
+    assert session.waited.wait(30)
+    assert session.said == ["wait for 7 in 5"], "not asked yet: it would end the epoch in which states are given"
+    session.settled.set()
+    main.join(30)
+    assert session.said == ["wait for 7 in 5", "ask"]
+    assert outcomes == [Over(0, "the end of the test")]
