@@ -37,19 +37,24 @@ MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
 
 
 def deaths(source: random.Random, layout: Layout) -> Case:
-    """Kills spread over the first half of the run, each in another position: so a position's state is never lost.
+    """Kills spread over most of the run, one after another, in positions that differ from kill to kill.
 
-    (With two replicas the other one's worker in that position might be on its way, or its successor.)  A worker that
-    waits as a spare is struck once it is back in a place.
+    So a position's state is never lost: with two replicas, whoever is to take the last place that broke might still be
+    on its way.  In a long run the newcomers of the first kills are alone in their columns when the later ones come.  A
+    worker that waits as a spare is struck once it is back in a place.
     """
-    half, positions = ITERATIONS // 2, source.sample(range(layout.positions), layout.positions)
-    strikes = []
-    for number, position in enumerate(positions):
-        iteration = 3 + number * (half - 3) // len(positions)
+    victims = [(replica, position) for replica in range(layout.replicas) for position in range(layout.positions)]
+    first, count = source.sample(range(layout.positions), layout.positions), 6 if EVERYTHING else layout.positions
+    last = ITERATIONS - 80 if EVERYTHING else ITERATIONS // 2
+    strikes: list[Strike] = []
+    for number in range(count):
+        position = first[number % len(first)]
+        victim = source.choice([v for v in victims if v[1] == position])
+        victims.remove(victim)
         # Who is alone in its column has no ring.
         phases = [p for p in BEFORE_THE_COMMIT if visits(layout, position, p) and p not in IN_THE_RING]
-        replica, phase = source.randrange(layout.replicas), source.choice(phases)
-        strikes.append(Strike(replica, position, iteration, phase, until=half))
+        iteration = 3 + number * (last - 3) // count
+        strikes.append(Strike(*victim, iteration, source.choice(phases), until=last))
     return Case(layout, tuple(strikes), ITERATIONS, restarts=len(strikes), model=MODEL)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recover_megatron.workload import Candidate, Placement, Shape, assemble
@@ -196,11 +196,12 @@ def test_any_candidates_make_as_many_replicas_as_brute_force_finds(case) -> None
 
 
 @given(cases([s for s in SHAPES if s.size <= 4], most=6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_no_fewer_changes_would_do(case) -> None:
     whole, candidates, shape, slots = case
     placement = assemble(whole, candidates, shape, slots)
-    assume(placement.rebuild)
+    if not placement.rebuild:
+        return  # fewer than none there cannot be
     rest = rest_of(candidates, placement)
     best = min(slots - len(whole) - len(placement.replicas), most_rebuilt(rest, shape))
     assert not changes_that_reach(rest, shape, best, len(placement.rebuild) - 1)
