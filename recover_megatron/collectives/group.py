@@ -26,6 +26,8 @@ from recover_megatron.collectives.ledger import Held, Ledger, Span, from_digest,
 from recover_megatron.collectives.progress import Handle
 from recover_megatron.collectives.schedule import Chunks, even_chunks, within
 
+Shards = Sequence[Sequence[Span]]
+"""By rank the spans that it owns, ascending."""
 MAX_DIGEST = 1 << 20
 """Limit of the numbers that one member's digest may have."""
 
@@ -54,21 +56,24 @@ class Group(ABC):
     def reduce_scatter(
         self,
         bucket: Bucket,
-        shards: Sequence[Span] | None = None,
+        shards: Shards | None = None,
         *,
         shadows: int = 0,
         accumulate: torch.dtype | None = None,
     ) -> Handle:
         """Sum the LOCAL spans; afterwards each member's shard is REDUCED in its own bucket.
 
-        ``shards``: by rank, disjoint, together the bucket; default: equal ones, in order.  The rest of the bucket keeps
-        the member's own gradient.  ``shadows``: that many successors of each member get its finished shard too.
+        ``shards``: the spans of each rank, disjoint, together the bucket; default: equal ones, in order.  The rest of
+        the bucket keeps the member's own gradient.  ``shadows``: that many successors of each member get its finished
+        shard too.
         """
         chunks = within(bucket.ledger.local, self._shards(bucket, shards))
         return self._reduce(bucket, chunks, min(shadows, self.size - 1), accumulate)
 
-    def all_gather(self, bucket: Bucket, shards: Sequence[Span] | None = None) -> Handle:
+    def all_gather(self, bucket: Bucket, shards: Shards | None = None) -> Handle:
         """Give every member's shard to all; what a member holds of its own shard counts as finished.
+
+        ``shards``: as for ``reduce_scatter``.
 
         For parameters after the distributed optimizer's step.  After ``EpochRevoked``: ``pull`` on the next epoch; what
         is LOCAL after that was held by nobody alive.  (A member that may be interrupted before it gets here marks its
@@ -77,7 +82,7 @@ class Group(ABC):
         all_shards = self._shards(bucket, shards)
         mine = within(bucket.ledger.local, all_shards)[self.rank]
         return self._start(
-            "all-gather", bucket.flat, bucket.ledger, [[shard] if len(shard) else [] for shard in all_shards],
+            "all-gather", bucket.flat, bucket.ledger, all_shards,
             reduce=False, gather_hops=self.size - 1, final=mine,
         )  # fmt: skip
 
@@ -145,21 +150,21 @@ class Group(ABC):
             final=chunks[0] if alone else (), accumulate=accumulate,
         )  # fmt: skip
 
-    def _shards(self, bucket: Bucket, shards: Sequence[Span] | None) -> Sequence[Span]:
+    def _shards(self, bucket: Bucket, shards: Shards | None) -> list[list[Span]]:
         numel = bucket.ledger.numel
         if shards is None:
             bounds = [rank * numel // self.size for rank in range(self.size + 1)]
-            return [Span(a, b) for a, b in pairwise(bounds)]
+            return [[Span(a, b)] if a < b else [] for a, b in pairwise(bounds)]
         if len(shards) != self.size:
             raise ValueError(f"{len(shards)} shards for {self.size} members")
         at = 0
-        for shard in sorted(shard for shard in shards if len(shard)):
-            if shard.start != at:
-                raise ValueError(f"the shards overlap or leave a gap at element {min(at, shard.start)}")
-            at = shard.stop
+        for span in sorted(span for shard in shards for span in shard if len(span)):
+            if span.start != at:
+                raise ValueError(f"the shards overlap or leave a gap at element {min(at, span.start)}")
+            at = span.stop
         if at != numel:
             raise ValueError(f"the shards end at element {at}, the bucket has {numel}")
-        return shards
+        return [[span for span in shard if len(span)] for shard in shards]
 
     def _exchange_ledgers(self, ledgers: Sequence[Ledger]) -> list[list[Ledger]]:
         """Every member's ledgers, by rank."""
@@ -187,6 +192,11 @@ class Group(ABC):
             raise LedgerError(f"a member announces a message of {max(lengths)} numbers, the limit is {MAX_DIGEST}")
         rows = self._exchange_equal(numbers, max(lengths))
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def exchange_doubles(self, numbers: Sequence[float]) -> list[list[float]]:
+        """As ``exchange``, for equally many float64 numbers of each member, bit for bit, in one round."""
+        bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
+        return torch.tensor(self._exchange_equal(bits, len(bits)), dtype=torch.int64).view(torch.float64).tolist()
 
     def _exchange_equal(self, numbers: Sequence[int], width: int) -> list[list[int]]:
         table = torch.zeros(self.size, width, dtype=torch.int64)

@@ -29,7 +29,7 @@ members with room for one segment more can't block each other (tests/collectives
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -97,13 +97,23 @@ def even_chunks(spans: Sequence[Span], size: int) -> list[list[Span]]:
     return chunks
 
 
-def within(spans: Sequence[Span], shards: Sequence[Span]) -> list[list[Span]]:
-    """The part of ``spans`` that lies in each rank's shard."""
-    chunks = []
-    for shard in shards:
-        cut = (Span(max(span.start, shard.start), min(span.stop, shard.stop)) for span in spans)
-        chunks.append([span for span in cut if span.start < span.stop])
-    return chunks
+def within(spans: Sequence[Span], shards: Chunks) -> list[list[Span]]:
+    """The part of ``spans`` that lies in each rank's shard; all ascending."""
+    return [list(_overlaps(spans, shard)) for shard in shards]
+
+
+def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
+    """What two ascending sequences have in common, in one pass."""
+    one = other = 0
+    while one < len(spans) and other < len(others):
+        a, b = spans[one], others[other]
+        start, stop = max(a.start, b.start), min(a.stop, b.stop)
+        if start < stop:
+            yield Span(start, stop)
+        if a.stop <= b.stop:
+            one += 1
+        else:
+            other += 1
 
 
 def segments(chunk: Sequence[Span], length: int) -> list[Span]:

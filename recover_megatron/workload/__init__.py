@@ -7,6 +7,7 @@ whatever the order of the arguments.
 quotas    how many microbatches each replica runs: `quotas`, `balance`
 assign    which ones: `assign` for a whole iteration, `reassign` for those that a dead replica left
 placement orphans and spares put together into new replicas: `assemble`; who should change position for more: `teams`
+shards    who holds which part of a state that is spread over a column: `shards`
 """
 
 from recover_megatron.workload.assign import assign, reassign

@@ -154,19 +154,18 @@ def test_reduce_scatter_leaves_the_rest_of_the_bucket_untouched(store: Any, way:
 
 @rings
 def test_reduce_scatter_to_given_shards_with_shadows(store: Any, way: dict) -> None:
-    """Unequal shards, an empty one, not in the order of the ranks; two successors get a copy of each."""
-    shards = [Span(50, 110), Span(0, 50), Span(0, 0), Span(110, 120)]
+    """Unequal shards, an empty one, one in two parts, not in the order of the ranks; two successors get each."""
+    shards = [[Span(50, 110)], [Span(0, 20), Span(30, 50)], [], [Span(20, 30), Span(110, 120)]]
 
     def work(group: Group) -> None:
         bucket = Bucket(integers(group.rank, 120))
         group.reduce_scatter(bucket, shards, shadows=2).wait(DEADLINE)
         total = sum(integers(rank, 120) for rank in range(4))
         for behind in range(3):
-            shard = shards[(group.rank - behind) % 4]
-            assert bucket.ledger.covers(shard)
-            assert torch.equal(bucket.flat[shard.start : shard.stop], total[shard.start : shard.stop])
-        left_out = shards[(group.rank - 3) % 4]
-        assert not len(left_out) or not bucket.ledger.covers(left_out)
+            for span in shards[(group.rank - behind) % 4]:
+                assert bucket.ledger.covers(span)
+                assert torch.equal(bucket.flat[span.start : span.stop], total[span.start : span.stop])
+        assert not any(bucket.ledger.covers(span) for span in shards[(group.rank - 3) % 4])
 
     together(4, work, store, **way)
 
@@ -181,6 +180,15 @@ def test_all_gather_gives_every_shard_to_all(store: Any, way: dict) -> None:
 
     wanted = torch.cat([torch.full((25,), float(rank)) for rank in range(4)])
     assert all(torch.equal(result, wanted) for result in together(4, work, store, **way))
+
+
+@ways
+def test_numbers_are_exchanged_bit_for_bit(store: Any, way: dict) -> None:
+    def work(group: Group) -> list[list[float]]:
+        return group.exchange_doubles([0.1 * group.rank, float("inf"), -0.0])
+
+    for rows in together(3, work, store, **way):
+        assert rows == [[0.1 * rank, float("inf"), -0.0] for rank in range(3)]
 
 
 @ways
@@ -349,10 +357,10 @@ def _reduce_once(group: Group) -> list[float]:
 
 @pytest.mark.parametrize(
     ("shards", "told"),
-    [([Span(0, 5)], "2 members"), ([Span(0, 6), Span(5, 10)], "overlap"), ([Span(0, 4), Span(5, 10)], "gap"),
-     ([Span(0, 4), Span(4, 9)], "end at element 9")],
+    [([[Span(0, 10)]], "2 members"), ([[Span(0, 6)], [Span(5, 10)]], "overlap"),
+     ([[Span(0, 4)], [Span(5, 10)]], "gap"), ([[Span(0, 4)], [Span(4, 9)]], "end at element 9")],
 )  # fmt: skip
-def test_shards_that_are_no_partition_are_refused(store: Any, shards: list[Span], told: str) -> None:
+def test_shards_that_are_no_partition_are_refused(store: Any, shards: list[list[Span]], told: str) -> None:
     def work(group: Group) -> None:
         with pytest.raises(ValueError, match=told):
             group.reduce_scatter(Bucket(torch.ones(10)), shards)

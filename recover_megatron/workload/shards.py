@@ -1,0 +1,174 @@
+"""Who holds which part of a state that is spread over the workers of a column: the shards of ZeRO-1, and their shadows.
+
+Megatron cuts every bucket into as many equal *shards* as a column has workers at launch; shard i is updated by worker i
+alone.  Here a shard has a home as long as somebody stands in its place; what has none is shared out:
+
+    at launch, 4 workers      0: shard 0      1: shard 1      2: shard 2      3: shard 3
+    worker 1 is gone          0: shard 0 +    -               2: shard 2 +    3: shard 3 +
+                                 1/3 of 1                        1/3 of 1        1/3 of 1
+
+so a loss moves one shard, not all of them, and whoever takes the empty place gathers its shard again.  All that a
+worker *owns* is one unit, named by the worker.  Its *shadows*, the next ones in the ring, keep a second copy up to date
+by making the same update.  When a worker is lost, the first live shadow is the unit's *primary*: it is the one that
+speaks for it, until the boundary before the next step, where the layout is made anew for who is there.
+
+    Layout(e) --somebody is lost--> the same units, other primaries --moves()--> Layout(e')
+                                         |
+                                         '--no live holder: lost()--> the state is lost
+
+Pure functions; the same answer on every worker.  The source of the idea of a second copy kept by the same update is
+DESIGN.md, section 9.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+Part = tuple[int, int]
+"""Elements start (included) to stop (excluded) of a bucket."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements of a bucket whose state ``source`` gives to ``target``, which keeps it in ``unit``."""
+
+    source: int
+    target: int
+    unit: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """See the module's text.
+
+    ``homes``: for each shard, in Megatron's order, the worker that stands in its place; None: nobody.  ``ring``: all of
+    these workers, in the order of the ring: who follows is the shadow.
+    """
+
+    homes: tuple[int | None, ...]
+    ring: tuple[int, ...]
+    shadows: int
+
+    def __post_init__(self) -> None:
+        if sorted(self.ring) != sorted(worker for worker in self.homes if worker is not None):
+            raise ValueError(f"the ring {self.ring} is not made of those who have a home: {self.homes}")
+
+    def holders(self, unit: int) -> tuple[int, ...]:
+        """Who has the state of what ``unit`` owns: itself, then its shadows."""
+        at, size = self._at[unit], len(self.ring)
+        return tuple(self.ring[(at + hop) % size] for hop in range(min(self.shadows, size - 1) + 1))
+
+    def held(self, worker: int) -> tuple[int, ...]:
+        """The units of which ``worker`` has the state: its own, then those that it is a shadow of."""
+        if worker not in self._at:
+            return ()
+        at, size = self._at[worker], len(self.ring)
+        return tuple(self.ring[(at - hop) % size] for hop in range(min(self.shadows, size - 1) + 1))
+
+    def parts(self, unit: int, numel: int) -> list[Part]:
+        """What ``unit`` owns of a bucket of ``numel`` elements, ascending: its own shard, its share of the others.
+
+        A bucket's length is a multiple of the number of shards, as Megatron pads it; ValueError if it is not.
+        """
+        if numel % len(self.homes):
+            raise ValueError(f"a bucket of {numel} elements cannot be cut into {len(self.homes)} equal shards")
+        width, at, count = numel // len(self.homes), self._at[unit], len(self.ring)
+        found = []
+        for shard, home in enumerate(self.homes):
+            start = shard * width
+            if home == unit:
+                found.append((start, start + width))
+            elif home is None:
+                found.append((start + at * width // count, start + (at + 1) * width // count))
+        return [part for part in found if part[0] < part[1]]
+
+    @cached_property
+    def _at(self) -> dict[int, int]:
+        return {worker: at for at, worker in enumerate(self.ring)}
+
+
+def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int) -> Layout:
+    """The layout for those who are there.
+
+    ``places``: for each shard who stands in its place now.  ``order``: all that may be there, in the ring's order.
+    """
+    present = {worker for worker in places if worker is not None}
+    return Layout(tuple(places), tuple(worker for worker in order if worker in present), shadows)
+
+
+def primary(layout: Layout, unit: int, live: frozenset[int]) -> int | None:
+    """Who speaks for ``unit`` among ``live``; None: nobody has its state."""
+    return next((worker for worker in layout.holders(unit) if worker in live), None)
+
+
+def lost(layout: Layout, live: frozenset[int]) -> list[int]:
+    """The units whose state nobody among ``live`` has."""
+    return [unit for unit in layout.ring if primary(layout, unit, live) is None]
+
+
+def chunks(layout: Layout, members: Sequence[int], numel: int) -> list[list[Part]]:
+    """What each of ``members`` (all live ones, in the ring's order) speaks for in a bucket, ascending and disjoint.
+
+    Nothing for a member that is not in the layout.  ValueError if something was lost.
+    """
+    live = frozenset(members)
+    found: dict[int, list[Part]] = {worker: [] for worker in members}
+    for unit in layout.ring:
+        speaker = primary(layout, unit, live)
+        if speaker is None:
+            raise ValueError(f"nobody has the state of what worker {unit} owned")
+        found[speaker] += layout.parts(unit, numel)
+    return [_joined(sorted(parts)) for parts in found.values()]
+
+
+def hops(layout: Layout, members: Sequence[int]) -> int:
+    """How far a finished sum must travel in the ring of ``members`` to come to all live holders of its unit.
+
+    The number of shadows, but for members in between that hold nothing yet.
+    """
+    at, live = {worker: number for number, worker in enumerate(members)}, frozenset(members)
+    farthest = 0
+    for unit in layout.ring:
+        speaker = primary(layout, unit, live)
+        if speaker is not None:
+            distances = ((at[worker] - at[speaker]) % len(members) for worker in layout.holders(unit) if worker in live)
+            farthest = max(farthest, *distances)
+    return farthest
+
+
+def moves(old: Layout, new: Layout, live: frozenset[int], numel: int) -> list[Move]:
+    """All that must change hands in a bucket for ``new`` to hold, ordered by (source, target); ``live``: who is there.
+
+    A holder that has something already, as owner or shadow, gets nothing; the rest comes from the primary.  ValueError
+    if something was lost.
+    """
+    found = []
+    before = sorted((start, stop, unit) for unit in old.ring for start, stop in old.parts(unit, numel))
+    for unit in new.ring:
+        for start, stop in new.parts(unit, numel):
+            for low, high, owner in before[max(0, bisect_right(before, (start, numel + 1, 0)) - 1) :]:
+                a, b = max(start, low), min(stop, high)
+                if a >= b:
+                    break
+                source = primary(old, owner, live)
+                if source is None:
+                    raise ValueError(f"nobody has the state of what worker {owner} owned")
+                have = old.holders(owner)
+                found += [Move(source, target, unit, a, b) for target in new.holders(unit) if target not in have]
+    return sorted(found, key=lambda move: (move.source, move.target, move.unit, move.start))
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Neighbours that touch become one."""
+    found: list[Part] = []
+    for start, stop in parts:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found

@@ -1,0 +1,120 @@
+"""Shards and their shadows: nothing is owned twice or by nobody, and what must move moves, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recover_megatron.workload.shards import Layout, chunks, hops, layout_of, lost, moves, primary
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Layout, frozenset[int], Layout, int]:
+    """(a layout, who of it lives, the layout for them and newcomers, the elements of a bucket)."""
+    shards = draw(st.integers(1, 8))
+    order = draw(st.permutations(range(shards)))
+    shadows = draw(st.integers(0, 2))
+    present = draw(st.sets(st.integers(0, shards - 1), min_size=1))
+    old = layout_of([n if n in present else None for n in range(shards)], order, shadows)
+    live = draw(st.sets(st.sampled_from(sorted(present)), min_size=1))
+    joined = draw(st.sets(st.sampled_from([n for n in range(shards) if n not in live] or [0])))
+    places: list[int | None] = [n if n in live else 100 + n if n in joined else None for n in range(shards)]
+    everyone = [worker for n in order for worker in (n, 100 + n)]
+    return old, frozenset(live), layout_of(places, everyone, shadows), draw(st.integers(0, 12)) * shards
+
+
+def cover(parts: list[tuple[int, int]], numel: int) -> bool:
+    """Whether they are all of a bucket, each element once."""
+    elements = sorted(itertools.chain.from_iterable(range(start, stop) for start, stop in parts))
+    return elements == list(range(numel))
+
+
+@given(histories())
+def test_every_element_is_owned_by_one_unit(history) -> None:
+    _, _, layout, numel = history
+    assert cover([part for unit in layout.ring for part in layout.parts(unit, numel)], numel)
+
+
+@given(histories())
+def test_units_are_held_by_whom_they_say(history) -> None:
+    layout = history[2]
+    for unit in layout.ring:
+        assert layout.holders(unit)[0] == unit
+        assert len(set(layout.holders(unit))) == min(layout.shadows + 1, len(layout.ring))
+        assert all((worker in layout.holders(unit)) == (unit in layout.held(worker)) for worker in layout.ring)
+
+
+@given(histories())
+def test_whatever_is_not_lost_is_spoken_for_once(history) -> None:
+    layout, live, _, numel = history
+    members = [worker for worker in layout.ring if worker in live]
+    if lost(layout, live):
+        with pytest.raises(ValueError, match="nobody has the state"):
+            chunks(layout, members, numel)
+        return
+    assert cover(list(itertools.chain.from_iterable(chunks(layout, members, numel))), numel)
+
+
+@given(histories())
+def test_a_sum_reaches_all_live_holders_within_the_hops_also_past_those_who_hold_nothing(history) -> None:
+    layout, live, new, _ = history
+    members = new.ring  # newcomers among them
+    far = hops(layout, members)
+    for unit in layout.ring:
+        speaker = primary(layout, unit, live)
+        if speaker is not None:
+            at = members.index(speaker)
+            reached = {members[(at + hop) % len(members)] for hop in range(far + 1)}
+            assert set(layout.holders(unit)) & live <= reached
+    assert far <= len(members) - 1
+
+
+@given(histories())
+@settings(max_examples=300)
+def test_after_the_moves_all_holders_have_what_they_hold_and_nothing_moved_that_was_there(history) -> None:
+    old, live, new, numel = history
+    if lost(old, live):
+        with pytest.raises(ValueError, match="nobody has the state"):
+            moves(old, new, live, max(numel, len(old.homes)))
+        return
+    has = {worker: set() for worker in new.ring}
+    for worker in live:
+        for unit in old.held(worker):
+            has[worker] |= {element for part in old.parts(unit, numel) for element in range(*part)}
+    before = {worker: set(elements) for worker, elements in has.items()}
+    for move in moves(old, new, live, numel):
+        elements = set(range(move.start, move.stop))
+        assert elements <= before[move.source]
+        assert not elements & has[move.target]
+        has[move.target] |= elements
+    for worker in new.ring:
+        for unit in new.held(worker):
+            assert {element for part in new.parts(unit, numel) for element in range(*part)} <= has[worker]
+
+
+def test_a_loss_moves_one_shard_and_the_shadows_that_follow_from_it() -> None:
+    old = layout_of([0, 1, 2, 3], range(4), 1)
+    new = layout_of([0, None, 2, 3], range(4), 1)
+    moved = moves(old, new, frozenset([0, 2, 3]), 12)
+    # Worker 2 was the shadow of 1: it gives a third to each of the others, the owners and their shadows alike; and it
+    # becomes the shadow of worker 0.
+    assert sum(move.stop - move.start for move in moved if move.unit == 2) == 0 + 1
+    assert {(move.source, move.target) for move in moved if move.start in range(3, 6)} == {(2, 0), (2, 3)}
+    assert sum(move.stop - move.start for move in moved) == 3 + 1 + 1 + 2
+
+
+def test_a_bucket_that_is_not_padded_is_refused() -> None:
+    with pytest.raises(ValueError, match="equal shards"):
+        layout_of([0, 1], range(2), 1).parts(0, 3)
+
+
+def test_without_shadows_any_loss_is_one_of_state_and_with_one_two_neighbours_are() -> None:
+    places = [0, 1, 2, 3]
+    assert lost(layout_of(places, places, 0), frozenset([0, 1, 3])) == [2]
+    assert lost(layout_of(places, places, 1), frozenset([0, 1, 3])) == []
+    assert lost(layout_of(places, places, 1), frozenset([0, 3])) == [1]
+    assert lost(layout_of(places, places, 1), frozenset([0, 2])) == []
+    assert lost(layout_of(places, places, 2), frozenset([0, 3])) == []
