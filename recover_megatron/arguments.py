@@ -24,6 +24,8 @@ COORDINATOR_VARIABLE = "RECOVER_COORDINATOR"
 
 DEVICES = ("auto", "cuda", "cpu")
 COLLECTIVES = ("ring", "native")
+SHADOW_DEVICES = ("device", "cpu")
+MOST_SHADOWS = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class RecoverConfig:
     """A replica may be put together from workers of several nodes, its tensor-parallel groups too."""
     verify_interval: int = 0
     """Compare the replicas' parameters and optimizer states every so many iterations; 0: never."""
+    shadow_shards: int = 1
+    """With the distributed optimizer: how many others keep a copy of each worker's part of the optimizer's state."""
+    shadow_device: str = "device"
+    """One of ``SHADOW_DEVICES``: where these copies are."""
 
 
 def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -160,6 +166,20 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         help="every N iterations compare the replicas' parameters and optimizer states, which must be equal; one that "
         "differs from most takes over theirs; 0: never (default)",
     )
+    group.add_argument(
+        "--recover-shadow-shards",
+        type=int,
+        default=defaults.shadow_shards,
+        metavar="N",
+        help="with --use-distributed-optimizer: how many other workers keep an up-to-date copy of each worker's part "
+        "of the optimizer's state, 0, 1 or 2; with 0 any death ends the run with exit code 12 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--recover-shadow-device",
+        choices=SHADOW_DEVICES,
+        default=defaults.shadow_device,
+        help="where these copies are kept and updated: device, with the parameters (default); cpu, in host memory",
+    )
     return parser
 
 
@@ -191,6 +211,8 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
         spares=args.recover_spares,
         allow_cross_node_tp=args.recover_allow_cross_node_tp,
         verify_interval=args.recover_verify_interval,
+        shadow_shards=args.recover_shadow_shards,
+        shadow_device=args.recover_shadow_device,
     )
 
 
@@ -236,6 +258,8 @@ def problems(config: RecoverConfig) -> list[str]:
     ):
         if number < 0:
             found.append(f"{flag} {number}: give 0 or more")
+    if not 0 <= config.shadow_shards <= MOST_SHADOWS:
+        found.append(f"--recover-shadow-shards {config.shadow_shards}: give 0 to {MOST_SHADOWS}")
     if config.coordinator is not None:
         try:
             parse_addresses(config.coordinator)

@@ -18,20 +18,32 @@ PHASES = (
     "backward",
     "reduce-scatter",
     "all-gather",
+    "shadow",
     "agree",
     "optimizer",
+    "norm",
+    "update",
     "param-gather",
     "eval",
     "checkpoint",
     "recovery",
     "regroup",
     "transfer",
+    "repartition",
 )
 """The places where a fault can strike, in the order of an iteration; the last ones are outside of its order.
 
 recovery   anywhere in finishing a step
 regroup    a worker takes a place: its groups are made (visit 1), it has its state (visit 2)
 transfer   a worker begins to give its state to another one
+
+With the distributed optimizer:
+
+shadow       a finished sum arrived at the next holder (as all-gather, which it is half of)
+norm         before the norms of the gradients are exchanged
+update       before the parameters and the optimizer's state are updated (visit 1), and after (visit 2)
+param-gather updated parameters arrived
+repartition  before state changes hands (visit 1), when it has (visit 2)
 
 A place is taken, and a state given, in the iteration that the new replica begins with.
 """

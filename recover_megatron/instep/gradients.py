@@ -7,6 +7,9 @@
 The *tail* is one more bucket, summed last, over the ring of the dense parameters: losses, token counts, and for each
 microbatch id how many replicas counted it, and which.  It is the audit: a step is committed only if every id was
 counted exactly once (``Tail.verify``), and what steps.jsonl says comes from the sum, not from the plan.
+
+With the distributed optimizer (``Shards``) the ring does its first half: a sum is REDUCED where the state lies that it
+updates, and the others' gradients stay as they are.  A pull gives what is REDUCED anywhere to all, as ever.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.progress import Handle
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.generation import Generation
+from recover_megatron.instep.shards import Shards
 
 Column = tuple[int, ...]
 """Worker ids, at launch, of those whose buckets are summed together."""
@@ -28,11 +32,13 @@ Column = tuple[int, ...]
 class Gradients:
     """The buckets of this worker, in the order in which every worker of their columns submits them.
 
-    ``parts``: (column, flat tensor) of each.  One instance serves all iterations.
+    ``parts``: (column, flat tensor) of each.  ``shards``: where each worker needs the sum of its part of the
+    optimizer's state alone, and that of those that it is a shadow of.  One instance serves all iterations.
     """
 
-    def __init__(self, parts: Sequence[tuple[Column, torch.Tensor]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Column, torch.Tensor]], shards: Shards | None = None) -> None:
         self._parts = [(column, Bucket(tensor)) for column, tensor in parts]
+        self._shards = shards
         self._ready = [False] * len(parts)
         self._handles: list[Handle] = []
         self._next = 0
@@ -73,7 +79,10 @@ class Gradients:
                 return
 
     def reduce(self, generation: Generation, live: frozenset[int], tail: Tail) -> None:
-        """Sum everything that is LOCAL, the tail last; afterwards all of it is REDUCED.  Raises ``EpochRevoked``."""
+        """Sum everything that is LOCAL, the tail last; afterwards all of it is REDUCED (with shards: at its holders).
+
+        Raises ``EpochRevoked``.
+        """
         if self._stream is None:
             self.hold()
         while self._next < len(self._parts):
@@ -98,7 +107,13 @@ class Gradients:
 
     def _submit(self, generation: Generation, live: frozenset[int]) -> None:
         column, bucket = self._parts[self._next]
-        self._handles.append(generation.ring(alive(column, live)).all_reduce(bucket))
+        ring = generation.ring(alive(column, live))
+        if self._shards is None:
+            handle = ring.all_reduce(bucket)
+        else:
+            spans, hops = self._shards.cut(column, bucket.ledger.numel)
+            handle = ring.reduce_scatter(bucket, spans, shadows=hops)
+        self._handles.append(handle)
         self._next += 1
 
 

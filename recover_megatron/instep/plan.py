@@ -83,6 +83,8 @@ class Rules:
     """Whether a tensor-parallel group may reach over nodes."""
     strict: bool = False
     """Whether the run ends where a column's states differ and no majority says which is right."""
+    spread: bool = False
+    """Whether the optimizer's state is spread over the replicas: then no worker has all of its position's."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
         mended=mended,
         disputed=tuple(disputed),
         rebuild=placement.rebuild if whole else {},
-        mirrors=_mirrors(grid, statuses, placement) if len(grid) == 1 else {},
+        mirrors=_mirrors(grid, statuses, placement) if len(grid) == 1 and not rules.spread else {},
         enough=enough,
         state_lost=state_lost,
     )

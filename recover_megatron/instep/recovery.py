@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
@@ -89,7 +89,7 @@ class Recovery(Marks):
         self._verified = 0
         self._generation: Generation | None = None
         self._decision: Decision | None = None
-        self._live: tuple[Decision, frozenset[int]] | None = None
+        self._live: tuple[Decision, dict[int, int], frozenset[int]] | None = None
         self._shown = (0, False, 0)
         self._at = 0
         self._pending: Decision | None = None
@@ -135,10 +135,19 @@ class Recovery(Marks):
     @property
     def live(self) -> frozenset[int]:
         """The slots in which somebody stands; the same object as long as the decision is."""
+        return self._slots()[2]
+
+    @property
+    def standing(self) -> dict[int, int]:
+        """Slot -> worker that stands there; the same object as long as the decision is."""
+        return self._slots()[1]
+
+    def _slots(self) -> tuple[Decision, dict[int, int], frozenset[int]]:
         decision = self.decision
         if self._live is None or self._live[0] is not decision:
-            self._live = decision, frozenset(decision.slots(self.grid))
-        return self._live[1]
+            slots = decision.slots(self.grid)
+            self._live = decision, slots, frozenset(slots)
+        return self._live
 
     @property
     def placed(self) -> bool:
@@ -195,6 +204,12 @@ class Recovery(Marks):
             return True
         interval, iteration = self._verify_interval, self.hooks.iteration()
         return interval > 0 and iteration % interval == 0 and self._verified != iteration
+
+    @property
+    def joining_next(self) -> bool:
+        """At a boundary: whether the step that follows is one that others have begun, or some begin without a state."""
+        begun = self._pending is not None and self._pending.at == self._at + 1
+        return begun or (self.decision.at == self._at + 1 and bool(self.decision.fresh))
 
     def pending(self, number: int) -> Decision | None:
         """The plan of step ``number``, if the present epoch was made when others had begun it and this worker not."""
@@ -328,6 +343,12 @@ class Recovery(Marks):
         message = self.losses.last_words(decision, self._min_replicas)
         self.session.give_up(EXIT_STATE_LOST if decision.state_lost else EXIT_NO_REPLICA, message)
         raise StateLost(message) if decision.state_lost else NoReplica(message)
+
+    def lose_state(self, what: str) -> NoReturn:
+        """End the run, for all: something of the training's state was lost with those who are gone."""
+        message = self.losses.last_words(replace(self.decision, state_lost=what), self._min_replicas)
+        self.session.give_up(EXIT_STATE_LOST, message)
+        raise StateLost(message)
 
     # ---- orphans and spares
 

@@ -3,6 +3,9 @@
 register_grad_ready (the last parameter's gradient is in)  --start_grad_sync-->  Gradients.ready     may be summed
 the schedule's end                                          (finalize is held back: see trainer)
 the step is committed --finish_grad_sync-->  scaled, as Megatron would have before the sum
+
+With the distributed optimizer a bucket's parameters have the same number; they are gathered with the update
+(`sharded_optimizer`), so what Megatron calls for that does nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +17,24 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from recover_megatron.instep.gradients import Column, Gradients
+from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.shards import Shards, ring_order
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.groups import column_of
 
 
 class Buckets:
-    """The bucket groups of this worker's model chunks, by the numbers that ``gradients`` knows them by."""
+    """The bucket groups of this worker's model chunks, by the numbers that ``gradients`` knows them by.
 
-    def __init__(self, model: Sequence[Any]) -> None:
+    ``recovery`` is called once training has begun.  ``shadows``: how many other workers have a copy of each part of a
+    distributed optimizer's state.
+    """
+
+    def __init__(
+        self, model: Sequence[Any], grid: LaunchGrid, recovery: Callable[[], Recovery], shadows: int, me: int
+    ) -> None:
+        self.recovery = recovery
         self._groups: list[Any] = [
             group
             # The order of the backward pass: the last chunk first, and in a chunk as Megatron made them.
@@ -29,19 +42,42 @@ class Buckets:
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
         ]
         self._number: dict[int, list[int]] = {}
+        self._number_of_bucket: dict[int, int] = {}
+        sharded = bool(model[0].ddp_config.use_distributed_optimizer)
+        columns: dict[Column, Column] = {}
         parts: list[tuple[Column, torch.Tensor]] = []
+        self.parameters: list[tuple[Column, torch.Tensor]] = []
+        """With the distributed optimizer: (column, flat tensor), as ``gradients`` has them of the gradients."""
         for group in self._groups:
-            column = column_of(group.data_parallel_group)
+            members = column_of(
+                group.intra_distributed_optimizer_instance_group if sharded else group.data_parallel_group
+            )
+            column = ring_order(members, grid)
+            columns[column] = members
             for bucket in group.buckets:
                 self._number.setdefault(id(group), []).append(len(parts))
+                self._number_of_bucket[id(bucket)] = len(parts)
                 parts.append((column, bucket.grad_data))
-        self.gradients = Gradients(parts)
+                if sharded:
+                    self.parameters.append((column, bucket.param_data.view(-1)))
+        self.shards = Shards(columns, shadows, me, lambda: self.recovery().standing) if sharded else None
+        self.gradients = Gradients(parts, self.shards)
+        self._parts = parts
         self.committed = False
         self._settled: set[int] = set()
 
     def knows(self, group: Any) -> bool:
         """Whether this is one of the model's bucket groups."""
         return id(group) in self._number
+
+    def number(self, bucket: Any) -> int:
+        """The number of one of Megatron's buckets."""
+        return self._number_of_bucket[id(bucket)]
+
+    def part(self, number: int) -> tuple[Column, int]:
+        """(column, elements) of a bucket."""
+        column, tensor = self._parts[number]
+        return column, tensor.numel()
 
     def ready(self, group: Any) -> None:
         """All gradients of this pass are in the group's buckets."""
@@ -84,7 +120,7 @@ class Buckets:
 
 
 def install(current: Callable[[], Buckets | None]) -> None:
-    """Wrap the two methods; ``current`` gives the buckets once a step has begun."""
+    """Wrap the methods; ``current`` gives the buckets once a step has begun."""
 
     def start(original: Callable[..., None]) -> Callable[..., None]:
         def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -106,5 +142,15 @@ def install(current: Callable[[], Buckets | None]) -> None:
 
         return finish_grad_sync
 
+    def gathered(original: Callable[..., None]) -> Callable[..., None]:
+        def param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            buckets = current()
+            if buckets is None or buckets.shards is None or not buckets.knows(self):
+                original(self, *args, **kwargs)
+
+        return param_sync
+
+    seams.wrap(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), gathered)
+    seams.wrap(_ParamAndGradBucketGroup, "finish_param_sync", ("self", "skip_next_bucket_dispatch"), gathered)
     seams.wrap(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), start)
     seams.wrap(_ParamAndGradBucketGroup, "finish_grad_sync", ("self", "force_all_reduce"), finish)

@@ -22,9 +22,19 @@ CHECKPOINT_SECONDS = 3600.0
 
 
 class Checkpoints:
-    """See the module's text.  ``recovery``: None as long as the training has not begun."""
+    """See the module's text.  ``recovery``: None as long as the training has not begun.
 
-    def __init__(self, recovery: Callable[[], Recovery | None], groups: Groups, records: Records) -> None:
+    ``before``: called before a checkpoint is begun, outside of its section.
+    """
+
+    def __init__(
+        self,
+        recovery: Callable[[], Recovery | None],
+        groups: Groups,
+        records: Records,
+        before: Callable[[], None],
+    ) -> None:
+        self._before = before
         self._recovery = recovery
         self._groups = groups
         self._records = records
@@ -47,6 +57,7 @@ class Checkpoints:
                 with self._groups.traffic.during(Mode.SECTION):
                     return original(iteration, *args, **kwargs)
 
+            self._before()
             result = recovery.section("checkpoint", run)
             self._writers = recovery.decision.workers
             self._records.saved(iteration)

@@ -79,7 +79,13 @@ class FaultTolerance:
         self._records = Records(config.log_dir)
         self._device = torch.device("cpu" if hostdevice.is_active() else "cuda")
         self._training = TrainingHooks(
-            self._groups, self._make_recovery, self._records, self._device, balance=config.balance
+            self._groups,
+            self._make_recovery,
+            self._records,
+            self._device,
+            balance=config.balance,
+            shadows=config.shadow_shards,
+            shadow_device=torch.device("cpu") if config.shadow_device == "cpu" else None,
         )
         self._session = self._connect()
 
@@ -260,6 +266,7 @@ class FaultTolerance:
                 args.pipeline_model_parallel_size if interleaved else 1,
                 config.allow_cross_node_tp,
                 strict=config.verify_interval > 0,
+                spread=bool(args.use_distributed_optimizer),
             ),
             min_replicas=config.min_replicas,
             verify_interval=config.verify_interval,
@@ -267,6 +274,7 @@ class FaultTolerance:
 
     def _planned(self, decision: Decision) -> None:
         self._groups.planned(decision)
+        self._training.planned(decision)
         self._records.planned(self._training.recovery)
         if self._first_plan:
             self._first_plan = False
@@ -308,8 +316,15 @@ class FaultTolerance:
         self._injector.at(phase, self._iteration_now() if iteration is None else iteration)
 
     def _ring_hook(self, boundary: str, hop: int) -> None:
-        if boundary in HALVES:
-            self._strike(HALVES[boundary])
+        phase = self._training.recovery.phase
+        if phase == "norm" or boundary not in HALVES:
+            return
+        if phase == "param-gather":
+            self._strike(phase)
+            return
+        self._strike(HALVES[boundary])
+        if boundary == "store" and self._training.sharded:
+            self._strike("shadow")
 
     def _striking_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward_step(*args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import math
 import os
 import sys
@@ -118,7 +119,7 @@ def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     found = [*_layout(args), *_data(args), *_device(args)]
     if config.enabled:
         found += [*arguments.problems(config), *_injection(args, config)]
-        found += [*_cannot_recover(args), *_log_dir(config.log_dir)]
+        found += [*_cannot_recover(args), *_cannot_shard(args, config), *_log_dir(config.log_dir)]
     return found
 
 
@@ -240,8 +241,8 @@ def _log_dir(folder: Path | None) -> list[str]:
 
 
 REFUSED = {
-    "use_distributed_optimizer": ("--use-distributed-optimizer", "each worker would hold state that nobody else has"),
-    "use_layer_wise_distributed_optimizer": ("the layer-wise distributed optimizer", "as --use-distributed-optimizer"),
+    "use_layer_wise_distributed_optimizer": (
+        "the layer-wise distributed optimizer", "each worker would hold state that nobody else has"),
     "use_torch_fsdp2": ("--use-torch-fsdp2", "its groups can't be changed"),
     "use_megatron_fsdp": ("--use-megatron-fsdp", "its groups can't be changed"),
     "ddp_average_in_collective": ("--ddp-average-in-collective", "an average would depend on who is alive"),
@@ -262,6 +263,47 @@ REFUSED = {
         "--ckpt-assume-constant-structure", "who writes what changes when workers are lost"),
 }  # fmt: skip
 """Attribute of Megatron's arguments -> (flag, why it is refused with --recover)."""
+
+REFUSED_SHARDED = {
+    "fp16": ("--fp16", "its loss scale would be found from one worker's part of the gradients"),
+    "use_precision_aware_optimizer": (
+        "--use-precision-aware-optimizer", "the inner optimizer holds the main parameters"),
+    "optimizer_cpu_offload": ("--optimizer-cpu-offload", "its state moves between devices by itself"),
+    "fp8_param_gather": ("--fp8-param-gather", "its parameters are not views of the buffer that is gathered"),
+    "fp8_param": ("--fp8-param-gather", "its parameters are not views of the buffer that is gathered"),
+    "fp4_param": ("--fp4-param-gather", "its parameters are not views of the buffer that is gathered"),
+    "reuse_grad_buf_for_mxfp8_param_ag": ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients must outlive the update"),
+    "overlap_param_gather_with_optimizer_step": (
+        "--overlap-param-gather-with-optimizer-step", "the update is one step, all or nothing"),
+    "reduce_scatter_with_fp32_accumulation": (
+        "--reduce-scatter-with-fp32-accumulation", "the ring sums in the gradients' type: "
+        "use --accumulate-allreduce-grads-in-fp32"),
+    "log_params_norm": ("--log-params-norm", "it expects Megatron's own shards"),
+    "mtp_num_layers": ("--mtp-num-layers", "its gradients have a norm of their own"),
+}  # fmt: skip
+"""The same for what is refused with --recover and --use-distributed-optimizer together."""
+
+
+def _cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
+    if not getattr(args, "use_distributed_optimizer", False):
+        return []
+    if (
+        config.shadow_device == "cpu"
+        and not hostdevice.is_active()
+        and any(importlib.util.find_spec(name) for name in ("apex", "transformer_engine"))
+    ):
+        return ["--recover-shadow-device cpu needs torch's Adam: apex and Transformer Engine update on the GPU alone"]
+    refused = {
+        flag: why for name, (flag, why) in REFUSED_SHARDED.items() if getattr(args, name, None)
+    }  # two names of one flag are one
+    if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
+        refused["--num-distributed-optimizer-instances above 1"] = (
+            "the shards of an instance have shadows instead: leave it out (--recover-shadow-shards)"
+        )
+    return [
+        f"--recover with --use-distributed-optimizer cannot be combined with {flag} yet: {why}"
+        for flag, why in refused.items()
+    ]
 
 
 def _cannot_recover(args: argparse.Namespace) -> list[str]:

@@ -6,7 +6,8 @@
 
 The optimizer is read and written through torch's interface (``param_groups``, ``state``), which all of Megatron's plain
 optimizers and their apex and Transformer Engine kin have.  A worker that has made no step has no moments yet; they are
-made as they arrive.
+made as they arrive.  A distributed optimizer's state is not a column's: who holds which part of it is told, no more,
+and the parts change hands by `sharded_optimizer`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron.training import get_args, get_timers, training
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.transfer import digest
 from recover_megatron.megatron_hooks.data import source_of
+from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer, groups_with_parameters
 
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test")
 """Megatron's arguments that say what the run has consumed, and what it will do at its end."""
@@ -38,8 +40,16 @@ class TrainingState:
     """
 
     def __init__(
-        self, model: Sequence[Any], optimizer: Any, scheduler: Any, validation: Any, *, blank: bool = False
+        self,
+        model: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any,
+        validation: Any,
+        *,
+        blank: bool = False,
+        sharded: ShardedOptimizer | None = None,
     ) -> None:
+        self._sharded = sharded
         self._model = model
         self._optimizer = optimizer
         self._optimizers = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
@@ -89,7 +99,7 @@ class TrainingState:
         """All tensors that a column has in common, in one order."""
         for chunk in self._model:
             yield from (parameter.data for parameter in chunk.parameters())
-        for one in self._optimizers:
+        for one in self._optimizers if self._sharded is None else ():
             for parameter in _parameters(one):
                 yield parameter.data
                 own = one.optimizer.state.get(parameter, {})
@@ -109,7 +119,11 @@ class TrainingState:
                 }
                 for chunk in self._model
             ],
-            "optimizers": [_optimizer_tree(one) for one in self._optimizers],
+            "optimizers": [
+                _optimizer_tree(one) if self._sharded is None else {"groups": _plain(groups_with_parameters(one))}
+                for one in self._optimizers
+            ],
+            "shards": None if self._sharded is None else self._sharded.shards.to_json(),
             "counters": self._counters(),
         }
 
@@ -119,7 +133,12 @@ class TrainingState:
             _copy([parameter.data for parameter in chunk.parameters()], its["parameters"])
             _copy(list(chunk.module.buffers()), its["buffers"])
         for one, its in zip(self._optimizers, tree["optimizers"], strict=True):
-            _load_optimizer(one, its)
+            if self._sharded is None:
+                _load_optimizer(one, its)
+            else:
+                _load_groups(groups_with_parameters(one), its["groups"])
+        if self._sharded is not None and not self._sharded.shards.known:
+            self._sharded.shards.from_json(tree["shards"])
         self.restore(tree["counters"])
 
     def restore(self, counters: dict[str, Any], *, iterations: int = 0) -> None:
@@ -171,14 +190,22 @@ def _parameters(one: Any) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _optimizer_tree(one: Any) -> dict[str, Any]:
+def _plain(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     plain = (bool, int, float, str, type(None))
+    return [
+        {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)} for group in groups
+    ]
+
+
+def _load_groups(own: Sequence[dict[str, Any]], its: Sequence[dict[str, Any]]) -> None:
+    for group, values in zip(own, its, strict=True):
+        group.update(values)
+
+
+def _optimizer_tree(one: Any) -> dict[str, Any]:
     inner = one.optimizer
     return {
-        "groups": [
-            {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
-            for group in _groups(one)
-        ],
+        "groups": _plain(_groups(one)),
         "masters": [parameter.data for parameter in _parameters(one)],
         "state": [
             {key: value for key, value in inner.state.get(parameter, {}).items()} for parameter in _parameters(one)
@@ -189,8 +216,7 @@ def _optimizer_tree(one: Any) -> dict[str, Any]:
 
 def _load_optimizer(one: Any, its: dict[str, Any]) -> None:
     inner = one.optimizer
-    for group, values in zip(_groups(one), its["groups"], strict=True):
-        group.update(values)
+    _load_groups(_groups(one), its["groups"])
     _copy([parameter.data for parameter in _parameters(one)], its["masters"])
     for parameter, values in zip(_parameters(one), its["state"], strict=True):
         own = inner.state[parameter]

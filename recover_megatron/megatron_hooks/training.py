@@ -4,7 +4,7 @@ train()                         joins the first epoch; from here on deaths are s
                                 the replica is broken, and entered again when there is a place (`places`)
   train_step()                  before it, the boundary where new replicas come in
     forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
-    optimizer.step()            inside a replica: needs nobody else
+    optimizer.step()            inside a replica: needs nobody else; a distributed one: `sharded_optimizer`
   training_log()                barriers: sections of their own
   evaluate()                    a section: its microbatches are shared out, too
   save_checkpoint()             a section: written again from the start by whoever is left
@@ -26,11 +26,13 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.gradients import Tail
+from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.process_group import Mode, Traffic
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.shards import ring_order
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.megatron_hooks import buckets as buckets_module
-from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks import seams, sharded_optimizer
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets
@@ -40,6 +42,7 @@ from recover_megatron.megatron_hooks.groups import Groups, column_of
 from recover_megatron.megatron_hooks.places import INTERRUPTED, Places
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
+from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
@@ -69,9 +72,13 @@ class TrainingHooks:
         device: torch.device,
         *,
         balance: bool = False,
+        shadows: int = 1,
+        shadow_device: torch.device | None = None,
     ) -> None:
         self._groups = groups
         self._balance = balance
+        self._shadows = shadows
+        self._shadow_device = shadow_device
         self._make_recovery = make_recovery
         self._records = records
         self._device = device
@@ -81,7 +88,8 @@ class TrainingHooks:
         self._buckets: Buckets | None = None
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
-        self._checkpoints = Checkpoints(lambda: self._recovery, groups, records)
+        self._checkpoints = Checkpoints(lambda: self._recovery, groups, records, self._settle)
+        self._sharded: ShardedOptimizer | None = None
         self._state: TrainingState | None = None
         self._places: Places | None = None
 
@@ -111,7 +119,21 @@ class TrainingHooks:
 
     def forget(self) -> None:
         """The model is to be built again for another position."""
-        self._buckets = self._state = self._places = self._outcome = None
+        self._buckets = self._state = self._places = self._outcome = self._sharded = None
+
+    def planned(self, decision: Decision) -> None:
+        """A new epoch.  Raises ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
+        if self._sharded is None or not self._sharded.shards.known:
+            return
+        shards = self._sharded.shards
+        shards.planned()
+        if units := shards.lost():
+            self.recovery.lose_state(f"the optimizer state of workers {', '.join(map(str, units))} had no other copy")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the optimizer's state is spread over the replicas."""
+        return self._sharded is not None
 
     @property
     def begun(self) -> bool:
@@ -124,6 +146,7 @@ class TrainingHooks:
         self._nominal.install()
         self._accumulated.install()
         buckets_module.install(lambda: self._buckets)
+        sharded_optimizer.install()
         loop = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
         seams.wrap(training, "train", (*loop, "valid_data_iterator"), self._train)
         seams.wrap(training, "train_step", step, self._train_step)
@@ -142,12 +165,15 @@ class TrainingHooks:
             **kwargs: Any,
         ) -> Any:  # fmt: skip
             late = self._recovery is not None  # it waited, without a model, for somebody to want it
-            self._state = TrainingState(model, optimizer, scheduler, validation, blank=late)
-            self._buckets = Buckets(model)
-            self._count_versions(optimizer)
             if self._recovery is None:
                 self._recovery = self._make_recovery()
             recovery = self._recovery
+            self._buckets = Buckets(model, recovery.grid, lambda: self.recovery, self._shadows, recovery.me)
+            if self._buckets.shards is not None:
+                tail = ring_order(column_of(model[0].dp_cp_group), recovery.grid)
+                self._sharded = ShardedOptimizer(optimizer, self._buckets, tail, self._shadows, self._shadow_device)
+            self._state = TrainingState(model, optimizer, scheduler, validation, blank=late, sharded=self._sharded)
+            self._count_versions(optimizer)
             self._places = Places(recovery, self._groups, recovery.fabric, self._state)
             if late:
                 self._come_back()
@@ -155,6 +181,8 @@ class TrainingHooks:
                 recovery.start()
                 self._traffic.recovery = recovery
                 self._traffic.mode = Mode.OPEN
+                if self._sharded is not None:
+                    self._sharded.adopt()
             while True:
                 try:
                     return original(forward_step_func, model, optimizer, scheduler, data, validation, *rest, **kwargs)
@@ -172,7 +200,10 @@ class TrainingHooks:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             assert self._state is not None
-            result = step(*args, **kwargs)
+            if self._sharded is None:
+                result = step(*args, **kwargs)
+            else:
+                result = self._sharded.step(lambda: step(*args, **kwargs))
             self._state.stepped()
             return result
 
@@ -207,6 +238,9 @@ class TrainingHooks:
         self._traffic.mode = Mode.STEP  # until the first boundary nothing is sent: the others are not where it is
         while True:
             state.tidy()
+            if self._sharded is not None:  # what others have updated meanwhile is of no use
+                self._sharded.forget()
+                state.version = None
             digest = "" if state.version is None else state.digest()
             decision = self.recovery.wait_as_spare(version=state.version, digest=digest)
             try:
@@ -250,6 +284,12 @@ class TrainingHooks:
         # A checkpoint under way is finished by those who began it.
         self.recovery.boundary(lambda: training.maybe_finalize_async_save(blocking=True))
         self._places.at_boundary()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Where the optimizer's state is spread: spread it over those who are there now."""
+        if self._sharded is not None and self._sharded.due():
+            self._sharded.renew()
 
     # ---- one pass of the schedule
 
@@ -276,7 +316,7 @@ class TrainingHooks:
         recovery = self.recovery
         recovery.show(total)
         model = call["model"] if isinstance(call["model"], list) else [call["model"]]
-        column = column_of(model[0].dp_cp_group)
+        column = ring_order(column_of(model[0].dp_cp_group), recovery.grid)
         mates = set(recovery.grid.replicas[recovery.replica])
         for source in _sources(call["data_iterator"]):
             source.begin(args.consumed_train_samples, recovery.share(total)[recovery.lane], total)

@@ -111,12 +111,12 @@ def lost(layout: Layout, live: frozenset[int]) -> list[int]:
     return [unit for unit in layout.ring if primary(layout, unit, live) is None]
 
 
-def chunks(layout: Layout, members: Sequence[int], numel: int) -> list[list[Part]]:
-    """What each of ``members`` (all live ones, in the ring's order) speaks for in a bucket, ascending and disjoint.
+def chunks(layout: Layout, members: Sequence[int], live: frozenset[int], numel: int) -> list[list[Part]]:
+    """What each of ``members`` (of the ring, in its order) speaks for in a bucket, ascending and disjoint.
 
-    Nothing for a member that is not in the layout.  ValueError if something was lost.
+    ``live``: those of them that have been there since the layout was made; the others hold nothing.  ValueError if
+    something was lost.
     """
-    live = frozenset(members)
     found: dict[int, list[Part]] = {worker: [] for worker in members}
     for unit in layout.ring:
         speaker = primary(layout, unit, live)
@@ -126,12 +126,12 @@ def chunks(layout: Layout, members: Sequence[int], numel: int) -> list[list[Part
     return [_joined(sorted(parts)) for parts in found.values()]
 
 
-def hops(layout: Layout, members: Sequence[int]) -> int:
+def hops(layout: Layout, members: Sequence[int], live: frozenset[int]) -> int:
     """How far a finished sum must travel in the ring of ``members`` to come to all live holders of its unit.
 
-    The number of shadows, but for members in between that hold nothing yet.
+    The number of shadows, but for members in between that hold nothing yet.  ``live``: as for ``chunks``.
     """
-    at, live = {worker: number for number, worker in enumerate(members)}, frozenset(members)
+    at = {worker: number for number, worker in enumerate(members)}
     farthest = 0
     for unit in layout.ring:
         speaker = primary(layout, unit, live)
@@ -142,10 +142,10 @@ def hops(layout: Layout, members: Sequence[int]) -> int:
 
 
 def moves(old: Layout, new: Layout, live: frozenset[int], numel: int) -> list[Move]:
-    """All that must change hands in a bucket for ``new`` to hold, ordered by (source, target); ``live``: who is there.
+    """All that must change hands in a bucket for ``new`` to hold, ordered by (source, target).
 
-    A holder that has something already, as owner or shadow, gets nothing; the rest comes from the primary.  ValueError
-    if something was lost.
+    ``live``: who has been there since ``old`` was made.  A holder that has something already, as owner or shadow, gets
+    nothing; the rest comes from the primary.  ValueError if something was lost.
     """
     found = []
     before = sorted((start, stop, unit) for unit in old.ring for start, stop in old.parts(unit, numel))
@@ -158,7 +158,7 @@ def moves(old: Layout, new: Layout, live: frozenset[int], numel: int) -> list[Mo
                 source = primary(old, owner, live)
                 if source is None:
                     raise ValueError(f"nobody has the state of what worker {owner} owned")
-                have = old.holders(owner)
+                have = live.intersection(old.holders(owner))
                 found += [Move(source, target, unit, a, b) for target in new.holders(unit) if target not in have]
     return sorted(found, key=lambda move: (move.source, move.target, move.unit, move.start))
 

@@ -1,0 +1,218 @@
+"""The optimizer's state of a column in parts: which worker's part is where now, and how parts change hands.
+
+    launch --adopt--> every worker has its shard, nobody a second copy
+                         |
+                         '--boundary: stale()--> exchange() --all have agreed--> take_up()     shards and shadows
+                                 ^                                                  |
+                                 '---- somebody was lost, or has come --------------'
+
+`workload.shards` decides who holds what.  Between a loss and the next boundary the layout stays, and the first live
+holder of a unit is its primary: gradients are summed to it (``cut``), and parameters come from it.  A unit without one
+is lost, and the run with it (``lost``): nobody can make the update.
+
+Slots name places, workers name who stands there: a layout is made of workers, since somebody who takes the place of a
+lost one has none of its state.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.ledger import Span
+from recover_megatron.instep.generation import Generation
+from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.transfer import receive, send
+from recover_megatron.workload.shards import Layout, Move, chunks, hops, layout_of, lost, moves, primary
+
+Column = tuple[int, ...]
+"""Slots, in the order of the ring."""
+
+
+def ring_order(column: Sequence[int], grid: LaunchGrid) -> Column:
+    """The slots of a column such that who follows stands in another replica, wherever there is one.
+
+    The shadows of a worker are then not lost with it when its replica breaks.
+    """
+    places = {slot: grid.place(slot) for slot in column}
+    return tuple(sorted(column, key=lambda slot: (places[slot][1], places[slot][0])))
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Part of a bucket that changes hands."""
+
+    bucket: int
+    start: int
+    stop: int
+
+
+class Shards:
+    """The layouts of this worker's columns, and what follows from them in the present epoch.
+
+    ``columns``: each in the ring's order -> in the order of Megatron's shards.  ``standing``: slot -> worker, now.
+    """
+
+    def __init__(
+        self, columns: Mapping[Column, Sequence[int]], shadows: int, me: int, standing: Callable[[], Mapping[int, int]]
+    ) -> None:
+        self._columns = dict(columns)
+        self._shadows = shadows
+        self._me = me
+        self._standing = standing
+        self._layouts: dict[Column, Layout] = {}
+        self._cuts: dict[tuple[Column, int], tuple[list[list[Span]], int]] = {}
+
+        self._gone: set[int] = set()
+        """Workers that have been without a place since the layouts were made: what they hold has missed an update."""
+
+    @property
+    def columns(self) -> list[Column]:
+        """All of this worker's."""
+        return list(self._columns)
+
+    # ---- layouts
+
+    def adopt(self) -> None:
+        """At launch: everybody has the shard that Megatron gave it, and no other."""
+        self.take_up({column: self._layout_with(column, 0) for column in self._columns})
+
+    def take_up(self, layouts: Mapping[Column, Layout]) -> None:
+        """From now on these hold."""
+        self._layouts = dict(layouts)
+        self._gone.clear()
+        self._forget_cuts()
+
+    def forget(self) -> None:
+        """This worker has lost its place: whatever it holds will be out of date."""
+        self._layouts.clear()
+        self._gone.clear()
+        self._forget_cuts()
+
+    @property
+    def known(self) -> bool:
+        """Whether this worker knows the layouts: not before it has taken a place."""
+        return bool(self._layouts)
+
+    def planned(self) -> None:
+        """A new epoch: others may stand where they did not."""
+        standing = set(self._standing().values())
+        self._gone |= {worker for layout in self._layouts.values() for worker in layout.ring} - standing
+        self._forget_cuts()
+
+    def stale(self) -> bool:
+        """Whether the layouts are not those for who is there now."""
+        return bool(self._gone) or any(self._layouts[column] != self.wanted(column) for column in self._columns)
+
+    def layout(self, column: Column) -> Layout:
+        """The present one."""
+        return self._layouts[column]
+
+    def wanted(self, column: Column) -> Layout:
+        """The layout for who is there now."""
+        return self._layout_with(column, self._shadows)
+
+    def to_json(self) -> Any:
+        """For somebody who takes a place of these columns: the layouts that it has no part in."""
+        layouts = [[list(one.homes), list(one.ring), one.shadows] for one in map(self.layout, self._columns)]
+        return {"layouts": layouts, "gone": sorted(self._gone)}
+
+    def from_json(self, value: Any) -> None:
+        """What another member of these columns has told."""
+        found = (Layout(tuple(homes), tuple(ring), shadows) for homes, ring, shadows in value["layouts"])
+        self.take_up(dict(zip(self._columns, found, strict=True)))
+        self._gone = {*value["gone"], self._me}
+
+    def _layout_with(self, column: Column, shadows: int) -> Layout:
+        standing = self._standing()
+        order = [standing[slot] for slot in column if slot in standing]
+        return layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows)
+
+    def _forget_cuts(self) -> None:
+        self._cuts.clear()
+
+    # ---- in an iteration
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Who stands somewhere and has made all updates since the layouts were made."""
+        return frozenset(self._standing().values()) - self._gone
+
+    def lost(self) -> list[int]:
+        """Workers whose part of the state nobody has any more."""
+        return sorted({unit for layout in self._layouts.values() for unit in lost(layout, self.live)})
+
+    def held(self, column: Column) -> tuple[int, ...]:
+        """The units of a column whose state this worker has: its own first; none for one that has just come."""
+        return () if self._me in self._gone else self._layouts[column].held(self._me)
+
+    def speaks_for(self, column: Column, unit: int) -> bool:
+        """Whether this worker is the primary of a unit."""
+        return primary(self._layouts[column], unit, self.live) == self._me
+
+    def cut(self, column: Column, numel: int) -> tuple[list[list[Span]], int]:
+        """For the members of the ring of a column: what each sums of a bucket; and how much further the sums go.
+
+        ``numel``: elements of the bucket.  The second is a number of hops: that to the farthest holder.
+        """
+        if (column, numel) not in self._cuts:
+            standing, live, layout = self._standing(), self.live, self._layouts[column]
+            members = [standing[slot] for slot in column if slot in standing]
+            spans = [[Span(*part) for part in parts] for parts in chunks(layout, members, live, numel)]
+            self._cuts[column, numel] = spans, hops(layout, members, live)
+        return self._cuts[column, numel]
+
+    # ---- what changes hands
+
+    def moves(self, column: Column, new: Layout, numel: int) -> list[Move]:
+        """What concerns this worker of what must change hands for ``new`` in a bucket of ``numel`` elements."""
+        every = moves(self._layouts[column], new, self.live, numel)
+        return [move for move in every if self._me in (move.source, move.target)]
+
+    def exchange(
+        self,
+        generation: Generation,
+        portions: Mapping[tuple[int, int], Sequence[Portion]],
+        give: Callable[[Sequence[Portion]], Any],
+        take: Callable[[Sequence[Portion], Any], None],
+        progress: Callable[[], None],
+    ) -> int:
+        """Give and get all ``portions``, by (source, target), both workers; the bytes that came.
+
+        ``give`` makes a tree of them (see ``transfer``), ``take`` gets it.  Every worker sends to others in ascending
+        order from a thread, and receives from them in ascending order, so nobody waits in a circle.  Raises
+        ``EpochRevoked``; what was taken until then is incomplete.
+        """
+        slots = {worker: slot for slot, worker in self._standing().items()}
+        me = self._me
+
+        def pair(source: int, target: int) -> Any:
+            return generation.control("shards", (slots[source], slots[target]))
+
+        def give_all() -> None:
+            for target in sorted(target for source, target in portions if source == me):
+                try:
+                    send(give(portions[me, target]), pair(me, target), 1)
+                except EpochRevoked:
+                    return  # told to the main thread, too
+                except (PeerLost, TimeoutError) as error:
+                    generation.end(f"worker {target} could not be given a part of the state: {error}")
+
+        giver = threading.Thread(target=give_all, name="giving parts of the optimizer's state", daemon=True)
+        giver.start()
+        came = 0
+        try:
+            for source in sorted(source for source, target in portions if target == me):
+                tree, size = receive(pair(source, me), 0, progress)
+                take(portions[source, me], tree)
+                came += size
+        except (PeerLost, TimeoutError) as error:
+            generation.end(f"worker {source} could not give a part of the state: {error}")
+            raise EpochRevoked(generation.number, str(error)) from error
+        finally:
+            giver.join()
+        generation.check()
+        return came

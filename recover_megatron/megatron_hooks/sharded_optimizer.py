@@ -1,0 +1,277 @@
+"""--use-distributed-optimizer: Megatron's optimizer, whose shards have shadows and whose update survives a death.
+
+    the step is committed (instep.step): every holder has the sums of its units, and nothing else is needed of the dead
+       |
+    measure   the norm of each unit's gradients, over the replica's tensor and pipeline ranks; needs no other replica
+       |
+    section   exchange the units' norms over the column; then, once: Megatron's own step() clips and updates the pieces
+       |        (owners and shadows alike) and copies them to the model; then the parameters are gathered
+       |      revoked: again with whoever is left; who has updated does not do so twice, and the norm comes out bit for
+       |        bit the same, since units, not workers, are summed up, and a shadow's sum is its owner's
+       v
+    all agree, and the next iteration begins
+
+At the boundary before a step whose members are not those of the layout the state changes hands (``renew``).
+
+Megatron's optimizer keeps its groups, its schedule, its clipping and its inner optimizer; what is replaced is which
+tensors these work on (`pieces`), where the norm comes from, and the gathering of parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import optimizer as optimizer_module
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from recover_megatron.errors import UserError
+from recover_megatron.instep.gradients import alive
+from recover_megatron.instep.parameters import Parameters
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.shards import Column, Portion
+from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.pieces import Piece, Pieces
+from recover_megatron.megatron_hooks.sharded_checkpoint import ShardedCheckpoint
+
+REPARTITION_SECONDS = 600.0
+"""How long the state may take to change hands, beyond the hang timeout, before who makes no mark counts as hung."""
+
+_OVERRIDDEN = ("_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params", "get_parameter_state_dp_zero",
+               "sharded_param_state_dp_reshardable", "sharded_param_state_fully_reshardable")  # fmt: skip
+_groups_of: dict[int, dict[Any, int]] = {}
+"""id of an optimizer -> model parameter -> number of its group: only while it is made does Megatron know of all."""
+
+
+def install() -> None:
+    """Wrap the seams; raises UserError if this Megatron's are not the ones we know.  Must come before the model's."""
+
+    def noting(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            groups = optimizer.param_groups if optimizer is not None else []
+            _groups_of[id(self)] = {
+                parameter: number for number, group in enumerate(groups) for parameter in group["params"]
+            }
+            original(self, optimizer, *args, **kwargs)
+
+        return __init__
+
+    if missing := [name for name in _OVERRIDDEN if not callable(getattr(DistributedOptimizer, name, None))]:
+        raise UserError(f"--recover: DistributedOptimizer of this Megatron has no {', '.join(missing)}")
+    seams.wrap(DistributedOptimizer, "__init__", ("self", "optimizer", "config"), noting)
+
+
+def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
+    """The inner optimizer's groups that have parameters of this model position, whoever updates them."""
+    used = set(_groups_of[id(one)].values())
+    return [group for number, group in enumerate(one.optimizer.param_groups) if number in used]
+
+
+class ShardedOptimizer:
+    """See the module's text.  One per worker; ``buckets``: with their shards; ``tail``: the column of the norm."""
+
+    def __init__(
+        self, optimizer: Any, buckets: Buckets, tail: Column, shadows: int, shadow_device: torch.device | None
+    ) -> None:
+        assert buckets.shards is not None
+        self._optimizer = optimizer
+        self._buckets = buckets
+        self.shards = buckets.shards
+        self._tail = tail
+        self._width = shadows + 1
+        chained = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._pieces = [
+            Pieces(one, self._buckets_of(one), _groups_of[id(one)], shadow_device)
+            for one in chained
+            if not one.is_stub_optimizer
+        ]
+        self._parameters = Parameters(buckets.parameters, self.shards)
+        self._zeros = bool(optimizer.config.log_num_zeros_in_grad)
+        for one, pieces in zip((one for one in chained if not one.is_stub_optimizer), self._pieces, strict=True):
+            one._copy_model_grads_to_main_grads = pieces.begin_update
+            one._copy_main_params_to_model_params = pieces.end_update
+            saved = ShardedCheckpoint(one, pieces, self._primary_pieces, self._primary_parts)
+            one.get_parameter_state_dp_zero = saved.whole
+            one.sharded_param_state_fully_reshardable = saved.in_model_space(one.sharded_param_state_fully_reshardable)
+            one.sharded_param_state_dp_reshardable = saved.by_bucket(one.sharded_param_state_dp_reshardable)
+
+    def _buckets_of(self, one: Any) -> dict[int, Any]:
+        return {self._buckets.number(bucket): bucket for buffer in one.buffers for bucket in buffer.buckets}
+
+    @property
+    def _recovery(self) -> Recovery:
+        return self._buckets.recovery()
+
+    # ---- who holds what
+
+    def adopt(self) -> None:
+        """At launch: the shards are as Megatron made them, or read them from a checkpoint."""
+        self.shards.adopt()
+        me = self._recovery.me
+        for pieces in self._pieces:
+            pieces.adopt(me, self._parts(pieces, me, {}))
+
+    def forget(self) -> None:
+        """This worker has lost its place, or never had one: what it holds is of no use."""
+        self.shards.forget()
+        for pieces in self._pieces:
+            pieces.install({})
+
+    def due(self) -> bool:
+        """Whether state must change hands before the next step: not yet where somebody takes a place with that step."""
+        recovery = self._recovery
+        return self.shards.stale() and not recovery.joining_next
+
+    def renew(self) -> None:
+        """Have the state change hands, for who is there now; a section: all or nobody."""
+        recovery, shards = self._recovery, self.shards
+        layouts: dict[Column, Any] = {}
+        held: list[dict[int, list[Piece]]] = []
+
+        def run() -> None:
+            recovery.strike("repartition")
+            recovery.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
+            layouts.clear()
+            layouts.update({column: shards.wanted(column) for column in shards.columns})
+            held[:] = [self._make(pieces, layouts) for pieces in self._pieces]
+            shards.exchange(
+                recovery.generation,
+                self._portions(layouts),
+                self._give,
+                lambda portions, tree: self._take(portions, tree, held),
+                lambda: recovery.mark("repartition", waiting=True, allow=REPARTITION_SECONDS),
+            )
+            recovery.strike("repartition")
+
+        recovery.section("repartition", run)
+        for pieces, its in zip(self._pieces, held, strict=True):
+            pieces.install(its)
+        shards.take_up(layouts)
+
+    def _make(self, pieces: Pieces, layouts: Mapping[Column, Any]) -> dict[int, list[Piece]]:
+        me, (column, _) = self._recovery.me, self._buckets.part(next(iter(pieces.buckets)))
+        return {
+            unit: pieces.make(unit, self._parts(pieces, unit, layouts), shadow=unit != me)
+            for unit in layouts[column].held(me)
+        }
+
+    def _parts(self, pieces: Pieces, unit: int, layouts: Mapping[Column, Any]) -> dict[int, Sequence[tuple[int, int]]]:
+        """What a unit owns of each bucket that these pieces are of."""
+        found = {}
+        for number in pieces.buckets:
+            column, numel = self._buckets.part(number)
+            found[number] = layouts.get(column, self.shards.layout(column)).parts(unit, numel)
+        return found
+
+    def _portions(self, layouts: Mapping[Column, Any]) -> dict[tuple[int, int], list[Portion]]:
+        portions: dict[tuple[int, int], list[Portion]] = {}
+        for pieces in self._pieces:
+            for number in pieces.buckets:
+                column, numel = self._buckets.part(number)
+                for move in self.shards.moves(column, layouts[column], numel):
+                    portion = Portion(number, move.start, move.stop)
+                    portions.setdefault((move.source, move.target), []).append(portion)
+        return portions
+
+    def _give(self, portions: Sequence[Portion]) -> list[Any]:
+        return [self._pieces_of(portion).give([portion]) for portion in portions]
+
+    def _take(self, portions: Sequence[Portion], tree: list[Any], held: list[dict[int, list[Piece]]]) -> None:
+        for portion, its in zip(portions, tree, strict=True):
+            for pieces, units in zip(self._pieces, held, strict=True):
+                if portion.bucket in pieces.buckets:
+                    pieces.take([portion], its, [piece for unit in units.values() for piece in unit])
+
+    def _pieces_of(self, portion: Portion) -> Pieces:
+        return next(pieces for pieces in self._pieces if portion.bucket in pieces.buckets)
+
+    def _column(self, pieces: Pieces) -> Column:
+        return self._buckets.part(next(iter(pieces.buckets)))[0]
+
+    def _primary_pieces(self, pieces: Pieces) -> Iterator[Piece]:
+        column = self._column(pieces)
+        return (p for unit, its in pieces.held.items() if self.shards.speaks_for(column, unit) for p in its)
+
+    def _primary_parts(self, pieces: Pieces, number: int) -> list[tuple[int, int]]:
+        column, numel = self._buckets.part(number)
+        layout = self.shards.layout(column)
+        units = [unit for unit in self.shards.held(column) if self.shards.speaks_for(column, unit)]
+        return sorted(part for unit in units for part in layout.parts(unit, numel))
+
+    # ---- the update
+
+    def step(self, original: Callable[[], Any]) -> Any:
+        """Megatron's ``optimizer.step()``, ``original``, within the section that makes it survive; what it returns."""
+        recovery, parameters = self._recovery, self._parameters
+        sums = self._measure()
+        parameters.begin()
+        done: list[Any] = []
+        begun = False
+
+        def run() -> None:
+            nonlocal begun
+            recovery.strike("norm")
+            recovery.mark("norm", waiting=True)
+            norm, zeros, again = self._exchange(sums, begun)
+            if not done:
+                recovery.strike("update")
+                done.append(self._update(original, norm, zeros))
+                recovery.strike("update")
+            recovery.mark("param-gather", waiting=True)
+            begun = True
+            parameters.gather(recovery.generation, recovery.live, again=again)
+
+        recovery.section("update", run)
+        return done[0]
+
+    def _update(self, original: Callable[[], Any], norm: float, zeros: float) -> Any:
+        top = self._optimizer
+        with ExitStack() as replaced:
+            replaced.enter_context(seams.replaced(optimizer_module, "get_grad_norm_fp32", lambda *_, **__: norm))
+            replaced.enter_context(seams.replaced(top, "get_grad_norm", lambda: norm))
+            replaced.enter_context(seams.replaced(top, "count_zeros", lambda: zeros))
+            return original()
+
+    def _measure(self) -> torch.Tensor:
+        """[column, place in what I hold of it, (sum of squares, zeros)] over the replica's model-parallel ranks."""
+        columns = self.shards.columns
+        device = self._buckets.parameters[0][1].device
+        sums = torch.zeros(len(columns), self._width, 2, dtype=torch.float64, device=device)
+        for at, column in enumerate(columns):
+            for place, unit in enumerate(self.shards.held(column)):
+                for pieces in self._pieces:
+                    if unit in pieces.held and self._column(pieces) == column:
+                        sums[at, place] += pieces.sums(unit, zeros=self._zeros)
+        group = parallel_state.get_model_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+        return sums.cpu()
+
+    def _exchange(self, sums: torch.Tensor, begun: bool) -> tuple[float, float, bool]:
+        """(norm, zeros, whether anybody may hold gathered parameters), the same on all workers of all columns.
+
+        A row has for each held unit: the unit, whether this worker speaks for it, and its sums.
+        """
+        recovery, shards = self._recovery, self.shards
+        row = [float(begun)]
+        for at, column in enumerate(shards.columns):
+            held = shards.held(column)
+            for place in range(self._width):
+                unit = held[place] if place < len(held) else -1
+                speaks = unit >= 0 and shards.speaks_for(column, unit)
+                row += [float(unit), float(speaks), *sums[at, place].tolist()]
+        rows = recovery.generation.ring(alive(self._tail, recovery.live)).exchange_doubles(row)
+        found: list[tuple[float, float]] = []
+        for its in rows:
+            for at in range(1, len(its), 4):
+                if its[at + 1]:
+                    found.append((its[at + 2], its[at + 3]))
+        # Exactly rounded sums: they do not depend on who told what.
+        total, count = (math.fsum(numbers) for numbers in zip(*found, strict=True))
+        return math.sqrt(total), count, any(its[0] for its in rows)
