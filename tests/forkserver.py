@@ -175,7 +175,10 @@ def _record_losses(path: str) -> None:
 
 
 def _record_training(path: str) -> None:
-    """Write, when the training is over, the parameters ({chunk and name: tensor}) and the loss of each evaluation."""
+    """Write, when the training is over, the parameters ({chunk and name: tensor}) and the loss of each evaluation.
+
+    And of a distributed optimizer, for each unit that this worker holds, the digest of its state.
+    """
     import torch
     from megatron.training import get_args, training
 
@@ -188,16 +191,36 @@ def _record_training(path: str) -> None:
             evaluations[get_args().curr_iteration + 1] = float(result[0]["lm loss"])  # made again: the last one counts
         return result
 
-    def recording_train(forward_step_func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        result = train(forward_step_func, model, *args, **kwargs)
+    def recording_train(forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = train(forward_step_func, model, optimizer, *args, **kwargs)
         named = {f"{n} {name}": p for n, chunk in enumerate(model) for name, p in chunk.named_parameters()}
         parameters = {name: p.detach().clone() for name, p in named.items()}
-        torch.save({"parameters": parameters, "evaluations": evaluations}, path)
+        torch.save({"parameters": parameters, "evaluations": evaluations, "units": _units(optimizer)}, path)
         return result
 
     # What --recover wraps is checked by its parameters: keep those of the originals.
     recording_evaluate.__wrapped__, recording_train.__wrapped__ = evaluate, train  # type: ignore[attr-defined]
     training.evaluate, training.train = recording_evaluate, recording_train
+
+
+def _units(optimizer: Any) -> dict[int, str]:
+    """Unit -> digest of its pieces and their state, where the optimizer's state is spread over the workers."""
+    import torch
+
+    from recover_megatron.instep.transfer import digest
+    from recover_megatron.megatron_hooks.pieces import Pieces
+
+    found: dict[int, str] = {}
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        pieces = getattr(getattr(one, "_copy_main_params_to_model_params", None), "__self__", None)
+        if not isinstance(pieces, Pieces):
+            continue
+        for unit, its in pieces.held.items():
+            tensors = [p.tensor.detach() for p in its]
+            states = [p.state[name] for p in its for name in sorted(p.state)]
+            told = digest([*tensors, *(value for value in states if isinstance(value, torch.Tensor))])
+            found[unit] = f"{found.get(unit, '')} {told}"
+    return found
 
 
 @dataclass(frozen=True)

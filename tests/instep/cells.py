@@ -53,6 +53,10 @@ class Cell:
         )
 
 
+SHARDED_PHASES = ("shadow", "norm", "update", "param-gather")
+"""What the distributed optimizer adds."""
+
+
 def visits(layout: Layout, position: int, phase: str) -> bool:
     """Whether the workers of this position ever visit this phase."""
     stage, tensor_rank = divmod(position, layout.tensor)
@@ -105,7 +109,10 @@ def most_visits(layout: Layout, phase: str, replicas: int) -> int:
     """How often a phase is visited in an iteration for certain, at least."""
     if phase in IN_THE_RING:
         return 2 * (replicas - 1)
-    return {"data": 3, "forward": 3, "backward": 3, "optimizer": 2, "recovery": 2, "eval": 2}.get(phase, 1)
+    if phase == "param-gather":
+        return replicas - 1
+    most = {"data": 3, "forward": 3, "backward": 3, "optimizer": 2, "update": 2, "recovery": 2, "eval": 2}
+    return most.get(phase, 1)
 
 
 def before_recovery(source: random.Random, layout: Layout, strike: Strike) -> list[Strike]:

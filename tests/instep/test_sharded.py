@@ -1,0 +1,257 @@
+"""The distributed optimizer: a death at any point of its iteration changes nothing but rounding.
+
+As in the rest of the matrix a kill is a signal to a real process, and the whole trajectory is compared: losses, norms,
+parameters, the audit.  And of the state that is spread over the workers: all holders of a part have the same bits.
+
+The optimizer is Adam, the only one that Megatron shards, with an epsilon well above rounding: else a parameter whose
+true gradient is zero would move by the sign of its noise.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from recover_megatron.membership.errors import EXIT_STATE_LOST
+from tests.forkserver import ForkServer
+from tests.instep.cells import (
+    BEFORE_THE_COMMIT,
+    EVERYTHING,
+    IN_THE_RING,
+    ITERATIONS,
+    PHASES,
+    SEED,
+    SHARDED_PHASES,
+    WHEN,
+    most_visits,
+    visits,
+)
+from tests.instep.conftest import Reference
+from tests.instep.runs import MODEL, NO_EVALUATION, Case, Layout, Result, Strike, check, check_steps_until
+
+pytestmark = pytest.mark.slow
+
+SHARDED = tuple(
+    "--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear".split()
+    + ["--use-distributed-optimizer"]
+)
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+DP4 = Layout("sharded-dp4", 4)
+TP2 = Layout("sharded-tp2-dp3", 3, tensor=2)
+PP2 = Layout("sharded-pp2-dp3", 3, pipeline=2)
+OVERLAPPED = Layout("sharded-overlap", 4, flags=OVERLAP)
+LAYOUTS = [DP4, TP2, PP2, OVERLAPPED]
+TWO_SHADOWS = ("--recover-shadow-shards", "2")
+
+
+def check_sharded(result: Result, reference: Result, near: float = 1.0) -> None:
+    """``check``, and that all who hold a part of the state at the end hold the same bits."""
+    check(result, reference, near)
+    told: dict[tuple[int, int], set[str]] = {}
+    for worker, left in result.left.items():
+        place = next(workers.index(worker) for workers in result.grid.values() if worker in workers)
+        for unit, digest in left["units"].items():
+            told.setdefault((place, unit), set()).add(digest)
+    assert set(told) >= {(p, w) for its in result.grid.values() for p, w in enumerate(its)}, (str(result.case), told)
+    assert all(len(digests) == 1 for digests in told.values()), (str(result.case), told)
+
+
+def cells() -> list[tuple[Layout, str, int, str]]:
+    """(layout, phase, position or, with one position, replica; when)."""
+    found = []
+    for layout in LAYOUTS:
+        for phase in (*PHASES, *SHARDED_PHASES):
+            places = [0, 1, layout.replicas - 1] if layout.positions == 1 else range(layout.positions)
+            for place in places:
+                if phase != "recovery" and (layout.positions == 1 or visits(layout, place, phase)):
+                    found += [(layout, phase, place, when) for when in WHEN]
+    return found
+
+
+def drawn() -> list[tuple[Layout, str, int, str]]:
+    source = random.Random(f"sharded {SEED}")
+    every = cells()
+    if EVERYTHING:
+        return every
+    chosen = [source.choice([cell for cell in every if cell[1] == phase]) for phase in SHARDED_PHASES for _ in "12"]
+    for phase in source.sample(PHASES, 5):
+        chosen += [source.choice(found)] if (found := [cell for cell in every if cell[1] == phase]) else []
+    return list(dict.fromkeys(chosen))
+
+
+@pytest.mark.parametrize("cell", drawn(), ids=lambda cell: f"{cell[0].name}-{cell[1]}-{cell[2]}-{cell[3]}")
+def test_a_death_at_any_point_changes_nothing_but_rounding(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, cell: tuple[Layout, str, int, str]
+) -> None:
+    layout, phase, place, when = cell
+    source = random.Random(f"{layout.name} {phase} {place} {when} {SEED}")
+    replica, position = (place, 0) if layout.positions == 1 else (source.randrange(layout.replicas), place)
+    iteration = {"first": 1, "last": ITERATIONS, "later": source.randrange(2, ITERATIONS)}[when]
+    visit = source.randint(1, most_visits(layout, phase, layout.replicas))
+    strike = Strike(replica, position, iteration, phase, visit=visit)
+    case = Case(layout, (strike,), ITERATIONS, dropout=source.random() < 0.5, model=SHARDED)
+    check_sharded(case.run(forkserver, tmp_path), reference(case))
+
+
+IN_A_ROW = {
+    "while-it-changes-hands": Case(
+        DP4, (Strike(0, 0, 3, "backward"), Strike(2, 0, 4, "repartition")), 8, model=SHARDED
+    ),
+    "when-it-has-changed-hands": Case(
+        DP4, (Strike(1, 0, 3, "update"), Strike(3, 0, 4, "repartition", visit=2)), 8, model=SHARDED
+    ),
+    "one-after-the-other-down-to-the-last": Case(
+        DP4,
+        (Strike(1, 0, 2, "param-gather"), Strike(2, 0, 4, "update", visit=2), Strike(0, 0, 6, "norm")),
+        8,
+        model=SHARDED,
+    ),
+    "neighbours-with-two-shadows": Case(
+        DP4, (Strike(1, 0, 3, "update", visit=2), Strike(2, 0, 3, "update")), 8, model=SHARDED, flags=TWO_SHADOWS
+    ),
+    "while-it-changes-hands-with-two-shadows": Case(
+        TP2, (Strike(1, 1, 3, "shadow"), Strike(2, 0, 4, "repartition")), 8, model=SHARDED, flags=TWO_SHADOWS
+    ),
+    "shadows-in-host-memory": Case(
+        DP4, (Strike(2, 0, 3, "param-gather"), Strike(0, 0, 5, "update")), 8, model=SHARDED,
+        flags=("--recover-shadow-device", "cpu"),
+    ),
+    "a-hang": Case(PP2, (Strike(1, 0, 3, "update", "stop"),), 8, model=SHARDED),
+    "a-hang-in-the-gathering": Case(DP4, (Strike(2, 0, 3, "param-gather", "stop"),), 8, model=SHARDED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_A_ROW)
+def test_deaths_in_a_row_change_nothing_but_rounding(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    case = IN_A_ROW[name]
+    check_sharded(case.run(forkserver, tmp_path), reference(case))
+
+
+@pytest.mark.parametrize("shadows", [0, 1])
+def test_when_the_last_copy_goes_the_run_ends_with_12_and_says_whose_and_the_checkpoint(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, shadows: int
+) -> None:
+    """Without shadows at any death, with one when two neighbours go at once."""
+    deaths = (Strike(1, 0, 5, "norm"), Strike(2, 0, 5, "norm"))[: shadows + 1]
+    flags = ("--recover-shadow-shards", str(shadows), "--save", str(tmp_path / "saved"), "--save-interval", "4")
+    case = Case(DP4, deaths, 8, model=SHARDED, flags=flags)
+    result = case.run(forkserver, tmp_path)
+    gone = [strike.worker(DP4) for strike in deaths]
+    expected = [-9 if worker in gone else EXIT_STATE_LOST for worker in range(4)]
+    assert result.ended.codes == expected, result.told()
+    check_steps_until(result, reference(case), 4)
+    for worker in range(4):
+        if worker not in gone:
+            said = result.log(worker)
+            assert "the optimizer state of workers 1 had no other copy" in said, said
+            assert f"iteration 4 in {tmp_path / 'saved'}" in said, said
+
+
+@pytest.mark.parametrize("layout", [DP4, TP2], ids=lambda layout: layout.name)
+def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
+) -> None:
+    case = Case(layout, (Strike(1, layout.positions - 1, 3, "update"),), 40, model=SHARDED, restarts=1)
+    result = case.run(forkserver, tmp_path)
+    check_sharded(result, reference(case))
+    assert result.replicas[-1] == layout.replicas, result.replicas
+    newcomers = [left for worker, left in result.left.items() if worker >= layout.grid.world]
+    assert [len(left["units"]) for left in newcomers] == [2]
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + (20 if EVERYTHING else 1)))
+@pytest.mark.parametrize(
+    "layout", [Layout("sharded-dp8", 8, samples=16), Layout("sharded-tp2-dp4", 4, tensor=2)],
+    ids=lambda layout: layout.name,
+)  # fmt: skip
+def test_kills_down_to_the_last_replica_change_nothing_but_rounding(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, seed: int
+) -> None:
+    """One an iteration, or two that are no neighbours: so no part of the state goes with all of its copies."""
+    source = random.Random(f"sharded soak {layout.name} {seed}")
+    replicas, strikes, iteration = list(range(layout.replicas)), list[Strike](), 1
+    iterations = 40 if EVERYTHING else 16
+    while len(replicas) > 1:
+        first = source.choice(replicas)
+        victims = [first]
+        if len(replicas) > 3 and source.random() < 0.5:
+            at = replicas.index(first)
+            victims.append(replicas[(at + 2) % len(replicas)])
+        for victim in victims:
+            free = (*BEFORE_THE_COMMIT, *SHARDED_PHASES, "optimizer")
+            ring = (*IN_THE_RING, "shadow", "param-gather")
+            position = source.randrange(layout.positions)
+            # Within one iteration the second one's ring may be over before it would strike.
+            phases = [p for p in free if visits(layout, position, p) and (len(victims) == 1 or p not in ring)]
+            strikes.append(Strike(victim, position, iteration, source.choice(phases)))
+            replicas.remove(victim)
+        iteration += source.randint(1, max(1, (iterations - iteration) // len(replicas)))
+    case = Case(layout, tuple(strikes), iterations, model=SHARDED)
+    check_sharded(case.run(forkserver, tmp_path), reference(case))
+
+
+FEATURES = {
+    "bf16": (Layout("sharded-bf16", 4, flags=f"--bf16 {OVERLAP}"), "2@3:update#2,0@5:param-gather", 300.0),
+    "experts": (
+        Layout("sharded-experts", 3, lanes=2, flags="--num-experts 4 --expert-model-parallel-size 2 "
+               "--moe-router-topk 2 --overlap-grad-reduce"), "1@3:norm,5@5:param-gather", 1.0),
+    "interleaved": (
+        Layout("sharded-interleaved", 2, pipeline=2, flags="--num-layers 4 "
+               "--num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce --overlap-param-gather"),
+        "2@4:update#2", 1.0),
+    "tied-embeddings-per-token-loss": (
+        Layout("sharded-per-token", 3, pipeline=2, flags="--calculate-per-token-loss"), "1@4:shadow", 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature_with_deaths_in_it_trains_as_without(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    layout, deaths, near = FEATURES[name]
+    strikes = []
+    for death in deaths.split(","):
+        where, rest = death.split("@")
+        iteration, phase = rest.split(":")
+        phase, _, visit = phase.partition("#")
+        replica, position = layout.grid.place(int(where))
+        strikes.append(Strike(replica, position, int(iteration), phase, visit=int(visit or 1)))
+    case = Case(layout, tuple(strikes), 8, model=SHARDED)
+    check_sharded(case.run(forkserver, tmp_path), reference(case), near)
+
+
+@pytest.mark.parametrize("form", ["dp-reshardable", "fully-reshardable"])
+def test_a_checkpoint_after_deaths_holds_the_state_of_the_failure_free_run_and_loads_in_stock_megatron(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, form: str
+) -> None:
+    """At another data-parallel size; all of the optimizer's state is compared, as stock Megatron has loaded it."""
+    flags = ("--dist-ckpt-optim-fully-reshardable",) if form == "fully-reshardable" else ()
+    saving = ("--save-interval", "4", *flags)
+    layout = OVERLAPPED
+    case = Case(layout, (Strike(1, 0, 2, "update"), Strike(0, 0, 4, "update", visit=2)), 8, model=SHARDED)
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    result = case.with_flags(*saving, "--save", str(broken / "saved")).run(forkserver, broken)
+    check_sharded(result, reference(case))
+    plain = case.failure_free.with_flags(*saving, "--save", str(whole / "saved"))
+    assert plain.run(forkserver, whole).ended.ok
+    states = []
+    for name in (broken, whole):
+        out = tmp_path / f"state-{name.name}"
+        loader = str(Path(__file__).with_name("loaded_state.py"))
+        argv = [loader, str(out / "state.json"), *MODEL, *layout.argv, *SHARDED, *NO_EVALUATION, *flags]
+        argv += ["--train-iters", "8", "--load", str(name / "saved")]
+        run = forkserver.run(2, argv, out, timeout=240)
+        assert run.ok, run.tail()
+        states.append(json.loads((out / "state.json").read_text()))
+    ours, theirs = states
+    assert ours["step"] == theirs["step"] == 8
+    assert set(ours["state"]) == set(theirs["state"]) != set()
+    for key, its in theirs["state"].items():
+        mine, wanted = torch.tensor(ours["state"][key]), torch.tensor(its)
+        assert float((mine - wanted).norm()) <= 1e-5 * float(wanted.norm()), key
