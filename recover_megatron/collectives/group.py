@@ -70,20 +70,21 @@ class Group(ABC):
         chunks = within(bucket.ledger.local, self._shards(bucket, shards))
         return self._reduce(bucket, chunks, min(shadows, self.size - 1), accumulate)
 
-    def all_gather(self, bucket: Bucket, shards: Shards | None = None) -> Handle:
+    def all_gather(self, bucket: Bucket, shards: Shards | None = None, *, missing: bool = False) -> Handle:
         """Give every member's shard to all; what a member holds of its own shard counts as finished.
 
-        ``shards``: as for ``reduce_scatter``.
+        ``shards``: as for ``reduce_scatter``.  ``missing``: the members' ledgers are equal (all LOCAL, or after a
+        ``pull``), and what is REDUCED is not sent again.
 
         For parameters after the distributed optimizer's step.  After ``EpochRevoked``: ``pull`` on the next epoch; what
         is LOCAL after that was held by nobody alive.  (A member that may be interrupted before it gets here marks its
         own shard in the ledger itself.)
         """
         all_shards = self._shards(bucket, shards)
-        mine = within(bucket.ledger.local, all_shards)[self.rank]
+        local = within(bucket.ledger.local, all_shards)
         return self._start(
-            "all-gather", bucket.flat, bucket.ledger, all_shards,
-            reduce=False, gather_hops=self.size - 1, final=mine,
+            "all-gather", bucket.flat, bucket.ledger, local if missing else all_shards,
+            reduce=False, gather_hops=self.size - 1, final=local[self.rank],
         )  # fmt: skip
 
     def pull(self, buckets: Sequence[Bucket]) -> None:

@@ -41,6 +41,6 @@ class Parameters:
         handles = []
         for column, bucket in self._parts:
             spans, _ = self._shards.cut(column, bucket.ledger.numel)
-            handles.append(generation.ring(alive(column, live)).all_gather(bucket, spans))
+            handles.append(generation.ring(alive(column, live)).all_gather(bucket, spans, missing=True))
         for handle in handles:
             handle.wait()

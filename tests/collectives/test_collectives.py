@@ -183,6 +183,24 @@ def test_all_gather_gives_every_shard_to_all(store: Any, way: dict) -> None:
 
 
 @ways
+def test_what_is_missing_after_a_pull_comes_from_the_shards_of_those_who_are_left(store: Any, way: dict) -> None:
+    """A part that arrived somewhere in an earlier epoch lies inside the shard of whoever speaks for it now."""
+
+    def work(group: Group) -> torch.Tensor:
+        bucket = Bucket(torch.full((100,), float(group.rank)))
+        if group.rank == 2:
+            bucket.flat[10:20] = 7.0
+            bucket.ledger.mark(Span(10, 20), 1)
+        group.pull([bucket])
+        group.all_gather(bucket, [[Span(0, 60)], [], [Span(60, 100)]], missing=True).wait(DEADLINE)
+        assert bucket.ledger.complete
+        return bucket.flat
+
+    wanted = torch.cat([torch.zeros(10), torch.full((10,), 7.0), torch.zeros(40), torch.full((40,), 2.0)])
+    assert all(torch.equal(result, wanted) for result in together(3, work, store, **way))
+
+
+@ways
 def test_numbers_are_exchanged_bit_for_bit(store: Any, way: dict) -> None:
     def work(group: Group) -> list[list[float]]:
         return group.exchange_doubles([0.1 * group.rank, float("inf"), -0.0])

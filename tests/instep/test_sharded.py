@@ -35,10 +35,8 @@ from tests.instep.runs import MODEL, NO_EVALUATION, Case, Layout, Result, Strike
 
 pytestmark = pytest.mark.slow
 
-SHARDED = tuple(
-    "--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear".split()
-    + ["--use-distributed-optimizer"]
-)
+ADAM = "--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear"
+SHARDED = (*ADAM.split(), "--use-distributed-optimizer")
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 DP4 = Layout("sharded-dp4", 4)
 TP2 = Layout("sharded-tp2-dp3", 3, tensor=2)

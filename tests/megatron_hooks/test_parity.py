@@ -89,7 +89,10 @@ def test_losses_and_checkpoints_are_those_of_the_stock_script(
 
 
 RECOVERABLE = [
-    *(replace(layout, dropout=False) for layout in LAYOUTS if "--use-distributed-optimizer" not in layout.flags),
+    *(replace(layout, dropout=False) for layout in LAYOUTS),
+    Layout("moe-ep2-sharded", 4, f"{MOE} --use-distributed-optimizer", replicas=2),
+    Layout("tp2-dp2-sharded", 4, "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+           replicas=2),
     Layout("bf16-plain", 2, "--bf16", replicas=2),
     Layout("overlap", 4, "--overlap-grad-reduce", replicas=4),
     Layout("recompute", 2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
