@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.drawn import SEED
 from tests.forkserver import ForkServer
 
 
@@ -14,3 +15,7 @@ def forkserver() -> Iterator[ForkServer]:
     """Megatron imported once for all runs of the session; see tests/forkserver.py."""
     with ForkServer() as server:
         yield server
+
+
+def pytest_report_collectionfinish() -> str:
+    return f"RECOVER_SEED={SEED} draws from the long families; RECOVER_MATRIX=all runs all of them"

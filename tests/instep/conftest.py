@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.forkserver import ForkServer
-from tests.instep.cells import SEED
 from tests.instep.runs import Case, Result
 
 Reference = Callable[[Case], Result]
@@ -29,8 +28,3 @@ def reference(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
         return made[plain]
 
     return of
-
-
-def pytest_report_collectionfinish() -> str:
-    # Not the header: this file is not known yet when all tests are asked for.
-    return f"tests/instep: RECOVER_SEED={SEED} draws the deaths; RECOVER_MATRIX=all runs the whole matrix"

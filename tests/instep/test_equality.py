@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.drawn import EVERYTHING, SEED
 from tests.forkserver import ForkServer
-from tests.instep.cells import EVERYTHING, PHASES, SEED, Cell, case_of, cells, drawn, rows
+from tests.instep.cells import PHASES, Cell, case_of, cells, drawn, rows
 from tests.instep.conftest import Reference
 from tests.instep.runs import LAYOUTS, Case, Layout, Strike, check, check_parameters
 

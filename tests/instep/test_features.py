@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.report.steps import Step, audit_problem, read_steps
+from tests.drawn import some
 from tests.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
@@ -66,7 +67,7 @@ def train(server: ForkServer, feature: Feature, out: Path, *more: str) -> list[S
     return steps
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+@pytest.mark.parametrize("feature", some("features", FEATURES, 6), ids=lambda feature: feature.name)
 def test_a_death_changes_nothing_but_rounding(forkserver: ForkServer, tmp_path: Path, feature: Feature) -> None:
     expected = train(forkserver, feature, tmp_path / "undisturbed")
     steps = train(forkserver, feature, tmp_path / "broken", "--recover-inject", feature.deaths)

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.membership.errors import EXIT_STATE_LOST
+from tests.drawn import EVERYTHING, SEED
 from tests.forkserver import ForkServer
-from tests.instep.cells import EVERYTHING, SEED
 from tests.instep.conftest import Reference
 from tests.instep.runs import LAYOUTS, NO_EVALUATION, Case, Layout, Result, Strike, check, check_steps_until
 

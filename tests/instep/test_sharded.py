@@ -17,14 +17,13 @@ import pytest
 import torch
 
 from recover_megatron.membership.errors import EXIT_STATE_LOST
+from tests.drawn import EVERYTHING, SEED, some
 from tests.forkserver import ForkServer
 from tests.instep.cells import (
     BEFORE_THE_COMMIT,
-    EVERYTHING,
     IN_THE_RING,
     ITERATIONS,
     PHASES,
-    SEED,
     SHARDED_PHASES,
     WHEN,
     most_visits,
@@ -76,7 +75,7 @@ def drawn() -> list[tuple[Layout, str, int, str]]:
     if EVERYTHING:
         return every
     chosen = [source.choice([cell for cell in every if cell[1] == phase]) for phase in SHARDED_PHASES for _ in "12"]
-    for phase in source.sample(PHASES, 5):
+    for phase in source.sample(PHASES, 3):
         chosen += [source.choice(found)] if (found := [cell for cell in every if cell[1] == phase]) else []
     return list(dict.fromkeys(chosen))
 
@@ -123,7 +122,7 @@ IN_A_ROW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", IN_A_ROW)
+@pytest.mark.parametrize("name", some("sharded row", list(IN_A_ROW), 4))
 def test_deaths_in_a_row_change_nothing_but_rounding(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
 ) -> None:
@@ -208,7 +207,7 @@ FEATURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", some("sharded features", list(FEATURES), 2))
 def test_each_feature_with_deaths_in_it_trains_as_without(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
 ) -> None:

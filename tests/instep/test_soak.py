@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.drawn import EVERYTHING, SEED
 from tests.forkserver import ForkServer
-from tests.instep.cells import BEFORE_THE_COMMIT, EVERYTHING, IN_THE_RING, SEED, row, visits
+from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, row, visits
 from tests.instep.conftest import Reference
 from tests.instep.runs import NO_EVALUATION, Case, Layout, Strike, check
 from tests.megatron_hooks.tiny import OURS

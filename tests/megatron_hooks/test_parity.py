@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.report.steps import audit_problem, read_steps
+from tests.drawn import some
 from tests.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, STOCK, losses
 
@@ -70,7 +71,7 @@ def train(server: ForkServer, script: str, layout: Layout, out: Path, *flags: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", some("stock", LAYOUTS, 5), ids=lambda layout: layout.name)
 def test_losses_and_checkpoints_are_those_of_the_stock_script(
     forkserver: ForkServer, tmp_path: Path, layout: Layout
 ) -> None:
@@ -101,7 +102,7 @@ RECOVERABLE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", RECOVERABLE, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", some("parity", RECOVERABLE, 8), ids=lambda layout: layout.name)
 def test_with_recover_and_no_failure_the_losses_are_the_stock_ones_and_the_audit_is_whole(
     forkserver: ForkServer, tmp_path: Path, layout: Layout
 ) -> None:
