@@ -121,6 +121,17 @@ class Generation:
                 raise EpochRevoked(self.number, str(lost)) from lost
         return self._controls[key]
 
+    def any(self, mine: bool, members: Sequence[int]) -> bool:
+        """Whether any of these slots, the whole world in ascending order, says yes.  Raises ``EpochRevoked``."""
+        said = torch.tensor([float(mine)])
+        try:
+            backend = self.control("world", members)
+            backend.wait(backend.call(lambda gloo: gloo.allreduce([said], dist.AllreduceOptions())))
+        except PeerLost as lost:
+            self.end(str(lost))
+            raise EpochRevoked(self.number, str(lost)) from lost
+        return bool(said.item())
+
     def close(self) -> None:
         """Give everything back; afterwards the buckets are the caller's.  Ends the epoch here if it has not ended."""
         self.end("closed")

@@ -202,8 +202,12 @@ class Recovery(Marks):
             return False  # the epoch was made for this boundary
         if self.decision.regroup:
             return True
-        interval, iteration = self._verify_interval, self.hooks.iteration()
-        return interval > 0 and iteration % interval == 0 and self._verified != iteration
+        return self.verifying and self._verified != self.hooks.iteration()
+
+    @property
+    def verifying(self) -> bool:
+        """Whether states are compared before the step of this iteration."""
+        return self._verify_interval > 0 and self.hooks.iteration() % self._verify_interval == 0
 
     @property
     def joining_next(self) -> bool:

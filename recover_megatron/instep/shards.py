@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
@@ -81,10 +81,10 @@ class Shards:
         self.take_up({column: self._layout_with(column, 0) for column in self._columns})
 
     def take_up(self, layouts: Mapping[Column, Layout]) -> None:
-        """From now on these hold."""
+        """From now on these hold, also where some of those who were to hold something are gone by now."""
         self._layouts = dict(layouts)
         self._gone.clear()
-        self._forget_cuts()
+        self.planned()
 
     def forget(self) -> None:
         """This worker has lost its place: whatever it holds will be out of date."""
@@ -115,6 +115,11 @@ class Shards:
         """The layout for who is there now."""
         return self._layout_with(column, self._shadows)
 
+    def distrust_shadows(self) -> None:
+        """What the shadows hold is not to be used: until it changes hands again, nobody has a second copy."""
+        layouts = {column: replace(layout, shadows=0) for column, layout in self._layouts.items()}
+        self.take_up(layouts)
+
     def to_json(self) -> Any:
         """For somebody who takes a place of these columns: the layouts that it has no part in."""
         layouts = [[list(one.homes), list(one.ring), one.shadows] for one in map(self.layout, self._columns)]
@@ -124,7 +129,7 @@ class Shards:
         """What another member of these columns has told."""
         found = (Layout(tuple(homes), tuple(ring), shadows) for homes, ring, shadows in value["layouts"])
         self.take_up(dict(zip(self._columns, found, strict=True)))
-        self._gone = {*value["gone"], self._me}
+        self._gone |= {*value["gone"], self._me}
 
     def _layout_with(self, column: Column, shadows: int) -> Layout:
         standing = self._standing()

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.shards import Portion
+from recover_megatron.instep.transfer import Digest
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,16 @@ class Pieces:
             found[0] = torch.stack(norms).square().sum()
         if gradients and zeros:
             found[1] = sum(g.numel() - torch.count_nonzero(g) for g in gradients)
+        return found
+
+    def digest(self, unit: int) -> Digest:
+        """Of all that is held of a unit: the same at its owner and its shadows."""
+        found = Digest()
+        for piece in self.held[unit]:
+            found.add(piece.tensor.detach())
+            for name in sorted(piece.state):
+                if isinstance(piece.state[name], torch.Tensor):
+                    found.add(piece.state[name])
         return found
 
     # ---- changing hands

@@ -31,6 +31,8 @@ class ShardedCheckpoint:
         self._parts = parts
         self._numbers = {id(bucket): number for number, bucket in pieces.buckets.items()}
         self._padded = False
+        # Before 0.19 there was no other optimizer than Adam.
+        self._keys = ("param", *getattr(optimizer, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
 
     def whole(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
@@ -42,9 +44,7 @@ class ShardedCheckpoint:
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
             size = buffer.numel if self._padded else buffer.numel_unpadded
-            tensors: dict[str, Any] = {
-                key: torch.zeros(size, dtype=torch.float32) for key in ("param", *optimizer.optimizer_state_keys)
-            }
+            tensors: dict[str, Any] = {key: torch.zeros(size, dtype=torch.float32) for key in self._keys}
             if not empty_data:
                 self._fill(buffer, tensors)
                 for tensor in tensors.values():
@@ -118,17 +118,18 @@ class ShardedCheckpoint:
         number, size = self._numbers[id(bucket)], bucket.numel_unpadded
         own = sorted((p for p in self._primaries(self._pieces) if p.bucket == number), key=lambda p: p.start)
         like = own[0] if own else None
-        keys = ("param", *self._optimizer.optimizer_state_keys)
         found = []
         for start, stop in self._parts(self._pieces, number):
             at = start
             for piece in [p for p in own if start <= p.start < stop]:
                 if at < piece.start:
-                    found.append(_entry(key, at, size, instance, _empty(like, keys, piece.start - at), padding=True))
+                    found.append(
+                        _entry(key, at, size, instance, _empty(like, self._keys, piece.start - at), padding=True)
+                    )
                 found.append(_entry(key, piece.start, size, instance, _tensors(piece)))
                 at = piece.stop
             if at < min(stop, size):
-                empty = _empty(like, keys, min(stop, size) - at)
+                empty = _empty(like, self._keys, min(stop, size) - at)
                 found.append(_entry(key, at, size, instance, empty, padding=True))
         return found
 

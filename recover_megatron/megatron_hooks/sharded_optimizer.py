@@ -20,6 +20,7 @@ tensors these work on (`pieces`), where the norm comes from, and the gathering o
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -123,6 +124,12 @@ class ShardedOptimizer:
         for pieces in self._pieces:
             pieces.install({})
 
+    def check(self) -> None:
+        """Raise ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
+        if units := self.shards.lost():
+            names = ", ".join(map(str, units))
+            self._recovery.lose_state(f"the optimizer state of workers {names} had no other copy")
+
     def due(self) -> bool:
         """Whether state must change hands before the next step: not yet where somebody takes a place with that step."""
         recovery = self._recovery
@@ -153,6 +160,27 @@ class ShardedOptimizer:
         for pieces, its in zip(self._pieces, held, strict=True):
             pieces.install(its)
         shards.take_up(layouts)
+        self.check()
+
+    def verify(self) -> None:
+        """Compare the shadows with what they are shadows of; where one differs, all are made anew, by all workers."""
+        recovery, shards = self._recovery, self.shards
+        mine = [
+            (unit, pieces.digest(unit).value) for pieces in self._pieces for unit in shards.held(self._column(pieces))
+        ]
+
+        def run() -> tuple[list[int], bool]:
+            recovery.mark("verify", waiting=True)
+            ring = recovery.generation.ring(alive(self._tail, recovery.live))
+            found = differing(ring.exchange([number for pair in mine for number in pair]))
+            return found, recovery.generation.any(bool(found), tuple(sorted(recovery.live)))
+
+        different, anywhere = recovery.section("verify shadows", run)
+        if different:
+            recovery.hooks.log("shadows differ", units=different)
+            _say(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
+        if anywhere:
+            shards.distrust_shadows()
 
     def _make(self, pieces: Pieces, layouts: Mapping[Column, Any]) -> dict[int, list[Piece]]:
         me, (column, _) = self._recovery.me, self._buckets.part(next(iter(pieces.buckets)))
@@ -275,3 +303,21 @@ class ShardedOptimizer:
         # Exactly rounded sums: they do not depend on who told what.
         total, count = (math.fsum(numbers) for numbers in zip(*found, strict=True))
         return math.sqrt(total), count, any(its[0] for its in rows)
+
+
+def differing(rows: Sequence[Sequence[int]]) -> list[int]:
+    """The units of which two holders tell different digests.
+
+    A row is [unit, digest, unit, ...] of one worker; a unit comes once for each of the optimizers, in their order.
+    """
+    told: dict[tuple[int, int], set[int]] = {}
+    for row in rows:
+        seen: dict[int, int] = {}
+        for unit, value in zip(row[::2], row[1::2], strict=True):
+            seen[unit] = seen.get(unit, 0) + 1
+            told.setdefault((unit, seen[unit]), set()).add(value)
+    return sorted({unit for (unit, _), values in told.items() if len(values) > 1})
+
+
+def _say(message: str) -> None:
+    print(f"recover: {message}", file=sys.stderr, flush=True)

@@ -123,12 +123,9 @@ class TrainingHooks:
 
     def planned(self, decision: Decision) -> None:
         """A new epoch.  Raises ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
-        if self._sharded is None or not self._sharded.shards.known:
-            return
-        shards = self._sharded.shards
-        shards.planned()
-        if units := shards.lost():
-            self.recovery.lose_state(f"the optimizer state of workers {', '.join(map(str, units))} had no other copy")
+        if self._sharded is not None and self._sharded.shards.known:
+            self._sharded.shards.planned()
+            self._sharded.check()
 
     @property
     def sharded(self) -> bool:
@@ -285,6 +282,9 @@ class TrainingHooks:
         self.recovery.boundary(lambda: training.maybe_finalize_async_save(blocking=True))
         self._places.at_boundary()
         self._settle()
+        if self._sharded is not None and self.recovery.verifying and not self.recovery.joining_next:
+            self._sharded.verify()
+            self._settle()
 
     def _settle(self) -> None:
         """Where the optimizer's state is spread: spread it over those who are there now."""

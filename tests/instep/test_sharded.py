@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,19 @@ def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(
     assert result.replicas[-1] == layout.replicas, result.replicas
     newcomers = [left for worker, left in result.left.items() if worker >= layout.grid.world]
     assert [len(left["units"]) for left in newcomers] == [2]
+
+
+@pytest.mark.parametrize("layout", some("drift", [DP4, TP2], 1), ids=lambda layout: layout.name)
+def test_a_shadow_that_differs_is_found_and_made_anew_before_it_is_needed(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
+) -> None:
+    """Worker 1 (2) is the shadow of its predecessor in the ring, whose death then would make the difference count."""
+    shadow = layout.positions
+    script = (str(Path(__file__).with_name("corrupt_shadow.py")), str(shadow), "3")
+    case = Case(layout, (Strike(0, 0, 6, "update"),), 8, model=SHARDED, flags=("--recover-verify-interval", "4"))
+    result = replace(case, train_with=script).run(forkserver, tmp_path)
+    check_sharded(result, reference(case))
+    assert "the shadows of workers [0] differ" in result.log(shadow), result.told()
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + (20 if EVERYTHING else 1)))

@@ -1,0 +1,92 @@
+"""Whose copy counts: who has been away holds nothing, whatever the layout says."""
+
+from __future__ import annotations
+
+from recover_megatron.collectives.ledger import Span
+from recover_megatron.instep.grid import launch_grid
+from recover_megatron.instep.shards import Shards, ring_order
+
+COLUMN = (0, 1, 2, 3)
+
+
+def shards_of(me: int, standing: dict[int, int], shadows: int = 1) -> Shards:
+    shards = Shards({COLUMN: COLUMN}, shadows, me, lambda: standing)
+    shards.take_up({COLUMN: shards.wanted(COLUMN)})
+    return shards
+
+
+def everyone() -> dict[int, int]:
+    return {slot: slot for slot in COLUMN}
+
+
+def test_the_first_live_holder_speaks_for_a_unit_and_sums_go_to_it() -> None:
+    standing = everyone()
+    shards = shards_of(2, standing)
+    assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [Span(2, 4)], [Span(4, 6)], [Span(6, 8)]], 1)
+    del standing[1]
+    shards.planned()
+    assert shards.speaks_for(COLUMN, 1)
+    assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [Span(2, 6)], [Span(6, 8)]], 1)
+    assert shards.stale()
+    assert shards.lost() == []
+    del standing[2]
+    shards.planned()
+    assert shards.lost() == [1]
+
+
+def test_who_comes_back_to_its_place_holds_nothing() -> None:
+    standing = everyone()
+    shards = shards_of(2, standing)
+    del standing[1]
+    shards.planned()
+    standing[1] = 1
+    shards.planned()
+    assert 1 not in shards.live
+    assert shards.speaks_for(COLUMN, 1)
+    assert shards.stale()
+    assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [], [Span(2, 6)], [Span(6, 8)]], 1)
+
+
+def test_who_was_lost_while_the_layout_was_agreed_on_holds_nothing_when_it_comes_back() -> None:
+    standing = everyone()
+    shards = shards_of(0, standing, shadows=2)
+    agreed = {COLUMN: shards.wanted(COLUMN)}
+    del standing[3]  # everybody else had all that it was to hold, and said so
+    shards.planned()
+    shards.take_up(agreed)
+    standing[3] = 3
+    shards.planned()
+    assert 3 not in shards.live
+    assert shards.stale()
+
+
+def test_a_newcomer_is_told_the_layout_and_has_no_part_in_it() -> None:
+    standing = everyone()
+    donor = shards_of(2, standing)
+    del standing[1]
+    donor.planned()
+    standing[1] = 7
+    donor.planned()
+    newcomer = Shards({COLUMN: COLUMN}, 1, 7, lambda: standing)
+    assert not newcomer.known
+    newcomer.from_json(donor.to_json())
+    assert newcomer.held(COLUMN) == ()
+    assert newcomer.cut(COLUMN, 8) == donor.cut(COLUMN, 8)
+    assert newcomer.stale()
+
+
+def test_a_sum_passes_a_newcomer_on_its_way_to_the_shadow() -> None:
+    standing = {0: 0, 2: 2, 3: 3}
+    shards = shards_of(0, standing)
+    assert shards.cut(COLUMN, 12)[1] == 1
+    standing[1] = 7
+    shards.planned()
+    spans, hops = shards.cut(COLUMN, 12)
+    assert spans[1] == []
+    assert hops == 2
+
+
+def test_who_follows_in_the_ring_stands_in_another_replica() -> None:
+    grid = launch_grid(8, tensor=1, context=1, pipeline=2, lanes=2)
+    column = ring_order((0, 1, 2, 3), grid)
+    assert [grid.place(slot)[0] for slot in column] == [0, 1, 0, 1]
