@@ -15,7 +15,10 @@ GOOD = [*MODEL, *SCHEDULE, *MOCK]
 SEAMS = [
     "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",
     "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync",
+    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_param_sync",
     "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync",
+    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync",
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.__init__",
     "megatron.core.parallel_state.create_group",
     "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
     "megatron.training.initialize._initialize_distributed",
