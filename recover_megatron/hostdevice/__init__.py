@@ -63,16 +63,17 @@ def _spawned() -> bool:
     return multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
 
 
-def activate() -> None:
+def activate(within: str | None = None) -> None:
     """Make torch and Megatron of this process run on the host.  Idempotent; there is no way back.
 
     Must come before anything of Megatron is imported, since Megatron keeps references to what is replaced:
-    ``HostDeviceError`` otherwise.  Prints one line in the process of rank 0 or without a rank.
+    ``HostDeviceError`` otherwise.  ``within``: the module of Megatron's whose first lines call this (a patched
+    Megatron).  Prints one line in the process of rank 0 or without a rank.
     """
     global _active
     if _active:
         return
-    loaded = sorted(name for name in sys.modules if name.startswith("megatron."))
+    loaded = sorted(name for name in sys.modules if name.startswith("megatron.") and name != within)
     if loaded:
         raise HostDeviceError(
             f"the host device must be activated before Megatron is imported, but {loaded[0]} already is: "

@@ -1,5 +1,7 @@
 """--recover, put together: what is installed before Megatron starts, and how a worker's part in the run ends.
 
+survive()   both of these, in a row
+
 install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
 run(call)   calls Megatron's pretrain(), and decides what its end means:
 
@@ -64,6 +66,13 @@ HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gat
 
 SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint": "checkpoint"}
 """Kinds of sections -> the phase of a fault specification."""
+
+
+def survive(config: RecoverConfig, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
+    """Train with --recover to the end: ``FaultTolerance.install`` and ``run``, of which see both."""
+    recover = FaultTolerance(config)
+    recover.install()
+    recover.run(call, arguments)
 
 
 class FaultTolerance:

@@ -83,11 +83,9 @@ class Program:
         self.script.train_valid_test_datasets_provider.is_distributed = True
         parameters = inspect.signature(training.pretrain).parameters
         if self.config.enabled:
-            from recover_megatron.megatron_hooks.fault_tolerance import FaultTolerance
+            from recover_megatron.megatron_hooks.fault_tolerance import survive
 
-            recover = FaultTolerance(self.config)
-            recover.install()
-            recover.run(lambda: self._pretrain(training.pretrain, parameters), self._parse)
+            survive(self.config, lambda: self._pretrain(training.pretrain, parameters), self._parse)
             return
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
         self._pretrain(pretrain, parameters, store=store)
@@ -134,6 +132,8 @@ def load(config: RecoverConfig) -> Program:
     Starts no thread, opens no device and no connection: the parent of a warm start does it before it forks.  Raises
     UserError for a missing or unsupported Megatron, or a device that is not there.
     """
+    global _in_charge
+    _in_charge = True
     loaded_at = time.time()
     megatron = find_megatron()
     if os.environ.get("RANK", "0") != "0":
@@ -144,18 +144,26 @@ def load(config: RecoverConfig) -> Program:
     return Program(megatron, _import_all(megatron), config, loaded_at)
 
 
-def choose_device(config: RecoverConfig) -> None:
+_in_charge = False
+
+
+def is_in_charge() -> bool:
+    """Whether this process trains by `load` and run(): what is patched into its Megatron then has nothing to do."""
+    return _in_charge
+
+
+def choose_device(config: RecoverConfig, within: str | None = None) -> None:
     """Make Megatron, which must not be imported yet, run on a GPU or on the host.
 
     All that a process needs which a worker spawned (Megatron's persistent checkpoint writer imports Megatron anew).
-    Raises UserError for a device that is not there.
+    ``within``: see ``hostdevice.activate``.  Raises UserError for a device that is not there.
     """
     try:
         on_host = hostdevice.wanted(config.device)
     except hostdevice.HostDeviceError as error:
         raise UserError(str(error)) from None
     if on_host:
-        hostdevice.activate()
+        hostdevice.activate(within)
     else:
         megatron_fixes.install(only=["prebuilt-helpers"])
 

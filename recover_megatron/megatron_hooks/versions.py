@@ -46,11 +46,12 @@ def parse_release(version: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def find_megatron() -> Megatron:
+def find_megatron(*, brings_script: bool = False) -> Megatron:
     """Find the Megatron of this process and check that it is one this package knows.
 
     Nothing but Megatron's version file is executed, so the refusal of a wrong one takes no import of torch.  Raises
     UserError when there is none, when it lacks ``megatron.training``, or when its version is not supported.
+    ``brings_script``: the caller has a GPT script, so that a wheel without one will do.
     """
     try:
         spec = importlib.util.find_spec("megatron.core")
@@ -74,7 +75,7 @@ def find_megatron() -> Megatron:
             f"Megatron {version} in {megatron.root} has no megatron.training: "
             f"pip install megatron-core=={TESTED}, or put a whole Megatron-LM checkout first on PYTHONPATH"
         )
-    if megatron.release < (0, 19) and not megatron.has_script:
+    if megatron.release < (0, 19) and not megatron.has_script and not brings_script:
         raise UserError(
             f"the wheel of Megatron {version} has no GPT builder: put a Megatron-LM checkout of that version first on "
             f"PYTHONPATH, or pip install megatron-core=={TESTED}"

@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# Patch a Megatron-LM checkout, so that its own pretrain_gpt.py takes --recover (docs/patches.md).
+#
+#   scripts/apply_patches.sh CHECKOUT             apply; says so where it is applied already
+#   scripts/apply_patches.sh --reverse CHECKOUT   take it back; says so where it is not applied
+#   scripts/apply_patches.sh --check CHECKOUT     change nothing: say what the command without --check would do
+#                                                 (together with --reverse, too)
+#   scripts/apply_patches.sh --help
+#
+# CHECKOUT is the folder that holds megatron/: a git checkout, or any unpacked tree, such as a wheel's.  All files are
+# patched, or none.  It needs git, but no repository.
+#
+# Exit status: 0 done, nothing to do, or (--check) possible; 1 the files are not those of this version, nothing was
+# changed; 2 no checkout, a version without a patch, or a wrong command line.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+
+say() { printf 'apply_patches: %s\n' "$*"; }
+die() {
+    local status=$1
+    shift
+    printf 'apply_patches: error: %s\n' "$1" >&2
+    shift
+    local line
+    for line in "$@"; do printf 'apply_patches: %s\n' "$line" >&2; done
+    exit "$status"
+}
+
+usage() { sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p;}' "${BASH_SOURCE[0]}"; }
+
+# Sets check, reverse, checkout.
+read_arguments() {
+    check='' reverse='' checkout=''
+    local word
+    for word in "$@"; do
+        case $word in
+            --help | -h) usage && exit 0 ;;
+            --check) check=yes ;;
+            --reverse) reverse=yes ;;
+            -*) die 2 "unknown option $word (--help shows what there is)" ;;
+            *)
+                [[ -z $checkout ]] || die 2 "two checkouts: $checkout and $word; give one"
+                checkout=$word
+                ;;
+        esac
+    done
+    [[ -n $checkout ]] || die 2 'which checkout? scripts/apply_patches.sh [--check] [--reverse] CHECKOUT'
+    [[ -f $checkout/megatron/core/package_info.py ]] ||
+        die 2 "$checkout is no Megatron-LM checkout: it has no megatron/core/package_info.py"
+    checkout=$(cd -- "$checkout" && pwd -P)
+}
+
+# The version that the checkout says it is, such as 0.19.0 (tag core_v0.19.0 calls itself 0.19.1).
+version_of() {
+    local name parts=()
+    for name in MAJOR MINOR PATCH; do
+        parts+=("$(sed -n "s/^$name *= *\([0-9][0-9]*\).*/\1/p" "$1/megatron/core/package_info.py")")
+    done
+    local IFS=.
+    printf '%s' "${parts[*]}"
+}
+
+# Prints the patch for the version $1; fails without one.
+patch_for() {
+    local versions
+    for versions in "$root"/patches/*/versions; do
+        if grep -qxF -- "$1" "$versions"; then
+            printf '%s' "${versions%/versions}/recover.patch"
+            return
+        fi
+    done
+    return 1
+}
+
+# git apply in the checkout, which it takes for a plain folder: neither a repository around it nor somebody's settings
+# have a say in which files are meant and how.
+apply() {
+    env -u GIT_DIR -u GIT_WORK_TREE -u GIT_INDEX_FILE GIT_CEILING_DIRECTORIES="$(dirname -- "$checkout")" \
+        git -C "$checkout" -c core.autocrlf=false -c apply.ignoreWhitespace=no apply --whitespace=nowarn "$@" "$patch"
+}
+
+read_arguments "$@"
+command -v git >/dev/null || die 2 'git is not installed; it applies the patch (no repository is needed)'
+version=$(version_of "$checkout")
+patch=$(patch_for "$version") ||
+    die 2 "there is no patch for Megatron $version ($checkout)" \
+        "known versions: $(sort -V "$root"/patches/*/versions | tr '\n' ' ' | sed 's/ $//; s/ /, /g')" \
+        'without a patch: pretrain_gpt_recover.py takes the flags of pretrain_gpt.py (README.md)'
+
+if [[ $reverse ]]; then
+    there=() back=(--reverse) done_='not applied' would='would take back' did='took back'
+else
+    there=(--reverse) back=() done_='applied already' would='would apply' did='applied'
+fi
+name=$(basename -- "$(dirname -- "$patch")")
+# The patch has the context that it takes to fit only once: it cannot be applied on top of itself.
+if apply --check "${there[@]}" 2>/dev/null; then
+    say "$name is $done_ in $checkout (Megatron $version): nothing to do"
+    exit 0
+fi
+if ! reasons=$(apply --check "${back[@]}" 2>&1); then
+    mapfile -t lines <<<"$reasons"
+    die 1 "$checkout says that it is Megatron $version, but its files are not as that version has them:" \
+        "${lines[@]/#/  }" \
+        'nothing was changed. Somebody else changed these files where the patch belongs, or a part of it is in them already:' \
+        "undo that (in a git checkout: git -C $checkout diff), or insert by hand what $patch inserts"
+fi
+if [[ $check ]]; then
+    say "$would $name in $checkout (Megatron $version)"
+    exit 0
+fi
+apply "${back[@]}"
+say "$did $name in $checkout (Megatron $version)"
