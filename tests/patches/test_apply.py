@@ -1,0 +1,184 @@
+"""scripts/apply_patches.sh on the trees inside the wheels of each Megatron that has a patch, from the package index."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.megatron_hooks.versions import NEWEST, OLDEST, parse_release
+from tests.forkserver import REPOSITORY
+from tests.patches.trees import FILES, apply, contents, copy_of
+
+WHEELS = {"0.17.1": "core_v0.17.1", "0.18.2": "core_v0.18.2", "0.19.0": "core_v0.19.0", "0.19.2": "core_v0.19.0"}
+"""Version -> the patch that is its."""
+PATCHES = sorted((REPOSITORY / "patches").glob("*/recover.patch"))
+
+
+@pytest.fixture(scope="session", params=WHEELS)
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """(version, unpacked wheel); nobody may change it."""
+    version, out = request.param, tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(out)]
+    done = subprocess.run([*command, f"megatron-core=={version}"], capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        reason = done.stderr.strip().splitlines()[-1:]
+        pytest.skip(f"NOT TESTED: the patch for {version}: pip could not download its wheel: {reason}")
+    (archive,) = out.glob("*.whl")
+    with zipfile.ZipFile(archive) as packed:
+        packed.extractall(out / "tree")
+    return version, out / "tree"
+
+
+@pytest.fixture
+def tree(wheel: tuple[str, Path], tmp_path: Path) -> Path:
+    """A copy of the wheel's tree, to be changed."""
+    return copy_of(wheel[1], tmp_path / "tree")
+
+
+def test_it_is_checked_applied_once_and_taken_back_byte_for_byte(wheel: tuple[str, Path], tree: Path) -> None:
+    version, name = wheel[0], WHEELS[wheel[0]]
+    before = contents(tree)
+
+    def says(expected: str, *arguments: str) -> None:
+        done = apply(*arguments, tree)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (
+            done.stdout == f"apply_patches: {expected} (Megatron {version})" + done.stdout[done.stdout.index(")") + 1 :]
+        )
+
+    says(f"would apply {name} in {tree}", "--check")
+    says(f"{name} is not applied in {tree}", "--reverse")
+    assert contents(tree) == before
+    says(f"applied {name} in {tree}")
+    after = contents(tree)
+    assert sorted(path for path in after if after[path] != before.get(path)) == list(FILES)
+    says(f"{name} is applied already in {tree}")
+    says(f"{name} is applied already in {tree}", "--check")
+    says(f"would take back {name} in {tree}", "--reverse", "--check")
+    assert contents(tree) == after
+    says(f"took back {name} in {tree}", "--reverse")
+    assert contents(tree) == before
+
+
+def test_the_seams_are_the_functions_that_are_wrapped(wheel: tuple[str, Path], tree: Path) -> None:
+    """Each is there when the inserted lines run, takes what its wrapper gives it, and is wrapped once."""
+    assert apply(tree).returncode == 0
+    parameters = {
+        "parse_args": ["extra_args_provider", "ignore_unknown_args"],
+        "pretrain": ["train_valid_test_dataset_provider"] if wheel[0] == "0.17.1" else ["cfg_container"],
+    }
+    for path, (name, expected) in zip(FILES[1:], parameters.items(), strict=True):
+        module = ast.parse((tree / path).read_text())
+        (function,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name)
+        (wrapping,) = (node for node in module.body if f"{name} = patched." in ast.unparse(node))
+        assert isinstance(wrapping, ast.If)
+        assert ast.unparse(wrapping.test) == "'--recover' in sys.argv"
+        assert function.lineno < wrapping.lineno
+        assert [argument.arg for argument in function.args.args][: len(expected)] == expected
+        before = [node for node in module.body if node.lineno < wrapping.lineno]
+        assert any(isinstance(node, ast.Import) and node.names[0].name == "sys" for node in before)
+    first = next(node for node in ast.parse((tree / FILES[0]).read_text()).body if isinstance(node, ast.If))
+    assert "patched.before_megatron()" in ast.unparse(first)
+
+
+def test_a_file_that_was_changed_elsewhere_is_patched_and_keeps_the_change(tree: Path) -> None:
+    training = tree / FILES[2]
+    training.write_text(training.read_text().replace("import gc\n", "import gc\n\n# a line of ours\n", 1))
+    before = contents(tree)
+    assert apply(tree).returncode == 0
+    assert "# a line of ours" in training.read_text()
+    assert apply("--reverse", tree).returncode == 0
+    assert contents(tree) == before
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_files_that_were_changed_at_the_seam_are_refused_and_left_as_they_are(tree: Path, path: str) -> None:
+    beside = dict(zip(FILES, ("import torch", "    return args", "    one_logger_utils.finish()"), strict=True))[path]
+    text = (tree / path).read_text()
+    assert f"{beside}\n" in text
+    (tree / path).write_text(text.replace(f"{beside}\n", f"{beside}  # theirs\n"))
+    before = contents(tree)
+    for arguments in ([], ["--check"]):
+        done = apply(*arguments, tree)
+        assert done.returncode == 1
+        assert f"{path}: patch does not apply" in done.stderr
+        assert "nothing was changed" in done.stderr
+    assert contents(tree) == before
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_a_tree_of_which_one_file_is_not_patched_is_refused_either_way(tree: Path, path: str) -> None:
+    original = (tree / path).read_bytes()
+    assert apply(tree).returncode == 0
+    (tree / path).write_bytes(original)
+    before = contents(tree)
+    for arguments in ([], ["--reverse"]):
+        done = apply(*arguments, tree)
+        assert done.returncode == 1
+        assert "a part of it is in them already" in done.stderr
+    assert contents(tree) == before
+
+
+def test_a_checkout_of_git_is_patched_wherever_the_command_is_run(tree: Path, tmp_path: Path) -> None:
+    """In a repository of its own, in a folder of another repository, and by a relative path."""
+    for repository in (tree.parent, tree):
+        subprocess.run(["git", "init", "-q", str(repository)], check=True)
+        done = apply(tree.name, cwd=tree.parent)
+        assert done.stdout.startswith("apply_patches: applied"), done.stderr
+        assert "patched by recover_megatron" in (tree / FILES[2]).read_text()
+        assert apply("--reverse", ".", cwd=tree).stdout.startswith("apply_patches: took back")
+
+
+# ---- without a wheel ---------------------------------------------------------------------------------------------
+
+
+def fake_checkout(root: Path, version: str) -> Path:
+    core = root / "megatron" / "core"
+    core.mkdir(parents=True)
+    parts = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+    (core / "package_info.py").write_text("".join(f"{name} = {number}\n" for name, number in parts))
+    return root
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.18.0", "0.20.0"])
+def test_an_unknown_version_is_refused_by_name_with_the_known_ones(tmp_path: Path, version: str) -> None:
+    done = apply(fake_checkout(tmp_path, version))
+    assert done.returncode == 2
+    assert f"error: there is no patch for Megatron {version} ({tmp_path})" in done.stderr
+    assert "known versions: 0.17.1, 0.18.2, 0.19.0, 0.19.1, 0.19.2\n" in done.stderr
+
+
+def test_a_folder_that_is_no_megatron_and_a_wrong_command_line_are_refused(tmp_path: Path) -> None:
+    assert "is no Megatron-LM checkout: it has no megatron/core/package_info.py" in apply(tmp_path).stderr
+    assert "which checkout?" in apply().stderr
+    assert "unknown option --revert" in apply("--revert", tmp_path).stderr
+    assert "give one" in apply(tmp_path, tmp_path).stderr
+    for arguments in ([tmp_path], [], ["--revert", tmp_path], [tmp_path, tmp_path]):
+        assert apply(*arguments).returncode == 2
+
+
+def test_help_says_how_it_is_used() -> None:
+    done = apply("--help")
+    assert done.returncode == 0
+    assert "scripts/apply_patches.sh --reverse CHECKOUT" in done.stdout
+
+
+def test_every_patched_version_is_one_that_the_hooks_support() -> None:
+    versions = [v for patch in PATCHES for v in (patch.parent / "versions").read_text().split()]
+    assert len(versions) == len(set(versions))
+    assert all(OLDEST <= parse_release(version) <= NEWEST for version in versions)
+
+
+def test_the_patches_insert_the_same_lines_and_remove_none() -> None:
+    inserted = set()
+    for patch in PATCHES:
+        lines = patch.read_text().splitlines()
+        body = [line for line in lines if not line.startswith(("+++", "---"))]
+        assert not any(line.startswith("-") for line in body)
+        inserted.add("\n".join(line for line in lines if line.startswith("+")))
+    assert len(inserted) == 1

@@ -1,0 +1,107 @@
+"""A script that knows nothing of this package, on a patched Megatron: fault-tolerant with --recover, stock without it.
+
+The installed wheel is patched in a copy, and the script is the plain one of the parity tests; test_checkouts.py does the
+same with checkouts and their own pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.megatron_hooks import patched, program
+from recover_megatron.report.steps import audit_problem, read_steps
+from tests.forkserver import REPOSITORY, ForkServer
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE, losses
+from tests.patches.trees import patched_copy_of
+
+SCRIPT = str(REPOSITORY / "tests" / "megatron_hooks" / "reference_gpt.py")
+FLAGS = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "6"]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A patched copy of the installed Megatron."""
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None
+    (installed,) = spec.submodule_search_locations or ()
+    return patched_copy_of(Path(installed).parent, tmp_path_factory.mktemp("patched"))
+
+
+def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Python with the tree's Megatron first on its path."""
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_a_step_in_which_a_worker_is_killed_is_that_of_the_stock_run(
+    forkserver: ForkServer, tree: Path, tmp_path: Path
+) -> None:
+    stock = forkserver.run(4, [SCRIPT, *FLAGS], tmp_path / "stock", losses=tmp_path / "stock.jsonl")
+    assert stock.ok, stock.tail()
+    out, launch = tmp_path / "killed", ("-m", "recover_megatron.launch", "--warm", "--nproc-per-node", "4")
+    faults = ("--recover", "--recover-inject", "1@3:backward#2")
+    done = run(tree, *launch, "--log-dir", str(out), SCRIPT, *FLAGS, *faults)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker 1 killed by SIGKILL" in done.stdout + done.stderr
+    steps = list(read_steps(out / "steps.jsonl"))
+    assert [step.replicas for step in steps] == [4, 4, 3, 3, 3, 3]
+    assert [audit_problem(step) for step in steps] == [None] * 6
+    expected = losses(tmp_path / "stock.jsonl")
+    assert [step.loss for step in steps] == pytest.approx([row["loss"] for row in expected], rel=1e-6)
+    assert [step.grad_norm for step in steps] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_without_recover_nothing_of_ours_is_imported_and_every_function_is_megatrons_own(tree: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.argv = ['script.py', '--mock-data', '--recover-log-dir', 'x']  # not --recover\n"
+        "import megatron.core, megatron.training\n"
+        "from megatron.training import arguments, training\n"
+        "print(megatron.core.__file__)\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'recover_megatron']\n"
+        "for function in (arguments.parse_args, training.pretrain, megatron.training.pretrain):\n"
+        "    assert function.__code__.co_filename.startswith(megatron.__path__[0]), function\n"
+    )
+    done = run(tree, "-W", "ignore", "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert str(tree) in done.stdout
+
+
+@pytest.mark.slow
+def test_what_cannot_be_recovered_is_refused_before_anything_starts_all_reasons_at_once(tree: Path) -> None:
+    done = run(tree, SCRIPT, *FLAGS, "--recover", "--inprocess-restart", "--enable-ft-package", "--use-torch-fsdp2")
+    assert done.returncode == 2
+    said = done.stderr[done.stderr.index("reference_gpt.py: 3 errors:") :].splitlines()
+    for line, flag in zip(said[1:], ("--use-torch-fsdp2", "--inprocess-restart", "--enable-ft-package"), strict=True):
+        assert line.startswith(f"  - --recover cannot be combined with {flag} yet: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_under_the_entry_script_a_patched_megatron_does_nothing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_in_charge", True)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_recover.py", "--recover", "--recover-device", "nonsense"])
+    asked = []
+
+    def parse_args(extra_args_provider: object = None, ignore_unknown_args: bool = False) -> Namespace:
+        asked.append((extra_args_provider, ignore_unknown_args))
+        return Namespace()
+
+    def pretrain(*given: object, **options: object) -> None:
+        asked.append((given, options))
+
+    def provider(parser: ArgumentParser) -> ArgumentParser:
+        return parser
+
+    patched.before_megatron()
+    patched.parsing(parse_args)(provider)
+    patched.surviving(pretrain)(1, store=None)
+    assert asked == [(provider, False), ((1,), {"store": None})]

@@ -1,0 +1,45 @@
+"""Trees of Megatron to patch, and the script that patches them."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.forkserver import REPOSITORY
+
+SCRIPT = REPOSITORY / "scripts" / "apply_patches.sh"
+FILES = ("megatron/core/__init__.py", "megatron/training/arguments.py", "megatron/training/training.py")
+"""What a patch changes."""
+
+
+def apply(*arguments: str | Path, **options: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run scripts/apply_patches.sh; ``options``: those of subprocess.run."""
+    command = ["bash", str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+
+
+def copy_of(source: Path, out: Path) -> Path:
+    """A copy of the tree's Megatron, and of the scripts beside it; without bytecode, which is older than the patch."""
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source / "megatron", out / "megatron", ignore=without)
+    for script in source.glob("*.py") if (source / "pretrain_gpt.py").exists() else ():
+        shutil.copy2(script, out)
+    return out
+
+
+def patched_copy_of(source: Path, out: Path) -> Path:
+    """The same, patched."""
+    done = apply(copy_of(source, out))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def contents(tree: Path) -> dict[str, str]:
+    """Path -> digest and mode of every file in the tree."""
+    return {
+        str(path.relative_to(tree)): f"{hashlib.sha256(path.read_bytes()).hexdigest()} {path.stat().st_mode:o}"
+        for path in sorted(tree.rglob("*"))
+        if path.is_file()
+    }
