@@ -1,7 +1,7 @@
 """A script that knows nothing of this package, on a patched Megatron: fault-tolerant with --recover, stock without it.
 
-The installed wheel is patched in a copy, and the script is the plain one of the parity tests; test_checkouts.py does the
-same with checkouts and their own pretrain_gpt.py.
+The installed wheel is patched in a copy, and the script is the plain one of the parity tests; test_checkouts.py does
+the same with checkouts and their own pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recover_megatron.megatron_hooks import patched, program
 from recover_megatron.report.steps import audit_problem, read_steps
 from tests.forkserver import REPOSITORY, ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE, losses
-from tests.patches.trees import patched_copy_of
+from tests.patches.trees import apply, copy_of
 
 SCRIPT = str(REPOSITORY / "tests" / "megatron_hooks" / "reference_gpt.py")
 FLAGS = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "6"]
@@ -31,7 +31,10 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = importlib.util.find_spec("megatron")
     assert spec is not None
     (installed,) = spec.submodule_search_locations or ()
-    return patched_copy_of(Path(installed).parent, tmp_path_factory.mktemp("patched"))
+    tree = tmp_path_factory.mktemp("patched")
+    copy_of(Path(installed), tree / "megatron")
+    assert apply(tree).returncode == 0
+    return tree
 
 
 def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -78,10 +81,10 @@ def test_without_recover_nothing_of_ours_is_imported_and_every_function_is_megat
 
 @pytest.mark.slow
 def test_what_cannot_be_recovered_is_refused_before_anything_starts_all_reasons_at_once(tree: Path) -> None:
-    done = run(tree, SCRIPT, *FLAGS, "--recover", "--inprocess-restart", "--enable-ft-package", "--use-torch-fsdp2")
+    done = run(tree, SCRIPT, *FLAGS, "--recover", "--inprocess-restart", "--enable-ft-package", "--te-rng-tracker")
     assert done.returncode == 2
     said = done.stderr[done.stderr.index("reference_gpt.py: 3 errors:") :].splitlines()
-    for line, flag in zip(said[1:], ("--use-torch-fsdp2", "--inprocess-restart", "--enable-ft-package"), strict=True):
+    for line, flag in zip(said[1:], ("--inprocess-restart", "--enable-ft-package", "--te-rng-tracker"), strict=True):
         assert line.startswith(f"  - --recover cannot be combined with {flag} yet: ")
     assert "Traceback" not in done.stderr
 

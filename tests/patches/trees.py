@@ -20,19 +20,11 @@ def apply(*arguments: str | Path, **options: str | Path) -> subprocess.Completed
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
 
 
-def copy_of(source: Path, out: Path) -> Path:
-    """A copy of the tree's Megatron, and of the scripts beside it; without bytecode, which is older than the patch."""
-    without = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(source / "megatron", out / "megatron", ignore=without)
-    for script in source.glob("*.py") if (source / "pretrain_gpt.py").exists() else ():
-        shutil.copy2(script, out)
-    return out
-
-
-def patched_copy_of(source: Path, out: Path) -> Path:
-    """The same, patched."""
-    done = apply(copy_of(source, out))
-    assert done.returncode == 0, done.stderr
+def copy_of(tree: Path, out: Path) -> Path:
+    """A copy of the tree, without what takes no part in training, and without bytecode that is older than a patch."""
+    shutil.copytree(
+        tree, out, ignore=shutil.ignore_patterns("__pycache__", ".git", "tests", "docs", "examples", "tools")
+    )
     return out
 
 
