@@ -5,6 +5,7 @@ seams       how a Megatron function or method is wrapped: checked for its expect
 flags       what is refused before any process group is made, all reasons at once
 gpt_script  the parts of Megatron-LM's pretrain_gpt.py, for the wheel, which has none
 program     picks the script's parts (a checkout's own, or gpt_script) and calls Megatron's pretrain()
+patched     what a patched Megatron calls (docs/patches.md): the same for the script that trains with it
 
 With --recover (docs/instep.md follows a gradient through them)::
 

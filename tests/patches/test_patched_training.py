@@ -89,6 +89,20 @@ def test_what_cannot_be_recovered_is_refused_before_anything_starts_all_reasons_
     assert "Traceback" not in done.stderr
 
 
+def test_a_version_that_the_hooks_do_not_know_is_refused_before_its_first_line(tmp_path: Path) -> None:
+    """Somebody has inserted the lines by hand."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 20\nPATCH = 1\n")
+    patch = (REPOSITORY / "patches" / "core_v0.19.0" / "recover.patch").read_text()
+    inserted = [line[1:] for line in patch.split("diff --git")[1].splitlines() if line.startswith("+")][1:]
+    assert "    patched.before_megatron()" in inserted
+    (core / "__init__.py").write_text("\n".join([*inserted, "raise AssertionError('imported')"]))
+    done = run(tmp_path, "-c", "import sys; sys.argv = ['train.py', '--recover']; import megatron.core")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"train.py: error: Megatron 0.20.1 in {tmp_path} is not supported")
+
+
 def test_under_the_entry_script_a_patched_megatron_does_nothing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "_in_charge", True)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt_recover.py", "--recover", "--recover-device", "nonsense"])
