@@ -247,11 +247,11 @@ REFUSED = {
     "use_megatron_fsdp": ("--use-megatron-fsdp", "its groups can't be changed"),
     "ddp_average_in_collective": ("--ddp-average-in-collective", "an average would depend on who is alive"),
     "inprocess_restart": (
-        "--inprocess-restart", "it ends the step on all workers when one dies and calls pretrain() again, where --recover "
-        "finishes the step"),
+        "--inprocess-restart", "when a worker dies it ends the step on all others and calls pretrain() again; --recover "
+        "finishes it"),
     "enable_ft_package": (
-        "--enable-ft-package", "it needs NVRx's ft_launcher, which restarts all workers when one dies; recover-run keeps "
-        "them running, and --recover-hang-timeout finds the one that hangs"),
+        "--enable-ft-package", "its ft_launcher restarts all workers when one dies; recover-run keeps them running, "
+        "and --recover-hang-timeout finds one that hangs"),
     "hybrid_context_parallel": ("--hybrid-context-parallel", "its microbatches differ in size"),
     "perform_rl_step": ("--perform-rl-step", "its microbatches are not known by their numbers"),
     "fim_data": ("--fim-data", "its samples depend on who read which before"),

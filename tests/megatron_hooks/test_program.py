@@ -80,11 +80,11 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
         ([*GOOD, "--recover", "--rerun-mode", "validate_results"], "--recover needs --rerun-mode disabled"),
         (
             [*GOOD, "--recover", "--inprocess-restart"],
-            "--recover cannot be combined with --inprocess-restart yet: it ends",
+            "--recover cannot be combined with --inprocess-restart yet: when",
         ),
         (
             [*GOOD, "--recover", "--enable-ft-package"],
-            "--recover cannot be combined with --enable-ft-package yet: it needs",
+            "--recover cannot be combined with --enable-ft-package yet: its",
         ),
         ([*GOOD, "--transformer-impl", "transformer_engine"], "needs TransformerEngine's GPU kernels"),
         ([*GOOD, "--context-parallel-size", "1", "--data-path", "/no where/a"], "no /no where/a.bin"),
