@@ -247,8 +247,8 @@ REFUSED = {
     "use_megatron_fsdp": ("--use-megatron-fsdp", "its groups can't be changed"),
     "ddp_average_in_collective": ("--ddp-average-in-collective", "an average would depend on who is alive"),
     "inprocess_restart": (
-        "--inprocess-restart", "when a worker dies it ends the step on all others and calls pretrain() again; --recover "
-        "finishes it"),
+        "--inprocess-restart", "when a worker dies it ends the step on all others and calls pretrain() again; "
+        "--recover finishes the step"),
     "enable_ft_package": (
         "--enable-ft-package", "its ft_launcher restarts all workers when one dies; recover-run keeps them running, "
         "and --recover-hang-timeout finds one that hangs"),
