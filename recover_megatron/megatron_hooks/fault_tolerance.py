@@ -61,6 +61,11 @@ from recover_megatron.membership.errors import (
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.worker import connect
 
+NO_COORDINATOR = (
+    "--recover needs a coordinator: start the workers with recover-run, which brings one, or start "
+    "recover-coordinator and name it with --recover-coordinator HOST:PORT"
+)
+
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
 """Boundaries of the ring's messages -> the phase of a fault specification."""
 
@@ -79,6 +84,8 @@ class FaultTolerance:
     """See the module's text.  One per worker."""
 
     def __init__(self, config: RecoverConfig) -> None:
+        if config.coordinator is None or "RANK" not in os.environ:
+            raise UserError(NO_COORDINATOR)
         self._config = config
         self._me = int(os.environ.get("RECOVER_WORKER", os.environ["RANK"]))
         self._newcomer = os.environ.get("RECOVER_JOIN") == "1"
@@ -221,11 +228,7 @@ class FaultTolerance:
 
     def _connect(self) -> Any:
         config = self._config
-        if config.coordinator is None:
-            raise UserError(
-                "--recover needs a coordinator: start the workers with recover-run, which brings one, or start "
-                "recover-coordinator and name it with --recover-coordinator HOST:PORT"
-            )
+        assert config.coordinator is not None  # or it would have been refused
         settings = Settings(
             heartbeat_interval=config.heartbeat_interval,
             heartbeat_timeout=config.heartbeat_timeout,

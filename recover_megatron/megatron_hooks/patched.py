@@ -87,7 +87,7 @@ class _Call:
     def __init__(self, pretrain: Callable[..., None], bound: inspect.BoundArguments) -> None:
         self._pretrain = pretrain
         self._bound = bound
-        self._rank = os.environ["RANK"]
+        self._rank = os.environ.get("RANK")
         self._configured = "cfg_container" in bound.arguments  # from 0.18 on: by the script
         if self._configured:
             from megatron.training import get_args
@@ -106,7 +106,7 @@ class _Call:
     def __call__(self) -> None:
         if self._configured and os.environ["RANK"] != self._rank:
             self._configure()
-        self._rank = ""  # whatever it is the next time, everything has been used
+        self._rank = None  # whichever is wanted the next time, everything has been used
         self._pretrain(*self._bound.args, **self._bound.kwargs)
 
     def _configure(self) -> None:

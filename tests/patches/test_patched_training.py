@@ -89,6 +89,14 @@ def test_what_cannot_be_recovered_is_refused_before_anything_starts_all_reasons_
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_started_without_recover_run_it_says_what_to_start_it_with(tree: Path) -> None:
+    done = run(tree, SCRIPT, *FLAGS, "--recover")
+    assert done.returncode == 2
+    assert "reference_gpt.py: error: --recover needs a coordinator: start the workers with recover-run" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_version_that_the_hooks_do_not_know_is_refused_before_its_first_line(tmp_path: Path) -> None:
     """Somebody has inserted the lines by hand."""
     core = tmp_path / "megatron" / "core"
