@@ -13,19 +13,20 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from recover_megatron.arguments import RecoverConfig, config_from_argv, parse_addresses
 from recover_megatron.errors import UserError
+from recover_megatron.launch.slurm_launch import shape_of
 
 DEFAULT_ADDR = "127.0.0.1"
 DEFAULT_PORT_SEVERAL_NODES = 29500
 MANUAL = "recover-run --help lists the options"
 
 _VALUE_OPTIONS = {
-    "--nproc-per-node": ("N", "workers on this node (default: 1)"),
+    "--nproc-per-node": ("N", "workers on this node (default: 1; with --slurm: its GPUs, where SLURM counts them)"),
     "--nnodes": ("N", "nodes; one recover-run is started on each (default: 1)"),
     "--node-rank": ("R", "which node this is, from 0; node 0 keeps the store (default: 0)"),
     "--master-addr": ("A", f"address of node 0 (default: {DEFAULT_ADDR})"),
@@ -47,6 +48,7 @@ _VALUE_OPTIONS = {
 _SWITCHES = {
     "--warm": "import once in one parent process, then fork the workers from it (not with a GPU)",
     "--join": "take part in a run that goes on, with --nproc-per-node workers more",
+    "--slurm": "under srun, one task a node: the nodes, this node's rank, address and port of the store are SLURM's",
     "--module": "SCRIPT is the name of a module, as with python -m",
 }
 _SHORT = {"-m": "--module"}
@@ -85,6 +87,7 @@ class Options:
     module: bool = False
     max_restarts: int = 0
     join: bool = False
+    slurm: bool = False
     coordinators: tuple[tuple[str, int], ...] = ()
     """Of the run to join."""
     world_size: int = 0
@@ -117,11 +120,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Read the command line.  Returns the options and the reasons against them; ``--help`` prints and exits with 0."""
+def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[Options, list[str]]:
+    """Read the command line.  Returns the options and the reasons against them; ``--help`` prints and exits with 0.
+
+    ``environ``: SLURM's variables, which with ``--slurm`` say what the command line leaves out.
+    """
     own, rest, reasons = _split(argv)
     namespace = make_parser().parse_args(own)
-    options = Options(warm=namespace.warm, module=namespace.module, join=namespace.join)
+    if namespace.slurm:
+        reasons += _take_from_slurm(namespace, environ)
+    options = Options(warm=namespace.warm, module=namespace.module, join=namespace.join, slurm=namespace.slurm)
     read = _Numbers(namespace, reasons)
     options.nproc_per_node = read.whole("--nproc-per-node", 1, minimum=1)
     options.nnodes = read.whole("--nnodes", 1, minimum=1)
@@ -146,6 +154,29 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     if options.script is not None:
         reasons += _check_newcomers(options, namespace.recover_coordinator)
     return options, reasons
+
+
+def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
+    """Fill in what the step says; the reasons against that."""
+    reasons = [
+        f"--{name.replace('_', '-')}: leave it out; with --slurm it is SLURM's"
+        for name in ("nnodes", "node_rank")
+        if getattr(namespace, name) is not None
+    ]
+    if namespace.join:
+        reasons.append("--slurm is for the launch of a run: leave it out with --join; each launcher joins for itself")
+    if reasons:
+        return reasons
+    try:
+        shape = shape_of(environ, namespace.master_addr)
+    except ValueError as error:
+        return [str(error)]
+    namespace.nnodes, namespace.node_rank = str(shape.nnodes), str(shape.node_rank)
+    namespace.master_addr = shape.master_addr
+    namespace.master_port = namespace.master_port or str(shape.master_port)
+    if namespace.nproc_per_node is None and shape.gpus:
+        namespace.nproc_per_node = str(shape.gpus)
+    return []
 
 
 def _check_newcomers(options: Options, coordinators: str | None) -> list[str]:

@@ -1,7 +1,8 @@
 """Where the candidate coordinators of a launch over several nodes listen.
 
-The first CANDIDATES nodes host one each.  A node listens on the address from which it reaches the others: node 0 that
-from which it reaches node 1, another node that from which it reaches node 0.  The user may choose it (RECOVER_HOST).
+CANDIDATES nodes host one each: the first ones, or, under SLURM, those from the second on.  A node listens on the
+address from which it reaches the others: node 0 that from which it reaches another one with a candidate, another node
+that from which it reaches node 0.  The user may choose it (RECOVER_HOST).
 
 The socket is bound before its address is told, so whoever turns to it early waits in its backlog.
 """
@@ -28,7 +29,7 @@ class Candidates:
     host: str
     """This node's address."""
     addresses: Sequence[Address]
-    """In the order in which all members turn to them: that of the nodes."""
+    """In the order in which all members turn to them."""
     listener: socket.socket | None
     """This node's own; None: it hosts none."""
 
@@ -36,11 +37,14 @@ class Candidates:
 class OwnPlace:
     """This node's address and, if it hosts a candidate, its socket.  Raises OSError where there can be none."""
 
-    def __init__(self, plan: LaunchPlan, other: Address) -> None:
-        """``other``: where another node listens, for choosing the interface; nothing is sent there."""
+    def __init__(self, plan: LaunchPlan, other: Address, hosts: bool) -> None:
+        """``other``: where another node listens, for choosing the interface; nothing is sent there.
+
+        ``hosts``: whether this node has a candidate.
+        """
         self.host = plan.node_address or local_address(other)
         self.listener: socket.socket | None = None
-        if plan.node_rank < hosting(plan):
+        if hosts:
             family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
             self.listener = socket.create_server((self.host, 0), family=family, backlog=BACKLOG)
 
@@ -50,9 +54,10 @@ class OwnPlace:
         return (self.host, self.listener.getsockname()[1]) if self.listener else None
 
 
-def hosting(plan: LaunchPlan) -> int:
-    """How many nodes, from 0 on, host a candidate."""
-    return min(plan.nnodes, CANDIDATES)
+def hosting(plan: LaunchPlan) -> tuple[int, ...]:
+    """The nodes that host a candidate, in the order in which the members turn to them."""
+    count = min(plan.nnodes, CANDIDATES)
+    return tuple((plan.first_candidate + number) % plan.nnodes for number in range(count))
 
 
 def local_address(other: Address) -> str:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from recover_megatron.arguments import spares_from_argv
-from recover_megatron.launch import arguments, listener, warm_client
+from recover_megatron.launch import arguments, listener, slurm_launch, warm_client
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.messages import SHARE_A_SECRET
@@ -57,6 +57,8 @@ def run(argv: Sequence[str]) -> int:
         cold_reason = warm_client.why_cold(
             str(options.script), options.script_args, os.environ, warm_client.has_gpu_devices()
         )
+    if not options.slurm and options.nnodes == 1 and (hint := slurm_launch.left_alone(os.environ)):
+        print(f"recover-run: {hint}", file=sys.stderr)
     warm = options.warm and not cold_reason
     return Supervisor(_plan(options, reserved), reserved, os.environ, warm, cold_reason).run()
 
@@ -111,6 +113,8 @@ def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchP
         script_args=tuple(options.script_args),
         control_plane=options.nnodes == 1 or has_secret(os.environ),
         max_restarts=options.max_restarts,
+        # SLURM's batch script runs on the first node, and the store, too: one loss should not take all three.
+        first_candidate=1 if options.slurm and options.nnodes > 1 else 0,
         spares=0 if options.join else spares_from_argv(options.script_args),
         joins=options.coordinators,
         joined_world_size=options.world_size,

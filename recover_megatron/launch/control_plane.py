@@ -102,7 +102,7 @@ class ControlPlane:
         command += ["--hang-timeout", str(settings.hang_timeout)]
         sink = os.open(os.devnull, os.O_WRONLY)
         try:
-            spawn(command, environment, sink, sink, inherit=[listener.fileno()])
+            spawn(command, environment, sink, sink, inherit=[listener.fileno()], deaf=True)
         finally:
             os.close(sink)
 

@@ -3,7 +3,7 @@
 ::
 
     key                      written by     meaning
-    job                      node 0         {"nnodes", "nproc_per_node", "control_plane", "run_id"}
+    job                      node 0         {"nnodes", "nproc_per_node", "control_plane", "candidates", "run_id"}
     coordinators             node 0         the candidates' addresses, in order; empty when the launch is ended before
     node/R/claims            each node R    counter: the first to add 1 is node R, a later one is refused
     node/R/beats             each node R>0  counter: changes every BEAT_SECONDS while the launcher lives
@@ -11,7 +11,7 @@
     end                      node 0         the reason for which the launch cannot be completed; all stop
 
 A node that disagrees with ``job`` is refused before it starts a worker; if it was still missing, the launch can never
-be complete, and node 0 ends it.  Each of the first nodes tells in ``joined`` where its candidate coordinator listens
+be complete, and node 0 ends it.  Each node of ``candidates`` tells in ``joined`` where its coordinator listens
 (candidates.py); no worker starts before all know all of them.  A ``report`` carries the ends of all workers of a node
 and is its launcher's last message; node 0 keeps the store up until it has one from every node, or the node's beats have
 stopped for LOST_SECONDS.
@@ -130,7 +130,9 @@ class NodeThreads:
                 _mail(store, {"kind": "refused", **me, "reason": reason, "duplicate": duplicate})
                 self._tell(self._events.refused, reason)
                 return
-            own = OwnPlace(plan, (plan.master_addr, plan.master_port)) if plan.control_plane else None
+            own = None
+            if plan.control_plane:
+                own = OwnPlace(plan, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
             _mail(store, {"kind": "joined", **me, "coordinator": own.address if own else None})
             self._tell(self._events.joined, str(job["run_id"]))
         except (RuntimeError, ImportError, ValueError, KeyError) as error:
@@ -198,6 +200,7 @@ class _Host:
             "nnodes": plan.nnodes,
             "nproc_per_node": plan.nproc_per_node,
             "control_plane": plan.control_plane,
+            "candidates": hosting(plan),
             "run_id": plan.run_id,
         }
         self._store.set(PREFIX + "job", json.dumps(job))
@@ -221,12 +224,12 @@ class _Host:
         """False: the launch cannot be completed."""
         kind, rank, host = message.get("kind"), message.get("node_rank"), message.get("host")
         if kind == "joined" and rank in self._missing:
-            hosts = self._plan.control_plane and rank < hosting(self._plan)
+            hosts = self._plan.control_plane and rank in hosting(self._plan)
             if hosts:
                 self._candidates[rank] = address_from(message.get("coordinator"))
             self._missing.remove(rank)
             self._members[rank] = _Member(str(host), -1, time.monotonic())
-            if hosts and len(self._candidates) == hosting(self._plan) - 1 and not self._tell_candidates():
+            if hosts and self._candidates.keys() == {*hosting(self._plan)} - {0} and not self._tell_candidates():
                 return False
             if not self._missing:
                 self._tell(self._events.all_joined)
@@ -244,11 +247,12 @@ class _Host:
     def _tell_candidates(self) -> bool:
         """False: there can be none here."""
         try:
-            own = OwnPlace(self._plan, self._candidates[1])
+            own = OwnPlace(self._plan, next(iter(self._candidates.values())), 0 in hosting(self._plan))
         except OSError as error:
             return self._end(f"no coordinator can listen on node 0: {_one_line(error)}")
-        assert own.address is not None
-        addresses = [own.address, *(self._candidates[rank] for rank in sorted(self._candidates))]
+        if own.address is not None:
+            self._candidates[0] = own.address
+        addresses = [self._candidates[rank] for rank in hosting(self._plan)]
         self._store.set(PREFIX + "coordinators", json.dumps(addresses))
         self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener))
         return True

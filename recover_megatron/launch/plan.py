@@ -50,6 +50,8 @@ class LaunchPlan:
     grace_seconds: float = 15.0
     max_restarts: int = 0
     """How many workers this launcher may start in place of others."""
+    first_candidate: int = 0
+    """The node whose candidate coordinator leads at first; its word on node 0 holds for all."""
     spares: int = 0
     """Workers that the last node starts beyond those of the launch."""
     joins: tuple[tuple[str, int], ...] = ()

@@ -39,6 +39,10 @@ _RESET_SIGNALS = [
     signal.SIGQUIT,
 ]
 
+DEAF_TO = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
+"""What helpers of the launch block: SLURM sends a signal to *every* process of a step, and these must outlive it, since
+the workers that were asked to end still need them.  They end with the launcher."""
+
 
 class Process(NamedTuple):
     """One line of the process table.  ``start`` (clock ticks since boot) tells two users of one pid apart."""
@@ -56,12 +60,19 @@ class Process(NamedTuple):
 
 
 def spawn(
-    command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int, inherit: Sequence[int] = ()
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+    inherit: Sequence[int] = (),
+    *,
+    deaf: bool = False,
 ) -> int:
     """Start ``command`` in a session of its own; the kernel kills it when the calling thread ends.
 
     Call it from the main thread (the parent-death signal follows the thread).  stdin is /dev/null; of the caller's
-    other descriptors only ``inherit`` is passed on.  Returns the pid.  Raises OSError if it cannot be started.
+    other descriptors only ``inherit`` is passed on.  ``deaf``: it begins with ``DEAF_TO`` blocked.  Returns the pid.
+    Raises OSError if it cannot be started.
     """
     for descriptor in inherit:
         os.set_inheritable(descriptor, True)
@@ -76,7 +87,7 @@ def spawn(
                 (os.POSIX_SPAWN_DUP2, stderr, 2),
             ],
             setsid=True,
-            setsigmask=[],
+            setsigmask=DEAF_TO if deaf else [],
             setsigdef=_RESET_SIGNALS,
         )
     finally:

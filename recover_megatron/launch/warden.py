@@ -13,18 +13,15 @@ signals that ask a process to end are blocked from its first moment.  The launch
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.processes import find_launch, kill_until_none_left
+from recover_megatron.launch.processes import DEAF_TO, find_launch, kill_until_none_left
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from recover_megatron.launch.warden import main; main()"
-
-_DEAF_TO = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
 
 
 class Warden:
@@ -69,7 +66,7 @@ class Warden:
                 (os.POSIX_SPAWN_DUP2, 2, 2),
             ],
             setsid=True,
-            setsigmask=_DEAF_TO,
+            setsigmask=DEAF_TO,
         )
         os.close(read)
         self._pidfd = os.pidfd_open(self.pid)

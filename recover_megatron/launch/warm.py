@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import socket
 import sys
 import threading
@@ -128,6 +129,7 @@ def _serve(channel: socket.socket) -> None:
 
 def _become_worker(parent: int, variables: dict[str, str | None], output: list[int]) -> None:
     die_with_parent(parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.setsid()
     for target, descriptor in enumerate(output, start=1):
         os.dup2(descriptor, target)

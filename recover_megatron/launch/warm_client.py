@@ -100,6 +100,7 @@ class WarmParent:
                 stdout,
                 stderr,
                 inherit=[other.fileno()],
+                deaf=True,  # workers that it forks hear again
             )
         self._channel.setblocking(False)
         self._pidfd = os.pidfd_open(self.pid)

@@ -270,3 +270,36 @@ def test_a_worker_that_cannot_be_started_ends_the_launch_with_the_reason(bench):
     assert "worker 1 cannot be started" in launch.err
     assert "Traceback" not in launch.err
     assert launch.left() == []
+
+
+@pytest.mark.parametrize("start", ["cold", "warm"])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_need(bench, number, start):
+    """So SLURM sends them: to all that it finds in a step, coordinators and the parent of a warm start included."""
+    script = bench.script(
+        f"""
+        import signal, time
+        from recover_megatron.membership.worker import connect
+
+        def main():
+            asked = []
+            signal.signal({int(number)}, lambda *_: asked.append(1))
+            session = connect()
+            session.join({{}})
+            print("JOINED", flush=True)
+            while not asked:
+                time.sleep(0.05)
+            session.agree(1)
+            session.leave()
+            print("LEFT", flush=True)
+
+        if __name__ == "__main__":
+            main()
+        """
+    )
+    launch = bench.start(*(["--warm"] if start == "warm" else []), "--nproc-per-node", 2, script)
+    launch.wait_for("JOINED", 2)
+    for pid in launch.left():
+        os.kill(pid, number)
+    assert launch.wait() == (0 if number == signal.SIGUSR1 else 128 + number), launch.err
+    assert launch.out.count("LEFT") == 2, launch.out + launch.err

@@ -1,0 +1,197 @@
+"""What is read out of SLURM's environment."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recover_megatron.launch import slurm
+from recover_megatron.launch.arguments import parse
+from recover_megatron.launch.candidates import hosting
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.slurm_launch import address_of, left_alone
+
+TASK = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_STEP_NODELIST": "n[2-4]",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
+        ("n[1-3,7],gpu-a[01-04]", ["n1", "n2", "n3", "n7", "gpu-a01", "gpu-a02", "gpu-a03", "gpu-a04"]),
+        ("gpu-a[08-11]", ["gpu-a08", "gpu-a09", "gpu-a10", "gpu-a11"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("login,node-3.example.org", ["login", "node-3.example.org"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("a[3,1]-ib", ["a3-ib", "a1-ib"]),
+    ],
+)
+def test_a_node_list_is_expanded_in_its_order(text: str, names: list[str]) -> None:
+    assert slurm.expand(text) == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "n[1-3", "n1-3]", "n[]", "n[a-b]", "n[3-1]", "n[1-]", ",n1", "n1,", "n1,,n2", "n 1", "n[1-99999999999]"],
+)
+def test_what_is_no_node_list_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="node list"):
+        slurm.expand(text)
+
+
+PREFIXES = st.from_regex(r"[a-z][a-z0-9.-]{0,5}[a-z-]", fullmatch=True)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A piece of a node list, and the names that it means: written down without expanding anything."""
+    prefix, suffix = draw(PREFIXES), draw(st.sampled_from(["", "-ib", ".cluster"]))
+    width = draw(st.integers(1, 4))
+    parts, names = [], []
+    for first, length in draw(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 12)), min_size=1, max_size=4)):
+        numbers = [f"{number:0{width}}" for number in range(first, first + length)]
+        parts.append(numbers[0] if length == 1 else f"{numbers[0]}-{numbers[-1]}")
+        names += [f"{prefix}{number}{suffix}" for number in numbers]
+    return f"{prefix}[{','.join(parts)}]{suffix}", names
+
+
+@given(st.lists(st.one_of(groups(), PREFIXES.map(lambda name: (name, [name]))), min_size=1, max_size=5))
+def test_any_node_list_names_what_it_was_made_of(pieces: list[tuple[str, list[str]]]) -> None:
+    text = ",".join(piece for piece, _ in pieces)
+    assert slurm.expand(text) == list(itertools.chain.from_iterable(names for _, names in pieces))
+
+
+@given(st.text(alphabet="n1-[],09 x", max_size=20))
+def test_no_text_does_more_than_raise_a_value_error(text: str) -> None:
+    try:
+        assert slurm.expand(text)
+    except ValueError as error:
+        assert repr(text) in str(error)  # noqa: PT017 - which error, for which text
+
+
+@given(st.integers(1, 10**8), st.integers(0, 50))
+def test_ports_are_those_of_users_and_not_the_kernels(job: int, step: int) -> None:
+    found = slurm.ports(job, step)
+    assert len(set(found)) == slurm.PORTS_OF_A_STEP
+    assert all(1024 < port < 32768 for port in found)
+
+
+@given(st.integers(1, 10**8), st.integers(0, 20))
+def test_neighbouring_jobs_and_steps_have_different_ports(job: int, step: int) -> None:
+    steps = [(job, step), (job, step + 1), (job + 1, step), (job + 1, step + 1)]
+    found = [port for number, part in steps for port in slurm.ports(number, part)]
+    assert len(set(found)) == len(found)
+
+
+def test_a_task_knows_its_step() -> None:
+    step = slurm.step_of(TASK)
+    assert step == slurm.Step(4711, 0, ("n2", "n3", "n4"), 1, 0, 3)
+    assert step.one_task_a_node
+    assert step.store_port == slurm.ports(4711, 0)[0]
+
+
+def test_a_second_task_of_a_node_is_seen() -> None:
+    step = slurm.step_of(TASK | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "2"})
+    assert step is not None
+    assert not step.one_task_a_node
+    assert step.gpus == 2
+
+
+@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID"])
+def test_outside_of_a_step_there_is_none(missing: str) -> None:
+    assert slurm.step_of({name: value for name, value in TASK.items() if name != missing}) is None
+
+
+def test_values_that_slurm_does_not_set_are_refused() -> None:
+    with pytest.raises(ValueError, match="SLURM_NODEID is 3, but the step's node list"):
+        slurm.step_of(TASK | {"SLURM_NODEID": "3"})
+    with pytest.raises(ValueError, match="SLURM_JOB_ID"):
+        slurm.step_of(TASK | {"SLURM_JOB_ID": "x"})
+
+
+def test_the_network_is_asked_for_an_address_before_slurm_is() -> None:
+    asked: list[str] = []
+    assert address_of("n1", lambda name: True, lambda name: asked.append(name) or "") == "n1"
+    assert asked == []
+    told = "NodeName=n1 Arch=x86_64 NodeAddr=10.1.2.3 NodeHostName=vm Version=22.05.8"
+    assert address_of("n1", lambda name: False, lambda name: told) == "10.1.2.3"
+
+
+@pytest.mark.parametrize("told", ["", "NodeName=n1 NodeAddr=(null)", "Node n1 not found"])
+def test_a_node_that_nobody_knows_is_named(told: str) -> None:
+    with pytest.raises(ValueError, match=r"node n1 .* --master-addr"):
+        address_of("n1", lambda name: False, lambda name: told)
+
+
+def test_a_launch_takes_its_shape_from_the_step() -> None:
+    options, reasons = parse(["--slurm", "--master-addr", "10.0.0.1", __file__], TASK)
+    assert reasons == []
+    assert (options.nnodes, options.node_rank) == (3, 1)
+    assert (options.master_addr, options.master_port) == ("10.0.0.1", slurm.ports(4711, 0)[0])
+    assert options.nproc_per_node == 1
+
+
+def test_what_the_command_line_says_wins_where_nodes_may_differ() -> None:
+    given = ["--slurm", "--master-addr", "10.0.0.1", "--master-port", "4000", "--nproc-per-node", "2", __file__]
+    options, reasons = parse(given, TASK | {"SLURM_GPUS_ON_NODE": "8"})
+    assert reasons == []
+    assert (options.master_port, options.nproc_per_node) == (4000, 2)
+    options, _ = parse(["--slurm", "--master-addr", "10.0.0.1", __file__], TASK | {"SLURM_GPUS_ON_NODE": "8"})
+    assert options.nproc_per_node == 8
+
+
+def test_a_step_of_one_node_is_a_launch_of_one_node() -> None:
+    environ = TASK | {"SLURM_STEP_NODELIST": "n4", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    options, reasons = parse(["--slurm", __file__], environ)
+    assert reasons == []
+    assert (options.nnodes, options.master_addr, options.master_port) == (1, "127.0.0.1", 0)
+
+
+def test_slurms_shape_and_another_one_are_refused_together() -> None:
+    _, reasons = parse(["--slurm", "--nnodes", "2", "--node-rank", "0", "--join", __file__], TASK)
+    assert len([reason for reason in reasons if "with --slurm it is SLURM's" in reason]) == 2
+    assert any(reason.startswith("--slurm is for the launch") for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({}, "start recover-run with srun"),
+        (TASK | {"SLURM_STEP_NUM_TASKS": "6"}, "the step has 6 tasks on 3 nodes"),
+        (TASK | {"SLURM_STEP_NODELIST": "n["}, "node list 'n\\['"),
+    ],
+)
+def test_a_process_that_is_no_launchers_task_is_refused(environ: dict[str, str], reason: str) -> None:
+    _, reasons = parse(["--slurm", __file__], environ)
+    assert len(reasons) == 1
+    assert re.search(reason, reasons[0])
+
+
+def test_a_launcher_that_is_left_alone_among_several_is_told() -> None:
+    assert "node 1 of the 3 of a SLURM step" in left_alone(TASK)
+    assert left_alone({}) == ""
+    assert left_alone(TASK | {"SLURM_STEP_NUM_TASKS": "24"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first", "hosts"),
+    [(1, 0, (0,)), (2, 0, (0, 1)), (5, 0, (0, 1, 2)), (2, 1, (1, 0)), (3, 1, (1, 2, 0)), (9, 1, (1, 2, 3))],
+)
+def test_under_slurm_the_coordinator_that_leads_is_not_beside_the_batch_script(
+    nodes: int, first: int, hosts: tuple[int, ...]
+) -> None:
+    plan = LaunchPlan(1, nodes, 0, "n1", 1, "a", "a", "n1", ("x",), True, first_candidate=first)
+    assert hosting(plan) == hosts

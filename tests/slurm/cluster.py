@@ -1,0 +1,236 @@
+"""A SLURM cluster of several nodes on this machine: real daemons, in a folder and on ports of their own.
+
+    munged     the key that all processes of the cluster share
+    slurmctld  the controller
+    slurmd -N  one a node; it starts a slurmstepd for the batch script and for each step of a job
+
+All nodes are this host at 127.0.0.1; they differ by their ports, and by what runs on them.  Nothing of the system's own
+SLURM is touched, if there is one: whoever talks to this cluster has ``SLURM_CONF`` in the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
+PATIENCE = 240.0
+"""Seconds after which something that should have happened counts as stuck (a loaded machine, two cores)."""
+MUNGE_USER = "munge"
+
+CONFIGURATION = """\
+ClusterName=recover
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdParameters=config_overrides
+SlurmdTimeout={timeout}
+SchedulerParameters=batch_sched_delay=1,sched_interval=5
+KillWait=5
+ReturnToService=2
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=5000 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str:
+    """Why no cluster can be started here; empty if one can."""
+    missing = [program for program in PROGRAMS if not _program(program)]
+    if missing:
+        return f"SLURM is not installed here ({', '.join(missing)}): apt-get install slurm-wlm munge"
+    if os.geteuid() != 0:
+        return "a SLURM cluster of one's own is started by root here"
+    return ""
+
+
+class Cluster:
+    """A running cluster of ``nodes`` nodes n1, n2, ...; ``close`` leaves nothing of it."""
+
+    def __init__(self, nodes: int = 4, timeout: int = 10) -> None:
+        """``timeout``: seconds after which the controller gives up a node that does not answer."""
+        self.names = [f"n{number}" for number in range(1, nodes + 1)]
+        # Not pytest's folder, which is root's alone: munge runs as its own user.
+        self.folder = Path(tempfile.mkdtemp(prefix="recover-slurm-"))
+        self.folder.chmod(0o755)
+        ports = _free_ports(nodes + 1)
+        text = CONFIGURATION.format(
+            host=socket.gethostname(),
+            folder=self.folder,
+            controller=ports[0],
+            first=ports[1],
+            last=ports[-1],
+            nodes=nodes,
+            timeout=timeout,
+        )
+        (self.folder / "slurm.conf").write_text(text)
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))},
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+        }
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Start all daemons, and wait until all nodes are idle."""
+        self._start_munge()
+        (self.folder / "state").mkdir()
+        self._start("slurmctld", "slurmctld", "-D", "-i")
+        for name in self.names:
+            (self.folder / f"spool-{name}").mkdir()
+            self.start_node(name)
+        self.wait_idle()
+
+    def wait_idle(self) -> None:
+        """Until every node can be given a job."""
+        wait_until(lambda: set(self.states().values()) == {"idle"}, "all nodes are idle")
+
+    def start_node(self, name: str) -> None:
+        """Start the daemon of a node, for the first time or after ``kill_node``."""
+        self._start(name, "slurmd", "-D", "-N", name)
+
+    def kill_node(self, name: str) -> None:
+        """As a host that loses its power: the daemon, its stepds and all that they have started, at once."""
+        doomed = self.processes_of(name)
+        assert self._daemons[name].pid in doomed
+        for pid in doomed:
+            os.kill(pid, signal.SIGSTOP)  # nobody gets to tell of another's death
+        for pid in self.processes_of(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._daemons.pop(name).wait()
+
+    def processes_of(self, name: str) -> list[int]:
+        """The daemon of a node, its stepds, and the processes of the tasks there."""
+        return [pid for pid in _processes() if self._node_of(pid) == name]
+
+    def _node_of(self, pid: int) -> str | None:
+        environment = _environment(pid)
+        if environment.get("SLURM_CONF") != str(self.folder / "slurm.conf"):
+            return None
+        if "RECOVER_TEST_NODE" in environment:
+            return environment.get("SLURMD_NODENAME", environment["RECOVER_TEST_NODE"])
+        return environment.get("SLURMD_NODENAME")
+
+    def states(self) -> dict[str, str]:
+        """Of the nodes, by name."""
+        said = self.run("sinfo", "--noheader", "--Node", "--format=%N %t")
+        return dict(line.split() for line in said.splitlines())
+
+    def run(self, *command: str, **variables: str) -> str:
+        """A command of SLURM's; what it printed."""
+        environment = {**self.environment, **variables}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=PATIENCE)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def job(self, number: int) -> dict[str, str]:
+        """What the controller knows of a job."""
+        said = self.run("scontrol", "--oneliner", "show", "job", str(number))
+        return dict(re.findall(r"(\S+?)=(\S*)", said))
+
+    def wait_job(self, number: int, states: Sequence[str]) -> dict[str, str]:
+        """Until the job is in one of these states."""
+        wait_until(lambda: self.job(number)["JobState"] in states, f"job {number} is {' or '.join(states)}")
+        return self.job(number)
+
+    def close(self) -> None:
+        """End everything, whatever state it is in."""
+        for name in [*self._daemons]:
+            self._daemons[name].kill()
+            self._daemons.pop(name).wait()
+        while left := [pid for pid in _processes() if self._belongs(pid)]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        shutil.rmtree(self.folder)
+
+    def _belongs(self, pid: int) -> bool:
+        return _environment(pid).get("SLURM_CONF") == str(self.folder / "slurm.conf")
+
+    def _start_munge(self) -> None:
+        place = self.folder / "munge"
+        place.mkdir()
+        key = place / "key"
+        key.write_bytes(os.urandom(64))
+        key.chmod(0o600)
+        for path in (place, key):
+            shutil.chown(path, MUNGE_USER, MUNGE_USER)
+        # The socket's folder must be munge's, or root's, and open to all who use it.
+        options = ["--foreground", "--socket", f"{place}/socket", "--key-file", str(key), "--num-threads", "2"]
+        options += ["--pid-file", f"{place}/pid", "--log-file", f"{place}/log", "--seed-file", f"{place}/seed"]
+        place.chmod(0o755)
+        self._start("munged", "runuser", "-u", MUNGE_USER, "--", _program("munged"), *options)
+        (self.folder / "munge.socket").symlink_to(place / "socket")
+        wait_until((place / "socket").exists, "munge listens")
+
+    def _start(self, name: str, program: str, *arguments: str) -> None:
+        with open(self.folder / f"{name}.out", "ab") as out:
+            self._daemons[name] = subprocess.Popen(
+                [_program(program), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**self.environment, "RECOVER_TEST_NODE": name},
+                start_new_session=True,
+            )
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """For facts of files, of the process table and of the controller, which give no event to wait for."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
+        time.sleep(0.1)
+
+
+def _program(name: str) -> str:
+    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") or ""
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """The initial environment of a living process; empty if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return {}
+    return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Consecutive ones, below the range that the kernel gives away by itself."""
+    for first in range(20000 + os.getpid() % 8000, 32000, count):
+        with contextlib.ExitStack() as held:
+            try:
+                for port in range(first, first + count):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return list(range(first, first + count))
+    raise AssertionError("no free ports")
