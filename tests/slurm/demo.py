@@ -1,0 +1,89 @@
+"""The shipped script, edited as a user edits it: five lines, for a tiny GPT on CPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from recover_megatron.report.steps import Step, read_steps
+from tests.forkserver import REPOSITORY
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT
+from tests.slurm.cluster import Cluster, wait_until
+
+SCRIPTS = REPOSITORY / "scripts" / "slurm"
+TIMES = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 5"
+EDITS = {1: "#SBATCH --nodes={nodes}", 2: "#SBATCH --cpus-per-task={workers}", 3: "VENV={venv}", 4: "DATA='{data}'",
+         5: "MEGATRON='{flags}'"}  # fmt: skip
+
+
+def edited(name: str, **values: object) -> str:
+    """The text of a script with its five lines edited, and no other."""
+    lines = (SCRIPTS / name).read_text().splitlines()
+    places = [index for index, line in enumerate(lines) if re.search(r"# EDIT \d", line)]
+    assert len(places) == len(EDITS)
+    for number, place in enumerate(places, start=1):
+        assert f"# EDIT {number}" in lines[place]
+        lines[place if lines[place].startswith("#SBATCH") else place + 1] = EDITS[number].format(**values)
+    return "\n".join(lines) + "\n"
+
+
+class Job:
+    """One submission of a shipped script, and what it leaves behind."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        *options: str,
+        name: str = "recover.sbatch",
+        nodes: int = 3,
+        workers: int = 1,
+        iterations: int = 30,
+        flags: str = "",
+        recover: str = "--warm",
+    ) -> None:
+        folder.mkdir()
+        self.cluster, self.folder, self.run = cluster, folder, folder / "run"
+        own = f"--save-interval 1000 --global-batch-size 12 --train-iters {iterations} --lr-decay-iters 100 --lr-warmup-iters 2 {TIMES} {flags}"
+        script = folder / name
+        script.write_text(
+            edited(
+                name,
+                nodes=nodes,
+                workers=workers,
+                venv=Path(sys.executable).parents[1],
+                data=" ".join(MOCK),
+                flags=" ".join([*MODEL, *NO_DROPOUT, own]),
+            )
+        )
+        said = cluster.run(
+            "sbatch", "--parsable", f"--chdir={folder}", *options, str(script),
+            RUN_DIR=str(self.run), RECOVER=recover, PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1",
+        )  # fmt: skip
+        self.number = int(said)
+
+    def steps(self) -> list[Step]:
+        path = self.run / "steps.jsonl"
+        return list(read_steps(path)) if path.exists() else []
+
+    def wait_iteration(self, iteration: int) -> None:
+        """Until it is committed; at once an error when the job ends before."""
+
+        def reached() -> bool:
+            state = self.cluster.job(self.number)["JobState"]
+            assert state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), f"{state}: {self.said()}"
+            return any(step.iteration >= iteration for step in self.steps())
+
+        wait_until(reached, f"iteration {iteration} of job {self.number}")
+
+    def wait(self, *states: str) -> None:
+        """Until the job has ended, in one of these states."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        job = self.cluster.wait_job(self.number, ended)
+        assert job["JobState"] in states, f"{job['JobState']} {job['ExitCode']}: {self.said()}"
+
+    def said(self) -> str:
+        """All that the script and the launchers said."""
+        logs = sorted([*self.folder.glob("*.out"), *self.run.glob("launcher-*.log")])
+        return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')}" for log in logs)
