@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
+from recover_megatron.collectives.board import Board, Pinned
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.gloo import GlooBackend
@@ -31,7 +31,8 @@ from recover_megatron.collectives.ring import Hook
 class Fabric:
     """What opening a group needs and no epoch changes."""
 
-    store: dist.Store
+    board: Board
+    """This worker's own."""
     secret: bytes
     device: torch.device
     host: str = "127.0.0.1"
@@ -57,12 +58,17 @@ class _Column:
 
 
 class Generation:
-    """The groups of epoch ``number`` at slot ``me``.  All members are slots (see ``grid``)."""
+    """The groups of epoch ``number`` at slot ``me``.  All members are slots (see ``grid``).
 
-    def __init__(self, number: int, me: int, fabric: Fabric) -> None:
+    ``board``: the address of the one by which its members find each other.
+    """
+
+    def __init__(self, number: int, me: int, fabric: Fabric, board: str) -> None:
         self.number = number
         self._me = me
         self._fabric = fabric
+        self._board = board
+        self._store: Pinned | None = None
         self._switch = Revocation(number)
         self._rings: dict[tuple[int, ...], Group] = {}
         self._controls: dict[tuple[str, tuple[int, ...]], GlooBackend] = {}
@@ -84,6 +90,12 @@ class Generation:
         """Raise ``EpochRevoked`` if the epoch has ended."""
         self._switch.check()
 
+    @property
+    def _pinned(self) -> Pinned:
+        if self._store is None:
+            self._store = Pinned(self._board, self._fabric.secret)
+        return self._store
+
     def ring(self, members: Sequence[int]) -> Group:
         """The gradient ring of these workers, in this order.  Every one of them must ask.  Raises ``EpochRevoked``."""
         key = tuple(members)
@@ -91,7 +103,7 @@ class Generation:
             fabric = self._fabric
             self._rings[key] = open_group(
                 _Column(self.number, key, self._me, self._switch),
-                fabric.store,
+                self._pinned,
                 name=_name("ring", key),
                 secret=fabric.secret,
                 collective=fabric.collective,
@@ -111,7 +123,7 @@ class Generation:
                 self._controls[key] = GlooBackend(
                     list(members).index(self._me),
                     len(members),
-                    fabric.store,
+                    self._pinned,
                     self._switch,
                     ring=f"control/{name}/{_name('of', key[1])}/{self.number}",
                     host=fabric.host,
@@ -141,6 +153,8 @@ class Generation:
             control.close()
         self._rings.clear()
         self._controls.clear()
+        if self._store is not None:
+            self._store.close()
 
 
 def _name(kind: str, members: Sequence[int]) -> str:

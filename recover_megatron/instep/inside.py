@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recover_megatron.collectives.board import Pinned
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.gloo_groups import GlooGroups
@@ -50,6 +51,7 @@ class InsideGroups:
         self._gloo: GlooGroups | None = None
         """Those that were made anew."""
         self._switch: Revocation | None = None
+        self._store: Pinned | None = None
         self._lock = threading.Lock()
         self._ended = False
 
@@ -107,13 +109,16 @@ class InsideGroups:
         if switch is not None:
             switch.throw("the replica is broken")
 
-    def rebuild(self, generation: Generation, replica: int, store: dist.Store, host: str, device: torch.device) -> None:
+    def rebuild(self, generation: Generation, replica: int, store: Pinned, host: str, device: torch.device) -> None:
         """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.
 
         They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked`` and
         ``PeerLost``.
         """
         self.end()
+        if self._store is not None:
+            self._store.close()
+        self._store = store  # NCCL asks it again when two workers first talk to each other
         switch = Revocation(generation.number)
         with self._lock:
             self._switch, self._ended = switch, False

@@ -60,6 +60,8 @@ class Status:
     """The last checkpoint that it knows of, in words."""
     note: str = ""
     """Why it is a spare, for the log."""
+    board: str = ""
+    """Where it keeps what the members of an epoch tell each other (``collectives.board``)."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "ran": list(self.ran)}
@@ -124,6 +126,13 @@ class Decision:
     """How many replicas there are, or may be once all who are on their way have come."""
     state_lost: str = ""
     """Why the state is lost although workers enough for a replica live; empty: it is not."""
+    boards: Mapping[int, str] = field(default_factory=dict)
+    """Worker with a place -> the address of its board."""
+
+    @property
+    def board(self) -> str:
+        """That by which the members of this epoch find each other: of one of them, so it lasts as long as the epoch."""
+        return self.boards[min(self.boards)]
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -196,6 +205,7 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
         mirrors=_mirrors(grid, statuses, placement) if len(grid) == 1 and not rules.spread else {},
         enough=enough,
         state_lost=state_lost,
+        boards={worker: statuses[worker].board for worker in sorted(working)},
     )
 
 

@@ -263,8 +263,8 @@ class Recovery(Marks):
         self.rendezvous(self._status(at=number, step=True, total=total, ran=tuple(ran)))
 
     def _status(self, **fields: Any) -> Status:
-        hooks = self.hooks
-        told = {"position": self.position, "version": hooks.version(), "node": self._node, **fields}
+        hooks, board = self.hooks, self.fabric.board.address
+        told = {"position": self.position, "version": hooks.version(), "node": self._node, "board": board, **fields}
         return Status(self.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **told)
 
     def rendezvous(self, status: Status) -> None:
@@ -325,7 +325,7 @@ class Recovery(Marks):
         with self._lock:
             self._stand(*place)
             self._decision = decision
-            self._generation = Generation(decision.epoch, self.slot, self.fabric)
+            self._generation = Generation(decision.epoch, self.slot, self.fabric, decision.board)
         self._end_if_over(decision)
 
     def _end_if_over(self, decision: Decision) -> None:
@@ -375,7 +375,7 @@ class Recovery(Marks):
         spare = self._spare or self.be_spare("it has no place yet")
         while isinstance(outcome := spare.arrive(**offer), Mirror):
             with self._lock:
-                self._generation = Generation(outcome.decision.epoch, -1 - self.me, self.fabric)
+                self._generation = Generation(outcome.decision.epoch, -1 - self.me, self.fabric, outcome.decision.board)
             self._end_if_over(outcome.decision)
             offer = offer | self.hooks.mirror(outcome.decision, self._generation)
             self._generation.close()

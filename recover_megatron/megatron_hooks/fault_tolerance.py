@@ -28,7 +28,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import get_args
@@ -37,6 +36,7 @@ from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.injector import Injector
 from recover_megatron.chaos.spec import parse_spec
+from recover_megatron.collectives.board import Board
 from recover_megatron.errors import UserError
 from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
 from recover_megatron.instep.faults import is_communication, signature
@@ -59,7 +59,7 @@ from recover_megatron.membership.errors import (
     SecretError,
 )
 from recover_megatron.membership.records import Settings
-from recover_megatron.membership.worker import connect
+from recover_megatron.membership.worker import HOST_VARIABLE, connect
 
 NO_COORDINATOR = (
     "--recover needs a coordinator: start the workers with recover-run, which brings one, or start "
@@ -245,11 +245,12 @@ class FaultTolerance:
         slot = None if self._newcomer else int(os.environ["RANK"])
         args, grid = args or get_args(), grid or self._groups.grid
         assert grid is not None
+        secret, host = find_secret(os.environ).key("ring"), _my_address()
         fabric = Fabric(
-            store=dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False),
-            secret=find_secret(os.environ).key("ring"),
+            board=Board(host, secret),
+            secret=secret,
             device=self._device,
-            host=_my_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+            host=host,
             collective=cast(Any, config.collective),
             hook=self._ring_hook if self._injector.active else None,
         )
@@ -351,9 +352,15 @@ def _microbatches() -> int:
     return get_num_microbatches() * get_args().data_parallel_size
 
 
-def _my_address(host: str, port: int) -> str:
-    """The address of this machine on the way to ``host``: at it the other workers reach this one."""
-    with socket.create_connection((host, port), timeout=60) as connection:
+def _my_address() -> str:
+    """The address at which the other workers reach this one: as its launcher says, or that on the way to the store.
+
+    The store's host may be gone when a newcomer comes.
+    """
+    if told := os.environ.get(HOST_VARIABLE):
+        return told
+    store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.create_connection(store, timeout=60) as connection:
         return str(connection.getsockname()[0])
 
 

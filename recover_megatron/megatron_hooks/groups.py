@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import get_args, global_vars, initialize
 
+from recover_megatron.collectives.board import Pinned
 from recover_megatron.instep.generation import Fabric
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.inside import InsideGroups
@@ -159,7 +160,10 @@ class Groups:
             alone = EpochGroup(self.traffic, None, slots, "mates")
             self._mates = ReplicaGroup(alone, everyone, recovery.position or 0, "mates", str(dist.get_backend(default)))
             self.inside.keep(self._mates)
-        self.inside.rebuild(recovery.generation, recovery.replica, fabric.store, fabric.host, fabric.device)
+        # The groups outlive the epoch, so their board is one that lives as long as the replica.
+        board = recovery.decision.boards[recovery.decision.grid[recovery.replica][0]]
+        store = Pinned(board, fabric.secret)
+        self.inside.rebuild(recovery.generation, recovery.replica, store, fabric.host, fabric.device)
         default.mates = (self._mates, slots)
         moved = dict(zip(self.grid.replicas[self._replica], slots, strict=True))
         for group in self._own:

@@ -13,6 +13,7 @@ from tests.slurm.cluster import Cluster, wait_until
 
 SCRIPTS = REPOSITORY / "scripts" / "slurm"
 TIMES = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 5"
+SCHEDULE = "--lr-decay-iters 100 --lr-warmup-iters 2"
 EDITS = {1: "#SBATCH --nodes={nodes}", 2: "#SBATCH --cpus-per-task={workers}", 3: "VENV={venv}", 4: "DATA='{data}'",
          5: "MEGATRON='{flags}'"}  # fmt: skip
 
@@ -45,7 +46,7 @@ class Job:
     ) -> None:
         folder.mkdir()
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"
-        own = f"--save-interval 1000 --global-batch-size 12 --train-iters {iterations} --lr-decay-iters 100 --lr-warmup-iters 2 {TIMES} {flags}"
+        own = f"--save-interval 1000 --global-batch-size 12 --train-iters {iterations} {SCHEDULE} {TIMES} {flags}"
         script = folder / name
         script.write_text(
             edited(
