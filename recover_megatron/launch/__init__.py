@@ -20,4 +20,5 @@ Modules, from the outside in::
     workers_file                    workers.json
     peers, nodes, store             the launchers of other nodes, what they say to each other, the torch TCPStore
     control_plane, candidates       the job's coordinator, and where each node hosts a candidate for it
+    slurm, slurm_launch             what SLURM's environment says: pure; and the launch that follows from it
 """

@@ -1,16 +1,22 @@
 """A launch whose shape SLURM gives (``--slurm``), and by which address a node is reached.
 
 A node's address is its name, where the network knows it, else the NodeAddr that SLURM itself uses.
+
+``python -m recover_megatron.launch.slurm_launch``, in a batch script whose srun starts the workers itself, prints where
+everything is to be: see ``Places``.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from recover_megatron.launch.slurm import node_address, step_of
+from recover_megatron.launch.candidates import CANDIDATES, join_addresses
+from recover_megatron.launch.slurm import expand, node_address, ports, step_of
 
 SCONTROL_SECONDS = 60.0
 
@@ -94,3 +100,57 @@ def left_alone(environ: Mapping[str, str]) -> str:
         f"this is node {step.node} of the {len(step.nodes)} of a SLURM step, but a launch of its own: "
         "--slurm makes the nodes of the step one launch"
     )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Of a job whose srun starts every worker: the store, in worker 0, and coordinators in a step of their own."""
+
+    master_addr: str
+    master_port: int
+    relative: int
+    """The first node with a coordinator (``srun --relative``)."""
+    listen: tuple[str, ...]
+    """HOST:PORT of each node with a coordinator, in the order of that step's nodes."""
+
+    @property
+    def coordinators(self) -> tuple[str, ...]:
+        """In the order in which the members turn to them: where it can be, the batch script's node is the last."""
+        return self.listen if self.relative else self.listen[1:] + self.listen[:1]
+
+
+def places_of(environ: Mapping[str, str], resolve: Callable[[str], str] = address_of) -> Places:
+    """The same for the same job, whoever asks.  Raises ValueError outside of a job and for an unknown node."""
+    if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
+        raise ValueError("this is no SLURM job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
+    nodes = expand(environ["SLURM_JOB_NODELIST"])
+    store, *free = ports(int(environ["SLURM_JOB_ID"]), 0)
+    relative = 1 if len(nodes) > CANDIDATES else 0
+    hosts = [resolve(name) for name in nodes[relative : relative + CANDIDATES]]
+    return Places(
+        resolve(nodes[0]),
+        store,
+        relative,
+        tuple(join_addresses([(host, port)]) for host, port in zip(hosts, free, strict=False)),
+    )
+
+
+def main() -> int:
+    """Print MASTER_ADDR MASTER_PORT RELATIVE LISTEN,.. COORDINATORS,.. in one line."""
+    try:
+        places = places_of(os.environ)
+    except ValueError as error:
+        print(f"slurm_launch: {error}", file=sys.stderr)
+        return 2
+    print(
+        places.master_addr,
+        places.master_port,
+        places.relative,
+        ",".join(places.listen),
+        ",".join(places.coordinators),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -144,7 +144,7 @@ class Supervisor(Crew):
             exited=self._on_warm_exited,
             died=self._on_warm_died,
         )
-        log = LogFile(self._plan.log_dir / "warm.log", self._console.say) if self._plan.log_dir else None
+        log = LogFile(path, self._console.say) if (path := self._plan.warm_log) else None
         streams, stdout, stderr = self._console.attach("warm", 0, log)
         self._warm = WarmParent(
             self._loop, self._plan, self._environment, stdout, stderr, streams, events, self._worker_events

@@ -13,7 +13,7 @@ from recover_megatron.launch import slurm
 from recover_megatron.launch.arguments import parse
 from recover_megatron.launch.candidates import hosting
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.slurm_launch import address_of, left_alone
+from recover_megatron.launch.slurm_launch import address_of, left_alone, places_of
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -195,3 +195,25 @@ def test_under_slurm_the_coordinator_that_leads_is_not_beside_the_batch_script(
 ) -> None:
     plan = LaunchPlan(1, nodes, 0, "n1", 1, "a", "a", "n1", ("x",), True, first_candidate=first)
     assert hosting(plan) == hosts
+
+
+@pytest.mark.parametrize(
+    ("nodes", "relative", "hosts", "first"),
+    [("n1", 0, ["n1"], "n1"), ("n[1-2]", 0, ["n1", "n2"], "n2"), ("n[1-3]", 0, ["n1", "n2", "n3"], "n2"),
+     ("n[1-9]", 1, ["n2", "n3", "n4"], "n2")],
+)  # fmt: skip
+def test_coordinators_of_a_step_of_their_own_are_where_the_workers_look_for_them(
+    nodes: str, relative: int, hosts: list[str], first: str
+) -> None:
+    places = places_of({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes}, lambda name: f"{name}.local")
+    assert (places.master_addr, places.master_port) == ("n1.local", slurm.ports(7, 0)[0])
+    assert places.relative == relative
+    assert [place.split(".")[0] for place in places.listen] == hosts
+    assert sorted(places.coordinators) == sorted(places.listen)
+    assert places.coordinators[0].startswith(f"{first}.local:")
+    assert len({place.rpartition(":")[2] for place in places.listen} | {str(places.master_port)}) == len(hosts) + 1
+
+
+def test_outside_of_a_job_there_are_no_places() -> None:
+    with pytest.raises(ValueError, match="no SLURM job"):
+        places_of({})

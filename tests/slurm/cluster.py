@@ -26,6 +26,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
 PATIENCE = 240.0
 """Seconds after which something that should have happened counts as stuck (a loaded machine, two cores)."""
 MUNGE_USER = "munge"
+NODE_MARK = "RECOVER_TEST_NODE"
+"""In the environment of a daemon: which node it is."""
 
 CONFIGURATION = """\
 ClusterName=recover
@@ -33,7 +35,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -69,7 +71,7 @@ def why_not() -> str:
 class Cluster:
     """A running cluster of ``nodes`` nodes n1, n2, ...; ``close`` leaves nothing of it."""
 
-    def __init__(self, nodes: int = 4, timeout: int = 10) -> None:
+    def __init__(self, nodes: int = 3, timeout: int = 5) -> None:
         """``timeout``: seconds after which the controller gives up a node that does not answer."""
         self.names = [f"n{number}" for number in range(1, nodes + 1)]
         # Not pytest's folder, which is root's alone: munge runs as its own user.
@@ -111,15 +113,34 @@ class Cluster:
         self._start(name, "slurmd", "-D", "-N", name)
 
     def kill_node(self, name: str) -> None:
-        """As a host that loses its power: the daemon, its stepds and all that they have started, at once."""
+        """As a host that loses its power: the daemon, its stepds and all that they have started, at once.
+
+        First those that could tell of the others' deaths.
+        """
         doomed = self.processes_of(name)
         assert self._daemons[name].pid in doomed
-        for pid in doomed:
-            os.kill(pid, signal.SIGSTOP)  # nobody gets to tell of another's death
-        for pid in self.processes_of(name):
-            with contextlib.suppress(ProcessLookupError):
+        order = ("srun", "slurmstepd", "slurmd")
+        names = {pid: _name(pid) for pid in doomed}
+        for pid in sorted(doomed, key=lambda pid: order.index(names[pid]) if names[pid] in order else len(order)):
+            with contextlib.suppress(ProcessLookupError):  # it has ended with its parent
                 os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(pid for pid in self.processes_of(name) if _name(pid)), f"{name} is gone")
         self._daemons.pop(name).wait()
+
+    def revive(self) -> None:
+        """Start the nodes that were killed, and wait until every node is idle."""
+        for name in self.names:
+            if name not in self._daemons:
+                self.start_node(name)
+        self.wait_idle()
+
+    def with_variable(self, entry: tuple[str, str]) -> list[int]:
+        """Processes of jobs with this in their initial environment."""
+        return [pid for pid in self.tasks() if entry in _environment(pid).items()]
+
+    def tasks(self) -> list[int]:
+        """The processes that jobs have started and that still live."""
+        return [pid for pid in _processes() if self._belongs(pid) and "SLURM_JOB_ID" in _environment(pid)]
 
     def processes_of(self, name: str) -> list[int]:
         """The daemon of a node, its stepds, and the processes of the tasks there."""
@@ -129,9 +150,7 @@ class Cluster:
         environment = _environment(pid)
         if environment.get("SLURM_CONF") != str(self.folder / "slurm.conf"):
             return None
-        if "RECOVER_TEST_NODE" in environment:
-            return environment.get("SLURMD_NODENAME", environment["RECOVER_TEST_NODE"])
-        return environment.get("SLURMD_NODENAME")
+        return environment.get("SLURMD_NODENAME", environment.get(NODE_MARK))
 
     def states(self) -> dict[str, str]:
         """Of the nodes, by name."""
@@ -193,7 +212,7 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env={**self.environment, "RECOVER_TEST_NODE": name},
+                env={**self.environment, NODE_MARK: name},
                 start_new_session=True,
             )
 
@@ -212,6 +231,14 @@ def _program(name: str) -> str:
 
 def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _name(pid: int) -> str:
+    """Of the program; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _environment(pid: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,10 +13,17 @@ from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT
 from tests.slurm.cluster import Cluster, wait_until
 
 SCRIPTS = REPOSITORY / "scripts" / "slurm"
+COORDINATOR_TIMES = "--heartbeat-interval 0.5 --heartbeat-timeout 5"
 TIMES = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 5"
-SCHEDULE = "--lr-decay-iters 100 --lr-warmup-iters 2"
-EDITS = {1: "#SBATCH --nodes={nodes}", 2: "#SBATCH --cpus-per-task={workers}", 3: "VENV={venv}", 4: "DATA='{data}'",
-         5: "MEGATRON='{flags}'"}  # fmt: skip
+SCHEDULE = "--global-batch-size 12 --lr-decay-iters 100 --lr-warmup-iters 2 --save-interval 1000000 --ckpt-format torch"
+EDITS = {
+    1: "#SBATCH --nodes={nodes}",
+    2: "#SBATCH {workers_flag}={workers}",
+    3: "VENV={venv}",
+    4: "DATA='{data}'",
+    5: "MEGATRON='{flags}'",
+}
+WORKERS_FLAG = {"recover.sbatch": "--cpus-per-task", "recover-tasks.sbatch": "--ntasks-per-node"}
 
 
 def edited(name: str, **values: object) -> str:
@@ -46,12 +54,13 @@ class Job:
     ) -> None:
         folder.mkdir()
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"
-        own = f"--save-interval 1000 --global-batch-size 12 --train-iters {iterations} {SCHEDULE} {TIMES} {flags}"
+        own = f"--train-iters {iterations} {SCHEDULE} {TIMES} {flags}"
         script = folder / name
         script.write_text(
             edited(
                 name,
                 nodes=nodes,
+                workers_flag=WORKERS_FLAG[name],
                 workers=workers,
                 venv=Path(sys.executable).parents[1],
                 data=" ".join(MOCK),
@@ -60,13 +69,22 @@ class Job:
         )
         said = cluster.run(
             "sbatch", "--parsable", f"--chdir={folder}", *options, str(script),
-            RUN_DIR=str(self.run), RECOVER=recover, PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1",
+            RUN_DIR=str(self.run), RECOVER=recover, COORDINATOR=COORDINATOR_TIMES,
+            PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1",
         )  # fmt: skip
         self.number = int(said)
 
     def steps(self) -> list[Step]:
         path = self.run / "steps.jsonl"
         return list(read_steps(path)) if path.exists() else []
+
+    def pid_of(self, worker: int) -> int:
+        """Of a running worker."""
+        return next(w["pid"] for w in json.loads((self.run / "workers.json").read_text()) if w["worker_id"] == worker)
+
+    def events(self, node: int | None = None) -> str:
+        """The training's events, or those of a node's coordinator."""
+        return (self.run / ("events.jsonl" if node is None else f"events-{node}.jsonl")).read_text()
 
     def wait_iteration(self, iteration: int) -> None:
         """Until it is committed; at once an error when the job ends before."""
@@ -86,5 +104,5 @@ class Job:
 
     def said(self) -> str:
         """All that the script and the launchers said."""
-        logs = sorted([*self.folder.glob("*.out"), *self.run.glob("launcher-*.log")])
+        logs = sorted([*self.folder.glob("*.out"), *self.run.glob("launcher-*.log"), *self.run.glob("coord*.log")])
         return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')}" for log in logs)

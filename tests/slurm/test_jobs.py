@@ -1,0 +1,137 @@
+"""Jobs of the shipped script on a real SLURM: a tiny GPT trains on three nodes while workers and nodes are killed.
+
+All losses must be those of the job in which nobody dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.report.steps import Step, audit_problem
+from tests.slurm.cluster import Cluster, wait_until, why_not
+from tests.slurm.demo import Job
+
+pytestmark = pytest.mark.slow
+
+BATCH, LEADER, OTHER = "n1", "n2", "n3"
+"""The nodes: with the batch script and the store; with the coordinator that leads; with neither."""
+ITERATIONS = 40
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    if reason := why_not():
+        warnings.warn(f"SKIPPED: nothing is tested on a real SLURM: {reason}", stacklevel=1)
+        pytest.skip(reason)
+    with contextlib.closing(Cluster()) as cluster:
+        cluster.start()
+        yield cluster
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Iterator[Cluster]:
+    """All of its nodes up and idle, before and after."""
+    running.revive()
+    yield running
+    running.run("scancel", "--user=root")
+    running.revive()
+
+
+@pytest.fixture(scope="module")
+def expected(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[Step]:
+    """The steps of a job in which nobody dies."""
+    job = Job(running, tmp_path_factory.mktemp("slurm") / "undisturbed", iterations=ITERATIONS)
+    job.wait("COMPLETED")
+    steps = job.steps()
+    assert [step.iteration for step in steps] == list(range(1, ITERATIONS + 1))
+    assert {step.replicas for step in steps} == {3}
+    return steps
+
+
+def check_steps(job: Job, expected: list[Step], replicas: int) -> None:
+    """The losses are those of ``expected``, each microbatch was counted once; ``replicas``: in the end."""
+    steps = job.steps()
+    assert [step.iteration for step in steps] == list(range(1, ITERATIONS + 1))
+    assert [audit_problem(step) for step in steps] == [None] * ITERATIONS
+    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
+    assert steps[-1].replicas == replicas
+
+
+def test_a_worker_and_a_whole_node_are_killed_and_the_job_completes(
+    cluster: Cluster, tmp_path: Path, expected: list[Step]
+) -> None:
+    job = Job(cluster, tmp_path / "job", iterations=ITERATIONS)
+    job.wait_iteration(4)
+    os.kill(job.pid_of(0), signal.SIGKILL)
+    job.wait_iteration(12)
+    cluster.kill_node(OTHER)
+    job.wait("COMPLETED")
+    check_steps(job, expected, replicas=1)
+    assert cluster.job(job.number)["NodeList"] == "n[1-2]"
+
+
+def test_the_node_with_the_leading_coordinator_is_killed_and_the_job_completes(
+    cluster: Cluster, tmp_path: Path, expected: list[Step]
+) -> None:
+    job = Job(cluster, tmp_path / "job", iterations=ITERATIONS)
+    job.wait_iteration(4)
+    assert '"event":"plan"' in job.events(1)
+    cluster.kill_node(LEADER)
+    job.wait("COMPLETED")
+    check_steps(job, expected, replicas=2)
+    assert '"event":"plan"' in job.events(2)
+
+
+def test_the_batch_scripts_node_with_the_store_is_killed_and_the_training_is_finished(
+    cluster: Cluster, tmp_path: Path, expected: list[Step]
+) -> None:
+    """SLURM has nobody left who could say that the job is completed: the others end it."""
+    job = Job(cluster, tmp_path / "job", iterations=ITERATIONS)
+    job.wait_iteration(4)
+    cluster.kill_node(BATCH)
+    job.wait("CANCELLED")
+    check_steps(job, expected, replicas=2)
+    assert {path.read_text() for path in (job.run / "ends").glob("0-[12]")} == {"0\n"}
+
+
+def test_a_job_whose_time_is_up_writes_a_checkpoint_and_goes_on_after_it_until_scancel_ends_all_of_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """SLURM looks every 30 s: its signal comes after 30 s or more, its time limit strikes after 120 s or more."""
+    limits = ["--time=2", "--signal=B:USR1@60"]
+    job = Job(cluster, tmp_path / "job", *limits, iterations=1_000_000)
+    tracker = job.run / "checkpoint" / "latest_checkpointed_iteration.txt"
+    wait_until(tracker.exists, "a checkpoint is written")
+    at = int(tracker.read_text())
+    wait_until(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", str(job.number)), "it is requeued")
+    job.wait_iteration(at + 3)
+    cluster.run("scancel", str(job.number))
+    job.wait("CANCELLED")
+    wait_until(lambda: cluster.tasks() == [], "nothing of the job is left")
+    steps = job.steps()
+    assert [step.iteration for step in steps] == list(range(1, len(steps) + 1))
+    assert [step.consumed_samples for step in steps] == [12 * step.iteration for step in steps]
+    assert [audit_problem(step) for step in steps] == [None] * len(steps)
+    starts = [event["iteration"] for event in map(json.loads, job.events().splitlines()) if event["event"] == "start"]
+    assert starts[-1] in (at, at + 1)
+    assert "exit code 0; the time limit is near: requeued" in job.said()
+
+
+def test_where_srun_starts_every_worker_the_one_with_the_store_is_killed_and_the_job_completes(
+    cluster: Cluster, tmp_path: Path, expected: list[Step]
+) -> None:
+    job = Job(cluster, tmp_path / "job", name="recover-tasks.sbatch", iterations=ITERATIONS)
+    job.wait_iteration(4)
+    for pid in cluster.with_variable(("RANK", "0")):
+        os.kill(pid, signal.SIGKILL)
+    job.wait("COMPLETED")
+    check_steps(job, expected, replicas=2)
+    assert '"event":"lead"' in job.events(1)  # of the second node, as under recover-run
