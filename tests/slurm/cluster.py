@@ -115,13 +115,14 @@ class Cluster:
     def kill_node(self, name: str) -> None:
         """As a host that loses its power: the daemon, its stepds and all that they have started, at once.
 
-        First those that could tell of the others' deaths.
+        First those that could tell of the others' deaths: the last one of srun's two processes waits for nothing else.
         """
         doomed = self.processes_of(name)
         assert self._daemons[name].pid in doomed
-        order = ("srun", "slurmstepd", "slurmd")
+        order = ("slurmstepd", "slurmd", "slurm_script", "bash", "srun")
         names = {pid: _name(pid) for pid in doomed}
-        for pid in sorted(doomed, key=lambda pid: order.index(names[pid]) if names[pid] in order else len(order)):
+        ranked = {pid: order.index(names[pid]) if names[pid] in order else len(order) for pid in doomed}
+        for pid in sorted(doomed, key=lambda pid: (ranked[pid], -pid)):
             with contextlib.suppress(ProcessLookupError):  # it has ended with its parent
                 os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not any(pid for pid in self.processes_of(name) if _name(pid)), f"{name} is gone")
