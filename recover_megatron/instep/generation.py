@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from recover_megatron.collectives.board import Board, Pinned
 from recover_megatron.collectives.epoch import Revocation
