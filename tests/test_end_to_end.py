@@ -7,13 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from recover_megatron.report.steps import audit_problem, read_steps
 from tests.forkserver import REPOSITORY
+from tests.launch.test_store import free_port
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 pytestmark = pytest.mark.slow
@@ -22,9 +25,9 @@ PATIENCE = 240
 """Seconds after which a run that should have moved counts as stuck (a loaded machine, two cores)."""
 
 
-def launch(out: Path, *argv: str) -> subprocess.Popen[str]:
+def launch(out: Path, *argv: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "recover_megatron.launch", "--log-dir", str(out), *argv]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
@@ -116,6 +119,43 @@ def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(
     assert [step.iteration for step in steps] == list(range(1, 41))
     assert [audit_problem(step) for step in steps] == [None] * 40
     assert steps[-1].replicas == 1
+    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
+
+
+def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_nodes_go_on(tmp_path: Path) -> None:
+    """Three launchers on this host stand for three nodes; node 0 also has the coordinator that leads."""
+    argv = [
+        OURS,
+        *MODEL,
+        *SCHEDULE,
+        *MOCK,
+        *NO_DROPOUT,
+        "--recover",
+        "--train-iters",
+        "30",
+        "--global-batch-size",
+        "12",
+    ]
+    argv += ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", "2"]
+    undisturbed = launch(tmp_path / "undisturbed", "--warm", "--nproc-per-node", "3", *argv)
+    said, _ = undisturbed.communicate(timeout=PATIENCE)
+    assert undisturbed.returncode == 0, said
+    out = tmp_path / "killed"
+    nodes = ["--warm", "--nproc-per-node", "1", "--nnodes", "3", "--master-port", str(free_port())]
+    secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
+    runs = [launch(out, *nodes, "--node-rank", str(node), *argv, environment=secret) for node in range(3)]
+    drains = [threading.Thread(target=run.stdout.read) for run in runs if run.stdout]
+    for drain in drains:
+        drain.start()
+    wait_until_iteration(out, 4)
+    runs[0].kill()  # its warden, and the kernel, end the worker and the candidate
+    assert [run.wait(timeout=PATIENCE) for run in runs] == [-signal.SIGKILL, 0, 0]
+    for drain in drains:
+        drain.join()
+    steps, expected = (list(read_steps(folder / "steps.jsonl")) for folder in (out, tmp_path / "undisturbed"))
+    assert [step.iteration for step in steps] == list(range(1, 31))
+    assert [audit_problem(step) for step in steps] == [None] * 30
+    assert steps[-1].replicas == 2
     assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
 
 

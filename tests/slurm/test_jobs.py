@@ -65,17 +65,32 @@ def check_steps(job: Job, expected: list[Step], replicas: int) -> None:
     assert steps[-1].replicas == replicas
 
 
+def check_secret(job: Job, running_commands: bool = False) -> None:
+    """It is its owner's alone, and in nothing that anybody else may read."""
+    secret = job.run / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    text = secret.read_bytes()
+    assert len(text) == 64
+    logs = [path for path in (*job.run.iterdir(), *job.folder.iterdir()) if path.is_file() and path != secret]
+    assert len(logs) > 5
+    assert not [path for path in logs if text in path.read_bytes()]
+    if running_commands:
+        assert not [pid for pid in job.cluster.tasks() if text in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def test_a_worker_and_a_whole_node_are_killed_and_the_job_completes(
     cluster: Cluster, tmp_path: Path, expected: list[Step]
 ) -> None:
     job = Job(cluster, tmp_path / "job", iterations=ITERATIONS)
     job.wait_iteration(4)
+    check_secret(job, running_commands=True)
     os.kill(job.pid_of(0), signal.SIGKILL)
     job.wait_iteration(12)
     cluster.kill_node(OTHER)
     job.wait("COMPLETED")
     check_steps(job, expected, replicas=1)
     assert cluster.job(job.number)["NodeList"] == "n[1-2]"
+    check_secret(job)
 
 
 def test_the_node_with_the_leading_coordinator_is_killed_and_the_job_completes(

@@ -1,0 +1,120 @@
+"""What the shipped scripts decide, without a SLURM: which ends are requeued and how often; and their five lines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.demo import SCRIPTS, WORKERS_FLAG, edited
+
+TEXT = (SCRIPTS / "recover.sbatch").read_text()
+
+
+class Script:
+    """The functions of recover.sbatch, with commands of SLURM's that only note how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+        (self.run / "ends").mkdir(parents=True)
+        (self.run / "checkpoint").mkdir()
+        for command in ("scontrol", "scancel"):
+            stub = folder / command
+            stub.write_text(f'#!/bin/sh\necho {command} "$@" >>{folder}/calls\n')
+            stub.chmod(0o755)
+
+    def call(self, what: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        body, _, last = TEXT.rstrip().rpartition("\n")
+        assert last == "main"
+        environment = os.environ | {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "RUN_DIR": str(self.run),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "recover",
+            "SLURM_SUBMIT_DIR": str(self.folder),
+        }
+        return subprocess.run(
+            ["bash", "-c", f"{body}\n{what}"], env=environment | variables, capture_output=True, text=True, check=False
+        )
+
+    def finish(self, code: int, time_is_up: str = "", **variables: str) -> int:
+        return self.call(f"finish {code} '{time_is_up}'", **variables).returncode
+
+    def checkpoint(self, iteration: int) -> None:
+        (self.run / "checkpoint" / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    return Script(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(WORKERS_FLAG))
+def test_five_lines_are_edited_and_the_script_is_one_of_bash(name: str, tmp_path: Path) -> None:
+    values = {"nodes": 2, "workers_flag": "--x", "workers": 1, "venv": "/v", "data": "--mock-data", "flags": "--y"}
+    path = tmp_path / name
+    path.write_text(edited(name, **values))
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    lines, before = path.read_text().splitlines(), (SCRIPTS / name).read_text().splitlines()
+    assert sum(new != old for new, old in zip(lines, before, strict=True)) == 5
+    # sbatch reads no option after the first command.
+    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")]
+
+
+@pytest.mark.parametrize("code", [10, 11, 12])
+def test_a_verdict_on_the_run_is_requeued_a_bounded_number_of_times(script: Script, code: int) -> None:
+    script.checkpoint(500)
+    assert [script.finish(code, MAX_REQUEUES="2") for _ in range(4)] == [0, 0, code, code]
+    assert script.calls == ["scontrol requeue 7"] * 2
+
+
+def test_a_new_checkpoint_begins_the_count_anew(script: Script) -> None:
+    script.checkpoint(500)
+    assert [script.finish(10, MAX_REQUEUES="1") for _ in range(2)] == [0, 10]
+    script.checkpoint(1000)
+    assert [script.finish(10, MAX_REQUEUES="1") for _ in range(2)] == [0, 10]
+    assert len(script.calls) == 2
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 137])
+def test_other_ends_are_ends(script: Script, code: int) -> None:
+    assert script.finish(code) == code
+    assert script.calls == []
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, True), (10, True), (138, True), (1, False), (2, False)])
+def test_near_the_time_limit_whoever_was_stopped_is_requeued(script: Script, code: int, requeued: bool) -> None:
+    assert script.finish(code, "yes") == (0 if requeued else code)
+    assert script.calls == ["scontrol requeue 7"] * requeued
+    assert not (script.run / "failures").exists()
+
+
+def test_a_job_without_its_batch_script_is_ended_by_a_task(script: Script) -> None:
+    assert script.finish(0, SLURM_STEP_ID="0") == 0
+    assert script.calls == ["scancel 7"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ({}, 137),
+        ({0: 0, 1: 0, 2: 0}, 0),
+        ({0: 0, 2: 11}, 0),
+        ({1: 143, 2: 10}, 10),
+        ({0: 12, 1: 12}, 12),
+        ({0: 1, 1: 1}, 137),
+    ],
+)
+def test_the_runs_code_is_that_of_who_lived_to_its_end(script: Script, ends: dict[int, int], code: int) -> None:
+    for node, end in ends.items():
+        (script.run / "ends" / f"0-{node}").write_text(f"{end}\n")
+    (script.run / "ends" / "1-0").write_text("0\n")  # of another try
+    assert script.call("verdict 137").stdout == f"{code}\n"
