@@ -86,6 +86,10 @@ class Job:
         """The training's events, or those of a node's coordinator."""
         return (self.run / ("events.jsonl" if node is None else f"events-{node}.jsonl")).read_text()
 
+    def launchers(self, attempt: int) -> list[str]:
+        """What the nodes said in this try."""
+        return [log.read_text(errors="replace") for log in sorted(self.run.glob(f"launcher-{attempt}-*.log"))]
+
     def wait_iteration(self, iteration: int) -> None:
         """Until it is committed; at once an error when the job ends before."""
 
