@@ -1,9 +1,9 @@
 """What the members of an epoch tell each other while they open its groups, kept by one of them: no node is special.
 
     every worker:   Board      a small key-value service in a thread; its address goes with the worker's status
-    every epoch:    Pinned     this worker's view of the board that the epoch uses: a member's, chosen alike by all
+    every group:    Pinned     this worker's view of the board that the group uses: a member's, chosen alike by all
 
-If that member dies the epoch is over anyway, and the next one uses another's.  A line of JSON each way:
+If that member dies the epoch is over anyway, and in the next one the group uses another's.  A line of JSON each way:
 
     board -> client   {"nonce": s}
     client -> board   {"nonce": c, "mac": HMAC(secret, "client" s c)}     then any number of  {"set": key, "value": v}
@@ -113,7 +113,7 @@ def _tell(writer: asyncio.StreamWriter, **message: str) -> None:
 
 
 class Pinned(dist.Store):
-    """The board at ``address``, for one epoch.  Once it is out of reach every operation raises ``PeerLost``."""
+    """The board at ``address``, for the groups of one epoch.  Once it is out of reach every operation raises ``PeerLost``."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         super().__init__()

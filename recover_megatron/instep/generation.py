@@ -12,7 +12,8 @@ Healthy replicas go on computing after ``end``: nothing here is used by what sta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,15 +62,17 @@ class _Column:
 class Generation:
     """The groups of epoch ``number`` at slot ``me``.  All members are slots (see ``grid``).
 
-    ``board``: the address of the one by which its members find each other.
+    ``boards``: slot -> the address of the board of who stands there.  The members of a group find each other by that of
+    the lowest of them: whom all of them need anyway, and no board serves more workers than a group has.
     """
 
-    def __init__(self, number: int, me: int, fabric: Fabric, board: str) -> None:
+    def __init__(self, number: int, me: int, fabric: Fabric, boards: Mapping[int, str]) -> None:
         self.number = number
         self._me = me
         self._fabric = fabric
-        self._board = board
-        self._store: Pinned | None = None
+        self._boards = boards
+        self._stores: dict[str, Pinned] = {}
+        self._lock = threading.Lock()
         self._switch = Revocation(number)
         self._rings: dict[tuple[int, ...], Group] = {}
         self._controls: dict[tuple[str, tuple[int, ...]], GlooBackend] = {}
@@ -91,11 +94,12 @@ class Generation:
         """Raise ``EpochRevoked`` if the epoch has ended."""
         self._switch.check()
 
-    @property
-    def _pinned(self) -> Pinned:
-        if self._store is None:
-            self._store = Pinned(self._board, self._fabric.secret)
-        return self._store
+    def _store(self, members: Sequence[int]) -> Pinned:
+        address = self._boards[min(slot for slot in members if slot in self._boards)]
+        with self._lock:  # states change hands in threads
+            if address not in self._stores:
+                self._stores[address] = Pinned(address, self._fabric.secret)
+            return self._stores[address]
 
     def ring(self, members: Sequence[int]) -> Group:
         """The gradient ring of these workers, in this order.  Every one of them must ask.  Raises ``EpochRevoked``."""
@@ -104,7 +108,7 @@ class Generation:
             fabric = self._fabric
             self._rings[key] = open_group(
                 _Column(self.number, key, self._me, self._switch),
-                self._pinned,
+                self._store(key),
                 name=_name("ring", key),
                 secret=fabric.secret,
                 collective=fabric.collective,
@@ -124,7 +128,7 @@ class Generation:
                 self._controls[key] = GlooBackend(
                     list(members).index(self._me),
                     len(members),
-                    self._pinned,
+                    self._store(members),
                     self._switch,
                     ring=f"control/{name}/{_name('of', key[1])}/{self.number}",
                     host=fabric.host,
@@ -154,8 +158,8 @@ class Generation:
             control.close()
         self._rings.clear()
         self._controls.clear()
-        if self._store is not None:
-            self._store.close()
+        for store in self._stores.values():
+            store.close()
 
 
 def _name(kind: str, members: Sequence[int]) -> str:

@@ -130,11 +130,6 @@ class Decision:
     """Worker with a place -> the address of its board."""
 
     @property
-    def board(self) -> str:
-        """That by which the members of this epoch find each other: of one of them, so it lasts as long as the epoch."""
-        return self.boards[min(self.boards)]
-
-    @property
     def replicas(self) -> tuple[int, ...]:
         """The ids of the replicas."""
         return tuple(self.grid)
@@ -152,6 +147,10 @@ class Decision:
             for slot, worker in zip(launch.replicas[replica], workers, strict=True)
         )
         return dict(sorted(pairs))
+
+    def boards_by_slot(self, launch: LaunchGrid) -> dict[int, str]:
+        """Slot -> the address of the board of who stands there."""
+        return {slot: self.boards[worker] for slot, worker in self.slots(launch).items()}
 
     def place(self, worker: int) -> tuple[int, int] | None:
         """(replica, position) of a worker; None: it has no place."""

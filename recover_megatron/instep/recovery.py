@@ -325,7 +325,7 @@ class Recovery(Marks):
         with self._lock:
             self._stand(*place)
             self._decision = decision
-            self._generation = Generation(decision.epoch, self.slot, self.fabric, decision.board)
+            self._generation = Generation(decision.epoch, self.slot, self.fabric, decision.boards_by_slot(self.grid))
         self._end_if_over(decision)
 
     def _end_if_over(self, decision: Decision) -> None:
@@ -375,7 +375,8 @@ class Recovery(Marks):
         spare = self._spare or self.be_spare("it has no place yet")
         while isinstance(outcome := spare.arrive(**offer), Mirror):
             with self._lock:
-                self._generation = Generation(outcome.decision.epoch, -1 - self.me, self.fabric, outcome.decision.board)
+                boards = outcome.decision.boards_by_slot(self.grid)
+                self._generation = Generation(outcome.decision.epoch, -1 - self.me, self.fabric, boards)
             self._end_if_over(outcome.decision)
             offer = offer | self.hooks.mirror(outcome.decision, self._generation)
             self._generation.close()
