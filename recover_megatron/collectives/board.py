@@ -113,7 +113,7 @@ def _tell(writer: asyncio.StreamWriter, **message: str) -> None:
 
 
 class Pinned(dist.Store):
-    """The board at ``address``, for groups of one epoch.  Once it is out of reach every operation raises ``PeerLost``."""
+    """The board at ``address``, for groups of one epoch.  Out of reach, all its operations raise ``PeerLost``."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         super().__init__()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.drawn import some
+
 pytestmark = pytest.mark.slow
 
 PATH = Path(__file__).parents[2] / "models" / "check.py"
@@ -29,7 +31,7 @@ def cases(configurations: tuple) -> list:
 
 
 @needs_spin
-@pytest.mark.parametrize("configuration", cases(model.CONFIGURATIONS))
+@pytest.mark.parametrize("configuration", some("configurations", cases(model.CONFIGURATIONS), 3))
 def test_the_protocol_holds_in_every_reachable_state(configuration: object) -> None:
     result = model.check(configuration)
     assert result.complete
@@ -37,6 +39,6 @@ def test_the_protocol_holds_in_every_reachable_state(configuration: object) -> N
 
 
 @needs_spin
-@pytest.mark.parametrize("mutant", cases(model.MUTANTS))
+@pytest.mark.parametrize("mutant", some("mutants", cases(model.MUTANTS), 3))
 def test_a_deliberate_bug_in_the_protocol_is_found(mutant: object) -> None:
     assert model.check(mutant).errors > 0
