@@ -27,7 +27,10 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.8,<3"],
+        # Megatron needs it for --num-distributed-optimizer-instances above 1, and does not ask for it.
+        "instances": ["einops>=0.7,<1"],
         "dev": [
+            "einops>=0.7,<1",
             "hypothesis>=6.100,<7",
             "matplotlib>=3.8,<4",
             "mypy>=1.13,<3",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
@@ -26,17 +26,32 @@ from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.transfer import receive, send
-from recover_megatron.workload.shards import Layout, Move, chunks, hops, layout_of, lost, moves, primary
+from recover_megatron.workload.shards import (
+    AnyLayout,
+    Instances,
+    Layout,
+    Move,
+    chunks,
+    hops,
+    layout_of,
+    lost,
+    moves,
+    primary,
+)
 
 Column = tuple[int, ...]
 """Slots, in the order of the ring."""
 
 
-def ring_order(column: Sequence[int], grid: LaunchGrid) -> Column:
+def ring_order(column: Sequence[int], grid: LaunchGrid, instances: int = 1) -> Column:
     """The slots of a column such that who follows stands in another replica, wherever there is one.
 
-    The shadows of a worker are then not lost with it when its replica breaks.
+    The shadows of a worker are then not lost with it when its replica breaks.  With several optimizer instances those
+    that hold the same shard follow each other: a finished sum has not far to go.
     """
+    if instances > 1:
+        shards = len(column) // instances
+        return tuple(slot for shard in range(shards) for slot in column[shard::shards])
     places = {slot: grid.place(slot) for slot in column}
     return tuple(sorted(column, key=lambda slot: (places[slot][1], places[slot][0])))
 
@@ -53,17 +68,24 @@ class Portion:
 class Shards:
     """The layouts of this worker's columns, and what follows from them in the present epoch.
 
-    ``columns``: each in the ring's order -> in the order of Megatron's shards.  ``standing``: slot -> worker, now.
+    ``columns``: each in the ring's order -> in Megatron's, that of the shards, instance by instance.  ``standing``:
+    slot -> worker, now.  ``instances``: Megatron's optimizer instances; if there are several, they are the copies.
     """
 
     def __init__(
-        self, columns: Mapping[Column, Sequence[int]], shadows: int, me: int, standing: Callable[[], Mapping[int, int]]
+        self,
+        columns: Mapping[Column, Sequence[int]],
+        shadows: int,
+        me: int,
+        standing: Callable[[], Mapping[int, int]],
+        instances: int = 1,
     ) -> None:
+        self._instances = instances
         self._columns = dict(columns)
         self._shadows = shadows
         self._me = me
         self._standing = standing
-        self._layouts: dict[Column, Layout] = {}
+        self._layouts: dict[Column, AnyLayout] = {}
         self._cuts: dict[tuple[Column, int], tuple[list[list[Span]], int]] = {}
 
         self._gone: set[int] = set()
@@ -80,7 +102,7 @@ class Shards:
         """At launch: everybody has the shard that Megatron gave it, and no other."""
         self.take_up({column: self._layout_with(column, 0) for column in self._columns})
 
-    def take_up(self, layouts: Mapping[Column, Layout]) -> None:
+    def take_up(self, layouts: Mapping[Column, AnyLayout]) -> None:
         """From now on these hold, also where some of those who were to hold something are gone by now."""
         self._layouts = dict(layouts)
         self._gone.clear()
@@ -100,39 +122,42 @@ class Shards:
     def planned(self) -> None:
         """A new epoch: others may stand where they did not."""
         standing = set(self._standing().values())
-        self._gone |= {worker for layout in self._layouts.values() for worker in layout.ring} - standing
+        self._gone |= {worker for layout in self._layouts.values() for worker in layout.workers} - standing
         self._forget_cuts()
 
     def stale(self) -> bool:
         """Whether the layouts are not those for who is there now."""
         return bool(self._gone) or any(self._layouts[column] != self.wanted(column) for column in self._columns)
 
-    def layout(self, column: Column) -> Layout:
+    def layout(self, column: Column) -> AnyLayout:
         """The present one."""
         return self._layouts[column]
 
-    def wanted(self, column: Column) -> Layout:
+    def wanted(self, column: Column) -> AnyLayout:
         """The layout for who is there now."""
         return self._layout_with(column, self._shadows)
 
     def distrust_shadows(self) -> None:
         """What the shadows hold is not to be used: until it changes hands again, nobody has a second copy."""
-        layouts = {column: replace(layout, shadows=0) for column, layout in self._layouts.items()}
+        layouts = {column: layout.without_copies() for column, layout in self._layouts.items()}
         self.take_up(layouts)
 
     def to_json(self) -> Any:
         """For somebody who takes a place of these columns: the layouts that it has no part in."""
-        layouts = [[list(one.homes), list(one.ring), one.shadows] for one in map(self.layout, self._columns)]
-        return {"layouts": layouts, "gone": sorted(self._gone)}
+        return {"layouts": [_to_json(self.layout(column)) for column in self._columns], "gone": sorted(self._gone)}
 
     def from_json(self, value: Any) -> None:
         """What another member of these columns has told."""
-        found = (Layout(tuple(homes), tuple(ring), shadows) for homes, ring, shadows in value["layouts"])
+        found = map(_from_json, value["layouts"])
         self.take_up(dict(zip(self._columns, found, strict=True)))
         self._gone |= {*value["gone"], self._me}
 
-    def _layout_with(self, column: Column, shadows: int) -> Layout:
+    def _layout_with(self, column: Column, shadows: int) -> AnyLayout:
         standing = self._standing()
+        if self._instances > 1:
+            slots = self._columns[column]
+            shards = len(slots) // self._instances
+            return Instances(tuple(tuple(map(standing.get, slots[shard::shards])) for shard in range(shards)))
         order = [standing[slot] for slot in column if slot in standing]
         return layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows)
 
@@ -172,7 +197,7 @@ class Shards:
 
     # ---- what changes hands
 
-    def moves(self, column: Column, new: Layout, numel: int) -> list[Move]:
+    def moves(self, column: Column, new: AnyLayout, numel: int) -> list[Move]:
         """What concerns this worker of what must change hands for ``new`` in a bucket of ``numel`` elements."""
         every = moves(self._layouts[column], new, self.live, numel)
         return [move for move in every if self._me in (move.source, move.target)]
@@ -221,3 +246,15 @@ class Shards:
             giver.join()
         generation.check()
         return came
+
+
+def _to_json(layout: AnyLayout) -> Any:
+    if isinstance(layout, Instances):
+        return {"homes": [list(its) for its in layout.homes]}
+    return {"homes": list(layout.homes), "ring": list(layout.ring), "shadows": layout.shadows}
+
+
+def _from_json(value: Any) -> AnyLayout:
+    if "ring" not in value:
+        return Instances(tuple(map(tuple, value["homes"])))
+    return Layout(tuple(value["homes"]), tuple(value["ring"]), value["shadows"])

@@ -35,32 +35,42 @@ class Buckets:
         self, model: Sequence[Any], grid: LaunchGrid, recovery: Callable[[], Recovery], shadows: int, me: int
     ) -> None:
         self.recovery = recovery
-        self._groups: list[Any] = [
-            group
-            # The order of the backward pass: the last chunk first, and in a chunk as Megatron made them.
+        sharded = bool(model[0].ddp_config.use_distributed_optimizer)
+        self.instances = int(getattr(model[0].ddp_config, "num_distributed_optimizer_instances", 1)) if sharded else 1
+        # The order of the backward pass: the last chunk first, and in a chunk as Megatron made them.
+        pairs = [
+            (group, whole)
             for chunk in reversed(model)
-            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+            for groups, whole in (
+                (chunk.bucket_groups, chunk.dp_cp_group),
+                (chunk.expert_parallel_bucket_groups, chunk.expt_dp_group),
+            )
+            for group in groups
         ]
+        self._groups = [group for group, _ in pairs]
         self._number: dict[int, list[int]] = {}
         self._number_of_bucket: dict[int, int] = {}
-        sharded = bool(model[0].ddp_config.use_distributed_optimizer)
+        self.tail = ring_order(column_of(model[0].dp_cp_group), grid, self.instances)
+        """The column of what is summed last: that of the dense parameters."""
         columns: dict[Column, Column] = {}
         parts: list[tuple[Column, torch.Tensor]] = []
         self.parameters: list[tuple[Column, torch.Tensor]] = []
         """With the distributed optimizer: (column, flat tensor), as ``gradients`` has them of the gradients."""
-        for group in self._groups:
-            members = column_of(
-                group.intra_distributed_optimizer_instance_group if sharded else group.data_parallel_group
-            )
-            column = ring_order(members, grid)
+        self._whole: list[Any] = []
+        for group, whole in pairs:
+            members = column_of(whole if sharded else group.data_parallel_group)
+            column = ring_order(members, grid, self.instances)
             columns[column] = members
             for bucket in group.buckets:
                 self._number.setdefault(id(group), []).append(len(parts))
                 self._number_of_bucket[id(bucket)] = len(parts)
                 parts.append((column, bucket.grad_data))
+                self._whole.append(whole)
                 if sharded:
                     self.parameters.append((column, bucket.param_data.view(-1)))
-        self.shards = Shards(columns, shadows, me, lambda: self.recovery().standing) if sharded else None
+        self.shards: Shards | None = None
+        if sharded:
+            self.shards = Shards(columns, shadows, me, lambda: self.recovery().standing, self.instances)
         self.gradients = Gradients(parts, self.shards)
         self._parts = parts
         self.committed = False
@@ -78,6 +88,10 @@ class Buckets:
         """(column, elements) of a bucket."""
         column, tensor = self._parts[number]
         return column, tensor.numel()
+
+    def whole(self, optimizer: Any) -> Any:
+        """Megatron's group of the whole column, all instances, of one of its distributed optimizers."""
+        return self._whole[self.number(optimizer.buffers[0].buckets[0])]
 
     def ready(self, group: Any) -> None:
         """All gradients of this pass are in the group's buckets."""

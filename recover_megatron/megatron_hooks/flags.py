@@ -301,10 +301,6 @@ def _cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     refused = {
         flag: why for name, (flag, why) in REFUSED_SHARDED.items() if getattr(args, name, None)
     }  # two names of one flag are one
-    if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
-        refused["--num-distributed-optimizer-instances above 1"] = (
-            "the shards of an instance have shadows instead: leave it out (--recover-shadow-shards)"
-        )
     return [
         f"--recover with --use-distributed-optimizer cannot be combined with {flag} yet: {why}"
         for flag, why in refused.items()

@@ -97,6 +97,8 @@ class ShardedOptimizer:
         for one, pieces in zip((one for one in chained if not one.is_stub_optimizer), self._pieces, strict=True):
             one._copy_model_grads_to_main_grads = pieces.begin_update
             one._copy_main_params_to_model_params = pieces.end_update
+            # Whoever is left writes; which instance it was in does not matter.
+            one.data_parallel_group, one.distributed_optimizer_instance_id = self._buckets.whole(one), 0
             saved = ShardedCheckpoint(one, pieces, self._primary_pieces, self._primary_parts)
             one.get_parameter_state_dp_zero = saved.whole
             one.sharded_param_state_fully_reshardable = saved.in_model_space(one.sharded_param_state_fully_reshardable)
@@ -114,9 +116,9 @@ class ShardedOptimizer:
     def adopt(self) -> None:
         """At launch: the shards are as Megatron made them, or read them from a checkpoint."""
         self.shards.adopt()
-        me = self._recovery.me
         for pieces in self._pieces:
-            pieces.adopt(me, self._parts(pieces, me, {}))
+            (own,) = self.shards.held(self._column(pieces))
+            pieces.adopt(own, self._parts(pieces, own, {}))
 
     def forget(self) -> None:
         """This worker has lost its place, or never had one: what it holds is of no use."""
@@ -128,7 +130,8 @@ class ShardedOptimizer:
         """Raise ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
         if units := self.shards.lost():
             names = ", ".join(map(str, units))
-            self._recovery.lose_state(f"the optimizer state of workers {names} had no other copy")
+            whose = "workers" if self._buckets.instances == 1 else "shards"
+            self._recovery.lose_state(f"the optimizer state of {whose} {names} had no other copy")
 
     def due(self) -> bool:
         """Whether state must change hands before the next step: not yet where somebody takes a place with that step."""
@@ -185,8 +188,8 @@ class ShardedOptimizer:
     def _make(self, pieces: Pieces, layouts: Mapping[Column, Any]) -> dict[int, list[Piece]]:
         me, (column, _) = self._recovery.me, self._buckets.part(next(iter(pieces.buckets)))
         return {
-            unit: pieces.make(unit, self._parts(pieces, unit, layouts), shadow=unit != me)
-            for unit in layouts[column].held(me)
+            unit: pieces.make(unit, self._parts(pieces, unit, layouts), shadow=place > 0)
+            for place, unit in enumerate(layouts[column].held(me))
         }
 
     def _parts(self, pieces: Pieces, unit: int, layouts: Mapping[Column, Any]) -> dict[int, Sequence[tuple[int, int]]]:

@@ -29,7 +29,6 @@ from recover_megatron.instep.gradients import Tail
 from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.process_group import Mode, Traffic
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.shards import ring_order
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.megatron_hooks import buckets as buckets_module
 from recover_megatron.megatron_hooks import seams, sharded_optimizer
@@ -38,7 +37,7 @@ from recover_megatron.megatron_hooks.balancing import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.data import Microbatches, Source, source_of
-from recover_megatron.megatron_hooks.groups import Groups, column_of
+from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.places import INTERRUPTED, Places
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
@@ -167,7 +166,7 @@ class TrainingHooks:
             recovery = self._recovery
             self._buckets = Buckets(model, recovery.grid, lambda: self.recovery, self._shadows, recovery.me)
             if self._buckets.shards is not None:
-                tail = ring_order(column_of(model[0].dp_cp_group), recovery.grid)
+                tail = self._buckets.tail
                 self._sharded = ShardedOptimizer(optimizer, self._buckets, tail, self._shadows, self._shadow_device)
             self._state = TrainingState(model, optimizer, scheduler, validation, blank=late, sharded=self._sharded)
             self._count_versions(optimizer)
@@ -315,8 +314,7 @@ class TrainingHooks:
         total = nominal * args.data_parallel_size
         recovery = self.recovery
         recovery.show(total)
-        model = call["model"] if isinstance(call["model"], list) else [call["model"]]
-        column = ring_order(column_of(model[0].dp_cp_group), recovery.grid)
+        column = self._buckets.tail
         mates = set(recovery.grid.replicas[recovery.replica])
         for source in _sources(call["data_iterator"]):
             source.begin(args.consumed_train_samples, recovery.share(total)[recovery.lane], total)

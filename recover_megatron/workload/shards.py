@@ -16,6 +16,9 @@ speaks for it, until the boundary before the next step, where the layout is made
                                          |
                                          '--no live holder: lost()--> the state is lost
 
+With several optimizer instances (``Instances``) Megatron itself has a shard in every instance: its holders are those
+who stand in its places, a unit is a shard, and nothing is shared out while one of them lives.
+
 Pure functions; the same answer on every worker.  The source of the idea of a second copy kept by the same update is
 DESIGN.md, section 9.
 """
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 Part = tuple[int, int]
@@ -57,6 +60,20 @@ class Layout:
     def __post_init__(self) -> None:
         if sorted(self.ring) != sorted(worker for worker in self.homes if worker is not None):
             raise ValueError(f"the ring {self.ring} is not made of those who have a home: {self.homes}")
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """All of them: each is named by its worker."""
+        return self.ring
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All that hold anything."""
+        return self.ring
+
+    def without_copies(self) -> Layout:
+        """The same, as if there were no shadows."""
+        return replace(self, shadows=0)
 
     def holders(self, unit: int) -> tuple[int, ...]:
         """Who has the state of what ``unit`` owns: itself, then its shadows."""
@@ -92,6 +109,49 @@ class Layout:
         return {worker: at for at, worker in enumerate(self.ring)}
 
 
+@dataclass(frozen=True)
+class Instances:
+    """The same for several optimizer instances.
+
+    ``homes``: for each shard, in Megatron's order, who stands in its place in each instance; None: nobody.  A unit is
+    a shard, by its number; those that hold it are alike, and the first one speaks for it.
+    """
+
+    homes: tuple[tuple[int | None, ...], ...]
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(range(len(self.homes)))
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All that hold anything."""
+        return tuple(worker for its in self.homes for worker in its if worker is not None)
+
+    def without_copies(self) -> Instances:
+        """The same, as if each shard had its first holder alone."""
+        return Instances(tuple(self.holders(unit)[:1] for unit in self.units))
+
+    def holders(self, unit: int) -> tuple[int, ...]:
+        """Who has the state of a shard."""
+        return tuple(worker for worker in self.homes[unit] if worker is not None)
+
+    def held(self, worker: int) -> tuple[int, ...]:
+        """The shard of which ``worker`` has the state."""
+        return tuple(unit for unit, its in enumerate(self.homes) if worker in its)
+
+    def parts(self, unit: int, numel: int) -> list[Part]:
+        """A shard of a bucket of ``numel`` elements; see ``Layout.parts``."""
+        if numel % len(self.homes):
+            raise ValueError(f"a bucket of {numel} elements cannot be cut into {len(self.homes)} equal shards")
+        width = numel // len(self.homes)
+        return [(unit * width, (unit + 1) * width)] if width else []
+
+
+AnyLayout = Layout | Instances
+
+
 def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int) -> Layout:
     """The layout for those who are there.
 
@@ -101,39 +161,39 @@ def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int) 
     return Layout(tuple(places), tuple(worker for worker in order if worker in present), shadows)
 
 
-def primary(layout: Layout, unit: int, live: frozenset[int]) -> int | None:
+def primary(layout: AnyLayout, unit: int, live: frozenset[int]) -> int | None:
     """Who speaks for ``unit`` among ``live``; None: nobody has its state."""
     return next((worker for worker in layout.holders(unit) if worker in live), None)
 
 
-def lost(layout: Layout, live: frozenset[int]) -> list[int]:
+def lost(layout: AnyLayout, live: frozenset[int]) -> list[int]:
     """The units whose state nobody among ``live`` has."""
-    return [unit for unit in layout.ring if primary(layout, unit, live) is None]
+    return [unit for unit in layout.units if primary(layout, unit, live) is None]
 
 
-def chunks(layout: Layout, members: Sequence[int], live: frozenset[int], numel: int) -> list[list[Part]]:
+def chunks(layout: AnyLayout, members: Sequence[int], live: frozenset[int], numel: int) -> list[list[Part]]:
     """What each of ``members`` (of the ring, in its order) speaks for in a bucket, ascending and disjoint.
 
     ``live``: those of them that have been there since the layout was made; the others hold nothing.  ValueError if
     something was lost.
     """
     found: dict[int, list[Part]] = {worker: [] for worker in members}
-    for unit in layout.ring:
+    for unit in layout.units:
         speaker = primary(layout, unit, live)
         if speaker is None:
-            raise ValueError(f"nobody has the state of what worker {unit} owned")
+            raise ValueError(f"nobody has the state of unit {unit}")
         found[speaker] += layout.parts(unit, numel)
     return [_joined(sorted(parts)) for parts in found.values()]
 
 
-def hops(layout: Layout, members: Sequence[int], live: frozenset[int]) -> int:
+def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> int:
     """How far a finished sum must travel in the ring of ``members`` to come to all live holders of its unit.
 
     The number of shadows, but for members in between that hold nothing yet.  ``live``: as for ``chunks``.
     """
     at = {worker: number for number, worker in enumerate(members)}
     farthest = 0
-    for unit in layout.ring:
+    for unit in layout.units:
         speaker = primary(layout, unit, live)
         if speaker is not None:
             distances = ((at[worker] - at[speaker]) % len(members) for worker in layout.holders(unit) if worker in live)
@@ -141,15 +201,15 @@ def hops(layout: Layout, members: Sequence[int], live: frozenset[int]) -> int:
     return farthest
 
 
-def moves(old: Layout, new: Layout, live: frozenset[int], numel: int) -> list[Move]:
+def moves(old: AnyLayout, new: AnyLayout, live: frozenset[int], numel: int) -> list[Move]:
     """All that must change hands in a bucket for ``new`` to hold, ordered by (source, target).
 
     ``live``: who has been there since ``old`` was made.  A holder that has something already, as owner or shadow, gets
     nothing; the rest comes from the primary.  ValueError if something was lost.
     """
     found = []
-    before = sorted((start, stop, unit) for unit in old.ring for start, stop in old.parts(unit, numel))
-    for unit in new.ring:
+    before = sorted((start, stop, unit) for unit in old.units for start, stop in old.parts(unit, numel))
+    for unit in new.units:
         for start, stop in new.parts(unit, numel):
             for low, high, owner in before[max(0, bisect_right(before, (start, numel + 1, 0)) - 1) :]:
                 a, b = max(start, low), min(stop, high)
@@ -157,7 +217,7 @@ def moves(old: Layout, new: Layout, live: frozenset[int], numel: int) -> list[Mo
                     break
                 source = primary(old, owner, live)
                 if source is None:
-                    raise ValueError(f"nobody has the state of what worker {owner} owned")
+                    raise ValueError(f"nobody has the state of unit {owner}")
                 have = live.intersection(old.holders(owner))
                 found += [Move(source, target, unit, a, b) for target in new.holders(unit) if target not in have]
     return sorted(found, key=lambda move: (move.source, move.target, move.unit, move.start))

@@ -54,7 +54,13 @@ def check_sharded(result: Result, reference: Result, near: float = 1.0) -> None:
         place = next(workers.index(worker) for workers in result.grid.values() if worker in workers)
         for unit, digest in left["units"].items():
             told.setdefault((place, unit), set()).add(digest)
-    assert set(told) >= {(p, w) for its in result.grid.values() for p, w in enumerate(its)}, (str(result.case), told)
+    if "instances" in result.case.layout.flags:  # units are shards
+        assert {unit for _, unit in told} == {0, 1}, (str(result.case), told)
+    else:
+        assert set(told) >= {(p, w) for its in result.grid.values() for p, w in enumerate(its)}, (
+            str(result.case),
+            told,
+        )
     assert all(len(digests) == 1 for digests in told.values()), (str(result.case), told)
 
 
@@ -151,6 +157,15 @@ def test_when_the_last_copy_goes_the_run_ends_with_12_and_says_whose_and_the_che
             assert f"iteration 4 in {tmp_path / 'saved'}" in said, said
 
 
+def test_when_a_shard_is_lost_in_all_instances_the_run_ends_with_12(forkserver: ForkServer, tmp_path: Path) -> None:
+    """Of four workers in two instances, 0 and 2 hold the first shard."""
+    layout = Layout("sharded-instances", 4, flags="--num-distributed-optimizer-instances 2")
+    case = Case(layout, (Strike(0, 0, 5, "norm"), Strike(2, 0, 5, "norm")), 8, model=SHARDED)
+    result = case.run(forkserver, tmp_path)
+    assert result.ended.codes == [-9, EXIT_STATE_LOST, -9, EXIT_STATE_LOST], result.told()
+    assert "the optimizer state of shards 0 had no other copy" in result.log(1), result.told()
+
+
 @pytest.mark.parametrize("layout", [DP4, TP2], ids=lambda layout: layout.name)
 def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
@@ -216,6 +231,9 @@ FEATURES = {
         Layout("sharded-interleaved", 2, pipeline=2, flags="--num-layers 4 "
                "--num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce --overlap-param-gather"),
         "2@4:update#2", 1.0),
+    "instances": (
+        Layout("sharded-instances", 4, flags="--num-distributed-optimizer-instances 2 --overlap-grad-reduce "
+               "--ddp-bucket-size 2000"), "1@3:param-gather,0@5:update#2", 1.0),
     "tied-embeddings-per-token-loss": (
         Layout("sharded-per-token", 3, pipeline=2, flags="--calculate-per-token-loss"), "1@4:shadow", 1.0),
 }  # fmt: skip

@@ -90,3 +90,22 @@ def test_who_follows_in_the_ring_stands_in_another_replica() -> None:
     grid = launch_grid(8, tensor=1, context=1, pipeline=2, lanes=2)
     column = ring_order((0, 1, 2, 3), grid)
     assert [grid.place(slot)[0] for slot in column] == [0, 1, 0, 1]
+
+
+def test_with_instances_those_that_hold_one_shard_follow_each_other() -> None:
+    grid = launch_grid(4, tensor=1, context=1, pipeline=1, lanes=1)
+    assert ring_order(COLUMN, grid, 2) == (0, 2, 1, 3)
+    standing = everyone()
+    column = (0, 2, 1, 3)
+    shards = Shards({column: COLUMN}, 1, 2, lambda: standing, 2)
+    shards.take_up({column: shards.wanted(column)})
+    assert shards.held(column) == (0,)
+    assert shards.cut(column, 8) == ([[Span(0, 4)], [], [Span(4, 8)], []], 1)
+    del standing[0]
+    shards.planned()
+    assert shards.speaks_for(column, 0)
+    assert shards.cut(column, 8) == ([[Span(0, 4)], [Span(4, 8)], []], 1)
+    told = Shards({column: COLUMN}, 1, 7, lambda: standing, 2)
+    told.from_json(shards.to_json())
+    assert told.layout(column) == shards.layout(column)
+    assert told.held(column) == ()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.workload.shards import Layout, chunks, hops, layout_of, lost, moves, primary
+from recover_megatron.workload.shards import Instances, Layout, chunks, hops, layout_of, lost, moves, primary
 
 
 @st.composite
@@ -94,6 +94,43 @@ def test_after_the_moves_all_holders_have_what_they_hold_and_nothing_moved_that_
     for worker in new.ring:
         for unit in new.held(worker):
             assert {element for part in new.parts(unit, numel) for element in range(*part)} <= has[worker]
+
+
+@given(
+    st.integers(1, 4).flatmap(
+        lambda shards: st.tuples(
+            st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=shards, max_size=shards),
+            st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=shards, max_size=shards),
+        )
+    ),
+    st.integers(0, 5),
+)
+def test_with_instances_the_same_holds_and_a_loss_moves_nothing(present, width: int) -> None:
+    """Three instances; ``present``: of each shard who is there, before and after; who is there twice has come anew."""
+    before, after = present
+    numel = width * len(before)
+    old = Instances(tuple(tuple(i * 3 + k if its[k] else None for k in range(3)) for i, its in enumerate(before)))
+    live = frozenset(w for w in old.workers if after[w // 3][w % 3] or w % 3 == 0)
+    new = Instances(
+        tuple(
+            tuple(w if (w := i * 3 + k) in live else 100 + w if its[k] else None for k in range(3))
+            for i, its in enumerate(after)
+        )
+    )
+    assert all(unit in old.held(worker) for unit in old.units for worker in old.holders(unit))
+    gone = [unit for unit in old.units if not live & set(old.holders(unit))]
+    assert lost(old, live) == gone
+    if gone:
+        return
+    members = new.workers
+    assert cover(list(itertools.chain.from_iterable(chunks(old, members, live, numel))), numel)
+    moved = moves(old, new, live, numel)
+    assert {move.target for move in moved} <= set(new.workers) - live
+    assert {(move.target, move.start, move.stop) for move in moved} == {
+        (worker, *part) for worker in new.workers if worker not in live
+        for unit in new.held(worker) for part in new.parts(unit, numel)
+    }  # fmt: skip
+    assert {holder for unit in old.units for holder in old.without_copies().holders(unit)} <= set(old.workers)
 
 
 def test_a_loss_moves_one_shard_and_the_shadows_that_follow_from_it() -> None:
