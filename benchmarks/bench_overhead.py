@@ -34,7 +34,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks.megatron_runs import COMMON, LAYOUTS, MODELS, RECOVER, SCRIPT, load_average, times  # noqa: E402
 from tests.forkserver import ForkServer, Run  # noqa: E402
 
-SIDES = {"without": [], "with": RECOVER}
+SIDES: dict[str, list[str]] = {"without": [], "with": RECOVER}
 WARM_UP = 1
 """Blocks of each side that are not counted."""
 
@@ -69,13 +69,20 @@ class Turns:
             os.close(pipe)
 
 
-def compare(servers: dict[str, ForkServer], workers: int, flags: list[str], options: Any, name: str) -> dict[str, Any]:
-    """Run both sides in turns; their seconds per iteration by block, and their last losses."""
+def compare(
+    servers: dict[str, ForkServer],
+    workers: int,
+    flags: list[str],
+    options: Any,
+    name: str,
+    sides: dict[str, list[str]] = SIDES,
+) -> dict[str, Any]:
+    """Run all sides (name -> its own flags) in turns; their seconds per iteration by block, and their last losses."""
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {side: Path(temporary) / side for side in SIDES}
+        folders = {side: Path(temporary) / side for side in sides}
         runs: dict[str, Run] = {}
         turns, threads = {}, []
-        for side, more in SIDES.items():
+        for side, more in sides.items():
             folders[side].mkdir()
             turns[side] = Turns(folders[side], workers)
             environment = {"BENCH_OUT": str(folders[side]), "BENCH_BLOCK": str(options.block)}
@@ -96,22 +103,22 @@ def compare(servers: dict[str, ForkServer], workers: int, flags: list[str], opti
             threads.append(threading.Thread(target=run))
             threads[-1].start()
         try:
-            order = [side for at in range(options.blocks) for side in (list(SIDES) if at % 2 == 0 else [*SIDES][::-1])]
-            for side in SIDES:
+            order = [side for at in range(options.blocks) for side in (list(sides) if at % 2 == 0 else [*sides][::-1])]
+            for side in sides:
                 turns[side].wait()
             for side in order:
                 turns[side].go()
                 turns[side].wait()
-            for side in SIDES:
+            for side in sides:
                 turns[side].go()
         finally:
             for thread in threads:
                 thread.join()
-            for side in SIDES:
+            for side in sides:
                 turns[side].close()
                 if not runs[side].ok:
                     print(runs[side].tail(40), file=sys.stderr)
-        return {side: blocks(folders[side], workers, options.block) for side in SIDES}
+        return {side: blocks(folders[side], workers, options.block) for side in sides}
 
 
 def blocks(folder: Path, workers: int, length: int) -> dict[str, Any]:
@@ -127,9 +134,9 @@ def blocks(folder: Path, workers: int, length: int) -> dict[str, Any]:
     return {"seconds": seconds, "cpu": used, "loss": next(its[-1]["loss"] for its in rows[::-1])}
 
 
-def ratios(measured: dict[str, Any]) -> dict[str, list[float]]:
-    """Of each pair of blocks: of the medians of their seconds, and of their processor time."""
-    ours, stock = measured["with"], measured["without"]
+def ratios(measured: dict[str, Any], with_: str = "with", without: str = "without") -> dict[str, list[float]]:
+    """Of each pair of blocks of two sides: of the medians of their seconds, and of their processor time."""
+    ours, stock = measured[with_], measured[without]
     return {
         "wall": [
             statistics.median(mine) / statistics.median(its)

@@ -14,6 +14,9 @@ asks for besides (nothing, by default):
                             forward, whatever else the processors have to do (the worker sleeps for the rest)
     BENCH_MEMORY=1          a row also has "rss", the process's resident KiB, and "peak", the most since the row before
     BENCH_THREADS=1         a row also has the processor seconds of each thread so far, by name
+    BENCH_STATE=1           when the training is over every worker writes DIR/state-<rank>.json: "parameters" of its
+                            model, "bytes" of the tensors that its optimizer has for itself (``held``), and "came", the
+                            bytes that it got each time that a distributed optimizer's state changed hands
     BENCH_PROFILE=FILE      cProfile of rank 0's main thread from iteration 10 on, dumped at the end
 """
 
@@ -48,6 +51,8 @@ class Clock:
         self._microbatch = float(environment.get("BENCH_MICROBATCH", "0"))
         self._memory = bool(environment.get("BENCH_MEMORY"))
         self._threads = bool(environment.get("BENCH_THREADS"))
+        self._state = bool(environment.get("BENCH_STATE"))
+        self._came: list[int] = []
         self._profiler = cProfile.Profile()
         self._iteration = 0
         self._first: int | None = None
@@ -62,6 +67,11 @@ class Clock:
             schedules.forward_step = self._around(schedules.forward_step, self._forward_step)
         if self._kills or self._microbatch:
             schedules.backward_step = self._around(schedules.backward_step, self._backward_step)
+        if self._state:
+            from recover_megatron.instep.shards import Shards
+
+            training.train = self._around(training.train, self._train)
+            Shards.exchange = self._around(Shards.exchange, self._exchange)  # type: ignore[method-assign]
 
     @staticmethod
     def _around(original: Any, wrapper: Any) -> Any:
@@ -109,6 +119,18 @@ class Clock:
                 os.kill(os.getpid(), signal.SIGKILL)
         return at_least(self._microbatch * 2 / 3, original, *args, **kwargs)
 
+    def _train(self, original: Any, forward_step: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(forward_step, model, optimizer, *args, **kwargs)
+        parameters = sum(p.numel() for chunk in model for p in chunk.parameters())
+        row = {"parameters": parameters, "bytes": held(optimizer, model), "came": self._came}
+        (self._folder / f"state-{self._rank}.json").write_text(json.dumps(row))
+        return result
+
+    def _exchange(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        came = original(*args, **kwargs)
+        self._came.append(came)
+        return came
+
     def close(self) -> None:
         """The run is over."""
         row = {"iteration": None, "at": time.monotonic(), "cpu": time.process_time(), "loss": self._loss}
@@ -124,6 +146,22 @@ def at_least(seconds: float, function: Any, *args: Any, **kwargs: Any) -> Any:
     result = function(*args, **kwargs)
     time.sleep(max(0.0, until - time.monotonic()))
     return result
+
+
+def held(optimizer: Any, model: Any) -> int:
+    """Bytes of what Megatron's optimizer updates and of its state, but for single numbers and what is the model's own.
+
+    Read where torch has it, so the same for all of Megatron's optimizers, with and without --recover.
+    """
+    models = {p.untyped_storage().data_ptr() for chunk in model for p in chunk.parameters()}
+    sizes: dict[int, int] = {}
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = one.optimizer
+        updated = [p for group in inner.param_groups for p in group["params"]]
+        for tensor in [*updated, *(value for p in updated for value in inner.state.get(p, {}).values())]:
+            if getattr(tensor, "ndim", 0) and tensor.untyped_storage().data_ptr() not in models:
+                sizes[tensor.data_ptr()] = tensor.nbytes
+    return sum(sizes.values())
 
 
 def memory() -> dict[str, int]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -143,14 +144,16 @@ class ShardedOptimizer:
         recovery, shards = self._recovery, self.shards
         layouts: dict[Column, Any] = {}
         held: list[dict[int, list[Piece]]] = []
+        began, came = time.monotonic(), 0
 
         def run() -> None:
+            nonlocal came
             recovery.strike("repartition")
             recovery.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
             layouts.clear()
             layouts.update({column: shards.wanted(column) for column in shards.columns})
             held[:] = [self._make(pieces, layouts) for pieces in self._pieces]
-            shards.exchange(
+            came = shards.exchange(
                 recovery.generation,
                 self._portions(layouts),
                 self._give,
@@ -163,6 +166,8 @@ class ShardedOptimizer:
         for pieces, its in zip(self._pieces, held, strict=True):
             pieces.install(its)
         shards.take_up(layouts)
+        seconds, epoch = round(time.monotonic() - began, 6), recovery.decision.epoch
+        recovery.hooks.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
         self.check()
 
     def verify(self) -> None:

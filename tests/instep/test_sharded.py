@@ -10,6 +10,7 @@ true gradient is zero would move by the sign of its noise.
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from recover_megatron.membership.errors import EXIT_STATE_LOST
+from recover_megatron.report.events import read_events
 from tests.drawn import EVERYTHING, SEED, some
 from tests.forkserver import ForkServer
 from tests.instep.cells import (
@@ -135,6 +137,23 @@ def test_deaths_in_a_row_change_nothing_but_rounding(
 ) -> None:
     case = IN_A_ROW[name]
     check_sharded(case.run(forkserver, tmp_path), reference(case))
+
+
+def test_events_tell_when_the_state_changed_hands_and_how_much_of_it_came(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """For the first shadows there is none yet (a 32-bit model's parameters are no state); after a death the writer gets
+    its third of the dead worker's shard, and the third of whom it is a shadow of."""
+    case = Case(DP4, (Strike(1, 0, 3, "norm"),), 8, model=SHARDED)
+    result = case.run(forkserver, tmp_path)
+    check_sharded(result, reference(case))
+    told = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "repartition"]
+    epochs = {step.iteration: step.epoch for step in result.steps}
+    assert [(e["iteration"], e["epoch"], e["worker"]) for e in told] == [(at, epochs[at], 0) for at in (1, 4)], told
+    assert all(event["seconds"] > 0 for event in told)
+    shard = 8 * sum(tensor.numel() for tensor in result.left[0]["parameters"].values()) / 4
+    assert told[0]["bytes"] == 0
+    assert math.isclose(told[1]["bytes"], 2 / 3 * shard, rel_tol=0.05), (told, shard)  # Megatron pads the shards
 
 
 @pytest.mark.parametrize("shadows", [0, 1])

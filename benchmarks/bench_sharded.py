@@ -1,0 +1,317 @@
+"""What --recover costs with --use-distributed-optimizer: time, bytes on the wire, memory; and state that changes hands.
+
+    python benchmarks/bench_sharded.py                                  # all of it
+    python benchmarks/bench_sharded.py --only wire memory table         # the quick parts
+    python benchmarks/bench_sharded.py --only iteration --models small --sizes 4 --overlap yes
+
+D is the data-parallel size, k the number of shadows (--recover-shadow-shards).
+
+    iteration    stock, k = 1 and k = 0 are alive at once and take turns, as in bench_overhead.py: medians of the
+                 ratios to stock of each turn, with quartiles, of the time and of the processor time of all workers
+    wire         rings of D members over TCP without shared memory; the bytes are those that the kernel has counted on
+                 their connections (TCP_INFO), message headers included; per member, over the bytes of the bucket
+    memory       training runs with a model of 16 and of 32 bits; what each worker's optimizer has for itself at the
+                 end, read through torch's interface (``held`` of timed_pretrain.py)
+    repartition  training runs with one death: seconds by the event "repartition", bytes as the workers count them
+    table        models that nobody has here: computed by the same functions that stand beside the measured numbers
+
+--json FILE writes every measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import struct
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.bench_overhead import WARM_UP, compare, ratios, spread  # noqa: E402
+from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, SCRIPT, load_average  # noqa: E402
+from recover_megatron.collectives.bucket import Bucket  # noqa: E402
+from recover_megatron.collectives.group import Group  # noqa: E402
+from recover_megatron.report.events import EVENTS_FILE, read_events  # noqa: E402
+from tests.collectives.together import together  # noqa: E402
+from tests.forkserver import ForkServer  # noqa: E402
+
+SECTIONS = ("wire", "memory", "repartition", "iteration", "table")
+SHARDED = "--use-distributed-optimizer"
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+KINDS = {"bf16": (["--bf16"], 12), "fp32": ([], 8)}
+"""Of a model: flags, bytes of optimizer state of a parameter (a 32-bit master if the model has 16, and two moments)."""
+DIES_IN = 4
+"""Iteration of the death, in "repartition"."""
+GIB, MIB = 1 << 30, 1 << 20
+LARGE = (("7B", 7e9, 1, 1), ("70B", 70e9, 8, 4), ("405B", 405e9, 8, 16))
+"""Name, parameters, TP, PP."""
+LINK = 50e9
+"""Bytes per second and GPU, for the table."""
+
+# ---- the formulas
+
+
+def copies(size: int, shadows: int) -> int:
+    """Of each part of the state: there are no more than members."""
+    return 1 + min(shadows, size - 1)
+
+
+def state(parameters: float, size: int, shadows: int, each: int = 12) -> float:
+    """Bytes of optimizer state of a worker, ``each`` of a parameter."""
+    return each * parameters / size * copies(size, shadows)
+
+
+def scattered(size: int, shadows: int) -> float:
+    """What a member sends to sum a bucket to its owners and their shadows, over the bucket's bytes."""
+    return (size - 1) / size + (copies(size, shadows) - 1) / size
+
+
+def gathered(size: int) -> float:
+    """The same to gather a bucket."""
+    return (size - 1) / size
+
+
+def moved(size: int) -> float:
+    """Shards that change hands after one death, with one shadow.
+
+    The dead one's shard is shared out among size - 1, each share to an owner and a shadow, but the dead one's shadow
+    has it all; and who was the dead one's shadow becomes that of the one before, whose shard it gets.
+    """
+    return 3 - 2 / (size - 1)
+
+
+# ---- bytes on the wire
+
+
+def received(group: Group) -> int:
+    """Bytes that have come from the predecessor so far, as the kernel counts them."""
+    # Nobody but a benchmark wants to know, hence no interface.
+    connection = group._transport._in  # type: ignore[attr-defined]
+    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int(struct.unpack_from("=Q", information, 128)[0])  # tcpi_bytes_received of struct tcp_info
+
+
+def on_the_wire(size: int, numel: int, operation: Callable[[Group, Bucket], Any], dtype: torch.dtype) -> float:
+    """What comes to each member of a ring in one collective on a bucket, on average, over the bucket's bytes."""
+    meet = threading.Barrier(size)
+
+    def work(group: Group) -> int:
+        bucket = Bucket(torch.ones(numel, dtype=dtype))
+        group.exchange([0])  # the connections stand
+        meet.wait()
+        before = received(group)
+        meet.wait()
+        operation(group, bucket).wait()
+        meet.wait()
+        return received(group) - before
+
+    return sum(together(size, work, carrier="tcp-inline")) / size / (numel * dtype.itemsize)
+
+
+def wire(options: Any) -> list[dict[str, Any]]:
+    """Reduce-scatter with 0, 1, 2 shadows, and all-gather, of every size."""
+    rows = []
+    numel = options.mib * MIB // 4
+    print(f"\nSent by each member, over the bytes of a bucket of {options.mib} MiB: measured (formula)\n")
+    print("| D | reduce-scatter, k = 0 | k = 1 | k = 2 | all-gather |\n|--:|---|---|---|---|")
+    for size in options.sizes:
+        row: dict[str, Any] = {"D": size}
+        cells = []
+        for shadows in (0, 1, 2):
+            row[f"k={shadows}"] = on_the_wire(
+                size, numel, lambda group, bucket, k=shadows: group.reduce_scatter(bucket, shadows=k), torch.float32
+            )
+            cells.append(f"{row[f'k={shadows}']:.4f} ({scattered(size, shadows):.4f})")
+        row["gather"] = on_the_wire(size, 2 * numel, lambda group, bucket: group.all_gather(bucket), torch.bfloat16)
+        cells.append(f"{row['gather']:.4f} ({gathered(size):.4f})")
+        print(f"| {size} | {' | '.join(cells)} |", flush=True)
+        rows.append(row)
+    return rows
+
+
+# ---- training runs
+
+
+def shadows_of(number: int | None) -> list[str]:
+    """The flags of a side; None: stock."""
+    return [] if number is None else [*RECOVER, "--recover-shadow-shards", str(number)]
+
+
+def train(
+    server: ForkServer, folder: Path, size: int, model: str, iterations: int, flags: list[str], options: Any
+) -> list[dict[str, Any] | None]:
+    """What each worker left; None: it was killed."""
+    argv = [SCRIPT, *COMMON, *MODELS[model].argv, SHARDED, "--train-iters", str(iterations), *flags]
+    argv += ["--recover-log-dir", str(folder)] if "--recover" in flags else []
+    environment = {"BENCH_OUT": str(folder), "BENCH_STATE": "1"}
+    run = server.run(size, argv, folder, environment=environment, timeout=options.timeout)
+    if any(code not in (0, -9) for code in run.codes):
+        raise RuntimeError(run.tail(40))
+    files = [folder / f"state-{rank}.json" for rank in range(size)]
+    return [json.loads(file.read_text()) if code == 0 else None for file, code in zip(files, run.codes, strict=True)]
+
+
+def memory(options: Any) -> list[dict[str, Any]]:
+    """Bytes of optimizer state of a worker, over those of a parameter of the model."""
+    rows = []
+    print("\nBytes of optimizer state of a worker, mean (largest), over the model's parameters; formula for the mean\n")
+    print("| model | D | stock | k = 0 | k = 1 | k = 2 | formula: stock, k = 0 | k = 1 | k = 2 |")
+    print("|---|--:|---|---|---|---|--:|--:|--:|", flush=True)
+    with ForkServer() as server:
+        for kind, (flags, each) in KINDS.items():
+            for size in options.sizes:
+                row: dict[str, Any] = {"kind": kind, "D": size}
+                cells = []
+                for shadows in (None, 0, 1, 2):
+                    with tempfile.TemporaryDirectory() as folder:
+                        more = [*flags, *shadows_of(shadows)]
+                        left = [its for its in train(server, Path(folder), size, "tiny", 3, more, options) if its]
+                    found = [its["bytes"] / its["parameters"] for its in left]
+                    row["stock" if shadows is None else f"k={shadows}"] = found
+                    cells.append(f"{statistics.mean(found):.3f} ({max(found):.3f})")
+                cells += [f"{state(1, size, shadows, each):.3f}" for shadows in (0, 1, 2)]
+                print(f"| {kind} | {size} | {' | '.join(cells)} |", flush=True)
+                rows.append(row)
+    return rows
+
+
+def repartition(options: Any) -> list[dict[str, Any]]:
+    """State that changes hands: once for the first shadows, once for a death."""
+    rows = []
+    print("\nState that changes hands after one death, one shadow, 16-bit model\n")
+    print(
+        "| model | D | deaths | seconds, median (largest) | bytes of all over a shard's (formula) | most of a worker |"
+    )
+    print("|---|--:|--:|---|---|--:|", flush=True)
+    with ForkServer() as server:
+        for model in options.models:
+            for size in (size for size in options.sizes if size > 2):
+                found = [one_death(server, model, size, at % size, options) for at in range(options.deaths)]
+                rows += found
+                seconds = [its["seconds"] for its in found]
+                whole = statistics.median(sum(its["shards"]) for its in found)
+                most = statistics.median(max(its["shards"]) for its in found)
+                mib = state(found[0]["parameters"], size, 0) / MIB
+                print(
+                    f"| {model} | {size} | {len(found)} | {statistics.median(seconds):.3f} ({max(seconds):.3f}) "
+                    f"| {whole:.3f} ({moved(size):.3f}) of {mib:.2f} MiB | {most:.3f} |",
+                    flush=True,
+                )
+    return rows
+
+
+def one_death(server: ForkServer, model: str, size: int, victim: int, options: Any) -> dict[str, Any]:
+    """A run that loses ``victim``."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--bf16", *shadows_of(1), "--recover-inject", f"{victim}@{DIES_IN}:backward"]
+        left = [its for its in train(server, Path(folder), size, model, DIES_IN + 3, flags, options) if its]
+        events = [event for event in read_events(Path(folder) / EVENTS_FILE) if event["event"] == "repartition"]
+    assert len(left) == size - 1
+    assert [event["iteration"] for event in events] == [1, DIES_IN + 1], events
+    shard = state(left[0]["parameters"], size, 0)
+    return {
+        "model": model, "D": size, "victim": victim, "parameters": left[0]["parameters"],
+        "seconds": events[1]["seconds"], "first seconds": events[0]["seconds"],
+        "shards": [its["came"][1] / shard for its in left],
+    }  # fmt: skip
+
+
+def iteration(options: Any) -> list[dict[str, Any]]:
+    """Iteration times of stock, one shadow, none."""
+    sides = {"stock": shadows_of(None), "k=1": shadows_of(1), "k=0": shadows_of(0)}
+    rows = []
+    print("\nTime of an iteration, over stock's (quartiles)\n")
+    print("| model | D | overlap | stock, ms | k = 1 | processor time | k = 0 | processor time | loss difference | |")
+    print("|---|--:|---|--:|---|---|---|---|--:|---|", flush=True)
+    with ExitStack() as stack:
+        servers = {side: stack.enter_context(ForkServer()) for side in sides}
+        for model in options.models:
+            for size in options.sizes:
+                for overlap in {"no": [False], "yes": [True], "both": [False, True]}[options.overlap]:
+                    flags = [*COMMON, *MODELS[model].argv, SHARDED, *(OVERLAP if overlap else ())]
+                    flags += ["--train-iters", str(options.block * options.blocks + 1), "--log-interval", "10"]
+                    measured = compare(servers, size, flags, options, f"{model}-{size}", sides)
+                    found = {side: ratios(measured, side, "stock") for side in ("k=1", "k=0")}
+                    stock = [s for block in measured["stock"]["seconds"][WARM_UP:] for s in block]
+                    losses = [measured[side]["loss"] for side in ("stock", "k=1")]
+                    difference = "?" if None in losses else f"{abs(losses[1] / losses[0] - 1):.1e}"
+                    cells = [spread(found[side][what]) for side in found for what in ("wall", "cpu")]
+                    print(
+                        f"| {model} | {size} | {'yes' if overlap else 'no'} | {1e3 * statistics.median(stock):.1f} "
+                        f"| {' | '.join(cells)} | {difference} | {load_average()} |",
+                        flush=True,
+                    )
+                    rows.append({"model": model, "D": size, "overlap": overlap, "ratios": found, **measured})
+    middles = [statistics.median(row["ratios"]["k=1"]["wall"]) for row in rows]
+    print(f"\nk = 1: median of the medians {statistics.median(middles):.3f}; {options.blocks - WARM_UP} turns each")
+    return rows
+
+
+# ---- what it comes to for large models
+
+
+def table(options: Any) -> list[dict[str, Any]]:
+    """Bytes that shadows take and send, of a GPU, by the formulas; bf16 parameters, gradients of 32 bits."""
+    del options
+    rows = []
+    print(f"\nPer GPU; computed, not measured; a link of {LINK / 1e9:.0f} GB/s\n")
+    print(
+        "| model | TP x PP | D | GPUs | optimizer state, GiB | k = 1: more, GiB | k = 2 | sent a step, GiB "
+        "| k = 1: more, GiB | ms | k = 2: ms |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    )
+    for name, parameters, tensor, pipeline in LARGE:
+        own = parameters / tensor / pipeline
+        for size in (64, 256, 1024):
+            stock = state(own, size, 0)
+            more = [state(own, size, k) - stock for k in (1, 2)]
+            sent = 4 * own * scattered(size, 0) + 2 * own * gathered(size)
+            hop = [4 * own * (scattered(size, k) - scattered(size, 0)) for k in (1, 2)]
+            rows.append({"model": name, "D": size, "stock": stock, "more": more, "sent": sent, "hop": hop})
+            print(
+                f"| {name} | {tensor} x {pipeline} | {size} | {size * tensor * pipeline} | {stock / GIB:.3f} "
+                f"| {more[0] / GIB:.3f} | {more[1] / GIB:.3f} | {sent / GIB:.2f} | {hop[0] / GIB:.4f} "
+                f"| {1e3 * hop[0] / LINK:.2f} | {1e3 * hop[1] / LINK:.2f} |"
+            )
+    return rows
+
+
+def main() -> None:
+    """Measure, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8], help="D")
+    parser.add_argument("--models", nargs="+", default=["small", "medium"], choices=MODELS)
+    parser.add_argument("--overlap", choices=["no", "yes", "both"], default="no", help=" ".join(OVERLAP))
+    parser.add_argument("--block", type=int, default=6, help="iterations in a turn")
+    parser.add_argument("--blocks", type=int, default=13, help="turns of each side")
+    parser.add_argument("--deaths", type=int, default=4, help="of each size, in runs of their own")
+    parser.add_argument("--mib", type=int, default=16, help="of the bucket on the wire")
+    parser.add_argument("--microbatch-seconds", type=float, default=0.0, help="of a device that a worker plays")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run or comparison")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.profile = None
+    found = {}
+    for section in options.only:
+        found[section] = globals()[section](options)
+        print(f"\n{section}: {load_average()}, {platform.machine()}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
