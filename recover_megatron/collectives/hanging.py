@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -60,6 +61,15 @@ class HangingTransport(Transport):
 
     def on_sent(self, callback: Callable[[], None]) -> None:
         self._inner.on_sent(callback)
+
+    def submitted(self) -> object:
+        return self._inner.submitted()
+
+    def begin(self, token: object) -> None:
+        self._inner.begin(token)
+
+    def scope(self) -> AbstractContextManager[object]:
+        return self._inner.scope()
 
     def finish(self) -> None:
         self._inner.finish()

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
@@ -41,6 +42,24 @@ class NativeBackend(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    # ---- for asynchronous devices, as in ``Transport``; the defaults are those of the CPU
+
+    def submitted(self) -> object:
+        """Called in the caller's thread when it hands over a bucket: what ``begin`` must wait for."""
+        return None
+
+    def begin(self, token: object) -> None:
+        """Called before that bucket is first read."""
+        del token
+
+    def scope(self) -> AbstractContextManager[object]:
+        """The context in which tensor operations run."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Block until the last tensor operation has been carried out."""
+        return None
 
 
 class GlooNative(NativeBackend):
@@ -142,7 +161,15 @@ class NativeGroup(Group):
             self._backend.all_gather(everything, mine)
             _unpack(flat, ledger, chunks, everything.view(self.size, width), epoch)
 
-        return self._progress.submit(_Task(carry_out))
+        token = self._backend.submitted()
+
+        def in_order() -> None:
+            with self._backend.scope():
+                self._backend.begin(token)
+                carry_out()
+                self._backend.finish()
+
+        return self._progress.submit(_Task(in_order))
 
     def _reduced(self, flat: torch.Tensor, chunks: Chunks, width: int, dtype: torch.dtype) -> torch.Tensor:
         """My chunk of the sum, in new memory."""

@@ -3,7 +3,11 @@
 What NCCL does that the design must answer:
 
 - It reports no dead peer: a kernel spins until the communicator is aborted.  ``wait`` therefore polls, and ``abort``,
-  from another thread, ends the communicators of this group (non-blocking ones, so that abort is legal at any time).
+  from other threads, ends the communicators of this group (non-blocking ones, so that abort is legal at any time).
+- An abort may wait: for a lock that a call of torch's holds, or for the device, on which a kernel of another communicator
+  spins that was to be aborted next.  Hence each is aborted in a thread of its own, and whoever throws the switch goes on.
+- Opening a communicator waits in the store for what its first member publishes, which no switch ends.  So the members
+  meet first, in a way that can be ended; one that dies in the moment between is waited for as long as the store waits.
 - "If an error occurs, nothing can be assumed about the completion or correctness of operations enqueued."  A kernel
   that was aborted counts as completed, with garbage in its output.  So a receive is believed only if it was complete
   when the switch was *not yet* thrown (the switch is thrown before anything is aborted) and the communicator tells no
@@ -12,15 +16,16 @@ What NCCL does that the design must answer:
   behind it.  Every edge of the ring has its own communicator, so the two directions of a member never wait for each
   other, in a ring of two as well.
 
-The ring's additions and copies run on a side stream; ``finish`` waits for it, so a finished handle and a raised
-``EpochRevoked`` both mean that the device is done with the bucket.
+The ring's additions and copies run on a side stream (see streams); ``finish`` waits for it, so a finished handle and a
+raised ``EpochRevoked`` both mean that the device is done with the bucket.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Any
 
@@ -30,24 +35,42 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import PeerLost
 from recover_megatron.collectives.native import NativeBackend
+from recover_megatron.collectives.rendezvous import await_key
 from recover_megatron.collectives.scratch import Scratch
+from recover_megatron.collectives.streams import DeviceStream
 from recover_megatron.collectives.transport import Arrival, Pending, Transport
 
 _PAUSE = 20e-6
 _NO_TIMEOUT = timedelta(days=7)
-_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own watchdog would end the process: faults are this package's to handle."""
 
 
-def _communicator(store: dist.Store, rank: int, size: int, device: torch.device) -> Any:
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+def set_environment(environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Give torch's variables the values that recovery needs, before the first group is made; a user's own stand.
+
+    Returns those that stand against it, as NAME=VALUE.
+    """
+    for name, value in ENVIRONMENT.items():
+        environ.setdefault(name, value)
+    return [f"{name}={environ[name]}" for name, value in ENVIRONMENT.items() if environ[name] != value]
+
+
+def make_backend(store: dist.Store, rank: int, size: int, name: str = "") -> Any:
+    """A group of NCCL's whose communicators may be aborted at any time; none is opened yet."""
+    set_environment()
     options = dist.ProcessGroupNCCL.Options()
     options.config.blocking = 0
     options._timeout = _NO_TIMEOUT
-    backend = dist.ProcessGroupNCCL(store, rank, size, options)
-    backend.eager_connect_single_device(device)
-    return backend
+    if name:
+        options.group_name = name
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def abort_beside(backends: list[Any]) -> None:
+    """Abort each in a thread of its own, and do not wait for it."""
+    for backend in backends:
+        threading.Thread(target=backend.abort, name="aborting a communicator of NCCL's", daemon=True).start()
 
 
 class _Communicators:
@@ -58,11 +81,19 @@ class _Communicators:
         self.all: list[Any] = []
         revocation.on_throw(self.abort)
 
-    def open(self, store: dist.Store, rank: int, size: int, device: torch.device) -> Any:
-        backend = _communicator(store, rank, size, device)
-        self.all.append(backend)
+    def open(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
+        store.set(f"here/{rank}", "1")
+        for other in range(size):
+            await_key(store, f"here/{other}", self.revocation, timeout)
+        try:
+            backend = make_backend(store, rank, size)
+            self.all.append(backend)
+            backend.eager_connect_single_device(device)
+        except RuntimeError as error:
+            self.revocation.check()
+            raise PeerLost(f"NCCL: {error}") from error
         if self.revocation.thrown:  # abort came while this one was made
-            backend.abort()
+            abort_beside([backend])
             raise self.revocation.error()
         return backend
 
@@ -76,8 +107,7 @@ class _Communicators:
             raise PeerLost("NCCL reports an error of its communicator")
 
     def abort(self) -> None:
-        for backend in list(self.all):
-            backend.abort()
+        abort_beside(list(self.all))
 
     def close(self) -> None:
         if not self.revocation.thrown:
@@ -96,15 +126,22 @@ class _Message:
         return bool(self.work.is_completed())
 
 
-class NcclTransport(Transport):
+class NcclTransport(DeviceStream, Transport):
     lookahead = 2
 
     def __init__(
-        self, rank: int, size: int, store: dist.Store, revocation: Revocation, *, ring: str, device: torch.device
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        revocation: Revocation,
+        *,
+        ring: str,
+        device: torch.device,
+        timeout: float = 60.0,
     ) -> None:
-        self._device = device
+        super().__init__(device)
         self._scratch = Scratch(device)
-        self._stream = torch.cuda.Stream(device)
         self._communicators = _Communicators(revocation)
         self._out: Any = None
         self._in: Any = None
@@ -113,7 +150,7 @@ class NcclTransport(Transport):
         edges = {rank: 0, (rank - 1) % size: 1}  # edge r leads from rank r, its sender, to r + 1
         for edge in sorted(edges):
             prefix = dist.PrefixStore(f"{ring}/edge{edge}", store)
-            backend = self._communicators.open(prefix, edges[edge], 2, device)
+            backend = self._communicators.open(prefix, edges[edge], 2, device, timeout)
             if edges[edge] == 0:
                 self._out = backend
             else:
@@ -146,33 +183,26 @@ class NcclTransport(Transport):
         self.settle()
         self._communicators.close()
 
-    def submitted(self) -> object:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def begin(self, token: object) -> None:
-        assert isinstance(token, torch.cuda.Event)
-        self._stream.wait_event(token)
-
-    def scope(self) -> AbstractContextManager[object]:
-        scope: AbstractContextManager[object] = torch.cuda.stream(self._stream)
-        return scope
-
-    def finish(self) -> None:
-        self._stream.synchronize()
-
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
 
 
-class NcclNative(NativeBackend):
+class NcclNative(DeviceStream, NativeBackend):
     def __init__(
-        self, rank: int, size: int, store: dist.Store, revocation: Revocation, *, ring: str, device: torch.device
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        revocation: Revocation,
+        *,
+        ring: str,
+        device: torch.device,
+        timeout: float = 60.0,
     ) -> None:
-        self._device = device
+        super().__init__(device)
         self._communicators = _Communicators(revocation)
-        self._backend = self._communicators.open(dist.PrefixStore(f"{ring}/nccl", store), rank, size, device)
+        prefix = dist.PrefixStore(f"{ring}/nccl", store)
+        self._backend = self._communicators.open(prefix, rank, size, device, timeout)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
         self._communicators.wait(self._backend._reduce_scatter_base(output, source))

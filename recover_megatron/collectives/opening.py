@@ -17,11 +17,13 @@ from recover_megatron.collectives.native import GlooNative, NativeBackend, Nativ
 from recover_megatron.collectives.rendezvous import KeyValue
 from recover_megatron.collectives.ring import Hook
 from recover_megatron.collectives.ring_group import RingGroup, Tuning
+from recover_megatron.collectives.staged import StagedNative, StagedTransport
 from recover_megatron.collectives.tcp import TcpTransport
 from recover_megatron.collectives.transport import Transport
 
 Carrier = Literal["tcp", "tcp-inline", "gloo", "nccl"]
-"""``tcp``: connections, with shared memory between neighbours on one host; ``tcp-inline``: without."""
+"""``tcp``: connections, with shared memory between neighbours on one host; ``tcp-inline``: without.  All but nccl carry
+the buckets of a CUDA device through host memory (``staged``)."""
 
 
 def open_door(host: str = "127.0.0.1", tuning: Tuning | None = None, carrier: Carrier = "tcp") -> Door:
@@ -47,6 +49,7 @@ def open_group(
     tuning: Tuning | None = None,
     hook: Hook | None = None,
     hanging: bool = False,
+    staged: bool = False,
     door: Door | None = None,
 ) -> Group:
     """Join the other members of ``epoch``; every member must call it, with the same arguments.
@@ -54,13 +57,14 @@ def open_group(
     ``store``: keys of one group of one epoch are written once, under ``ring/<name>/<epoch>``; gloo and NCCL need a
     ``torch.distributed.Store``.  ``name``: tells the columns apart.  ``carrier``: default tcp (native: gloo), nccl for
     a CUDA ``device``.  ``timeout``: seconds in which all members must have come.  ``door``: from ``open_door``, for the
-    carriers tcp and tcp-inline; it is used up.  ``hook``, ``hanging``: for tests.
+    carriers tcp and tcp-inline; it is used up.  ``hook``, ``hanging``, ``staged``: for tests.
 
     Raises ``EpochRevoked``: also when a member vanished while the group was being opened.  ``TimeoutError``.
     """
     device = device or torch.device("cpu")
     if carrier is None:
         carrier = "nccl" if device.type == "cuda" else "gloo" if collective == "native" else "tcp"
+    staged = staged or (device.type == "cuda" and carrier != "nccl")
     revocation = Revocation(epoch.number)
     epoch.on_revoke(revocation.throw)
     rank, size = list(epoch.members).index(epoch.me), len(epoch.members)
@@ -79,7 +83,7 @@ def open_group(
         if carrier == "nccl":
             from recover_megatron.collectives.nccl import NcclTransport
 
-            return NcclTransport(rank, size, torch_store(), revocation, ring=ring, device=device)
+            return NcclTransport(rank, size, torch_store(), revocation, ring=ring, device=device, timeout=timeout)
         if carrier == "gloo":
             return GlooTransport(rank, size, gloo())
         slots = _slots(tuning, carrier)
@@ -91,8 +95,8 @@ def open_group(
         if carrier == "nccl":
             from recover_megatron.collectives.nccl import NcclNative
 
-            return NcclNative(rank, size, torch_store(), revocation, ring=ring, device=device)
-        return GlooNative(gloo())
+            return NcclNative(rank, size, torch_store(), revocation, ring=ring, device=device, timeout=timeout)
+        return StagedNative(GlooNative(gloo()), device) if staged else GlooNative(gloo())
 
     try:
         if collective == "native":
@@ -100,6 +104,8 @@ def open_group(
         transport = ring_transport()
         if hanging:
             transport = HangingTransport(transport, revocation)
+        if staged:
+            transport = StagedTransport(transport, device)
         return RingGroup(epoch, revocation, transport, device=device, tuning=tuning, hook=hook)
     except PeerLost as lost:
         revocation.throw(str(lost))

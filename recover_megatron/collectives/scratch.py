@@ -8,8 +8,10 @@ import torch
 class Scratch:
     """A pool of equal buffers; grows to what a collective needs, counts its peak."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
+        """``pinned``: host memory that a GPU copies from and to without a detour."""
         self._device = device
+        self._pinned = pinned
         self._size = 0
         self._free: list[torch.Tensor] = []
         self.bytes = 0
@@ -24,7 +26,7 @@ class Scratch:
             self._drop()
             self._size = needed
         if not self._free:
-            self._free.append(torch.empty(self._size, dtype=torch.uint8, device=self._device))
+            self._free.append(torch.empty(self._size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned))
             self.bytes += self._size
             self.peak = max(self.peak, self.bytes)
         return self._free.pop()[:needed].view(dtype)

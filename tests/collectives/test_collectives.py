@@ -27,10 +27,12 @@ WAYS = {
     "tcp": {"carrier": "tcp-inline", "tuning": SMALL},
     "gloo": {"carrier": "gloo", "tuning": SMALL},
     "hanging": {"carrier": "tcp", "tuning": SMALL, "hanging": True},
+    "staged": {"carrier": "tcp", "tuning": SMALL, "staged": True},
     "native": {"collective": "native", "carrier": "gloo"},
+    "staged-native": {"collective": "native", "carrier": "gloo", "staged": True},
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-rings = pytest.mark.parametrize("way", list(WAYS.values())[:4], ids=list(WAYS)[:4])
+rings = pytest.mark.parametrize("way", list(WAYS.values())[:5], ids=list(WAYS)[:5])
 
 
 @pytest.fixture

@@ -1,0 +1,45 @@
+"""The ring's stream on a device that works asynchronously, and its order against the stream that computes.
+
+    compute   ---- gradients ---- event ----------------------- waits on the host ---- the optimizer
+                                    |                                   ^
+    ring's stream                   '--> additions and copies --> synchronize
+
+The event is recorded in the thread that hands a bucket over, on the stream that is current there; the ring's stream
+waits for it before it reads.  A collective is told to be over only when the host has seen its last operation done, so
+whoever waited for it may use the bucket on any stream.
+
+The progress thread is a new thread, in which CUDA's current device is the first one: only what runs in ``scope``, and
+tensors made with a device that has an index, are on the right one.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+
+class DeviceStream:
+    """The part of ``Transport`` and ``NativeBackend`` for asynchronous devices.  ``device``: with its index."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.index is None:
+            raise ValueError(f"{device} could be another one in each thread: name its number")
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def submitted(self) -> object:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def begin(self, token: object) -> None:
+        assert isinstance(token, torch.cuda.Event)
+        self._stream.wait_event(token)
+
+    def scope(self) -> AbstractContextManager[object]:
+        scope: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return scope
+
+    def finish(self) -> None:
+        self._stream.synchronize()
