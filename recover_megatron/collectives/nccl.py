@@ -4,8 +4,9 @@ What NCCL does that the design must answer:
 
 - It reports no dead peer: a kernel spins until the communicator is aborted.  ``wait`` therefore polls, and ``abort``,
   from other threads, ends the communicators of this group (non-blocking ones, so that abort is legal at any time).
-- An abort may wait: for a lock that a call of torch's holds, or for the device, on which a kernel of another communicator
-  spins that was to be aborted next.  Hence each is aborted in a thread of its own, and whoever throws the switch goes on.
+- An abort may wait: for a lock that a call of torch's holds, or for the device, on which a kernel of another
+  communicator spins that was to be aborted next.  Hence each is aborted in a thread of its own, and whoever throws the
+  switch goes on.
 - Opening a communicator waits in the store for what its first member publishes, which no switch ends.  So the members
   meet first, in a way that can be ended; one that dies in the moment between is waited for as long as the store waits.
 - "If an error occurs, nothing can be assumed about the completion or correctness of operations enqueued."  A kernel
@@ -25,7 +26,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -67,8 +68,8 @@ def make_backend(store: dist.Store, rank: int, size: int, name: str = "") -> Any
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def abort_beside(backends: list[Any]) -> None:
-    """Abort each in a thread of its own, and do not wait for it."""
+def abort_beside(backends: Sequence[Any]) -> None:
+    """Abort each (a backend, or a process group of torch's) in a thread of its own, and do not wait for it."""
     for backend in backends:
         threading.Thread(target=backend.abort, name="aborting a communicator of NCCL's", daemon=True).start()
 

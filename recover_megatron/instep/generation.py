@@ -25,7 +25,7 @@ from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.gloo import GlooBackend
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.opening import open_group
+from recover_megatron.collectives.opening import Carrier, open_group
 from recover_megatron.collectives.ring import Hook
 
 
@@ -40,6 +40,8 @@ class Fabric:
     host: str = "127.0.0.1"
     """The address at which the other workers reach this one."""
     collective: Literal["ring", "native"] = "ring"
+    carrier: Carrier | None = None
+    """None: that of the device."""
     hook: Hook | None = None
     """For tests and fault injection: see ``collectives.ring``."""
     hanging: bool = False
@@ -112,6 +114,7 @@ class Generation:
                 name=_name("ring", key),
                 secret=fabric.secret,
                 collective=fabric.collective,
+                carrier=fabric.carrier,
                 device=fabric.device,
                 host=fabric.host,
                 hook=fabric.hook,

@@ -22,6 +22,7 @@ from recover_megatron.collectives.board import Pinned
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.gloo_groups import GlooGroups
+from recover_megatron.collectives.nccl import abort_beside
 from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.replica_group import ReplicaGroup
 
@@ -104,8 +105,7 @@ class InsideGroups:
             with contextlib.suppress(OSError):  # the other end was faster
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
-        for group in nccl:
-            threading.Thread(target=group.abort, name="ending a group of a broken replica", daemon=True).start()
+        abort_beside(nccl)
         if switch is not None:
             switch.throw("the replica is broken")
 

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.staging import Staged
 
 WORLD = "world"
 """Label of the default group."""
@@ -110,7 +111,9 @@ class Traffic:
         try:
             with self.recovery.waiting(f"{group.label} operation"):
                 backend = generation.control(group.label, self.members(group))
-                backend.wait(backend.call(operation))
+                staged = Staged()
+                backend.wait(backend.call(lambda on: operation(staged.to(on))))
+                staged.bring_back()
         except PeerLost as lost:
             generation.end(str(lost))
             raise EpochRevoked(generation.number, str(lost)) from lost

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import Revocation
+from recover_megatron.collectives.nccl import abort_beside, make_backend
 
 _METHODS = tuple(
     name
@@ -67,11 +68,9 @@ class ReplicaGroup(dist.ProcessGroup):
         name = f"{prefix}/{self.own_name}"
         group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
         if gloo is None:
-            options = dist.ProcessGroupNCCL.Options()
-            options.group_name = name
-            nccl = dist.ProcessGroupNCCL(dist.PrefixStore(f"{name}/nccl", store), rank, size, options)
+            nccl = make_backend(dist.PrefixStore(f"{name}/nccl", store), rank, size, name)
             _add(group, device, dist.ProcessGroup.BackendType.NCCL, nccl)
-            switch.on_throw(nccl.abort)
+            switch.on_throw(lambda: abort_beside([nccl]))
         else:
             for kind in {"cpu", device.type}:
                 _add(group, torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)

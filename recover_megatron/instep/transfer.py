@@ -14,7 +14,7 @@ import math
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -87,14 +87,15 @@ def send(tree: Any, pair: GlooBackend, to: int) -> int:
     _send(pair, to, torch.tensor([len(body), sum(_padded(tensor.nbytes) for tensor in tensors)]))
     _send(pair, to, torch.frombuffer(bytearray(body), dtype=torch.uint8))
     under_way: list[Any] = []
-    for chunk in _chunks(tensors):
-        under_way.append(_start_send(pair, to, chunk))
-        if len(under_way) > 1:  # the next chunk is put together while this one is on its way
-            pair.wait(under_way.pop(0))
-    for work in under_way:
-        pair.wait(work)
-    # Not before all are sent: what changed meanwhile must not go unnoticed.
-    _send(pair, to, torch.tensor([digest(tensors)]))
+    with _beside_the_training(_gpu_of(tensors)):
+        for chunk in _chunks(tensors):
+            under_way.append(_start_send(pair, to, chunk))
+            if len(under_way) > 1:  # the next chunk is put together while this one is on its way
+                pair.wait(under_way.pop(0))
+        for work in under_way:
+            pair.wait(work)
+        # Not before all are sent: what changed meanwhile must not go unnoticed.
+        _send(pair, to, torch.tensor([digest(tensors)]))
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -154,14 +155,31 @@ class _Room:
         return self.memory[at : at + size].view(dtype).view(tuple(shape))
 
 
+def _gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """That on which some of them are."""
+    return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+
+
+@contextmanager
+def _beside_the_training(gpu: torch.device | None) -> Iterator[None]:
+    """Copies from ``gpu`` run on a stream of their own: on the training's they would wait for all that it computes."""
+    if gpu is None:
+        yield
+        return
+    torch.cuda.synchronize(gpu)  # whichever stream made the tensors: they are there
+    with torch.cuda.stream(torch.cuda.Stream(gpu)):
+        yield
+
+
 def _padded(size: int) -> int:
     """Where the next tensor begins: every type may lie there."""
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The bytes of all tensors, on the host, in pieces of ``CHUNK``, which are good until the next but one."""
-    buffer, other = (torch.zeros(CHUNK, dtype=torch.uint8) for _ in range(2))
+    pinned = _gpu_of(tensors) is not None
+    buffer, other = (torch.zeros(CHUNK, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
     filled = 0
     for tensor in tensors:
         view, at = _bytes(tensor), 0

@@ -36,6 +36,7 @@ from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.injector import Injector
 from recover_megatron.chaos.spec import parse_spec
+from recover_megatron.collectives import nccl
 from recover_megatron.collectives.board import Board
 from recover_megatron.errors import UserError
 from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
@@ -93,7 +94,7 @@ class FaultTolerance:
         self._injector = Injector(parse_spec(config.inject) if config.inject else [], self._me)
         self._groups = Groups(int(os.environ["RANK"]), alone=self._newcomer)
         self._records = Records(config.log_dir)
-        self._device = torch.device("cpu" if hostdevice.is_active() else "cuda")
+        self._device = _device()
         self._training = TrainingHooks(
             self._groups,
             self._make_recovery,
@@ -107,6 +108,8 @@ class FaultTolerance:
 
     def install(self) -> None:
         """Wrap all seams; raises UserError if this Megatron's are not the ones we know."""
+        if self._device.type == "cuda" and (against := nccl.set_environment()):
+            _warn(f"{', '.join(against)}: torch may end a worker that --recover would have brought back (docs/gpu.md)")
         self._groups.install()
         data.install()
         self._training.install()
@@ -252,6 +255,8 @@ class FaultTolerance:
             device=self._device,
             host=host,
             collective=cast(Any, config.collective),
+            # NCCL refuses workers that share a GPU, and whoever asks Megatron for gloo does not want it.
+            carrier="tcp" if self._device.type == "cuda" and args.distributed_backend == "gloo" else None,
             hook=self._ring_hook if self._injector.active else None,
         )
         hooks = Hooks(
@@ -345,6 +350,20 @@ class FaultTolerance:
             return original(*args, **kwargs)
 
         return backward_step
+
+
+def _device() -> torch.device:
+    """With its number: threads other than the main one begin with the first GPU as theirs.
+
+    The number is what Megatron takes, too; a newcomer needs it before Megatron has chosen.
+    """
+    if hostdevice.is_active():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _warn(message: str) -> None:
+    print(f"recover: warning: {message}", file=sys.stderr, flush=True)
 
 
 def _microbatches() -> int:

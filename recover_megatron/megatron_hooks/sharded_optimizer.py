@@ -94,6 +94,8 @@ class ShardedOptimizer:
             if not one.is_stub_optimizer
         ]
         self._parameters = Parameters(buckets.parameters, self.shards)
+        device = buckets.parameters[0][1].device
+        self._shadows_elsewhere = shadow_device is not None and shadow_device.type != device.type
         self._zeros = bool(optimizer.config.log_num_zeros_in_grad)
         for one, pieces in zip((one for one in chained if not one.is_stub_optimizer), self._pieces, strict=True):
             one._copy_model_grads_to_main_grads = pieces.begin_update
@@ -173,6 +175,8 @@ class ShardedOptimizer:
     def verify(self) -> None:
         """Compare the shadows with what they are shadows of; where one differs, all are made anew, by all workers."""
         recovery, shards = self._recovery, self.shards
+        if self._shadows_elsewhere:
+            return  # another kind of processor rounds otherwise: they differ from the start
         mine = [
             (unit, pieces.digest(unit).value) for pieces in self._pieces for unit in shards.held(self._column(pieces))
         ]
@@ -272,6 +276,11 @@ class ShardedOptimizer:
             replaced.enter_context(seams.replaced(optimizer_module, "get_grad_norm_fp32", lambda *_, **__: norm))
             replaced.enter_context(seams.replaced(top, "get_grad_norm", lambda: norm))
             replaced.enter_context(seams.replaced(top, "count_zeros", lambda: zeros))
+            if self._shadows_elsewhere:
+                clip = optimizer_module.clip_grad_by_total_norm_fp32
+                replaced.enter_context(
+                    seams.replaced(optimizer_module, "clip_grad_by_total_norm_fp32", by_device(clip))
+                )
             return original()
 
     def _measure(self) -> torch.Tensor:
@@ -311,6 +320,22 @@ class ShardedOptimizer:
         # Exactly rounded sums: they do not depend on who told what.
         total, count = (math.fsum(numbers) for numbers in zip(*found, strict=True))
         return math.sqrt(total), count, any(its[0] for its in rows)
+
+
+def by_device(clip: Callable[..., None], host: str = "cpu") -> Callable[..., None]:
+    """Megatron's clipping, which takes nothing but gradients on the device, for shadows on the ``host`` as well."""
+
+    def clip_grad_by_total_norm_fp32(parameters: Any, max_norm: Any, total_norm: float, *args: Any, **kw: Any) -> None:
+        every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if own := [one for one in every if one.device.type != host]:
+            clip(own, max_norm, total_norm, *args, **kw)
+        coefficient = max_norm / (total_norm + 1.0e-6)
+        if coefficient < 1.0:
+            for one in every:
+                if one.device.type == host and one.grad is not None:
+                    one.grad.mul_(coefficient)
+
+    return clip_grad_by_total_norm_fp32
 
 
 def differing(rows: Sequence[Sequence[int]]) -> list[int]:

