@@ -1,0 +1,104 @@
+"""The ring and the native collectives on a GPU's tensors: a process of its own, so that a crash is one failed check.
+
+    python scripts/lib/gpu_collectives.py WHAT     prints a line: a number and its unit
+
+Members are threads of this process, which share the device; each group has its own stream.  ``host`` in the place of
+a GPU (RECOVER_REHEARSE=1) makes the same copies and no use of streams.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.nccl import abort_beside, make_backend
+from tests.collectives.together import together
+
+REHEARSE = os.environ.get("RECOVER_REHEARSE") == "1"
+DEVICE = torch.device("cpu") if REHEARSE else torch.device("cuda", 0)
+ELEMENTS = 1 << (20 if REHEARSE else 24)
+ROUNDS = 5
+SPIN = 200_000_000
+"""Cycles of a kernel that makes a gradient late: about a tenth of a second."""
+SECONDS = 60.0
+
+
+def reduced(way: dict[str, Any], size: int) -> str:
+    """All-reduce of whole numbers whose writing is still under way on another stream when the bucket is handed over."""
+    expected = sum(range(1, size + 1))
+    staged = {"staged": True} if REHEARSE else {}
+    if way["carrier"] == "nccl":
+        staged = {}
+
+    def work(group: Group) -> float:
+        stream = None if REHEARSE else torch.cuda.Stream(DEVICE)
+        buckets = [Bucket(torch.zeros(ELEMENTS, device=DEVICE)) for _ in range(ROUNDS)]
+        if stream is not None:
+            torch.cuda.synchronize(DEVICE)
+        started = time.perf_counter()
+        for bucket in buckets:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                if stream is not None and bucket is buckets[0]:
+                    torch.cuda._sleep(SPIN)
+                bucket.flat.fill_(group.rank + 1)
+                handle = group.all_reduce(bucket)
+            handle.wait(SECONDS)
+            # On the default stream, which knows nothing of the group's.
+            if not bool((bucket.flat == expected).all()) or not bucket.ledger.complete:
+                raise SystemExit(f"wrong sums: {bucket.flat.unique().tolist()[:5]} instead of {expected}")
+        tail = Bucket(torch.ones(100, dtype=torch.float64, device=DEVICE))
+        group.all_reduce(tail).wait(SECONDS)
+        if tail.flat.tolist() != [float(size)] * 100 or group.exchange_doubles([0.1]) != [[0.1]] * size:
+            raise SystemExit("float64 numbers did not come through")
+        return time.perf_counter() - started
+
+    seconds = max(together(size, work, dist.HashStore(), device=DEVICE, **way, **staged))
+    return f"{ROUNDS * ELEMENTS * 4 / seconds / 1e9:.2f} GB/s"
+
+
+def aborted() -> str:
+    """A communicator of one rank: made, used, aborted from another thread, and the device goes on."""
+    backend = make_backend(dist.HashStore(), 0, 1)
+    backend.eager_connect_single_device(DEVICE)
+    tensor = torch.ones(1000, device=DEVICE)
+    work = backend.allreduce([tensor], dist.AllreduceOptions())
+    until = time.monotonic() + SECONDS
+    while not work.is_completed():
+        if time.monotonic() > until:
+            raise SystemExit("an all-reduce of one rank did not end")
+        time.sleep(0.001)
+    before, started = set(threading.enumerate()), time.perf_counter()
+    abort_beside([backend])
+    for thread in set(threading.enumerate()) - before:
+        thread.join(SECONDS)
+        if thread.is_alive():
+            raise SystemExit("the abort did not return")
+    seconds = time.perf_counter() - started
+    if float(torch.ones(1000, device=DEVICE).sum()) != 1000:
+        raise SystemExit("the device computes wrongly after an abort")
+    return f"{1e3 * seconds:.0f} ms"
+
+
+CHECKS = {
+    "ring-tcp": lambda: reduced({"carrier": "tcp"}, 3),
+    "ring-gloo": lambda: reduced({"carrier": "gloo"}, 3),
+    "native-gloo": lambda: reduced({"carrier": "gloo", "collective": "native"}, 3),
+    "ring-nccl": lambda: reduced({"carrier": "nccl"}, 1),
+    "native-nccl": lambda: reduced({"carrier": "nccl", "collective": "native"}, 1),
+    "abort-nccl": aborted,
+}
+
+if __name__ == "__main__":
+    print(CHECKS[sys.argv[1]](), flush=True)
