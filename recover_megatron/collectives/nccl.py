@@ -13,6 +13,9 @@ What NCCL does that the design must answer:
   that was aborted counts as completed, with garbage in its output.  So a receive is believed only if it was complete
   when the switch was *not yet* thrown (the switch is thrown before anything is aborted) and the communicator tells no
   error; only then does the ring enqueue the copy to the bucket.
+- The first message between two members connects them, and the host waits in it until the other one asks for that
+  message: members that all begin by sending would wait in a circle.  So every edge is greeted over when it is opened,
+  in an order in which nobody waits for who waits for him (``edges_in_order``).
 - Sends and receives of one communicator share a stream, where a send that waits for its receiver blocks the receives
   behind it.  Every edge of the ring has its own communicator, so the two directions of a member never wait for each
   other, in a ring of two as well.
@@ -72,6 +75,20 @@ def abort_beside(backends: Sequence[Any]) -> None:
     """Abort each (a backend, or a process group of torch's) in a thread of its own, and do not wait for it."""
     for backend in backends:
         threading.Thread(target=backend.abort, name="aborting a communicator of NCCL's", daemon=True).start()
+
+
+def edges_in_order(rank: int, size: int) -> list[tuple[int, int]]:
+    """(edge, this member's rank in it) of the two edges of a ring's member, in the order in which to open them.
+
+    Edge r leads from member r, rank 0, to its successor, rank 1.  Even edges first, then odd ones, and where the number
+    of members is odd the last one by itself: the two edges of a member are never of one turn, so all edges of a turn
+    can be opened at the same time, and no turn depends on a later one.
+    """
+
+    def turn(edge: int) -> int:
+        return 2 if size % 2 and edge == size - 1 else edge % 2
+
+    return sorted([(rank, 0), ((rank - 1) % size, 1)], key=lambda its: turn(its[0]))
 
 
 class _Communicators:
@@ -148,14 +165,24 @@ class NcclTransport(DeviceStream, Transport):
         self._in: Any = None
         if size == 1:
             return
-        edges = {rank: 0, (rank - 1) % size: 1}  # edge r leads from rank r, its sender, to r + 1
-        for edge in sorted(edges):
+        for edge, mine in edges_in_order(rank, size):
             prefix = dist.PrefixStore(f"{ring}/edge{edge}", store)
-            backend = self._communicators.open(prefix, edges[edge], 2, device, timeout)
-            if edges[edge] == 0:
+            backend = self._communicators.open(prefix, mine, 2, device, timeout)
+            if mine == 0:
                 self._out = backend
             else:
                 self._in = backend
+            self._greet(backend, mine)
+
+    def _greet(self, backend: Any, mine: int) -> None:
+        with self.scope():
+            word = torch.zeros(1, device=self._device)
+            try:
+                work = backend.send([word], 1, 0) if mine == 0 else backend.recv([word], 0, 0)
+            except RuntimeError as error:
+                self._communicators.revocation.check()
+                raise PeerLost(f"NCCL: {error}") from error
+            self._communicators.wait(work)
 
     @property
     def scratch_peak(self) -> int:
