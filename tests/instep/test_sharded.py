@@ -189,8 +189,10 @@ def test_when_a_shard_is_lost_in_all_instances_the_run_ends_with_12(forkserver: 
 def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
 ) -> None:
-    case = Case(layout, (Strike(1, layout.positions - 1, 3, "update"),), 40, model=SHARDED, restarts=1)
-    result = case.run(forkserver, tmp_path)
+    patience = ("--recover-hang-timeout", "200")
+    case = Case(layout, (Strike(1, layout.positions - 1, 3, "update"),), 40, model=SHARDED, restarts=1, flags=patience)
+    script = (str(Path(__file__).with_name("patient.py")), str(tmp_path), "12")
+    result = replace(case, train_with=script).run(forkserver, tmp_path)
     check_sharded(result, reference(case))
     assert result.replicas[-1] == layout.replicas, result.replicas
     newcomers = [left for worker, left in result.left.items() if worker >= layout.grid.world]

@@ -1,0 +1,39 @@
+"""pretrain_gpt_recover.py that waits for a newcomer: patient.py FOLDER ITERATION flags...
+
+In that iteration worker 0, and with it all others, waits until a newcomer has built its model, which takes the longer
+the busier the machine is; the newcomer says so by a file in the folder.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron.training import get_args, training
+
+import pretrain_gpt_recover
+
+ready, iteration = Path(sys.argv.pop(1)) / "ready", int(sys.argv.pop(1))
+train, train_step = training.train, training.train_step
+
+
+def patient_train_step(*args: Any, **kwargs: Any) -> Any:
+    while get_args().curr_iteration + 1 == iteration and not ready.exists():
+        time.sleep(0.01)
+    return train_step(*args, **kwargs)
+
+
+def told_train(*args: Any, **kwargs: Any) -> Any:
+    ready.touch()
+    return train(*args, **kwargs)
+
+
+# What --recover wraps is checked by its parameters: keep those of the originals.
+if os.environ.get("RECOVER_JOIN") == "1":
+    told_train.__wrapped__ = train  # type: ignore[attr-defined]
+    training.train = told_train
+elif os.environ["RANK"] == "0":
+    patient_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
+    training.train_step = patient_train_step
+pretrain_gpt_recover.main()
