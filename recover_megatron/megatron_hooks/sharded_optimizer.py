@@ -31,6 +31,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.training import get_args
 
 from recover_megatron.errors import UserError
 from recover_megatron.instep.gradients import alive
@@ -117,11 +118,21 @@ class ShardedOptimizer:
     # ---- who holds what
 
     def adopt(self) -> None:
-        """At launch: the shards are as Megatron made them, or read them from a checkpoint."""
+        """At launch: the shards are as Megatron made them, or read them from a checkpoint.
+
+        Where nothing has been updated yet all state follows from the parameters, which all have: then the shadows are
+        there at once.  What came from a checkpoint changes hands before the first step.
+        """
         self.shards.adopt()
         for pieces in self._pieces:
             (own,) = self.shards.held(self._column(pieces))
             pieces.adopt(own, self._parts(pieces, own, {}))
+        if get_args().iteration > 0:  # the same on all, however little of the state one may have
+            return
+        layouts = {column: self.shards.wanted(column) for column in self.shards.columns}
+        for pieces in self._pieces:
+            pieces.install(self._make(pieces, layouts))
+        self.shards.take_up(layouts)
 
     def forget(self) -> None:
         """This worker has lost its place, or never had one: what it holds is of no use."""

@@ -142,18 +142,17 @@ def test_deaths_in_a_row_change_nothing_but_rounding(
 def test_events_tell_when_the_state_changed_hands_and_how_much_of_it_came(
     forkserver: ForkServer, reference: Reference, tmp_path: Path
 ) -> None:
-    """For the first shadows there is none yet (a 32-bit model's parameters are no state); after a death the writer gets
-    its third of the dead worker's shard, and the third of whom it is a shadow of."""
+    """The first shadows are made by each for itself; after a death the writer gets its third of the dead worker's
+    shard, and the third of whom it is a shadow of."""
     case = Case(DP4, (Strike(1, 0, 3, "norm"),), 8, model=SHARDED)
     result = case.run(forkserver, tmp_path)
     check_sharded(result, reference(case))
     told = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "repartition"]
     epochs = {step.iteration: step.epoch for step in result.steps}
-    assert [(e["iteration"], e["epoch"], e["worker"]) for e in told] == [(at, epochs[at], 0) for at in (1, 4)], told
-    assert all(event["seconds"] > 0 for event in told)
+    assert [(e["iteration"], e["epoch"], e["worker"]) for e in told] == [(4, epochs[4], 0)], told
+    assert told[0]["seconds"] > 0
     shard = 8 * sum(tensor.numel() for tensor in result.left[0]["parameters"].values()) / 4
-    assert told[0]["bytes"] == 0
-    assert math.isclose(told[1]["bytes"], 2 / 3 * shard, rel_tol=0.05), (told, shard)  # Megatron pads the shards
+    assert math.isclose(told[0]["bytes"], 2 / 3 * shard, rel_tol=0.05), (told, shard)  # Megatron pads the shards
 
 
 @pytest.mark.parametrize("shadows", [0, 1])
@@ -238,7 +237,8 @@ def test_kills_down_to_the_last_replica_change_nothing_but_rounding(
             phases = [p for p in free if visits(layout, position, p) and (len(victims) == 1 or p not in ring)]
             strikes.append(Strike(victim, position, iteration, source.choice(phases)))
             replicas.remove(victim)
-        iteration += source.randint(1, max(1, (iterations - iteration) // len(replicas)))
+        # In the next one the state changes hands; who dies before that is agreed on is one of two at once.
+        iteration += source.randint(2, max(2, (iterations - iteration) // len(replicas)))
     case = Case(layout, tuple(strikes), iterations, model=SHARDED)
     check_sharded(case.run(forkserver, tmp_path), reference(case))
 
