@@ -203,23 +203,15 @@ def _record_training(path: str) -> None:
     training.evaluate, training.train = recording_evaluate, recording_train
 
 
-def _units(optimizer: Any) -> dict[int, str]:
-    """Unit -> digest of its pieces and their state, where the optimizer's state is spread over the workers."""
-    import torch
-
-    from recover_megatron.instep.transfer import digest
+def _units(optimizer: Any) -> dict[tuple[int, int], int]:
+    """(number of the optimizer, unit) -> digest of its state, where that is spread over the workers."""
     from recover_megatron.megatron_hooks.pieces import Pieces
 
-    found: dict[int, str] = {}
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+    found: dict[tuple[int, int], int] = {}
+    for number, one in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         pieces = getattr(getattr(one, "_copy_main_params_to_model_params", None), "__self__", None)
-        if not isinstance(pieces, Pieces):
-            continue
-        for unit, its in pieces.held.items():
-            tensors = [p.tensor.detach() for p in its]
-            states = [p.state[name] for p in its for name in sorted(p.state)]
-            told = digest([*tensors, *(value for value in states if isinstance(value, torch.Tensor))])
-            found[unit] = f"{found.get(unit, '')} {told}"
+        if isinstance(pieces, Pieces):
+            found |= {(number, unit): pieces.digest(unit).value for unit in pieces.held}
     return found
 
 

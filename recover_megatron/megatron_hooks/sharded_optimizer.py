@@ -189,13 +189,16 @@ class ShardedOptimizer:
         if self._shadows_elsewhere:
             return  # another kind of processor rounds otherwise: they differ from the start
         mine = [
-            (unit, pieces.digest(unit).value) for pieces in self._pieces for unit in shards.held(self._column(pieces))
+            number
+            for optimizer, pieces in enumerate(self._pieces)
+            for unit in shards.held(self._column(pieces))
+            for number in (optimizer, min(self._column(pieces)), unit, pieces.digest(unit).value)
         ]
 
         def run() -> tuple[list[int], bool]:
             recovery.mark("verify", waiting=True)
             ring = recovery.generation.ring(alive(self._tail, recovery.live))
-            found = differing(ring.exchange([number for pair in mine for number in pair]))
+            found = differing(ring.exchange(mine))
             return found, recovery.generation.any(bool(found), tuple(sorted(recovery.live)))
 
         different, anywhere = recovery.section("verify shadows", run)
@@ -352,15 +355,14 @@ def by_device(clip: Callable[..., None], host: str = "cpu") -> Callable[..., Non
 def differing(rows: Sequence[Sequence[int]]) -> list[int]:
     """The units of which two holders tell different digests.
 
-    A row is [unit, digest, unit, ...] of one worker; a unit comes once for each of the optimizers, in their order.
+    A row is what one worker holds, four numbers each: the optimizer, its column's first slot, the unit, the digest.  (A
+    worker need not be in the column of another one's experts.)
     """
-    told: dict[tuple[int, int], set[int]] = {}
+    told: dict[tuple[int, int, int], set[int]] = {}
     for row in rows:
-        seen: dict[int, int] = {}
-        for unit, value in zip(row[::2], row[1::2], strict=True):
-            seen[unit] = seen.get(unit, 0) + 1
-            told.setdefault((unit, seen[unit]), set()).add(value)
-    return sorted({unit for (unit, _), values in told.items() if len(values) > 1})
+        for optimizer, column, unit, digest in zip(*(row[at::4] for at in range(4)), strict=True):
+            told.setdefault((optimizer, column, unit), set()).add(digest)
+    return sorted({unit for (_, _, unit), digests in told.items() if len(digests) > 1})
 
 
 def _say(message: str) -> None:
