@@ -15,7 +15,7 @@ from megatron.training import get_args, training
 import pretrain_gpt_recover
 
 ready, iteration = Path(sys.argv.pop(1)) / "ready", int(sys.argv.pop(1))
-train, train_step = training.train, training.train_step
+train_step, build = training.train_step, training.build_train_valid_test_data_iterators
 
 
 def patient_train_step(*args: Any, **kwargs: Any) -> Any:
@@ -24,16 +24,16 @@ def patient_train_step(*args: Any, **kwargs: Any) -> Any:
     return train_step(*args, **kwargs)
 
 
-def told_train(*args: Any, **kwargs: Any) -> Any:
+def telling_build(*args: Any, **kwargs: Any) -> Any:
+    result = build(*args, **kwargs)  # the last thing before the training
     ready.touch()
-    return train(*args, **kwargs)
+    return result
 
 
-# What --recover wraps is checked by its parameters: keep those of the originals.
 if os.environ.get("RECOVER_JOIN") == "1":
-    told_train.__wrapped__ = train  # type: ignore[attr-defined]
-    training.train = told_train
+    training.build_train_valid_test_data_iterators = telling_build
 elif os.environ["RANK"] == "0":
+    # What --recover wraps is checked by its parameters: keep those of the original.
     patient_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
     training.train_step = patient_train_step
 pretrain_gpt_recover.main()

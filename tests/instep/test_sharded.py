@@ -58,7 +58,8 @@ def check_sharded(result: Result, reference: Result, near: float = 1.0) -> None:
         for (optimizer, unit), digest in left["units"].items():
             told.setdefault((optimizer, unit, place if instances else -1), set()).add(digest)
     units = {unit for _, unit, _ in told}
-    assert units == {0, 1} if instances else units >= set(result.left), (str(result.case), told)
+    if result.steps[-2].epoch == max(result.plans):  # else somebody's last place had nothing to hold yet
+        assert units == {0, 1} if instances else units >= set(result.left), (str(result.case), told)
     assert all(len(digests) == 1 for digests in told.values()), (str(result.case), told)
 
 
