@@ -31,7 +31,7 @@ DP4, TP2, PP2 = LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]
 MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
 """Evaluation takes most of the time, and others test it.  The gradients are clipped in every iteration: only then does
 their norm, which the workers of a replica find between them, have an effect."""
-LONG = 24
+LONG = 40
 """Iterations of a run in which somebody builds a model: that takes a few of them."""
 
 
