@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
@@ -25,9 +24,10 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Ledger, Span
 from recover_megatron.collectives.progress import Executor, Handle, Progress, Task
 from recover_megatron.collectives.schedule import Chunks
+from recover_megatron.collectives.streams import Order
 
 
-class NativeBackend(ABC):
+class NativeBackend(Order, ABC):
     """Two blocking collectives of equal parts; each raises ``EpochRevoked`` or ``PeerLost``, or hangs until aborted."""
 
     @abstractmethod
@@ -42,24 +42,6 @@ class NativeBackend(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
-
-    # ---- for asynchronous devices, as in ``Transport``; the defaults are those of the CPU
-
-    def submitted(self) -> object:
-        """Called in the caller's thread when it hands over a bucket: what ``begin`` must wait for."""
-        return None
-
-    def begin(self, token: object) -> None:
-        """Called before that bucket is first read."""
-        del token
-
-    def scope(self) -> AbstractContextManager[object]:
-        """The context in which tensor operations run."""
-        return nullcontext()
-
-    def finish(self) -> None:
-        """Block until the last tensor operation has been carried out."""
-        return None
 
 
 class GlooNative(NativeBackend):

@@ -12,34 +12,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 
 from recover_megatron.collectives.native import NativeBackend
 from recover_megatron.collectives.scratch import Scratch
-from recover_megatron.collectives.streams import DeviceStream
+from recover_megatron.collectives.streams import DeviceStream, Order
 from recover_megatron.collectives.transport import Arrival, Pending, Transport
 
 
-class _NoStream:
-    """The CPU in the place of a ``DeviceStream``."""
+class _Staged(Order):
+    """The device's order is that of what is copied from and to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._order = DeviceStream(device) if device.type == "cuda" else Order()
 
     def submitted(self) -> object:
-        return None
+        return self._order.submitted()
 
     def begin(self, token: object) -> None:
-        del token
+        self._order.begin(token)
 
     def scope(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return self._order.scope()
 
     def finish(self) -> None:
-        return None
-
-
-def _stream(device: torch.device) -> DeviceStream | _NoStream:
-    return DeviceStream(device) if device.type == "cuda" else _NoStream()
+        self._order.finish()
 
 
 class _Sending:
@@ -65,13 +64,13 @@ class _Landing:
         self.done = False
 
 
-class StagedTransport(Transport):
+class StagedTransport(_Staged, Transport):
     """See the module's text.  ``inner`` carries CPU tensors."""
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
+        super().__init__(device)
         self._inner = inner
         self.lookahead = inner.lookahead
-        self._order = _stream(device)
         self._host = Scratch(torch.device("cpu"), pinned=device.type == "cuda")
         self._scratch = Scratch(device)
         self._sending: deque[_Sending] = deque()
@@ -119,15 +118,6 @@ class StagedTransport(Transport):
         self._inner.close()
         self._sending.clear()
 
-    def submitted(self) -> object:
-        return self._order.submitted()
-
-    def begin(self, token: object) -> None:
-        self._order.begin(token)
-
-    def scope(self) -> AbstractContextManager[object]:
-        return self._order.scope()
-
     def finish(self) -> None:
         self._inner.finish()
         self._order.finish()
@@ -137,12 +127,12 @@ class StagedTransport(Transport):
         self._order.finish()
 
 
-class StagedNative(NativeBackend):
+class StagedNative(_Staged, NativeBackend):
     """The same for a native group; ``inner`` takes CPU tensors."""
 
     def __init__(self, inner: NativeBackend, device: torch.device) -> None:
+        super().__init__(device)
         self._inner = inner
-        self._order = _stream(device)
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
         host = torch.empty_like(output, device="cpu")
@@ -160,18 +150,6 @@ class StagedNative(NativeBackend):
 
     def close(self) -> None:
         self._inner.close()
-
-    def submitted(self) -> object:
-        return self._order.submitted()
-
-    def begin(self, token: object) -> None:
-        self._order.begin(token)
-
-    def scope(self) -> AbstractContextManager[object]:
-        return self._order.scope()
-
-    def finish(self) -> None:
-        self._order.finish()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,36 @@ tensors made with a device that has an index, are on the right one.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 
-class DeviceStream:
-    """The part of ``Transport`` and ``NativeBackend`` for asynchronous devices.  ``device``: with its index."""
+class Order:
+    """What a transport and a native backend are asked for, so that nothing is read or used too early.
+
+    As it is: a device that has carried out an operation when the call returns, which is the CPU.
+    """
+
+    def submitted(self) -> object:
+        """Called in the caller's thread when it hands over a bucket: what ``begin`` must wait for."""
+        return None
+
+    def begin(self, token: object) -> None:
+        """Called before that bucket is first read."""
+        del token
+
+    def scope(self) -> AbstractContextManager[object]:
+        """The context in which tensor operations run."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Called when a collective is over: block until its last tensor operation has been carried out."""
+        return None
+
+
+class DeviceStream(Order):
+    """That of a device that works asynchronously.  ``device``: with its index."""
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:

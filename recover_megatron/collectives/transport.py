@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
+
+from recover_megatron.collectives.streams import Order
 
 
 class Pending(Protocol):
@@ -36,7 +37,7 @@ class Arrival(Pending, Protocol):
         """What arrived, once ``done``; the ring may write to it, until it gives it back with ``release``."""
 
 
-class Transport(ABC):
+class Transport(Order, ABC):
     lookahead: int = 1
     """How many receives are worth posting ahead of the one that is waited for."""
 
@@ -73,30 +74,12 @@ class Transport(ABC):
     def close(self) -> None:
         """Give everything back; after this the neighbours may be gone too."""
 
-    def on_sent(self, callback: Callable[[], None]) -> None:  # noqa: B027  a transport without credit needs nothing
+    def on_sent(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` from within ``wait`` whenever sends may have finished.
 
         A transport whose receive memory is limited must: a partial sum that has been sent gives its memory back there,
         and without that the predecessor could not send what ``wait`` is waiting for.
         """
-
-    # ---- for transports of a device that works asynchronously; the defaults are those of the CPU
-
-    def submitted(self) -> object:
-        """Called in the caller's thread when it hands over a bucket: what ``begin`` must wait for."""
-        return None
-
-    def begin(self, token: object) -> None:
-        """Called before the ring first reads that bucket."""
-        del token
-
-    def scope(self) -> AbstractContextManager[object]:
-        """The context in which the ring's tensor operations run."""
-        return nullcontext()
-
-    def finish(self) -> None:
-        """Called when a collective is over: block until its last tensor operation has been carried out."""
-        return None
 
     def settle(self) -> None:
         """Called after an error: block until nothing of this transport reads, writes or sends a tensor any more."""
