@@ -87,7 +87,6 @@ class Shards:
         self._standing = standing
         self._layouts: dict[Column, AnyLayout] = {}
         self._cuts: dict[tuple[Column, int], tuple[list[list[Span]], int]] = {}
-
         self._gone: set[int] = set()
         """Workers that have been without a place since the layouts were made: what they hold has missed an update."""
 
@@ -112,7 +111,7 @@ class Shards:
         """This worker has lost its place: whatever it holds will be out of date."""
         self._layouts.clear()
         self._gone.clear()
-        self._forget_cuts()
+        self._cuts.clear()
 
     @property
     def known(self) -> bool:
@@ -123,7 +122,7 @@ class Shards:
         """A new epoch: others may stand where they did not."""
         standing = set(self._standing().values())
         self._gone |= {worker for layout in self._layouts.values() for worker in layout.workers} - standing
-        self._forget_cuts()
+        self._cuts.clear()
 
     def stale(self) -> bool:
         """Whether the layouts are not those for who is there now."""
@@ -160,9 +159,6 @@ class Shards:
             return Instances(tuple(tuple(map(standing.get, slots[shard::shards])) for shard in range(shards)))
         order = [standing[slot] for slot in column if slot in standing]
         return layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows)
-
-    def _forget_cuts(self) -> None:
-        self._cuts.clear()
 
     # ---- in an iteration
 
@@ -222,6 +218,8 @@ class Shards:
         def pair(source: int, target: int) -> Any:
             return generation.control("shards", (slots[source], slots[target]))
 
+        failed: list[BaseException] = []
+
         def give_all() -> None:
             for target in sorted(target for source, target in portions if source == me):
                 try:
@@ -230,6 +228,10 @@ class Shards:
                     return  # told to the main thread, too
                 except (PeerLost, TimeoutError) as error:
                     generation.end(f"worker {target} could not be given a part of the state: {error}")
+                except BaseException as error:  # noqa: BLE001  the thread's boundary: this worker's own fault, raised below
+                    failed.append(error)
+                    generation.end(f"worker {me} cannot give a part of the state: {error}")
+                    return
 
         giver = threading.Thread(target=give_all, name="giving parts of the optimizer's state", daemon=True)
         giver.start()
@@ -244,6 +246,8 @@ class Shards:
             raise EpochRevoked(generation.number, str(error)) from error
         finally:
             giver.join()
+            if failed:
+                raise failed[0]
         generation.check()
         return came
 

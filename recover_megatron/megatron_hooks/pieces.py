@@ -238,7 +238,7 @@ class Pieces:
     # ---- changing hands
 
     def give(self, portions: Sequence[Portion]) -> list[Any]:
-        """The tree of some elements that this worker holds; see ``take_portions``."""
+        """The tree of some elements that this worker holds; see ``take``."""
         return [self._holder(portion.bucket, a, b).give(a, b) for portion in portions for a, b in self._within(portion)]
 
     def take(self, portions: Sequence[Portion], tree: Sequence[Any], pieces: Sequence[Piece]) -> None:

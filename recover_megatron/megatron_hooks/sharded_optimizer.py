@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,9 @@ REPARTITION_SECONDS = 600.0
 
 _OVERRIDDEN = ("_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params", "get_parameter_state_dp_zero",
                "sharded_param_state_dp_reshardable", "sharded_param_state_fully_reshardable")  # fmt: skip
-_groups_of: dict[int, dict[Any, int]] = {}
-"""id of an optimizer -> model parameter -> number of its group: only while it is made does Megatron know of all."""
+_groups_of: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
+"""Optimizer -> model parameter -> number of its group: only while it is made does Megatron know of all.  Gone with the
+optimizer: a worker that builds another model has no room for the parameters of the one before."""
 
 
 def install() -> None:
@@ -58,7 +60,7 @@ def install() -> None:
     def noting(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             groups = optimizer.param_groups if optimizer is not None else []
-            _groups_of[id(self)] = {
+            _groups_of[self] = {
                 parameter: number for number, group in enumerate(groups) for parameter in group["params"]
             }
             original(self, optimizer, *args, **kwargs)
@@ -72,7 +74,7 @@ def install() -> None:
 
 def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
     """The inner optimizer's groups that have parameters of this model position, whoever updates them."""
-    used = set(_groups_of[id(one)].values())
+    used = set(_groups_of[one].values())
     return [group for number, group in enumerate(one.optimizer.param_groups) if number in used]
 
 
@@ -90,7 +92,7 @@ class ShardedOptimizer:
         self._width = shadows + 1
         chained = getattr(optimizer, "chained_optimizers", [optimizer])
         self._pieces = [
-            Pieces(one, self._buckets_of(one), _groups_of[id(one)], shadow_device)
+            Pieces(one, self._buckets_of(one), _groups_of[one], shadow_device)
             for one in chained
             if not one.is_stub_optimizer
         ]
