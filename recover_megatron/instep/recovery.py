@@ -248,6 +248,12 @@ class Recovery(Marks):
                 # Not left to ``agree``: the session may not have heard yet of what an operation of ``run`` has met (and
                 # gone on after: ``Mode.DEFERRED``), and what is reported done counts in later epochs, too.
                 self.check()
+                if self.decision.at == number:
+                    # The epoch was made in the middle of this section.  What is reported stays so: a column that had
+                    # reported it could see it committed, by what others report now, while one of its members runs it
+                    # again and needs the rest.  So nobody reports before all have run it again.
+                    with self.waiting(kind):
+                        self.generation.any(False, tuple(sorted(self.live)))
                 result = outcome
                 self.agree(number)
                 return result
