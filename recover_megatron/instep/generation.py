@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,48 +109,51 @@ class Generation:
         key = tuple(members)
         if key not in self._rings:
             fabric = self._fabric
-            self._rings[key] = open_group(
-                _Column(self.number, key, self._me, self._switch),
-                self._store(key),
-                name=_name("ring", key),
-                secret=fabric.secret,
-                collective=fabric.collective,
-                carrier=fabric.carrier,
-                device=fabric.device,
-                host=fabric.host,
-                hook=fabric.hook,
-                hanging=fabric.hanging,
-            )
+            with self._lost_ends_it():
+                self._rings[key] = open_group(
+                    _Column(self.number, key, self._me, self._switch),
+                    self._store(key),
+                    name=_name("ring", key),
+                    secret=fabric.secret,
+                    collective=fabric.collective,
+                    carrier=fabric.carrier,
+                    device=fabric.device,
+                    host=fabric.host,
+                    hook=fabric.hook,
+                    hanging=fabric.hanging,
+                )
         return self._rings[key]
 
     def control(self, name: str, members: Sequence[int]) -> GlooBackend:
         """A gloo group of these workers for the small traffic between steps; as ``ring``."""
         key = (name, tuple(members))
         if key not in self._controls:
-            fabric = self._fabric
-            try:
+            with self._lost_ends_it():
                 self._controls[key] = GlooBackend(
                     list(members).index(self._me),
                     len(members),
                     self._store(members),
                     self._switch,
                     ring=f"control/{name}/{_name('of', key[1])}/{self.number}",
-                    host=fabric.host,
+                    host=self._fabric.host,
                 )
-            except PeerLost as lost:
-                self.end(str(lost))
-                raise EpochRevoked(self.number, str(lost)) from lost
         return self._controls[key]
+
+    @contextmanager
+    def _lost_ends_it(self) -> Iterator[None]:
+        """A member that is lost, or does not come, ends the epoch: at the next rendezvous it is known who lives."""
+        try:
+            yield
+        except (PeerLost, TimeoutError) as lost:
+            self.end(str(lost))
+            raise EpochRevoked(self.number, str(lost)) from lost
 
     def any(self, mine: bool, members: Sequence[int]) -> bool:
         """Whether any of these slots, the whole world in ascending order, says yes.  Raises ``EpochRevoked``."""
         said = torch.tensor([float(mine)])
-        try:
+        with self._lost_ends_it():
             backend = self.control("world", members)
             backend.wait(backend.call(lambda gloo: gloo.allreduce([said], dist.AllreduceOptions())))
-        except PeerLost as lost:
-            self.end(str(lost))
-            raise EpochRevoked(self.number, str(lost)) from lost
         return bool(said.item())
 
     def close(self) -> None:

@@ -92,6 +92,8 @@ class Recovery(Marks):
         self._live: tuple[Decision, dict[int, int], frozenset[int]] | None = None
         self._shown = (0, False, 0)
         self._at = 0
+        self._committed = 0
+        """The last decision that was over when the last epoch was made."""
         self._pending: Decision | None = None
         self._lock = threading.Lock()
         self._spare: Spare | None = None
@@ -155,8 +157,11 @@ class Recovery(Marks):
         return self._decision is not None and self._decision.place(self.me) is not None
 
     def committed(self, number: int) -> bool:
-        """Whether a decision is known to be over."""
-        return self.session.committed >= number
+        """Whether a decision was over when the present epoch was made: all of the epoch say the same.
+
+        The session may have heard more since, and others not yet: they would begin again without those who have.
+        """
+        return self._committed >= number
 
     def share(self, total: int) -> list[list[int]]:
         """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
@@ -290,6 +295,7 @@ class Recovery(Marks):
         statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
         decision = decide(plan.epoch, statuses, self.grid, self._rules)
         with self._lock:
+            self._committed = plan.committed
             return decision, self.losses.note(decision, self._decision)
 
     def _join(self, status: Status) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,22 @@ def test_deaths_down_to_one_replica_change_nothing_but_rounding(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
 ) -> None:
     equal(forkserver, reference, case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("phase", "slow"), [("agree", "agree@4=0.5,agree@5=1,met@2=0.5"), ("optimizer", "optimizer@4=0.5,met@2=0.5")]
+)
+def test_a_worker_that_hears_of_a_commit_before_it_goes_on_does_what_the_others_do(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, phase: str, slow: str
+) -> None:
+    """All but a worker of the replica that breaks have reported the step, or the barrier behind it, when 4 dies.
+
+    The plan cannot tell yet that it is committed: 5 could have missed it.  A moment later 5 says that it has no part
+    any more, and then it is: 2 is told before it looks.
+    """
+    case = Case(TP2, (Strike(2, 0, 3, phase),))
+    script = (str(Path(__file__).with_name("slow.py")), slow)
+    equal(forkserver, reference, replace(case, train_with=script), tmp_path)
 
 
 @pytest.mark.parametrize("layout", [DP4, PP2], ids=lambda layout: layout.name)

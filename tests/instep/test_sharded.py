@@ -136,6 +136,15 @@ def test_deaths_in_a_row_change_nothing_but_rounding(
     check_sharded(case.run(forkserver, tmp_path), reference(case))
 
 
+def test_a_column_that_had_reported_its_update_waits_for_its_members_when_another_column_makes_it_again(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """Column 0 has all parameters when a worker of column 1 dies; worker 4, of column 0, is late to begin again."""
+    case = Case(TP2, (Strike(1, 1, 3, "update", visit=2),), 8, model=SHARDED)
+    script = (str(Path(__file__).with_name("slow.py")), "met@4=0.5")
+    check_sharded(replace(case, train_with=script).run(forkserver, tmp_path), reference(case))
+
+
 def test_events_tell_when_the_state_changed_hands_and_how_much_of_it_came(
     forkserver: ForkServer, reference: Reference, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ Until one replica is left; or with another worker started in place of each: the 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_kills_down_to_the_last_replica_change_nothing_but_rounding(
 
 REJOINED = [Layout("tp2-dp4", 4, tensor=2), Layout("tp2-pp2-dp2", 2, tensor=2, pipeline=2)]
 REJOINED_SEEDS = range(SEED, SEED + (10 if EVERYTHING else 1))
-ITERATIONS = 300 if EVERYTHING else 40
+ITERATIONS = 300 if EVERYTHING else 72
 MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
 SCRIPT = OURS
 if EVERYTHING:  # A long run at the others' pace amplifies any rounding difference a millionfold, whoever dies.
@@ -42,15 +43,14 @@ if EVERYTHING:  # A long run at the others' pace amplifies any rounding differen
 
 
 def deaths(source: random.Random, layout: Layout) -> Case:
-    """Kills spread over most of the run, one after another, in positions that differ from kill to kill.
+    """Kills one after another, in positions that differ from kill to kill, each when the run is whole again.
 
-    So a position's state is never lost: with two replicas, whoever is to take the last place that broke might still be
-    on its way.  In a long run the newcomers of the first kills are alone in their columns when the later ones come.  A
-    worker that waits as a spare is struck once it is back in a place.
+    (With two replicas a position's state would be lost else: whoever is to take the place of the one that broke last
+    might still be on its way.)  In a long run the newcomers of the first kills are alone in their columns when the
+    later ones come.
     """
     victims = [(replica, position) for replica in range(layout.replicas) for position in range(layout.positions)]
     first, count = source.sample(range(layout.positions), layout.positions), 6 if EVERYTHING else layout.positions
-    last = ITERATIONS - 80 if EVERYTHING else ITERATIONS // 2
     strikes: list[Strike] = []
     for number in range(count):
         position = first[number % len(first)]
@@ -58,8 +58,9 @@ def deaths(source: random.Random, layout: Layout) -> Case:
         victims.remove(victim)
         # Who is alone in its column has no ring.
         phases = [p for p in BEFORE_THE_COMMIT if visits(layout, position, p) and p not in IN_THE_RING]
-        iteration = 3 + number * (last - 3) // count
-        strikes.append(Strike(*victim, iteration, source.choice(phases), until=last))
+        gap = source.randrange(1, ITERATIONS // count - 14)  # at least, from the last one
+        iteration = (strikes[-1].iteration if strikes else 1) + gap
+        strikes.append(Strike(*victim, iteration, source.choice(phases), until=ITERATIONS - 12))
     return Case(layout, tuple(strikes), ITERATIONS, restarts=len(strikes), model=MODEL, script=SCRIPT)
 
 
@@ -69,6 +70,8 @@ def test_with_others_in_their_place_the_run_ends_whole_and_nothing_changes_but_r
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, seed: int
 ) -> None:
     case = deaths(random.Random(f"rejoin {layout.name} {seed}"), layout)
-    result = case.run(forkserver, tmp_path)
+    order = ",".join(str(strike.worker(layout)) for strike in case.strikes)
+    in_turn = (str(Path(__file__).with_name("whole.py")), str(tmp_path), str(layout.replicas), order, SCRIPT)
+    result = replace(case, train_with=in_turn).run(forkserver, tmp_path)
     check(result, reference(case))
     assert result.replicas[-1] == layout.replicas, result.replicas

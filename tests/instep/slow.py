@@ -1,0 +1,37 @@
+"""pretrain_gpt_recover.py with workers that take their time at some places: slow.py PLACE@WORKER=SECONDS,... flags...
+
+PLACE: ``met``, after a rendezvous, or a phase: before a fault may strike in it.  So that what is a race of
+milliseconds between workers otherwise is decided.
+"""
+
+import os
+import sys
+import time
+from typing import Any
+
+import pretrain_gpt_recover
+from recover_megatron.instep.marks import Marks
+from recover_megatron.instep.recovery import Recovery
+
+pauses: dict[str, float] = {}
+for part in sys.argv.pop(1).split(","):
+    where, seconds = part.split("=")
+    place, worker = where.split("@")
+    if worker == os.environ["RANK"]:
+        pauses[place] = float(seconds)
+rendezvous, strike = Recovery.rendezvous, Marks.strike
+
+
+def slow_rendezvous(self: Recovery, *args: Any) -> None:
+    rendezvous(self, *args)
+    time.sleep(pauses.get("met", 0))
+
+
+def slow_strike(self: Marks, phase: str, *args: Any) -> None:
+    time.sleep(pauses.get(phase, 0))
+    strike(self, phase, *args)
+
+
+Recovery.rendezvous = slow_rendezvous  # type: ignore[method-assign]
+Marks.strike = slow_strike  # type: ignore[method-assign]
+pretrain_gpt_recover.main()

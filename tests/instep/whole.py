@@ -1,0 +1,77 @@
+"""A script whose faults strike one after another, each when the run is whole again.
+
+    whole.py FOLDER REPLICAS WORKERS SCRIPT flags...
+
+WORKERS, comma-separated, is the order.  The training goes on meanwhile, but no more than PATIENCE iterations before the
+newcomer in the last one's place has built its model, which takes the longer the busier the machine is.
+"""
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron.training import get_args, training
+
+from recover_megatron.chaos import injector
+from recover_megatron.instep.recovery import Recovery
+
+PATIENCE = 8
+
+folder, replicas = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
+order, script = [int(worker) for worker in sys.argv.pop(1).split(",")], sys.argv.pop(1)
+newcomer = os.environ.get("RECOVER_JOIN") == "1"
+recoveries: list[Recovery] = []
+begin, at, strike = Recovery.__init__, injector.Injector.at, injector._strike
+train_step, build = training.train_step, training.build_train_valid_test_data_iterators
+
+
+def struck() -> list[tuple[int, int]]:
+    """Epoch and iteration of each fault so far."""
+    texts = [path.read_text() for path in sorted(folder.glob("struck-*"))]
+    return [(int(epoch), int(iteration)) for epoch, iteration in map(str.split, texts)]
+
+
+def noted_init(self: Recovery, *args: Any, **kwargs: Any) -> None:
+    recoveries.append(self)
+    begin(self, *args, **kwargs)
+
+
+def in_turn(self: injector.Injector, phase: str, iteration: int) -> None:
+    if self.active and (before := len(struck())) < len(order) and recoveries[-1].me == order[before]:
+        decision = recoveries[-1].decision
+        if len(decision.replicas) == replicas and all(epoch < decision.epoch for epoch, _ in struck()):
+            at(self, phase, iteration)
+
+
+def noted_strike(fault: Any) -> None:
+    scratch = folder / "scratch"
+    scratch.write_text(f"{recoveries[-1].decision.epoch} {fault.iteration}")
+    scratch.rename(folder / f"struck-{len(struck())}")
+    strike(fault)
+
+
+def patient_train_step(*args: Any, **kwargs: Any) -> Any:
+    hits = struck()
+    while hits and get_args().curr_iteration > hits[-1][1] + PATIENCE and len(list(folder.glob("ready-*"))) < len(hits):
+        time.sleep(0.01)
+    return train_step(*args, **kwargs)
+
+
+def telling_build(*args: Any, **kwargs: Any) -> Any:
+    result = build(*args, **kwargs)  # the last thing before the training
+    (folder / f"ready-{recoveries[-1].me}").touch()
+    return result
+
+
+# What --recover wraps is checked by its parameters: keep those of the original.
+patient_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
+Recovery.__init__ = noted_init  # type: ignore[method-assign]
+injector.Injector.at = in_turn  # type: ignore[method-assign]
+injector._strike = noted_strike
+training.train_step = patient_train_step
+if newcomer:
+    training.build_train_valid_test_data_iterators = telling_build
+runpy.run_path(script, run_name="__main__")
