@@ -1,9 +1,10 @@
 """Transport over torch's gloo backend, and the part that gloo lacks: to be aborted (see gloo_groups).
 
-Even shutting its connections gloo can miss: now and then (seen about once in forty aborts) an operation on a broken
-connection is told nothing, and its wait never returns.  So the waiting is done by a thread that can be left behind, and
-the group is dropped by one too.  What is left behind reads and writes no bucket: its connections are shut, and what
-arrives goes to scratch that its operation keeps alive.
+Even shutting its connections gloo can miss: its thread that reads a neighbour's request finds the connection shut
+when it answers, and forgets the message it answered with. Whoever waits for that message waits for ever (seen in up
+to one in eight aborts of a busy group). So the waiting is done by a thread that can be left behind, and the group is
+dropped by one too. What is left behind reads and writes no bucket: its connections are shut, and what arrives goes to
+scratch that its operation keeps alive.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class GlooBackend:
         """Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``."""
         self._revocation = revocation
         self._groups = GlooGroups(rank, {"all": range(size)}, store, revocation, ring=ring, host=host, timeout=timeout)
-        self._waiter = _Waiter(revocation)
+        self._waiter = Waiter(revocation)
         self._under_way: dict[int, Any] = {}
         """Operations that nobody has seen end, with all that they hold: gloo's threads may use their tensors."""
         self.backend = self._groups.backends["all"]
@@ -78,8 +79,11 @@ class _Job:
         self.error: RuntimeError | None = None
 
 
-class _Waiter:
-    """Waits for one operation of gloo's at a time, in a thread of its own, or for the revocation."""
+class Waiter:
+    """Waits for one operation of gloo's at a time, in a thread of its own, or for the revocation.
+
+    For one thread: the next operation is waited for when the last one is over or has been left.
+    """
 
     def __init__(self, revocation: Revocation) -> None:
         self._revocation = revocation

@@ -2,6 +2,7 @@
 
 A worker whose replica broke may wait in one of them for somebody who waits for somebody who is dead.  NCCL has an
 abort; gloo has none, but wakes when the connections of a group are shut, so the connections are noted when it is made.
+(Where gloo misses that, its operation is left: ``guard``.)
 
     made at start-up (torch's own) --end()--> every operation fails --rebuild()--> made anew, with a switch of their own
 """
@@ -24,6 +25,7 @@ from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.gloo_groups import GlooGroups
 from recover_megatron.collectives.nccl import abort_beside
 from recover_megatron.instep.generation import Generation
+from recover_megatron.instep.guard import Guard
 from recover_megatron.instep.replica_group import ReplicaGroup
 
 
@@ -51,7 +53,8 @@ class InsideGroups:
         self._groups: list[ReplicaGroup] = []
         self._gloo: GlooGroups | None = None
         """Those that were made anew."""
-        self._switch: Revocation | None = None
+        self._switch = Revocation(0)
+        self._guard = Guard(self._switch)
         self._store: Pinned | None = None
         self._lock = threading.Lock()
         self._ended = False
@@ -59,6 +62,7 @@ class InsideGroups:
     def keep(self, group: ReplicaGroup) -> None:
         """One that ``rebuild`` makes anew."""
         self._groups.append(group)
+        group.guard_by(self._guard)
 
     def make(self, create: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
         """Make a group with ``create`` and note it.
@@ -106,8 +110,7 @@ class InsideGroups:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         abort_beside(nccl)
-        if switch is not None:
-            switch.throw("the replica is broken")
+        switch.throw("the replica is broken")
 
     def rebuild(self, generation: Generation, replica: int, store: Pinned, host: str, device: torch.device) -> None:
         """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.
@@ -121,7 +124,7 @@ class InsideGroups:
         self._store = store  # NCCL asks it again when two workers first talk to each other
         switch = Revocation(generation.number)
         with self._lock:
-            self._switch, self._ended = switch, False
+            self._switch, self._guard, self._ended = switch, Guard(switch), False
         made = threading.Event()
         generation.on_end(lambda reason: None if made.is_set() else switch.throw(reason))
         self._renew(f"inside/{generation.number}/{replica}", switch, store, host, device)
@@ -140,6 +143,6 @@ class InsideGroups:
             self._gloo = GlooGroups(me, named, store, switch, ring=prefix, host=host)
             backends = self._gloo.backends
         for group in groups:
-            group.renew(store, prefix, switch, device, backends.get(group.own_name))
+            group.renew(store, prefix, self._guard, device, backends.get(group.own_name))
         if before is not None:
             before.close()

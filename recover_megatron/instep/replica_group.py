@@ -1,6 +1,7 @@
 """A torch process group of workers of one replica, whose inside can be exchanged when the replica gets new workers.
 
     ReplicaGroup --bind(inner)--> every method is the inner group's own bound method: a call costs what it did
+                                  (gloo's: with a work that can be left when the replica breaks, ``guard``)
          '--renew(...)--> a new inner group among the workers that stand in the same positions of another replica
 
 Megatron keeps groups in layers, buckets, optimizers and communicators.  They all hold the outside, which never changes;
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.nccl import abort_beside, make_backend
+from recover_megatron.instep.guard import Guard
 
 _METHODS = tuple(
     name
@@ -49,6 +50,7 @@ class ReplicaGroup(dist.ProcessGroup):
         self.backend = backend
         self.placeholder = placeholder
         self.inner = inner
+        self._guard: Guard | None = None
         self.bind(inner)
 
     def bind(self, inner: Any) -> None:
@@ -57,12 +59,19 @@ class ReplicaGroup(dist.ProcessGroup):
         for name in _METHODS:
             method = getattr(inner, name, None)
             if method is not None:
+                if self._guard is not None and self.backend == "gloo":
+                    method = self._guard.method(name, method)
                 self.__dict__[name] = method
 
-    def renew(self, store: dist.Store, prefix: str, switch: Revocation, device: torch.device, gloo: Any = None) -> None:
+    def guard_by(self, guard: Guard) -> None:
+        """Have gloo's operations end with ``guard``'s switch."""
+        self._guard = guard
+        self.bind(self.inner)
+
+    def renew(self, store: dist.Store, prefix: str, guard: Guard, device: torch.device, gloo: Any = None) -> None:
         """Become a group of the workers that call this with the same ``prefix``, each in its position.
 
-        ``gloo``: the inside, made already; NCCL makes its own, which ends when ``switch`` is thrown.
+        ``gloo``: the inside, made already; NCCL makes its own.  Both end when the switch of ``guard`` is thrown.
         """
         rank, size = self.at, len(self.positions)
         name = f"{prefix}/{self.own_name}"
@@ -70,12 +79,13 @@ class ReplicaGroup(dist.ProcessGroup):
         if gloo is None:
             nccl = make_backend(dist.PrefixStore(f"{name}/nccl", store), rank, size, name)
             _add(group, device, dist.ProcessGroup.BackendType.NCCL, nccl)
-            switch.on_throw(lambda: abort_beside([nccl]))
+            guard.switch.on_throw(lambda: abort_beside([nccl]))
         else:
             for kind in {"cpu", device.type}:
                 _add(group, torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)
         group._set_group_name(name)
         group._set_group_desc(self.own_name)
+        self._guard = guard
         self.bind(group)
         self.placeholder = False
 
