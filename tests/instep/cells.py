@@ -115,7 +115,8 @@ def most_visits(layout: Layout, phase: str, replicas: int) -> int:
 def before_recovery(source: random.Random, layout: Layout, strike: Strike) -> list[Strike]:
     """A death in another replica that the recovery of ``strike`` is that of."""
     other = source.choice([replica for replica in range(layout.replicas) if replica != strike.replica])
-    phase = source.choice(BEFORE_THE_COMMIT)
+    # Who dies in "agree" may be the only one that has not reported: then nothing is run again (visit 2).
+    phase = source.choice([phase for phase in BEFORE_THE_COMMIT if strike.visit == 1 or phase != "agree"])
     return [Strike(other, _position(source, layout, phase), strike.iteration, phase), strike]
 
 

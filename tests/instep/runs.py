@@ -45,8 +45,8 @@ QUICK_TO_SEE_A_HANG = "--recover-heartbeat-interval 0.5 --recover-heartbeat-time
 
 LOSS, GRAD_NORM, PARAMETERS = 1e-5, 1e-4, 1e-5
 """How far a run may be from the failure-free one, relative."""
-SECONDS = 240
-"""After which a run counts as stuck: it takes a few, on a loaded machine some tens."""
+SECONDS, SECONDS_EACH = 200, 5
+"""After which a run counts as stuck, and for each of its iterations: it takes a few, on a loaded machine some tens."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class Case:
         """Run it to its end."""
         world = self.layout.grid.world
         ended = server.run(
-            world, self.argv(out), out, training=out / "training", timeout=SECONDS, spares=self.spares,
-            restarts=self.restarts,
+            world, self.argv(out), out, training=out / "training", spares=self.spares, restarts=self.restarts,
+            timeout=SECONDS + SECONDS_EACH * self.iterations,
         )  # fmt: skip
         return Result(self, ended, out)
 
