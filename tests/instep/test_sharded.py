@@ -94,7 +94,8 @@ def test_a_death_at_any_point_changes_nothing_but_rounding(
     source = random.Random(f"{layout.name} {phase} {place} {when} {SEED}")
     replica, position = (place, 0) if layout.positions == 1 else (source.randrange(layout.replicas), place)
     iteration = {"first": 1, "last": ITERATIONS, "later": source.randrange(2, ITERATIONS)}[when]
-    visit = source.randint(1, most_visits(layout, phase, layout.replicas))
+    most = layout.replicas if phase == "all-gather" else most_visits(layout, phase, layout.replicas)
+    visit = source.randint(1, most)  # of finished sums: the tail's, and one that is to be the shadow's
     strike = Strike(replica, position, iteration, phase, visit=visit)
     case = Case(layout, (strike,), ITERATIONS, dropout=source.random() < 0.5, model=SHARDED)
     check_sharded(case.run(forkserver, tmp_path), reference(case))
