@@ -54,7 +54,8 @@ class InsideGroups:
         self._gloo: GlooGroups | None = None
         """Those that were made anew."""
         self._switch = Revocation(0)
-        self._guard = Guard(self._switch)
+        self.guard = Guard(self._switch)
+        """Of the present groups: what waits in gloo for somebody who is lost is left."""
         self._store: Pinned | None = None
         self._lock = threading.Lock()
         self._ended = False
@@ -62,7 +63,7 @@ class InsideGroups:
     def keep(self, group: ReplicaGroup) -> None:
         """One that ``rebuild`` makes anew."""
         self._groups.append(group)
-        group.guard_by(self._guard)
+        group.guard_by(self.guard)
 
     def make(self, create: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
         """Make a group with ``create`` and note it.
@@ -124,7 +125,7 @@ class InsideGroups:
         self._store = store  # NCCL asks it again when two workers first talk to each other
         switch = Revocation(generation.number)
         with self._lock:
-            self._switch, self._guard, self._ended = switch, Guard(switch), False
+            self._switch, self.guard, self._ended = switch, Guard(switch), False
         made = threading.Event()
         generation.on_end(lambda reason: None if made.is_set() else switch.throw(reason))
         self._renew(f"inside/{generation.number}/{replica}", switch, store, host, device)
@@ -143,6 +144,6 @@ class InsideGroups:
             self._gloo = GlooGroups(me, named, store, switch, ring=prefix, host=host)
             backends = self._gloo.backends
         for group in groups:
-            group.renew(store, prefix, self._guard, device, backends.get(group.own_name))
+            group.renew(store, prefix, self.guard, device, backends.get(group.own_name))
         if before is not None:
             before.close()

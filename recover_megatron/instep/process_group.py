@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.instep.guard import Guard
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.staging import Staged
 
@@ -140,6 +141,7 @@ class EpochGroup(dist.ProcessGroup):
         self._original = original
         self.mates: tuple[dist.ProcessGroup, tuple[int, ...]] | None = None
         self._traffic = traffic
+        self._guarded: dict[str, Callable[..., dist.Work]] = {}
         self._among: tuple[frozenset[int] | None, tuple[int, ...]] = (None, ())
         super().__init__(workers.index(traffic.me), len(workers))
 
@@ -302,19 +304,23 @@ class EpochGroup(dist.ProcessGroup):
     # Point-to-point messages stay inside a replica (an interleaved pipeline of two stages sends them over the default
     # group): torch's own group carries them, whatever the mode, under the ranks of the launch, or ``mates`` does.
 
+    def guard_by(self, guard: Guard) -> None:
+        """Have gloo's messages over torch's own group end with ``guard``'s switch."""
+        self._guarded = {name: guard.method(name, getattr(self.original, name)) for name in ("send", "recv")}
+
     def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
-        group, rank = self._carrier(to)
-        return group.send(tensors, rank, tag)
+        carry, rank = self._carrier("send", to)
+        return carry(tensors, rank, tag)
 
     def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:
-        group, rank = self._carrier(source)
-        return group.recv(tensors, rank, tag)
+        carry, rank = self._carrier("recv", source)
+        return carry(tensors, rank, tag)
 
-    def _carrier(self, rank: int) -> tuple[dist.ProcessGroup, int]:
+    def _carrier(self, name: str, rank: int) -> tuple[Callable[..., dist.Work], int]:
         slot = self._traffic.members(self)[rank]
         if self.mates is not None:
-            return self.mates[0], self.mates[1].index(slot)
-        return self.original, self.workers.index(slot)
+            return getattr(self.mates[0], name), self.mates[1].index(slot)
+        return self._guarded.get(name) or getattr(self.original, name), self.workers.index(slot)
 
 
 def _done() -> dist.Work:

@@ -91,7 +91,10 @@ class Groups:
             if not self.alone:
                 default = dist.distributed_c10d._get_default_group()
                 everyone = tuple(range(dist.get_world_size()))
-                register(EpochGroup(self.traffic, default, everyone, WORLD), default)
+                outside = EpochGroup(self.traffic, default, everyone, WORLD)
+                if dist.get_backend(default) == "gloo":
+                    outside.guard_by(self.inside.guard)
+                register(outside, default)
             # Sample counts and learning rates go by the launch's size, whoever is left.
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
