@@ -22,8 +22,8 @@ The times are the coordinator's, and what each worker that takes a place says in
 donors begin to send when they come to the same place: they compute until then.
 
 --transfer: 256 MiB from one process to another, by instep/transfer.py, by gloo alone (send and recv of the same
-messages, into memory that is in use), and by a plain socket; MiB/s of wall time, and the processor time that each end
-took.  Memory that is new to the receiver is part of a transfer, and of no other.
+messages, into memory that is in use, and into new memory, as a transfer's is), and by a plain socket; MiB/s of wall
+time, and the processor time that each end took.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def regroup(options: Any) -> None:
 SIZE = 256 << 20
 TENSOR = 4 << 20
 ROUNDS = 3
+WAYS = ("transfer.py", "gloo", "gloo, into new memory", "socket")
 
 
 def ways(me: int) -> dict[str, Callable[[], Any]]:
@@ -162,6 +163,14 @@ def ways(me: int) -> dict[str, Callable[[], Any]]:
         for _ in range(SIZE // transfer.CHUNK):
             (transfer._send if me == 0 else transfer._receive)(pair, 1 - me, chunk)
 
+    def by_gloo_into_new_memory() -> None:
+        room = torch.empty(SIZE if me else 0, dtype=torch.uint8)
+        for number in range(SIZE // transfer.CHUNK):
+            if me == 0:
+                transfer._send(pair, 1, chunk)
+            else:
+                transfer._receive(pair, 0, room[number * transfer.CHUNK :][: transfer.CHUNK])
+
     def by_socket() -> None:
         for _ in range(SIZE // transfer.CHUNK):
             if me == 0:
@@ -174,7 +183,7 @@ def ways(me: int) -> dict[str, Callable[[], Any]]:
     def by_transfer() -> Any:
         return transfer.send(tree, pair, 1) if me == 0 else transfer.receive(pair, 0)
 
-    return {"transfer.py": by_transfer, "gloo": by_gloo, "socket": by_socket}
+    return dict(zip(WAYS, (by_transfer, by_gloo, by_gloo_into_new_memory, by_socket), strict=True))
 
 
 def one_end(me: int, barrier: Any, results: Any) -> None:
@@ -198,11 +207,11 @@ def transfers() -> None:
     ends = [context.Process(target=one_end, args=(me, barrier, results)) for me in range(2)]
     for end in ends:
         end.start()
-    found = [results.get() for _ in range(2 * (ROUNDS + 1) * 3)]
+    found = [results.get() for _ in range(2 * (ROUNDS + 1) * len(WAYS))]
     for end in ends:
         end.join()
     print("| 256 MiB by | MiB/s | processor ms, sender | receiver |\n|---|--:|--:|--:|")
-    for name in ("transfer.py", "gloo", "socket"):
+    for name in WAYS:
         by_end = [[row for row in found if row[:2] == (name, me)][1:] for me in range(2)]  # the first warms up
         speed = SIZE / 2**20 / statistics.median(row[2] for row in by_end[1])
         cpu = [f"{1e3 * statistics.median(row[3] for row in rows):.0f}" for rows in by_end]
