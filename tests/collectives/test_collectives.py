@@ -298,9 +298,12 @@ def test_members_with_different_ledgers_are_told_so(store: Any) -> None:
 
 @ways
 def test_a_revocation_while_nothing_is_in_flight_ends_the_next_operation(store: Any, way: dict) -> None:
+    both = threading.Barrier(2)
+
     def work(group: Group) -> None:
         bucket = Bucket(torch.ones(10))
         group.all_reduce(bucket).wait(DEADLINE)
+        both.wait(DEADLINE)  # who is done first would revoke what is in flight to the other
         group.abort("for the test")
         assert group.revoked
         with pytest.raises(EpochRevoked, match="epoch 1 was revoked: ") as caught:
