@@ -33,7 +33,7 @@ def write(path: Path, worker: int) -> None:
 
 def test_lines_of_many_writers_stay_whole_though_they_are_killed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # pytest may run other threads
     writers = [context.Process(target=write, args=(path, n)) for n in range(4)]
     for writer in writers:
         writer.start()
