@@ -105,7 +105,10 @@ class Session:
 
     @property
     def committed(self) -> int:
-        """The last iteration known to be committed."""
+        """The last iteration known to be committed, by now: others may have heard less, so far.
+
+        What all members of an epoch must answer alike is a question to ``Plan.committed``.
+        """
         return self._core.committed
 
     @property
