@@ -133,6 +133,7 @@ def test_restarts_are_counted_for_the_whole_node(bench):
     assert (spare["RANK"], spare["LOCAL_RANK"], spare["RECOVER_SPARE"]) == ("0", "2", "1")
 
 
+@pytest.mark.slow
 def test_a_worker_that_the_coordinator_has_put_out_is_not_started_again(bench):
     options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs"]
     launch = bench.start(*options, AGREEING, 400, 0.05, "--recover", *TIMES)
