@@ -81,19 +81,20 @@ def run(folder: Path, kind: Callable[..., Callable[[], object]]) -> None:
                     traceback.print_exc()
                 os._exit(2)
             running.add(pid)
-        deadline = time.monotonic() + SECONDS
-        while running and time.monotonic() < deadline:
+        deadline, wrong = time.monotonic() + SECONDS, ""
+        while running and not wrong:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid:
                 running.remove(pid)
-                if status:
-                    sys.exit(f"a worker ended with {os.waitstatus_to_exitcode(status)}, seed {seed}")
+                wrong = f"a worker ended with {os.waitstatus_to_exitcode(status)}, seed {seed}" if status else ""
+            elif time.monotonic() > deadline:
+                wrong = f"a worker is stuck, seed {seed}"
             else:
                 time.sleep(0.005)
         for pid in running:
             os.kill(pid, signal.SIGKILL)
-        if running:
-            sys.exit(f"a worker is stuck, seed {seed}")
+        if wrong:
+            sys.exit(wrong)
 
 
 if __name__ == "__main__":
