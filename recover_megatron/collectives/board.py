@@ -10,6 +10,8 @@ If that member dies the epoch is over anyway, and in the next one the group uses
     board -> client   {"mac": HMAC(secret, "board" s c)}                  and  {"want": key}
     board -> client   {"key": key, "value": v}                            as soon as somebody sets it
 
+A board also gives bytes of its own worker to whoever asks (`fetch`).
+
 Asked once, a board answers when it can: nobody polls it over the network.  The client's talking is done by a thread, so
 a host that has gone silent blocks no training thread: what it asks is just not there, until the epoch is revoked.
 """
@@ -27,6 +29,7 @@ import socket
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,8 +39,12 @@ from recover_megatron.collectives.door import family_of
 from recover_megatron.collectives.errors import PeerLost
 
 _BACKLOG = 4096
-_LONGEST_LINE = 1 << 20
-_HANDSHAKE_SECONDS = 10.0
+LONGEST_LINE = 1 << 20
+HANDSHAKE_SECONDS = 10.0
+MOST_BYTES = 16 << 20
+"""Limit of what a board gives for one request (``fetch``)."""
+Source = Callable[[Sequence[int]], bytes | None]
+"""What a board gives for some numbers; called in its thread.  None: it does not have that."""
 WAIT = timedelta(seconds=60)
 """How long the blocking operations of ``Pinned`` wait."""
 
@@ -57,12 +64,24 @@ def _mac(secret: bytes, role: str, board_nonce: str, client_nonce: str) -> str:
     return hmac.new(secret, f"board|{role}|{board_nonce}|{client_nonce}".encode(), "sha256").hexdigest()
 
 
+def prove(secret: bytes, mine: str, theirs: str) -> dict[str, str]:
+    """A client's answer to a board's nonce ``theirs``."""
+    return {"nonce": mine, "mac": _mac(secret, "client", theirs, mine)}
+
+
+def check_board(secret: bytes, mine: str, theirs: str, told: dict[str, str]) -> None:
+    """Raise ValueError unless what the board ``told`` then shows that it knows the secret."""
+    if not hmac.compare_digest(str(told["mac"]), _mac(secret, "board", theirs, mine)):
+        raise ValueError("whoever answers does not know the run's secret")
+
+
 class Board:
     """Serves until the process ends.  ``host``: the address of this machine that the others can reach."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         self.listener = socket.create_server((host, 0), family=family_of(host), backlog=_BACKLOG)
         self.address = f"{host} {self.listener.getsockname()[1]}"
+        self.source: Source = lambda what: None
         self._secret = secret
         self._values: dict[str, str] = {}
         self._wanted: defaultdict[str, list[asyncio.StreamWriter]] = defaultdict(list)
@@ -75,16 +94,31 @@ class Board:
             runner.run(self._accept())
 
     async def _accept(self) -> None:
-        server = await asyncio.start_server(self._guarded, sock=self.listener, limit=_LONGEST_LINE)
+        server = await asyncio.start_server(self._guarded, sock=self.listener, limit=LONGEST_LINE)
         await server.serve_forever()
 
     async def _guarded(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """What comes over one connection costs at most that connection."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError):
-            if await asyncio.wait_for(self._knows(reader, writer), _HANDSHAKE_SECONDS):
-                while line := await reader.readline():
-                    self._handle(json.loads(line), writer)
-        writer.close()
+        # asyncio does so by itself only where the socket tells its protocol, which an accepted one does not.
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError):
+                if await asyncio.wait_for(self._knows(reader, writer), HANDSHAKE_SECONDS):
+                    while line := await reader.readline():
+                        message = json.loads(line)
+                        if "fetch" in message:
+                            await self._give([int(number) for number in message["fetch"]], writer)
+                        else:
+                            self._handle(message, writer)
+        finally:
+            writer.close()
+
+    async def _give(self, what: Sequence[int], writer: asyncio.StreamWriter) -> None:
+        found = self.source(what)
+        writer.write(json.dumps({"bytes": -1 if found is None else len(found)}).encode() + b"\n")
+        if found is not None:
+            writer.write(found)
+        await writer.drain()
 
     async def _knows(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         mine = secrets.token_hex(32)
@@ -197,7 +231,7 @@ class Pinned(dist.Store):
     def _talk(self) -> None:
         try:
             host, port = self._address.split(" ")
-            with socket.create_connection((host, int(port)), timeout=_HANDSHAKE_SECONDS) as sock:
+            with socket.create_connection((host, int(port)), timeout=HANDSHAKE_SECONDS) as sock:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with sock.makefile("rb") as lines:
                     self._prove(sock, lines)
@@ -215,14 +249,12 @@ class Pinned(dist.Store):
                 self._socket = None
 
     def _prove(self, sock: socket.socket, lines: Any) -> None:
-        mine, theirs = secrets.token_hex(32), str(json.loads(lines.readline(_LONGEST_LINE))["nonce"])
-        sock.sendall(_line({"nonce": mine, "mac": _mac(self._secret, "client", theirs, mine)}))
-        told = str(json.loads(lines.readline(_LONGEST_LINE))["mac"])
-        if not hmac.compare_digest(told, _mac(self._secret, "board", theirs, mine)):
-            raise ValueError("whoever answers does not know the run's secret")
+        mine, theirs = secrets.token_hex(32), str(json.loads(lines.readline(LONGEST_LINE))["nonce"])
+        sock.sendall(_line(prove(self._secret, mine, theirs)))
+        check_board(self._secret, mine, theirs, json.loads(lines.readline(LONGEST_LINE)))
 
     def _listen(self, lines: Any) -> None:
-        while line := lines.readline(_LONGEST_LINE):
+        while line := lines.readline(LONGEST_LINE):
             told = json.loads(line)
             with self._changed:
                 self._values[str(told["key"])] = str(told["value"]).encode("latin-1")

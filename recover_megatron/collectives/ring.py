@@ -42,7 +42,8 @@ Hook = Callable[[str, int], None]
 """For tests: called at every boundary of a message with its name and its hop.
 
 ``send`` before a message is handed to the transport, ``sent`` after; ``arrived`` when one is complete in scratch;
-``written`` between the write of a finished segment and its mark; ``add``, ``finish`` or ``store`` after.
+``written`` between the write of a finished segment and its mark; ``add``, ``finish`` or ``store`` after (``gather``
+instead of ``store`` in an all-gather).
 """
 
 
@@ -51,6 +52,7 @@ class Run(Task):
 
     ``final``: spans that are finished as they are (a ring of one member, an owner's shard), marked at the start.
     ``epoch_of``: what to mark a finished segment with, by its first element.  ``partial_dtype``: that of partial sums.
+    ``stored``: what the hook is told of a finished sum that has arrived.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class Run(Task):
         partial_dtype: torch.dtype,
         final: Sequence[Span] = (),
         token: object = None,
+        stored: str = "store",
     ) -> None:
         super().__init__()
+        self.stored = stored
         self.flat = flat
         self.ledger = ledger
         self.program = program
@@ -243,7 +247,7 @@ class Ring(Executor[Run]):
             self._release(message.arrival)
         run.handled += 1
         if hook:
-            hook(receive.action.value, receive.hop)
+            hook(run.stored if receive.action is Action.STORE else receive.action.value, receive.hop)
 
     def _mark(self, run: Run, receive: Receive) -> None:
         if self._hook:

@@ -92,5 +92,6 @@ class RingGroup(Group):
             partial_dtype=partial_dtype,
             final=final,
             token=self._transport.submitted(),
+            stored="gather" if what == "all-gather" else "store",
         )
         return self._progress.submit(run)

@@ -55,7 +55,7 @@ class FusedAdam(torch.optim.Optimizer):
         (beta1, beta2), rule = group["betas"], adamw if self.adam_w_mode else adam
         rule(
             used,
-            [p.grad for p in used],  # type: ignore[misc]
+            [p.grad for p in used],
             [self.state[p]["exp_avg"] for p in used],
             [self.state[p]["exp_avg_sq"] for p in used],
             [],

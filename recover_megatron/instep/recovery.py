@@ -185,6 +185,11 @@ class Recovery(Marks):
         self._at += 1
         return self._at
 
+    @property
+    def at(self) -> int:
+        """The number of the decision under way, or of the last one."""
+        return self._at
+
     def boundary(self, prepare: Callable[[], Any]) -> None:
         """Before a step: meet the others once more if a plan has called for it.
 
@@ -229,6 +234,11 @@ class Recovery(Marks):
         """Raise ``EpochRevoked`` if the present epoch is over, ``Orphaned`` if my replica is."""
         self._leave_if_orphan()
         self.generation.check()
+
+    def stay(self) -> None:
+        """Raise ``Orphaned`` if my replica is broken, ``Fenced`` or ``CoordinatorLost`` if this worker is out."""
+        self._leave_if_orphan()
+        self.session.wait_revoked(0)
 
     def agree(self, number: int) -> None:
         """Report the decision done and wait for all; raises as ``Session.agree`` does."""

@@ -5,7 +5,8 @@ the schedule's end                                          (finalize is held ba
 the step is committed --finish_grad_sync-->  scaled, as Megatron would have before the sum
 
 With the distributed optimizer a bucket's parameters have the same number; they are gathered with the update
-(`sharded_optimizer`), so what Megatron calls for that does nothing.
+(`sharded_optimizer`), so what Megatron calls for that does nothing, or (--overlap-param-gather) waits for what is under
+way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 
 from recover_megatron.instep.gradients import Column, Gradients
 from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Shards, ring_order
 from recover_megatron.megatron_hooks import seams
@@ -68,6 +70,9 @@ class Buckets:
                 self._whole.append(whole)
                 if sharded:
                     self.parameters.append((column, bucket.param_data.view(-1)))
+        self.overlaps = sharded and bool(model[0].ddp_config.overlap_param_gather)
+        """Whether a forward pass asks for each bucket's parameters before it needs them."""
+        self.overlap: Overlap | None = None
         self.shards: Shards | None = None
         if sharded:
             self.shards = Shards(columns, shadows, me, lambda: self.recovery().standing, self.instances)
@@ -98,6 +103,12 @@ class Buckets:
         self._settle(group)
         for number in self._number[id(group)]:
             self.gradients.ready(number)
+
+    def need(self, group: Any) -> None:
+        """Return when the group's parameters are those of the last update; see ``Overlap.complete``."""
+        if self.overlap is not None and self.overlap.pending:
+            for number in self._number[id(group)]:
+                self.overlap.complete(number)
 
     def new_pass(self) -> None:
         """Another pass over the model begins: every parameter will be counted again."""
@@ -156,15 +167,28 @@ def install(current: Callable[[], Buckets | None]) -> None:
 
         return finish_grad_sync
 
-    def gathered(original: Callable[..., None]) -> Callable[..., None]:
-        def param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+    def start_gathering(original: Callable[..., None]) -> Callable[..., None]:
+        def start_param_sync(self: Any, force_sync: bool = False, *args: Any, **kwargs: Any) -> None:
+            buckets = current()
+            if buckets is None or buckets.shards is None or not buckets.knows(self):
+                original(self, force_sync, *args, **kwargs)
+            elif force_sync:
+                buckets.need(self)
+
+        return start_param_sync
+
+    def finish_gathering(original: Callable[..., None]) -> Callable[..., None]:
+        def finish_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
             buckets = current()
             if buckets is None or buckets.shards is None or not buckets.knows(self):
                 original(self, *args, **kwargs)
+            else:
+                buckets.need(self)
 
-        return param_sync
+        return finish_param_sync
 
-    seams.wrap(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), gathered)
-    seams.wrap(_ParamAndGradBucketGroup, "finish_param_sync", ("self", "skip_next_bucket_dispatch"), gathered)
+    seams.wrap(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), start_gathering)
+    waits = ("self", "skip_next_bucket_dispatch")
+    seams.wrap(_ParamAndGradBucketGroup, "finish_param_sync", waits, finish_gathering)
     seams.wrap(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), start)
     seams.wrap(_ParamAndGradBucketGroup, "finish_grad_sync", ("self", "force_all_reduce"), finish)

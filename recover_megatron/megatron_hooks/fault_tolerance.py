@@ -335,10 +335,10 @@ class FaultTolerance:
 
     def _ring_hook(self, boundary: str, hop: int) -> None:
         phase = self._training.recovery.phase
-        if phase == "norm" or boundary not in HALVES:
+        if boundary == "gather":  # with --overlap-param-gather in the next iteration already
+            self._strike("param-gather", self._training.updated)
             return
-        if phase == "param-gather":
-            self._strike(phase)
+        if phase in ("norm", "param-gather") or boundary not in HALVES:
             return
         self._strike(HALVES[boundary])
         if boundary == "store" and self._training.sharded:

@@ -5,7 +5,8 @@
     measure   the norm of each unit's gradients, over the replica's tensor and pipeline ranks; needs no other replica
        |
     section   exchange the units' norms over the column; then, once: Megatron's own step() clips and updates the pieces
-       |        (owners and shadows alike) and copies them to the model; then the parameters are gathered
+       |        (owners and shadows alike) and copies them to the model; then the parameters are gathered (with
+       |        --overlap-param-gather after it, while the next forward pass runs: ``instep.overlap``)
        |      revoked: again with whoever is left; who has updated does not do so twice, and the norm comes out bit for
        |        bit the same, since units, not workers, are summed up, and a shadow's sum is its owner's
        v
@@ -36,6 +37,7 @@ from megatron.training import get_args
 
 from recover_megatron.errors import UserError
 from recover_megatron.instep.gradients import alive
+from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.parameters import Parameters
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Column, Portion
@@ -98,7 +100,12 @@ class ShardedOptimizer:
         ]
         self._parameters = Parameters(buckets.parameters, self.shards)
         device = buckets.parameters[0][1].device
+        self._updated = 0
         self._shadows_elsewhere = shadow_device is not None and shadow_device.type != device.type
+        self._overlap: Overlap | None = None
+        if self._pieces and buckets.overlaps and not self._shadows_elsewhere:
+            self._overlap = Overlap(buckets.parameters, self.shards, buckets.recovery, self._lose)
+        buckets.overlap = self._overlap
         self._zeros = bool(optimizer.config.log_num_zeros_in_grad)
         for one, pieces in zip((one for one in chained if not one.is_stub_optimizer), self._pieces, strict=True):
             one._copy_model_grads_to_main_grads = pieces.begin_update
@@ -141,13 +148,28 @@ class ShardedOptimizer:
         self.shards.forget()
         for pieces in self._pieces:
             pieces.install({})
+        if self._overlap is not None:
+            self._overlap.forget()
 
     def check(self) -> None:
         """Raise ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
         if units := self.shards.lost():
-            names = ", ".join(map(str, units))
-            whose = "workers" if self._buckets.instances == 1 else "shards"
-            self._recovery.lose_state(f"the optimizer state of {whose} {names} had no other copy")
+            self._lose(*units)
+
+    def _lose(self, *units: int) -> None:
+        names = ", ".join(map(str, units))
+        whose = "workers" if self._buckets.instances == 1 else "shards"
+        self._recovery.lose_state(f"the optimizer state of {whose} {names} had no other copy")
+
+    def complete(self) -> None:
+        """See to it that the model has all parameters of the last update: who reads them next does not ask."""
+        if self._overlap is not None:
+            self._overlap.complete_all()
+
+    @property
+    def updated(self) -> int:
+        """The iteration of the last update."""
+        return self._updated
 
     def due(self) -> bool:
         """Whether state must change hands before the next step: not yet where somebody takes a place with that step."""
@@ -156,6 +178,7 @@ class ShardedOptimizer:
 
     def renew(self) -> None:
         """Have the state change hands, for who is there now; a section: all or nobody."""
+        self.complete()
         recovery, shards = self._recovery, self.shards
         layouts: dict[Column, Any] = {}
         held: list[dict[int, list[Piece]]] = []
@@ -264,9 +287,12 @@ class ShardedOptimizer:
 
     def step(self, original: Callable[[], Any]) -> Any:
         """Megatron's ``optimizer.step()``, ``original``, within the section that makes it survive; what it returns."""
-        recovery, parameters = self._recovery, self._parameters
+        recovery, parameters, overlap = self._recovery, self._parameters, self._overlap
         sums = self._measure()
         parameters.begin()
+        self.complete()
+        if overlap is not None:
+            overlap.withdraw()
         done: list[Any] = []
         begun = False
 
@@ -279,11 +305,18 @@ class ShardedOptimizer:
                 recovery.strike("update")
                 done.append(self._update(original, norm, zeros))
                 recovery.strike("update")
+            if overlap is not None:
+                overlap.publish(recovery.at)
+                return
             recovery.mark("param-gather", waiting=True)
             begun = True
             parameters.gather(recovery.generation, recovery.live, again=again)
 
+        self._updated = recovery.hooks.iteration()
         recovery.section("update", run)
+        if overlap is not None:
+            with recovery.waiting("param-gather"):
+                overlap.start(recovery.at)
         return done[0]
 
     def _update(self, original: Callable[[], Any], norm: float, zeros: float) -> Any:

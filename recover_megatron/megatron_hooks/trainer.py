@@ -103,6 +103,8 @@ class MegatronTrainer:
         torch.cuda.current_stream().synchronize()
 
     def settle(self) -> None:
+        if self._buckets.overlap is not None:
+            self._buckets.overlap.complete_all()  # whoever makes the next update may rely on it, also if we ran nothing
         self._buckets.settle()
 
     def extras(self) -> torch.Tensor:

@@ -132,6 +132,11 @@ class TrainingHooks:
         return self._sharded is not None
 
     @property
+    def updated(self) -> int:
+        """With such an optimizer: the iteration of its last update."""
+        return 0 if self._sharded is None else self._sharded.updated
+
+    @property
     def begun(self) -> bool:
         """Whether ``train`` has been entered."""
         return self._recovery is not None
@@ -277,13 +282,24 @@ class TrainingHooks:
         assert self._places is not None
         self._traffic.mode = Mode.OPEN
         self._state.begin()
-        # A checkpoint under way is finished by those who began it.
-        self.recovery.boundary(lambda: training.maybe_finalize_async_save(blocking=True))
+        self.recovery.boundary(self._before_meeting)
+        if self.recovery.decision.transfers:
+            self._complete()
         self._places.at_boundary()
         self._settle()
         if self._sharded is not None and self.recovery.verifying and not self.recovery.joining_next:
             self._sharded.verify()
             self._settle()
+
+    def _before_meeting(self) -> None:
+        # A checkpoint under way is finished by those who began it.
+        training.maybe_finalize_async_save(blocking=True)
+        self._complete()
+
+    def _complete(self) -> None:
+        """Where parameters arrive while the next step computes: wait for them here."""
+        if self._sharded is not None:
+            self._sharded.complete()
 
     def _settle(self) -> None:
         """Where the optimizer's state is spread: spread it over those who are there now."""

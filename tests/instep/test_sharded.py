@@ -44,7 +44,8 @@ DP4 = Layout("sharded-dp4", 4)
 TP2 = Layout("sharded-tp2-dp3", 3, tensor=2)
 PP2 = Layout("sharded-pp2-dp3", 3, pipeline=2)
 OVERLAPPED = Layout("sharded-overlap", 4, flags=OVERLAP)
-LAYOUTS = [DP4, TP2, PP2, OVERLAPPED]
+OVERLAPPED_TP2 = Layout("sharded-overlap-tp2-dp3", 3, tensor=2, flags=OVERLAP)
+LAYOUTS = [DP4, TP2, PP2, OVERLAPPED, OVERLAPPED_TP2]
 TWO_SHADOWS = ("--recover-shadow-shards", "2")
 
 
@@ -124,12 +125,29 @@ IN_A_ROW = {
         DP4, (Strike(2, 0, 3, "param-gather"), Strike(0, 0, 5, "update")), 8, model=SHARDED,
         flags=("--recover-shadow-device", "cpu"),
     ),
+    "down-to-the-last-while-parameters-arrive": Case(
+        OVERLAPPED,
+        (Strike(1, 0, 2, "param-gather"), Strike(2, 0, 4, "param-gather", visit=7), Strike(0, 0, 6, "norm")),
+        8,
+        model=SHARDED,
+    ),
+    "neighbours-while-parameters-arrive-with-two-shadows": Case(
+        OVERLAPPED,
+        (Strike(1, 0, 3, "param-gather", visit=2), Strike(2, 0, 3, "param-gather", visit=2)),
+        8,
+        model=SHARDED,
+        flags=TWO_SHADOWS,
+    ),
+    "a-hang-while-parameters-arrive": Case(
+        OVERLAPPED_TP2, (Strike(2, 1, 3, "param-gather", "stop", visit=2),), 8, model=SHARDED
+    ),
+    "in-the-agreement-on-the-update": Case(OVERLAPPED, (Strike(1, 0, 4, "agree", visit=2),), 8, model=SHARDED),
     "a-hang": Case(PP2, (Strike(1, 0, 3, "update", "stop"),), 8, model=SHARDED),
     "a-hang-in-the-gathering": Case(DP4, (Strike(2, 0, 3, "param-gather", "stop"),), 8, model=SHARDED),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some("sharded row", list(IN_A_ROW), 4))
+@pytest.mark.parametrize("name", some("sharded row", list(IN_A_ROW), 5))
 def test_deaths_in_a_row_change_nothing_but_rounding(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
 ) -> None:
@@ -144,6 +162,36 @@ def test_a_column_that_had_reported_its_update_waits_for_its_members_when_anothe
     case = Case(TP2, (Strike(1, 1, 3, "update", visit=2),), 8, model=SHARDED)
     script = (str(Path(__file__).with_name("slow.py")), "met@4=0.5")
     check_sharded(replace(case, train_with=script).run(forkserver, tmp_path), reference(case))
+
+
+@pytest.mark.parametrize("at", [1, 4, 8], ids=["first", "later", "last"])
+def test_parameters_that_a_dead_worker_would_have_sent_are_fetched_in_the_middle_of_a_forward_pass(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, at: int
+) -> None:
+    """With --overlap-param-gather: worker 2 dies when the first part arrives at it, so nobody has its part by the ring.
+
+    It is worker 3, its shadow, that has it.  Nobody meets for that, and the iteration is not begun again.
+    """
+    case = Case(OVERLAPPED, (Strike(2, 0, at, "param-gather"),), 8, model=SHARDED)
+    result = case.run(forkserver, tmp_path)
+    check_sharded(result, reference(case))
+    for worker in (0, 1):
+        fetched = [line for line in result.log(worker).splitlines() if "bytes of parameters were fetched" in line]
+        assert len(fetched) == 1, result.told()
+        assert "3]" in fetched[0], fetched
+    (told,) = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "parameters fetched"]
+    assert told["bytes"] > 0
+
+
+def test_who_learns_of_the_update_from_a_later_plan_fetches_what_the_others_gathered(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """All but a worker of the replica that breaks have reported the update when its mate dies: see test_equality."""
+    case = Case(OVERLAPPED_TP2, (Strike(2, 0, 3, "update", visit=2),), 8, model=SHARDED)
+    script = (str(Path(__file__).with_name("slow.py")), "update@4=0.5,agree@5=1,met@2=0.5")
+    result = replace(case, train_with=script).run(forkserver, tmp_path)
+    check_sharded(result, reference(case))
+    assert all("bytes of parameters were fetched" in result.log(worker) for worker in range(4)), result.told()
 
 
 def test_events_tell_when_the_state_changed_hands_and_how_much_of_it_came(
@@ -162,19 +210,20 @@ def test_events_tell_when_the_state_changed_hands_and_how_much_of_it_came(
     assert math.isclose(told[0]["bytes"], 2 / 3 * shard, rel_tol=0.05), (told, shard)  # Megatron pads the shards
 
 
+@pytest.mark.parametrize(("layout", "phase"), [(DP4, "norm"), (OVERLAPPED, "param-gather")], ids=["update", "overlap"])
 @pytest.mark.parametrize("shadows", [0, 1])
 def test_when_the_last_copy_goes_the_run_ends_with_12_and_says_whose_and_the_checkpoint(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, shadows: int
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, shadows: int, layout: Layout, phase: str
 ) -> None:
     """Without shadows at any death, with one when two neighbours go at once."""
-    deaths = (Strike(1, 0, 5, "norm"), Strike(2, 0, 5, "norm"))[: shadows + 1]
+    deaths = (Strike(1, 0, 5, phase), Strike(2, 0, 5, phase))[: shadows + 1]
     flags = ("--recover-shadow-shards", str(shadows), "--save", str(tmp_path / "saved"), "--save-interval", "4")
-    case = Case(DP4, deaths, 8, model=SHARDED, flags=flags)
+    case = Case(layout, deaths, 8, model=SHARDED, flags=flags)
     result = case.run(forkserver, tmp_path)
-    gone = [strike.worker(DP4) for strike in deaths]
+    gone = [strike.worker(layout) for strike in deaths]
     expected = [-9 if worker in gone else EXIT_STATE_LOST for worker in range(4)]
     assert result.ended.codes == expected, result.told()
-    check_steps_until(result, reference(case), 4)
+    check_steps_until(result, reference(case), 4 if phase == "norm" else 5)
     for worker in range(4):
         if worker not in gone:
             said = result.log(worker)
@@ -191,7 +240,7 @@ def test_when_a_shard_is_lost_in_all_instances_the_run_ends_with_12(forkserver: 
     assert "the optimizer state of shards 0 had no other copy" in result.log(1), result.told()
 
 
-@pytest.mark.parametrize("layout", [DP4, TP2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [DP4, TP2, OVERLAPPED], ids=lambda layout: layout.name)
 def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
 ) -> None:
@@ -220,9 +269,14 @@ def test_a_shadow_that_differs_is_found_and_made_anew_before_it_is_needed(
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + (20 if EVERYTHING else 1)))
 @pytest.mark.parametrize(
-    "layout", [Layout("sharded-dp8", 8, samples=16), Layout("sharded-tp2-dp4", 4, tensor=2)],
+    "layout",
+    [
+        Layout("sharded-dp8", 8, samples=16),
+        Layout("sharded-tp2-dp4", 4, tensor=2),
+        Layout("sharded-overlap-dp8", 8, samples=16, flags=OVERLAP),
+    ],
     ids=lambda layout: layout.name,
-)  # fmt: skip
+)
 def test_kills_down_to_the_last_replica_change_nothing_but_rounding(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, seed: int
 ) -> None:
@@ -254,14 +308,14 @@ FEATURES = {
     "bf16": (Layout("sharded-bf16", 4, flags=f"--bf16 {OVERLAP}"), "2@3:update#2,0@5:param-gather", 300.0),
     "experts": (
         Layout("sharded-experts", 3, lanes=2, flags="--num-experts 4 --expert-model-parallel-size 2 "
-               "--moe-router-topk 2 --overlap-grad-reduce"), "1@3:norm,5@5:param-gather", 1.0),
+               f"--moe-router-topk 2 {OVERLAP}"), "1@3:norm,5@5:param-gather", 1.0),
     "interleaved": (
         Layout("sharded-interleaved", 2, pipeline=2, flags="--num-layers 4 "
                "--num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce --overlap-param-gather"),
         "2@4:update#2", 1.0),
     "instances": (
-        Layout("sharded-instances", 4, flags="--num-distributed-optimizer-instances 2 --overlap-grad-reduce "
-               "--ddp-bucket-size 2000"), "1@3:param-gather,0@5:update#2", 1.0),
+        Layout("sharded-instances", 4, flags=f"--num-distributed-optimizer-instances 2 {OVERLAP}"),
+        "1@3:param-gather,0@5:update#2", 1.0),
     "tied-embeddings-per-token-loss": (
         Layout("sharded-per-token", 3, pipeline=2, flags="--calculate-per-token-loss"), "1@4:shadow", 1.0),
 }  # fmt: skip
