@@ -185,7 +185,10 @@ class TcpTransport(Transport):
             pid, descriptor = theirs.rsplit(":", 2)[1:]
             self._theirs = Slots.open(int(pid), int(descriptor), *slots)
             self._free = list(range(slots[0])) if self._theirs else []
-        self._out.send(_SHARED if self._theirs else _INLINE)
+        try:
+            self._out.send(_SHARED if self._theirs else _INLINE)
+        except OSError as error:  # it hung up, or we did: the epoch is over
+            raise self._lost("successor", error) from error
 
     @property
     def scratch_peak(self) -> int:

@@ -440,6 +440,8 @@ class Recovery(Marks):
             return
         if epoch == 0:
             self._out(reason)
+        elif not started and self.session.plan is not None:
+            pass  # the run has begun without this worker's main thread, which is about to take up its first plan
         elif not started:
             if self._at_launch and self.session.dead:
                 names = ", ".join(map(str, sorted(self.session.dead)))

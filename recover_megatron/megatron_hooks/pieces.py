@@ -7,7 +7,7 @@
 A unit's owner and its shadows cut it in the same places and update it by the same calls on tensors of the same shapes,
 so that they get the same bits, on processors of one kind.  A piece of a 32-bit parameter is the model's own memory;
 of a 16-bit one it is a copy in 32 bits, as Megatron has it.  Shadows may be kept on the host (``shadow_device``): then
-they are copies, too.
+they are copies, too, and updated *aside*, see `host_shadows`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Piece:
     """Whether its gradient is part of the norm: not if another worker of the replica has the same one."""
     state: dict[str, Any] = field(default_factory=dict)
     """The inner optimizer's; empty before the first update."""
+    aside: bool = False
+    """Whether it is a shadow that the device's own update leaves out."""
 
     @property
     def is_copy(self) -> bool:
@@ -108,7 +110,7 @@ class Pieces:
 
     def adopt(self, unit: int, parts: dict[int, Sequence[tuple[int, int]]]) -> None:
         """At launch: take over what Megatron has made for this worker's shard, ``parts`` of its buckets."""
-        inner, made = self._optimizer.optimizer, dict[Any, torch.Tensor]()
+        inner, made = self.inner, dict[Any, torch.Tensor]()
         for models, masters in (
             (self._optimizer.model_float16_groups, self._optimizer.shard_fp32_from_float16_groups),
             (self._optimizer.model_fp32_groups, self._optimizer.shard_fp32_groups),
@@ -137,23 +139,38 @@ class Pieces:
                 for portion in self.overlapping(number, start, stop):
                     a, b = max(start, portion.start), min(stop, portion.stop)
                     piece.take(a, b, portion.give(a, b))
+            piece.aside = shadow and self._shadow_device is not None
             found.append(piece)
         return found
 
     def install(self, held: dict[int, list[Piece]] | None = None) -> None:
         """From now on the inner optimizer updates the pieces of ``held``, those of each unit together."""
         self.held = self.held if held is None else held
-        optimizer, inner = self._optimizer, self._optimizer.optimizer
+        optimizer, inner = self._optimizer, self.inner
         for number, group in enumerate(inner.param_groups):
-            group["params"] = [piece.tensor for piece in self if piece.group == number]
+            group["params"] = [piece.tensor for piece in self._updated if piece.group == number]
         inner.state.clear()
-        for piece in self:
+        for piece in self._updated:
             if piece.state:
                 inner.state[piece.tensor] = piece.state
         # Megatron's own lists, of one part of each parameter: nothing is to be done for them any more.
         for name in ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups",
                      "shard_fp32_from_float16_groups"):  # fmt: skip
             setattr(optimizer, name, [[] for _ in getattr(optimizer, name)])
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer that makes the update."""
+        return self._optimizer.optimizer
+
+    @property
+    def aside(self) -> Iterator[Piece]:
+        """The pieces that it leaves out."""
+        return (piece for piece in self if piece.aside)
+
+    @property
+    def _updated(self) -> Iterator[Piece]:
+        return (piece for piece in self if not piece.aside)
 
     def __iter__(self) -> Iterator[Piece]:
         return (piece for pieces in self.held.values() for piece in pieces)
@@ -200,18 +217,24 @@ class Pieces:
 
     def begin_update(self) -> None:
         """As Megatron's copy of the model's gradients to those of the main parameters."""
-        for piece in self:
+        for piece in self._updated:
             piece.tensor.grad = piece.gradient.to(piece.tensor.device, torch.float32)
 
     def end_update(self) -> None:
         """As Megatron's copy of the main parameters to the model's; and what the inner optimizer made is noted."""
-        state = self._optimizer.optimizer.state
-        for piece in self:
+        state = self.inner.state
+        for piece in self._updated:
             piece.tensor.grad = None
             if piece.is_copy:
                 piece.model.copy_(piece.tensor)
             if not piece.state and piece.tensor in state:
                 piece.state = state[piece.tensor]
+
+    def show_aside(self, unit: int) -> None:
+        """Copy what was updated aside of a unit to the model."""
+        for piece in self.held[unit]:
+            if piece.aside:
+                piece.model.copy_(piece.tensor)
 
     def sums(self, unit: int, *, zeros: bool) -> torch.Tensor:
         """[sum of the squares, number of zeros] of the gradients of a unit that count, float64, on their device."""

@@ -43,6 +43,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Column, Portion
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.host_shadows import HostShadows
 from recover_megatron.megatron_hooks.pieces import Piece, Pieces
 from recover_megatron.megatron_hooks.sharded_checkpoint import ShardedCheckpoint
 
@@ -102,8 +103,9 @@ class ShardedOptimizer:
         device = buckets.parameters[0][1].device
         self._updated = 0
         self._shadows_elsewhere = shadow_device is not None and shadow_device.type != device.type
+        self._aside = HostShadows(self._pieces, float(optimizer.config.clip_grad))
         self._overlap: Overlap | None = None
-        if self._pieces and buckets.overlaps and not self._shadows_elsewhere:
+        if self._pieces and buckets.overlaps and shadow_device is None:
             self._overlap = Overlap(buckets.parameters, self.shards, buckets.recovery, self._lose)
         buckets.overlap = self._overlap
         self._zeros = bool(optimizer.config.log_num_zeros_in_grad)
@@ -146,6 +148,7 @@ class ShardedOptimizer:
     def forget(self) -> None:
         """This worker has lost its place, or never had one: what it holds is of no use."""
         self.shards.forget()
+        self._aside.join()
         for pieces in self._pieces:
             pieces.install({})
         if self._overlap is not None:
@@ -162,7 +165,8 @@ class ShardedOptimizer:
         self._recovery.lose_state(f"the optimizer state of {whose} {names} had no other copy")
 
     def complete(self) -> None:
-        """See to it that the model has all parameters of the last update: who reads them next does not ask."""
+        """See to it that the model and the shadows are those of the last update: who reads them next does not ask."""
+        self._aside.join()
         if self._overlap is not None:
             self._overlap.complete_all()
 
@@ -211,6 +215,7 @@ class ShardedOptimizer:
     def verify(self) -> None:
         """Compare the shadows with what they are shadows of; where one differs, all are made anew, by all workers."""
         recovery, shards = self._recovery, self.shards
+        self._aside.join()
         if self._shadows_elsewhere:
             return  # another kind of processor rounds otherwise: they differ from the start
         mine = [
@@ -308,6 +313,7 @@ class ShardedOptimizer:
             if overlap is not None:
                 overlap.publish(recovery.at)
                 return
+            self._speak_for_the_lost()
             recovery.mark("param-gather", waiting=True)
             begun = True
             parameters.gather(recovery.generation, recovery.live, again=again)
@@ -321,16 +327,21 @@ class ShardedOptimizer:
 
     def _update(self, original: Callable[[], Any], norm: float, zeros: float) -> Any:
         top = self._optimizer
+        self._aside.begin(norm)
         with ExitStack() as replaced:
             replaced.enter_context(seams.replaced(optimizer_module, "get_grad_norm_fp32", lambda *_, **__: norm))
             replaced.enter_context(seams.replaced(top, "get_grad_norm", lambda: norm))
             replaced.enter_context(seams.replaced(top, "count_zeros", lambda: zeros))
-            if self._shadows_elsewhere:
-                clip = optimizer_module.clip_grad_by_total_norm_fp32
-                replaced.enter_context(
-                    seams.replaced(optimizer_module, "clip_grad_by_total_norm_fp32", by_device(clip))
-                )
             return original()
+
+    def _speak_for_the_lost(self) -> None:
+        """Where a shadow is the first live holder of a unit, its parameters are those that all will get."""
+        for pieces in self._pieces:
+            column = self._column(pieces)
+            for unit in self.shards.held(column):
+                if any(piece.aside for piece in pieces.held[unit]) and self.shards.speaks_for(column, unit):
+                    self._aside.join()
+                    pieces.show_aside(unit)
 
     def _measure(self) -> torch.Tensor:
         """[column, place in what I hold of it, (sum of squares, zeros)] over the replica's model-parallel ranks."""
@@ -369,22 +380,6 @@ class ShardedOptimizer:
         # Exactly rounded sums: they do not depend on who told what.
         total, count = (math.fsum(numbers) for numbers in zip(*found, strict=True))
         return math.sqrt(total), count, any(its[0] for its in rows)
-
-
-def by_device(clip: Callable[..., None], host: str = "cpu") -> Callable[..., None]:
-    """Megatron's clipping, which takes nothing but gradients on the device, for shadows on the ``host`` as well."""
-
-    def clip_grad_by_total_norm_fp32(parameters: Any, max_norm: Any, total_norm: float, *args: Any, **kw: Any) -> None:
-        every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if own := [one for one in every if one.device.type != host]:
-            clip(own, max_norm, total_norm, *args, **kw)
-        coefficient = max_norm / (total_norm + 1.0e-6)
-        if coefficient < 1.0:
-            for one in every:
-                if one.device.type == host and one.grad is not None:
-                    one.grad.mul_(coefficient)
-
-    return clip_grad_by_total_norm_fp32
 
 
 def differing(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -87,7 +87,7 @@ class TrainingHooks:
         self._buckets: Buckets | None = None
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
-        self._checkpoints = Checkpoints(lambda: self._recovery, groups, records, self._settle)
+        self._checkpoints = Checkpoints(lambda: self._recovery, groups, records, self._before_checkpoint)
         self._sharded: ShardedOptimizer | None = None
         self._state: TrainingState | None = None
         self._places: Places | None = None
@@ -186,7 +186,9 @@ class TrainingHooks:
                     self._sharded.adopt()
             while True:
                 try:
-                    return original(forward_step_func, model, optimizer, scheduler, data, validation, *rest, **kwargs)
+                    done = original(forward_step_func, model, optimizer, scheduler, data, validation, *rest, **kwargs)
+                    self._complete()
+                    return done
                 except BaseException as error:
                     if isinstance(error, FINAL) or not self._replica_broken(error):
                         raise
@@ -296,8 +298,12 @@ class TrainingHooks:
         training.maybe_finalize_async_save(blocking=True)
         self._complete()
 
+    def _before_checkpoint(self) -> None:
+        self._complete()
+        self._settle()
+
     def _complete(self) -> None:
-        """Where parameters arrive while the next step computes: wait for them here."""
+        """Wait for what a distributed optimizer does while the next step computes."""
         if self._sharded is not None:
             self._sharded.complete()
 

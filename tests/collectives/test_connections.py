@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.hello import MAC, NONCE
+from recover_megatron.collectives.hello import MAC, NONCE, Meeting
 from recover_megatron.collectives.nccl import edges_in_order
 from recover_megatron.collectives.opening import open_group
 from recover_megatron.collectives.slots import Slots, machine
@@ -129,6 +130,24 @@ def test_shared_memory_is_opened_only_when_it_is_what_a_ring_makes() -> None:
         os.ftruncate(slots.descriptor, 0)
     slots.close()
     again.close()
+
+
+def test_an_epoch_that_ends_just_when_the_neighbours_have_met_is_told_as_that(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as a broken pipe, by which a worker would take itself for one whose replica is broken."""
+    hold = Meeting.hold
+
+    def then_revoked(self: Meeting, *args: Any) -> socket.socket:
+        met = hold(self, *args)
+        self._revocation.throw("a worker died")
+        return met
+
+    monkeypatch.setattr(Meeting, "hold", then_revoked)
+    store = Dictionary()
+    for member in [pool.submit(opening, store, rank) for rank in range(2)]:
+        with pytest.raises(EpochRevoked, match="a worker died"):
+            member.result(DEADLINE)
 
 
 def test_neighbours_that_cannot_share_memory_use_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:

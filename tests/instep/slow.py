@@ -1,7 +1,7 @@
 """pretrain_gpt_recover.py with workers that take their time at some places: slow.py PLACE@WORKER=SECONDS,... flags...
 
-PLACE: ``met``, after a rendezvous, or a phase: before a fault may strike in it.  So that what is a race of
-milliseconds between workers otherwise is decided.
+PLACE: ``joined``, when the first epoch has begun, ``met``, after a rendezvous, or a phase: before a fault may strike in
+it.  So that what is a race of milliseconds between workers otherwise is decided.
 """
 
 import os
@@ -12,6 +12,7 @@ from typing import Any
 import pretrain_gpt_recover
 from recover_megatron.instep.marks import Marks
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.membership.session import Session
 
 pauses: dict[str, float] = {}
 for part in sys.argv.pop(1).split(","):
@@ -19,7 +20,13 @@ for part in sys.argv.pop(1).split(","):
     place, worker = where.split("@")
     if worker == os.environ["RANK"]:
         pauses[place] = float(seconds)
-rendezvous, strike = Recovery.rendezvous, Marks.strike
+join, rendezvous, strike = Session.join, Recovery.rendezvous, Marks.strike
+
+
+def slow_join(self: Session, *args: Any) -> Any:
+    plan = join(self, *args)
+    time.sleep(pauses.pop("joined", 0))
+    return plan
 
 
 def slow_rendezvous(self: Recovery, *args: Any) -> None:
@@ -32,6 +39,7 @@ def slow_strike(self: Marks, phase: str, *args: Any) -> None:
     strike(self, phase, *args)
 
 
+Session.join = slow_join  # type: ignore[method-assign]
 Recovery.rendezvous = slow_rendezvous  # type: ignore[method-assign]
 Marks.strike = slow_strike  # type: ignore[method-assign]
 pretrain_gpt_recover.main()

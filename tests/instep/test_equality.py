@@ -74,6 +74,15 @@ def test_a_worker_that_hears_of_a_commit_before_it_goes_on_does_what_the_others_
     equal(forkserver, reference, replace(case, train_with=script), tmp_path)
 
 
+def test_a_worker_that_has_not_taken_up_the_first_plan_yet_survives_another_ones_death(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """Before the first step all meet; there worker 1 dies, when worker 3 has been told that the run has begun."""
+    case = Case(DP4, (Strike(1, 0, 1, "agree"),))
+    script = (str(Path(__file__).with_name("slow.py")), "joined@3=2")
+    equal(forkserver, reference, replace(case, train_with=script), tmp_path)
+
+
 @pytest.mark.parametrize("layout", [DP4, PP2], ids=lambda layout: layout.name)
 def test_with_64_bits_nothing_is_left_of_the_difference(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout

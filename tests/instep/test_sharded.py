@@ -138,6 +138,13 @@ IN_A_ROW = {
         model=SHARDED,
         flags=TWO_SHADOWS,
     ),
+    "shadows-in-host-memory-take-the-place-of-owners-one-after-the-other": Case(
+        TP2,
+        (Strike(0, 1, 2, "update", visit=2), Strike(2, 0, 5, "norm")),
+        8,
+        model=SHARDED,
+        flags=("--recover-shadow-device", "cpu", "--recover-verify-interval", "2"),
+    ),
     "a-hang-while-parameters-arrive": Case(
         OVERLAPPED_TP2, (Strike(2, 1, 3, "param-gather", "stop", visit=2),), 8, model=SHARDED
     ),
@@ -306,6 +313,9 @@ def test_kills_down_to_the_last_replica_change_nothing_but_rounding(
 
 FEATURES = {
     "bf16": (Layout("sharded-bf16", 4, flags=f"--bf16 {OVERLAP}"), "2@3:update#2,0@5:param-gather", 300.0),
+    "bf16-shadows-in-host-memory": (
+        Layout("sharded-bf16-host", 4, flags=f"--bf16 {OVERLAP} --recover-shadow-device cpu"),
+        "2@3:update#2,0@5:param-gather", 300.0),
     "experts": (
         Layout("sharded-experts", 3, lanes=2, flags="--num-experts 4 --expert-model-parallel-size 2 "
                f"--moe-router-topk 2 {OVERLAP}"), "1@3:norm,5@5:param-gather", 1.0),

@@ -1,0 +1,128 @@
+"""Shadows in host memory: the same update as that of what they are shadows of, without the training waiting for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from recover_megatron.hostdevice.apex_standin import FusedAdam
+from recover_megatron.megatron_hooks.host_shadows import HostShadows
+from recover_megatron.megatron_hooks.pieces import Piece
+
+CLIP = 0.5
+SIZES = (5, 3, 1)
+
+
+class Two:
+    """Takes the place of ``Pieces``: own pieces in an optimizer's two groups, and a shadow of each."""
+
+    def __init__(self, kind: Any) -> None:
+        torch.manual_seed(1)
+        values = [torch.randn(size) for size in SIZES]
+        self.own = [_piece(number, value.clone(), aside=False) for number, value in enumerate(values)]
+        self.shadows = [_piece(number, value.clone(), aside=True) for number, value in enumerate(values)]
+        groups = [
+            {"params": [piece.tensor for piece in self.own if piece.group == group], "lr": rate, "weight_decay": decay}
+            for group, (rate, decay) in enumerate([(0.1, 0.0), (0.01, 0.3)])
+        ]
+        self.inner = kind(groups, eps=1e-3)
+
+    @property
+    def aside(self) -> Iterator[Piece]:
+        return iter(self.shadows)
+
+    def sum_up(self, gradients: Sequence[torch.Tensor]) -> float:
+        """New finished sums; their norm."""
+        for number, gradient in enumerate(gradients):
+            for piece in (self.own[number], self.shadows[number]):
+                piece.gradient.copy_(gradient)
+        return float(torch.cat(list(gradients)).norm())
+
+    def update_own(self, norm: float) -> None:
+        """What Megatron does: gradients, clipping, the step; and then it clears the buffer."""
+        for piece in self.own:
+            piece.tensor.grad = piece.gradient.clone()
+            if norm > CLIP:
+                piece.tensor.grad.mul_(CLIP / (norm + 1.0e-6))
+        self.inner.step()
+        for piece in [*self.own, *self.shadows]:
+            piece.gradient.zero_()
+        for group in self.inner.param_groups:  # as a learning rate schedule does
+            group["lr"] *= 0.9
+
+
+def _piece(number: int, tensor: torch.Tensor, *, aside: bool) -> Piece:
+    size = tensor.numel()
+    return Piece(0, 0, size, number % 2, tensor, tensor.clone(), torch.zeros(size), counts=True, aside=aside)
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(step)
+    scale = 10.0 if step % 2 else 0.01  # to be clipped, and not
+    return [scale * torch.randn(size, generator=source) for size in SIZES]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdam])
+def test_a_shadow_has_the_bits_of_what_it_is_a_shadow_of_and_their_state(kind: Any) -> None:
+    two = Two(kind)
+    host = HostShadows([two], CLIP)  # type: ignore[list-item]
+    for step in range(5):
+        norm = two.sum_up(gradients(step))
+        host.begin(norm)
+        two.update_own(norm)
+    host.join()
+    for own, shadow in zip(two.own, two.shadows, strict=True):
+        assert torch.equal(own.tensor, shadow.tensor)
+        its = two.inner.state[own.tensor]
+        assert set(its) == set(shadow.state) >= {"exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(its[name], shadow.state[name]) for name in ("exp_avg", "exp_avg_sq"))
+    assert set(two.inner.state) == {piece.tensor for piece in two.own}
+
+
+def test_the_training_goes_on_while_shadows_are_updated_and_the_next_update_waits_for_them() -> None:
+    go = threading.Event()
+
+    class Slow(FusedAdam):
+        def step(self, closure: None = None) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                assert go.wait(60)
+            super().step(closure)
+
+    two = Two(Slow)
+    host = HostShadows([two], CLIP)  # type: ignore[list-item]
+    before = [piece.tensor.clone() for piece in two.shadows]
+    norm = two.sum_up(gradients(0))
+    host.begin(norm)
+    two.update_own(norm)  # done, and nothing has happened to the shadows
+    assert all(torch.equal(old, piece.tensor) for old, piece in zip(before, two.shadows, strict=True))
+    go.set()
+    norm = two.sum_up(gradients(1))
+    host.begin(norm)  # waits for the first one
+    two.update_own(norm)
+    host.join()
+    assert all(torch.equal(own.tensor, shadow.tensor) for own, shadow in zip(two.own, two.shadows, strict=True))
+
+
+def test_what_goes_wrong_with_a_shadow_is_a_fault_of_this_worker_at_the_next_update() -> None:
+    class Failing(FusedAdam):
+        def step(self, closure: None = None) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("no memory left")
+
+    two = Two(Failing)
+    host = HostShadows([two], CLIP)  # type: ignore[list-item]
+    host.begin(two.sum_up(gradients(0)))
+    with pytest.raises(RuntimeError, match="no memory left"):
+        host.join()
+
+
+def test_without_shadows_aside_nothing_is_started() -> None:
+    two = Two(FusedAdam)
+    two.shadows.clear()
+    before = threading.active_count()
+    HostShadows([two], CLIP).begin(1.0)  # type: ignore[list-item]
+    assert threading.active_count() == before
