@@ -37,6 +37,7 @@ setup(
             "psutil>=5.9,<8",
             "pytest>=8,<10",
             "ruff>=0.8,<1",
+            "tensorboard>=2.16,<3",
         ],
     },
     entry_points={

@@ -170,6 +170,9 @@ class TrainingState:
         for chunk in self._model:
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 group.is_last_microbatch = True
+            # train() takes them away for its first iteration, an evaluation and a checkpoint for as long as they last.
+            if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
+                chunk.enable_forward_pre_hook()
         for one in [self._optimizer, *self._optimizers]:
             # It asks the replica once and remembers: workers that come together must all have asked, or none.
             one._has_grad_norm_group_cache = None

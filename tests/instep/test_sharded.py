@@ -261,6 +261,20 @@ def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(
     assert [len(left["units"]) for left in newcomers] == [2]
 
 
+@pytest.mark.parametrize("when", ["first", "eval"])
+def test_who_lost_its_place_while_megatron_gathers_no_parameters_in_forward_passes_can_take_one_again(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, when: str
+) -> None:
+    """train() is left in its first iteration, or in an evaluation: in both its forward hooks are away."""
+    strike = Strike(1, 0, 1, "backward") if when == "first" else Strike(1, 0, 4, "eval")
+    patience = ("--recover-hang-timeout", "200")
+    case = Case(OVERLAPPED_TP2, (strike,), 40, model=SHARDED, restarts=1, flags=patience)
+    script = (str(Path(__file__).with_name("patient.py")), str(tmp_path), "12")
+    result = replace(case, train_with=script).run(forkserver, tmp_path)
+    check_sharded(result, reference(case))
+    assert result.replicas[-1] == OVERLAPPED_TP2.replicas, result.replicas
+
+
 @pytest.mark.parametrize("layout", some("drift", [DP4, TP2], 1), ids=lambda layout: layout.name)
 def test_a_shadow_that_differs_is_found_and_made_anew_before_it_is_needed(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
