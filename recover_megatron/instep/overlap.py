@@ -3,7 +3,7 @@
     updated --all have agreed--> GATHERING --over the ring, all parts have come--> COMPLETE
                                      |                                                ^
                                      '-- the epoch ends --> FETCHING -----------------'
-                                                            each part that is missing, from whoever holds it
+                                                            all that is missing, from whoever holds it
 
 A forward pass cannot meet the others to gather again: they may be anywhere in theirs, which is not interrupted.  It
 need not.  Once all have agreed that the update is made, every holder of a unit (its owner and its shadows, see
@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -36,6 +37,10 @@ from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Shards
 
+Part = tuple[int, Span]
+"""Elements of a bucket, by its number."""
+MOST_PARTS = 4096
+"""Of a request."""
 RETRY_SECONDS = 0.02
 """Before a holder that cannot be reached is asked again, until the run knows that it is lost."""
 
@@ -63,8 +68,6 @@ class Overlap:
         """The number of the decision that the update was."""
         self._published: int | None = None
         self._fetchers: dict[int, Fetcher] = {}
-        self._came, self._seconds = 0, 0.0
-        """Bytes that were fetched since this update, and how long that took."""
 
     @property
     def pending(self) -> bool:
@@ -83,16 +86,17 @@ class Overlap:
         self._published = None
 
     def give(self, what: Sequence[int]) -> bytes | None:
-        """In the board's thread: elements of a bucket after an update, ``what``: update, bucket, start, stop."""
-        if len(what) != 4:
+        """In the board's thread: parts of buckets, one behind the other; see ``_bring``."""
+        update, *numbers = what
+        parts = [self._flat(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
+        if update != self._published or sum(part.nbytes for part in parts) > MOST_BYTES:
             return None
-        update, number, start, stop = what
-        if update != self._published or not 0 <= number < len(self._parts):
-            return None
-        flat = self._parts[number][1].flat
-        if not 0 <= start < stop <= flat.numel() or (stop - start) * flat.element_size() > MOST_BYTES:
-            return None
-        return flat[start:stop].cpu().view(torch.uint8).numpy().tobytes()
+        return b"".join(part.cpu().view(torch.uint8).numpy().tobytes() for part in parts)
+
+    def _flat(self, number: int, start: int, stop: int) -> torch.Tensor:
+        if not 0 <= number < len(self._parts) or not 0 <= start < stop <= self._parts[number][1].ledger.numel:
+            raise ValueError(f"there is no {start}:{stop} in a bucket {number}")
+        return self._parts[number][1].flat[start:stop]
 
     # ---- for this worker
 
@@ -127,21 +131,19 @@ class Overlap:
         """
         if number not in self._missing:
             return
+        with suppress(EpochRevoked), self._recovery().waiting("param-gather"):
+            if self._arrived(number):
+                return
+        self._fetch()
+
+    def _arrived(self, number: int) -> bool:
+        """Wait for the ring: whether it has brought the bucket.  Raises ``EpochRevoked``."""
         handle = self._missing[number]
-        try:
-            if handle is None:
-                self._fetch(number)
-            elif handle.done():
-                handle.wait()
-            else:
-                with self._recovery().waiting("param-gather"):
-                    handle.wait()
-        except EpochRevoked:
-            self._fetch(number)
+        if handle is None:
+            return False
+        handle.wait()
         del self._missing[number]
-        if not self._missing:
-            self._tell()
-            self._hang_up()
+        return True
 
     def complete_all(self) -> None:
         """As ``complete``, for all buckets: the model is that of the last update."""
@@ -156,42 +158,84 @@ class Overlap:
 
     # ---- inside
 
-    def _fetch(self, number: int) -> None:
-        recovery = self._recovery()
-        column, bucket = self._parts[number]
-        layout, held = self._shards.layout(column), self._shards.held(column)
-        began = time.monotonic()
+    def _fetch(self) -> None:
+        """Get all that the ring has not brought, from one holder after the other; then nothing is missing."""
+        recovery, began = self._recovery(), time.monotonic()
+        came: dict[int, int] = {}
         with recovery.waiting("param-gather"):
-            for unit in layout.units:
-                (missing,) = within(bucket.ledger.local, [_spans(layout.parts(unit, bucket.ledger.numel))])
-                for span in missing:
-                    if unit not in held:
-                        for piece in _pieces(span, MOST_BYTES // bucket.flat.element_size()):
-                            self._fill(bucket, piece, self._bring(number, piece, unit, layout.holders(unit)))
-                    bucket.ledger.mark(span, recovery.decision.epoch)
-        self._seconds += time.monotonic() - began
+            for number in list(self._missing):
+                with suppress(EpochRevoked):
+                    self._arrived(number)
+            for column in dict.fromkeys(self._parts[number][0] for number in self._missing):
+                for unit in self._shards.layout(column).units:
+                    self._fetch_unit(column, unit, came)
+        self._missing.clear()
+        self._hang_up()
+        if came:
+            self._tell(came, time.monotonic() - began)
 
-    @staticmethod
-    def _fill(bucket: Bucket, span: Span, data: bytes) -> None:
-        values = torch.frombuffer(bytearray(data), dtype=bucket.flat.dtype)
-        bucket.flat[span.start : span.stop].copy_(values)
+    def _fetch_unit(self, column: Column, unit: int, came: dict[int, int]) -> None:
+        """``came``: worker -> bytes that it has given."""
+        wanted, layout = list(self._wanted(column, unit)), self._shards.layout(column)
+        if unit not in self._shards.held(column):
+            for request in _requests(wanted, self._bytes_each):
+                worker, data = self._bring(request, unit, layout.holders(unit))
+                self._fill(request, data)
+                came[worker] = came.get(worker, 0) + len(data)
+        for number, span in wanted:
+            self._parts[number][1].ledger.mark(span, self._recovery().decision.epoch)
 
-    def _bring(self, number: int, span: Span, unit: int, holders: Sequence[int]) -> bytes:
-        """Ask the holders in turn until one answers, or none ever will."""
+    def _tell(self, came: dict[int, int], seconds: float) -> None:
+        size = sum(came.values())
+        self._recovery().hooks.log("parameters fetched", bytes=size, seconds=round(seconds, 6))
+        print(
+            f"recover: {size} bytes of parameters were fetched from workers {sorted(came)} in {seconds:.3f} s: "
+            "an epoch had ended before they had come",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _hang_up(self) -> None:
+        for fetcher in self._fetchers.values():
+            fetcher.close()
+        self._fetchers.clear()
+
+    def _wanted(self, column: Column, unit: int) -> Iterator[Part]:
+        """What is missing of a unit, in all buckets of its column."""
+        for number in self._missing:
+            its, bucket = self._parts[number]
+            if its == column:
+                spans = [Span(*part) for part in self._shards.layout(column).parts(unit, bucket.ledger.numel)]
+                (missing,) = within(bucket.ledger.local, [spans])
+                yield from ((number, span) for span in missing)
+
+    def _bytes_each(self, number: int) -> int:
+        return self._parts[number][1].flat.element_size()
+
+    def _fill(self, parts: Sequence[Part], data: bytes) -> None:
+        at = 0
+        for number, span in parts:
+            flat = self._parts[number][1].flat
+            end = at + len(span) * flat.element_size()
+            flat[span.start : span.stop].copy_(torch.frombuffer(bytearray(data[at:end]), dtype=flat.dtype))
+            at = end
+
+    def _bring(self, parts: Sequence[Part], unit: int, holders: Sequence[int]) -> tuple[int, bytes]:
+        """Ask the holders in turn until one answers, or none ever will; who it was."""
+        what = [self._update, *(number for bucket, span in parts for number in (bucket, span.start, span.stop))]
         refused: set[int] = set()
         while True:
             for worker in holders:
                 if worker in refused or self._is_gone(worker):
                     continue
                 try:
-                    data = self._ask(worker, (self._update, number, span.start, span.stop))
+                    data = self._ask(worker, what)
                 except PeerLost:
                     if fetcher := self._fetchers.pop(worker, None):
                         fetcher.close()
                     continue
                 if data is not None:
-                    self._came += len(data)
-                    return data
+                    return worker, data
                 refused.add(worker)
             self._recovery().stay()
             if all(worker in refused or self._is_gone(worker) for worker in holders):
@@ -214,28 +258,20 @@ class Overlap:
         recovery = self._recovery()
         return worker not in recovery.session.opened_members or worker not in recovery.decision.boards
 
-    def _tell(self) -> None:
-        if self._came:
-            came, seconds, whom = self._came, round(self._seconds, 6), sorted(self._fetchers)
-            self._recovery().hooks.log("parameters fetched", bytes=came, seconds=seconds)
-            print(
-                f"recover: {came} bytes of parameters were fetched from workers {whom} in {seconds:.3f} s: "
-                "an epoch had ended before they had come",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._came, self._seconds = 0, 0.0
 
-    def _hang_up(self) -> None:
-        for fetcher in self._fetchers.values():
-            fetcher.close()
-        self._fetchers.clear()
-
-
-def _spans(parts: Sequence[tuple[int, int]]) -> list[Span]:
-    return [Span(*part) for part in parts]
-
-
-def _pieces(span: Span, most: int) -> Iterator[Span]:
-    for start in range(span.start, span.stop, most):
-        yield Span(start, min(start + most, span.stop))
+def _requests(parts: Sequence[Part], bytes_each: Callable[[int], int]) -> Iterator[list[Part]]:
+    """The same parts, cut and put together such that an answer is not over ``MOST_BYTES``."""
+    request: list[Part] = []
+    room = MOST_BYTES
+    for number, span in parts:
+        start, each = span.start, bytes_each(number)
+        while start < span.stop:
+            if room < each or len(request) == MOST_PARTS:
+                yield request
+                request, room = [], MOST_BYTES
+            stop = min(span.stop, start + room // each)
+            request.append((number, Span(start, stop)))
+            room -= (stop - start) * each
+            start = stop
+    if request:
+        yield request
