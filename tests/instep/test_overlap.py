@@ -1,4 +1,4 @@
-"""What a worker gives of its parameters to one that misses them, and what it refuses; see test_sharded.py for the rest."""
+"""What a worker gives of its parameters to one that misses them, and what it refuses (the rest: test_sharded.py)."""
 
 from __future__ import annotations
 
