@@ -36,10 +36,10 @@ from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks, nothing
 from recover_megatron.instep.losses import Loss, Losses
-from recover_megatron.instep.marks import Marks
 from recover_megatron.instep.plan import Decision, Rules, Status, decide
 from recover_megatron.instep.shares import Shares
 from recover_megatron.instep.spare import LINGER_SECONDS, Mirror, Over, Rebuild, Spare
+from recover_megatron.instep.standing import Standing
 from recover_megatron.membership.errors import (
     EXIT_FENCED,
     EXIT_NO_REPLICA,
@@ -53,7 +53,7 @@ BLAME_SECONDS = 1.0
 """How long to wait for the news of a death after my replica's communication failed, before saying so myself."""
 
 
-class Recovery(Marks):
+class Recovery(Standing):
     """See the module's text.  One per worker; the main thread calls it, the session's thread its revoke callback."""
 
     def __init__(
@@ -71,56 +71,25 @@ class Recovery(Marks):
         verify_interval: int = 0,
     ) -> None:
         """``slot``: where this worker stands at launch; None: nowhere yet.  ``verify_interval``: see ``boundary``."""
-        super().__init__(session, hooks)
-        self.me = me
-        self.grid = grid
+        self._rules = rules or Rules()
+        super().__init__(session, hooks, me, grid, Shares(grid, self._rules.multiple_of))
         self._at_launch = slot is not None
-        self.slot, self.replica, self.lane = -1, -1, 0
-        self.position: int | None = None
-        """What this worker's model is built for."""
         if slot is not None:
             self._stand(*grid.place(slot))
         self.losses = Losses(grid)
         self._node = node
         self.fabric = fabric
-        self._rules = rules or Rules()
         self._min_replicas = min_replicas
         self._verify_interval = verify_interval
         self._verified = 0
-        self._generation: Generation | None = None
-        self._decision: Decision | None = None
-        self._live: tuple[Decision, dict[int, int], frozenset[int]] | None = None
-        self._shown = (0, False, 0)
         self._at = 0
-        self._committed = 0
-        """The last decision that was over when the last epoch was made."""
         self._pending: Decision | None = None
         self._lock = threading.Lock()
         self._spare: Spare | None = None
         self._finished = False
         self.section_kind = ""
         """What the last section was, or is."""
-        self.shares = Shares(grid, self._rules.multiple_of)
         session.on_revoke(self._revoked)
-
-    # ---- views
-
-    @property
-    def generation(self) -> Generation:
-        """The groups of the present epoch."""
-        assert self._generation is not None, "start() was not called"
-        return self._generation
-
-    @property
-    def decision(self) -> Decision:
-        """What the present epoch decided."""
-        assert self._decision is not None, "start() was not called"
-        return self._decision
-
-    @property
-    def started(self) -> bool:
-        """Whether the first epoch was joined: before it a death ends the run."""
-        return self._decision is not None
 
     @property
     def orphaned(self) -> bool:
@@ -133,39 +102,6 @@ class Recovery(Marks):
         """How long this worker has been without a place."""
         with self._lock:
             return 0.0 if self._spare is None else self._spare.seconds
-
-    @property
-    def live(self) -> frozenset[int]:
-        """The slots in which somebody stands; the same object as long as the decision is."""
-        return self._slots()[2]
-
-    @property
-    def standing(self) -> dict[int, int]:
-        """Slot -> worker that stands there; the same object as long as the decision is."""
-        return self._slots()[1]
-
-    def _slots(self) -> tuple[Decision, dict[int, int], frozenset[int]]:
-        decision = self.decision
-        if self._live is None or self._live[0] is not decision:
-            slots = decision.slots(self.grid)
-            self._live = decision, slots, frozenset(slots)
-        return self._live
-
-    @property
-    def placed(self) -> bool:
-        """Whether this worker has a place in the present epoch."""
-        return self._decision is not None and self._decision.place(self.me) is not None
-
-    def committed(self, number: int) -> bool:
-        """Whether a decision was over when the present epoch was made: all of the epoch say the same.
-
-        The session may have heard more since, and others not yet: they would begin again without those who have.
-        """
-        return self._committed >= number
-
-    def share(self, total: int) -> list[list[int]]:
-        """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
-        return self.shares.of(self.decision, self.replica, total)
 
     # ---- the run
 
@@ -354,11 +290,6 @@ class Recovery(Marks):
         if self.session.revoked or self.session.epoch != decision.epoch:
             self.generation.end("the epoch was over before its groups were opened")
 
-    def _stand(self, replica: int, position: int) -> None:
-        self.replica, self.position = replica, position
-        self.slot = self.grid.replicas[replica][position]
-        self.lane = self.grid.lane_of[position]
-
     def give_up_unless_enough(self, decision: Decision) -> None:
         """End the run, for all, if too few replicas are left or may come; raises ``NoReplica`` or ``StateLost``.
 
@@ -449,14 +380,6 @@ class Recovery(Marks):
                 os._exit(1)
         elif lost := self._lost_of_mine():
             self._orphan(f"worker {', '.join(map(str, lost))} of its replica is gone")
-
-    def show(self, total: int) -> None:
-        """Tell people where this worker stands, and how much of a step of ``total`` microbatches its replica runs."""
-        shown = self.decision.epoch, self.shares.easing, total
-        if self._shown != shown:
-            self._shown = shown
-            quota = self.shares.counts(self.decision, total).get(self.replica, 0)
-            self.session.show((self.replica, self.position or 0, quota))
 
     def be_spare(self, note: str) -> Spare:
         """Have the spare's thread join from now on; the one that does so already, if there is."""
