@@ -209,11 +209,25 @@ class Recovery(Standing):
                 self.agree(number)
                 return result
             except EpochRevoked:
+                if self.committed_before_the_end(number):
+                    return result
                 self.rendezvous(self._status(at=number))
                 if self.committed(number):  # only when all had reported it done, this worker too
                     return result
                 reset()
                 self.hooks.log("again", what=kind)
+
+    def committed_before_the_end(self, number: int) -> bool:
+        """After ``EpochRevoked``: whether the decision was committed in the epoch that ends: all of it say the same.
+
+        A worker that had reported it in an earlier epoch may be repeating it when that happens. Its mates go on, into
+        operations that need it: it must not wait for them at a rendezvous. (A coordinator tells of its commits before
+        it tells of the epoch's end, so with the end they are known.) Raises as ``stay`` does.
+        """
+        self._leave_if_orphan()
+        self.session.ask("an operation of the epoch has failed")  # nothing, if the end is known
+        self.session.wait_revoked()
+        return self.session.committed >= number
 
     def rendezvous_in_step(self, number: int, total: int, ran: Sequence[int]) -> None:
         """As ``rendezvous``, in the middle of step ``number`` of ``total`` microbatches: my replica holds ``ran``."""

@@ -2,7 +2,7 @@
 
     COMPUTE ----> REDUCE ----> AGREE ----> COMMITTED
        |            |            |             ^
-       |            '--revoked---+             | the plan says that it was decided
+       |            '--revoked---+             | it was decided before the epoch ended, or the plan says so
        |                         v             |
        |                    RENDEZVOUS --------'
        |                         |  plan of the next epoch
@@ -171,6 +171,8 @@ class Step:
 
     def _rendezvous(self) -> State:
         recovery = self._recovery
+        if recovery.committed_before_the_end(self._number):
+            return State.COMMITTED
         recovery.rendezvous_in_step(self._number, self._total, self._ran)
         if recovery.committed(self._number):
             self._outcome.by_plan = True

@@ -1,7 +1,8 @@
 """pretrain_gpt_recover.py with workers that take their time at some places: slow.py PLACE@WORKER=SECONDS,... flags...
 
-PLACE: ``joined``, when the first epoch has begun, ``met``, after a rendezvous, or a phase: before a fault may strike in
-it.  So that what is a race of milliseconds between workers otherwise is decided.
+PLACE: ``joined``, when the first epoch has begun, ``met``, after a rendezvous, ``again``, before sums are made in a
+later epoch than the first, or a phase: before a fault may strike in it.  So that what is a race of milliseconds between
+workers otherwise is decided.
 """
 
 import os
@@ -20,7 +21,7 @@ for part in sys.argv.pop(1).split(","):
     place, worker = where.split("@")
     if worker == os.environ["RANK"]:
         pauses[place] = float(seconds)
-join, rendezvous, strike = Session.join, Recovery.rendezvous, Marks.strike
+join, rendezvous, strike, mark = Session.join, Recovery.rendezvous, Marks.strike, Marks.mark
 
 
 def slow_join(self: Session, *args: Any) -> Any:
@@ -39,6 +40,13 @@ def slow_strike(self: Marks, phase: str, *args: Any) -> None:
     strike(self, phase, *args)
 
 
+def slow_mark(self: Recovery, phase: str, **how: Any) -> None:
+    mark(self, phase, **how)
+    if phase == "reduce-scatter" and self.generation.number > 1:
+        time.sleep(pauses.pop("again", 0))
+
+
+Recovery.mark = slow_mark  # type: ignore[method-assign]
 Session.join = slow_join  # type: ignore[method-assign]
 Recovery.rendezvous = slow_rendezvous  # type: ignore[method-assign]
 Marks.strike = slow_strike  # type: ignore[method-assign]

@@ -74,6 +74,18 @@ def test_a_worker_that_hears_of_a_commit_before_it_goes_on_does_what_the_others_
     equal(forkserver, reference, replace(case, train_with=script), tmp_path)
 
 
+def test_who_repeats_what_is_committed_meanwhile_goes_on_with_its_mates_when_the_epoch_ends(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """Column 0 has reported the step when 5, of column 1, dies; when 1 and 3 have, in the next epoch, it is committed.
+
+    Then 3 dies, while 0 has not come to its sums once more. 1 goes on to the update, for which it needs 0.
+    """
+    case = Case(TP2, (Strike(2, 1, 3, "reduce-scatter"), Strike(1, 1, 3, "optimizer")))
+    script = (str(Path(__file__).with_name("slow.py")), "reduce-scatter@5=0.2,again@0=1.5")
+    equal(forkserver, reference, replace(case, train_with=script), tmp_path)
+
+
 def test_a_worker_that_has_not_taken_up_the_first_plan_yet_survives_another_ones_death(
     forkserver: ForkServer, reference: Reference, tmp_path: Path
 ) -> None:
