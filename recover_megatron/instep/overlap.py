@@ -32,10 +32,10 @@ from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.fetch import Fetcher
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.collectives.progress import Handle
-from recover_megatron.collectives.schedule import within
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Shards
+from recover_megatron.workload.shards import owned
 
 Part = tuple[int, Span]
 """Elements of a bucket, by its number."""
@@ -167,19 +167,18 @@ class Overlap:
                 with suppress(EpochRevoked):
                     self._arrived(number)
             for column in dict.fromkeys(self._parts[number][0] for number in self._missing):
-                for unit in self._shards.layout(column).units:
-                    self._fetch_unit(column, unit, came)
+                for unit, wanted in self._wanted(column).items():
+                    self._fetch_unit(column, unit, wanted, came)
         self._missing.clear()
         self._hang_up()
         if came:
             self._tell(came, time.monotonic() - began)
 
-    def _fetch_unit(self, column: Column, unit: int, came: dict[int, int]) -> None:
+    def _fetch_unit(self, column: Column, unit: int, wanted: Sequence[Part], came: dict[int, int]) -> None:
         """``came``: worker -> bytes that it has given."""
-        wanted, layout = list(self._wanted(column, unit)), self._shards.layout(column)
         if unit not in self._shards.held(column):
             for request in _requests(wanted, self._bytes_each):
-                worker, data = self._bring(request, unit, layout.holders(unit))
+                worker, data = self._bring(request, unit, self._shards.layout(column).holders(unit))
                 self._fill(request, data)
                 came[worker] = came.get(worker, 0) + len(data)
         for number, span in wanted:
@@ -200,14 +199,16 @@ class Overlap:
             fetcher.close()
         self._fetchers.clear()
 
-    def _wanted(self, column: Column, unit: int) -> Iterator[Part]:
-        """What is missing of a unit, in all buckets of its column."""
+    def _wanted(self, column: Column) -> dict[int, list[Part]]:
+        """Unit -> what is missing of it, in all buckets of its column."""
+        found: dict[int, list[Part]] = {}
         for number in self._missing:
             its, bucket = self._parts[number]
             if its == column:
-                spans = [Span(*part) for part in self._shards.layout(column).parts(unit, bucket.ledger.numel)]
-                (missing,) = within(bucket.ledger.local, [spans])
-                yield from ((number, span) for span in missing)
+                missing = [(span.start, span.stop) for span in bucket.ledger.local]
+                for unit, parts in owned(self._shards.layout(column), missing, bucket.ledger.numel).items():
+                    found.setdefault(unit, []).extend((number, Span(*part)) for part in parts)
+        return found
 
     def _bytes_each(self, number: int) -> int:
         return self._parts[number][1].flat.element_size()

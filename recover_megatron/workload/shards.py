@@ -95,14 +95,20 @@ class Layout:
         if numel % len(self.homes):
             raise ValueError(f"a bucket of {numel} elements cannot be cut into {len(self.homes)} equal shards")
         width, at, count = numel // len(self.homes), self._at[unit], len(self.ring)
-        found = []
+        found = [(shard * width, (shard + 1) * width) for shard in self._shards_of[unit]]
+        found += [
+            (shard * width + at * width // count, shard * width + (at + 1) * width // count)
+            for shard in self._shards_of.get(None, ())
+        ]
+        return sorted(part for part in found if part[0] < part[1])
+
+    @cached_property
+    def _shards_of(self) -> dict[int | None, list[int]]:
+        """Unit -> the shards whose place it stands in; None: those whose place is empty."""
+        found: dict[int | None, list[int]] = {}
         for shard, home in enumerate(self.homes):
-            start = shard * width
-            if home == unit:
-                found.append((start, start + width))
-            elif home is None:
-                found.append((start + at * width // count, start + (at + 1) * width // count))
-        return [part for part in found if part[0] < part[1]]
+            found.setdefault(home, []).append(shard)
+        return found
 
     @cached_property
     def _at(self) -> dict[int, int]:
@@ -184,6 +190,21 @@ def chunks(layout: AnyLayout, members: Sequence[int], live: frozenset[int], nume
             raise ValueError(f"nobody has the state of unit {unit}")
         found[speaker] += layout.parts(unit, numel)
     return [_joined(sorted(parts)) for parts in found.values()]
+
+
+def owned(layout: AnyLayout, parts: Sequence[Part], numel: int) -> dict[int, list[Part]]:
+    """Unit -> what it owns of ``parts`` (ascending, disjoint) of a bucket, ascending; in one pass over both."""
+    owners = sorted((start, stop, unit) for unit in layout.units for start, stop in layout.parts(unit, numel))
+    found: dict[int, list[Part]] = {}
+    at = 0
+    for start, stop in parts:
+        while start < stop:
+            while owners[at][1] <= start:
+                at += 1
+            _, end, unit = owners[at]
+            found.setdefault(unit, []).append((start, min(stop, end)))
+            start = min(stop, end)
+    return found
 
 
 def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.workload.shards import Instances, Layout, chunks, hops, layout_of, lost, moves, primary
+from recover_megatron.workload.shards import Instances, Layout, chunks, hops, layout_of, lost, moves, owned, primary
 
 
 @st.composite
@@ -37,6 +37,21 @@ def cover(parts: list[tuple[int, int]], numel: int) -> bool:
 def test_every_element_is_owned_by_one_unit(history) -> None:
     _, _, layout, numel = history
     assert cover([part for unit in layout.ring for part in layout.parts(unit, numel)], numel)
+
+
+@given(histories(), st.sets(st.integers(0, 95)))
+def test_what_is_missing_of_a_bucket_is_found_at_its_owners_each_element_once(history, missing) -> None:
+    _, _, layout, numel = history
+    missing = sorted(element for element in missing if element < numel)
+    starts = [element for element in missing if element - 1 not in missing]
+    stops = [element + 1 for element in missing if element + 1 not in missing]
+    found = owned(layout, list(zip(starts, stops, strict=True)), numel)
+    for unit, parts in found.items():
+        own = set(itertools.chain.from_iterable(range(*part) for part in layout.parts(unit, numel)))
+        assert parts == sorted(parts)
+        assert all(own.issuperset(range(*part)) for part in parts)
+    told = itertools.chain.from_iterable(range(*part) for parts in found.values() for part in parts)
+    assert sorted(told) == missing
 
 
 @given(histories())
