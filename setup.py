@@ -20,7 +20,8 @@ setup(
     package_data={"recover_megatron": ["py.typed"]},
     py_modules=["pretrain_gpt_recover"],
     install_requires=[
-        "torch>=2.11,<2.16",
+        # From the first alpha on: NVIDIA's containers have 2.11.0a0+..., which is below 2.11.
+        "torch>=2.11.0a0,<2.16",
         "megatron-core>=0.17,<0.20",
         "numpy>=1.26,<3",
         "rich>=13.7,<16",

@@ -41,9 +41,10 @@ class RecoverConfig:
     coordinator: str | None = None
     """``HOST:PORT[,HOST:PORT...]``, the candidate coordinators (``parse_addresses``); None: there are none."""
     heartbeat_interval: float = 1.0
-    """Seconds, as the two that follow; what they mean: ``membership.records.Settings``."""
+    """Seconds, as the three that follow; what they mean: ``membership.records.Settings``."""
     heartbeat_timeout: float = 5.0
     hang_timeout: float = 60.0
+    stall_timeout: float = 600.0
     collective: str = "ring"
     """One of ``COLLECTIVES``."""
     min_replicas: int = 1
@@ -119,6 +120,14 @@ def add_recover_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         metavar="S",
         help="a worker that makes no progress for so many seconds while others wait for it is out; at least the "
         "heartbeat timeout (default: %(default)s)",
+    )
+    group.add_argument(
+        "--recover-stall-timeout",
+        type=float,
+        default=defaults.stall_timeout,
+        metavar="S",
+        help="where more than half of the replicas hang or are silent at once, wait for them for so many seconds; so "
+        "long may a worker wait for its data, too; 0: never wait (default: %(default)s)",
     )
     group.add_argument(
         "--recover-collective",
@@ -204,6 +213,7 @@ def config_from_argv(argv: Sequence[str]) -> RecoverConfig:
         heartbeat_interval=args.recover_heartbeat_interval,
         heartbeat_timeout=args.recover_heartbeat_timeout,
         hang_timeout=args.recover_hang_timeout,
+        stall_timeout=args.recover_stall_timeout,
         collective=args.recover_collective,
         min_replicas=args.recover_min_replicas,
         inject=args.recover_inject,
@@ -244,6 +254,8 @@ def problems(config: RecoverConfig) -> list[str]:
     for flag, seconds in times.items():
         if not 0 < seconds < math.inf:
             found.append(f"{flag} {seconds:g}: give a number of seconds above 0")
+    if not 0 <= config.stall_timeout < math.inf:
+        found.append(f"--recover-stall-timeout {config.stall_timeout:g}: give a number of seconds, 0 or more")
     if timeout < 2 * interval:
         found.append(
             f"--recover-heartbeat-timeout {timeout:g} must be at least twice --recover-heartbeat-interval {interval:g}"

@@ -26,9 +26,11 @@ class UserError(Exception):
 def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
     """Print the reasons and exit with ``EXIT_USAGE``.
 
-    All workers of a run refuse for the same reasons, so only worker 0 prints; the others exit silently.
+    The workers of a node refuse for the same reasons, so only the first one of each node prints, and whoever comes into
+    a running job by itself; the others exit silently.
     """
-    if os.environ.get("RANK", "0") == "0":
+    first = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+    if first or (os.environ.get("RECOVER_JOIN") == "1" and os.environ.get("RECOVER_SPARE") != "1"):
         if len(reasons) == 1:
             text = f"{program}: error: {reasons[0]}"
         else:

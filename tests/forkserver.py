@@ -85,6 +85,7 @@ class ForkServer:
         spares: int = 0,
         restarts: int = 0,
         nodes: list[str] | None = None,
+        networks: list[tuple[str, str]] | None = None,
     ) -> Run:
         """Run ``argv`` (script first) in ``workers`` processes and wait for all of them.
 
@@ -101,6 +102,9 @@ class ForkServer:
         own, worker-ID.log. ``nodes``: the name of each rank's node, which its worker finds in RECOVER_NODE_NAME
         (default: all "node"); spares are on the last one, replacements on that of the one they replace. Who is in no
         plan when the run ends is killed.
+
+        ``networks``: (file of a network namespace, address there) of each rank, and behind them that of the store and
+        the coordinator (tests/hosts).
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -118,6 +122,7 @@ class ForkServer:
             "spares": spares,
             "restarts": restarts,
             "nodes": nodes or ["node"] * workers,
+            "networks": networks,
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -163,9 +168,9 @@ def _record_losses(path: str) -> None:
 
     def recording_train_step(*args: Any, **kwargs: Any) -> Any:
         result = train_step(*args, **kwargs)
-        loss, grad_norm = result[0].get("lm loss"), result[5]
+        numbers = {"loss": result[0].get("lm loss"), "grad_norm": result[5]}
         with open(path, "a", encoding="utf-8") as file:
-            row = {"loss": None if loss is None else float(loss), "grad_norm": float(grad_norm)}
+            row = {name: None if value is None else float(value) for name, value in numbers.items()}
             file.write(json.dumps(row) + "\n")
         return result
 
@@ -233,6 +238,8 @@ class _Worker:
         }  # fmt: skip
         if self.worker >= workers:
             variables |= {"RECOVER_WORKER": str(self.worker), "RECOVER_JOIN": "1"}
+        if request["networks"]:
+            variables |= {"RECOVER_HOST": _address(request, self.rank), "GLOO_SOCKET_IFNAME": "e0"}
         if self.rank < 0:
             variables["RECOVER_SPARE"] = "1"
         return variables
@@ -241,12 +248,13 @@ class _Worker:
 def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None:
     _die_with_parent(parent)
     os.setsid()
+    _enter(request, who.rank)
     log = os.open(f"{request['log_dir']}/worker-{who.worker}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ |= {
         **who.environment(request),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "MASTER_ADDR": _address(request, -1), "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         **request["environment"],
     }  # fmt: skip
@@ -326,13 +334,25 @@ def _coordinate(listener: socket.socket, request: dict[str, Any], secret: str, p
     os.dup2(log, 2)
     options = ["--world", str(request["workers"]), "--listen-fd", str(listener.fileno())]
     options += ["--events", f"{request['log_dir']}/events-0.jsonl"]
-    for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout"):
+    for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout"):
         options += [f"--{name.replace('_', '-')}", str(getattr(config, name))]
     coordinator(options)
 
 
-def _listener() -> socket.socket:
-    return socket.create_server(("127.0.0.1", 0), backlog=256)
+def _listener(request: dict[str, Any]) -> socket.socket:
+    return socket.create_server(("" if request["networks"] else "127.0.0.1", 0), backlog=256)
+
+
+def _address(request: dict[str, Any], rank: int) -> str:
+    """Where the others reach a rank; -1: the store and the coordinator."""
+    return request["networks"][rank][1] if request["networks"] else "127.0.0.1"
+
+
+def _enter(request: dict[str, Any], rank: int) -> None:
+    """Be in the network of a rank (-1: as above) from now on, with all that this process starts."""
+    if request["networks"]:
+        with open(request["networks"][rank][0]) as network:
+            os.setns(network.fileno(), os.CLONE_NEWNET)
 
 
 def _fork(run: Callable[[], None]) -> int:
@@ -382,14 +402,15 @@ class _Recovering:
 def _serve_run(request: dict[str, Any]) -> dict[int, int]:
     """In a process of its own: start everything, wait for the workers, end the rest; the exit codes by worker id."""
     me, workers = os.getpid(), request["workers"]
+    _enter(request, -1)
     recover = "--recover" in request["argv"]
     helpers: list[int] = []
     children: dict[int, _Worker] = {}
-    with _listener() as for_store, _listener() as for_coordinator:
+    with _listener(request) as for_store, _listener(request) as for_coordinator:
         port = for_store.getsockname()[1]
         helpers.append(_fork(lambda: _serve_store(for_store, workers, me)))
         if recover:
-            secret, address = secrets.token_hex(32), for_coordinator.getsockname()[:2]
+            secret, address = secrets.token_hex(32), (_address(request, -1), for_coordinator.getsockname()[1])
             helpers.append(_fork(lambda: _coordinate(for_coordinator, request, secret, me)))
             request["environment"] = {
                 "RECOVER_COORDINATOR": f"{address[0]}:{address[1]}", "RECOVER_SECRET": secret, "RECOVER_NODE": "node",

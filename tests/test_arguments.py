@@ -38,6 +38,7 @@ def test_the_default_times_are_those_of_the_protocol() -> None:
     assert config.heartbeat_interval == settings.heartbeat_interval
     assert config.heartbeat_timeout == settings.heartbeat_timeout
     assert config.hang_timeout == settings.hang_timeout
+    assert config.stall_timeout == settings.stall_timeout
 
 
 def test_every_flag_reaches_the_config_among_flags_of_others() -> None:
@@ -80,6 +81,7 @@ def test_the_coordinator_comes_from_the_launcher_unless_the_user_says_otherwise(
         (["--recover-heartbeat-interval", "nan"], "--recover-heartbeat-interval nan: give a number"),
         (["--recover-hang-timeout", "inf"], "--recover-hang-timeout inf: give a number of seconds above 0"),
         (["--recover-heartbeat-interval", "3"], "--recover-heartbeat-timeout 5 must be at least twice"),
+        (["--recover-stall-timeout", "-1"], "--recover-stall-timeout -1: give a number of seconds, 0 or more"),
         (["--recover-hang-timeout", "4"], "--recover-hang-timeout 4 must not be below --recover-heartbeat-timeout 5"),
         (["--recover-min-replicas", "0"], "--recover-min-replicas 0: give 1 or more"),
         (["--recover-spares", "-1"], "--recover-spares -1: give 0 or more"),

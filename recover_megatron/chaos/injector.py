@@ -15,6 +15,10 @@ class InjectedFault(RuntimeError):
     """The exception of a fault of kind ``raise``."""
 
 
+class InjectedExit(SystemExit):
+    """That of kind ``exit``."""
+
+
 class Injector:
     """The faults of one worker.  Call ``at`` at every visit of a phase."""
 
@@ -61,6 +65,6 @@ def _strike(fault: Fault) -> None:
     elif fault.kind is Kind.STOP:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind is Kind.EXIT:
-        sys.exit(1)
+        raise InjectedExit(1)
     else:
         raise InjectedFault(f"injected fault {fault}")

@@ -18,22 +18,27 @@ The workers meet by the addresses that they join with, so no store is needed: a 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.door import Door
 from recover_megatron.collectives.epoch import SessionEpoch
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.opening import open_door, open_group
 from recover_megatron.collectives.rendezvous import Known
 from recover_megatron.collectives.ring_group import Tuning
 from recover_megatron.membership.auth import find_secret
+from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, CoordinatorLost
 from recover_megatron.membership.records import Json, Plan
 from recover_megatron.membership.session import Session
 from recover_megatron.membership.worker import HOST_VARIABLE, connect
 
 LOOPBACK = "127.0.0.1"
+MOST = 10
+"""So many epochs of the same members with nothing done in between end the run."""
+_PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 
 class Column:
@@ -52,6 +57,10 @@ class Column:
         self._door: Door | None = None
         self._group: Group | None = None
         self._failed = False
+        self._lost: PeerLost | None = None
+        """What this worker's connections failed with in the last epoch."""
+        self._last: Json = None
+        self._tries = 0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Column:
@@ -85,12 +94,33 @@ class Column:
         """Leave the old epoch's group, and join the next epoch: waits for all live workers.
 
         Afterwards ``committed`` may have reached an iteration that this worker reported: then its step must be applied.
-        Raises as ``Session.join`` does.
+        Raises as ``Session.join`` does, ``CoordinatorLost``, too, where the run does not get any further: two live
+        workers cannot talk to each other.
         """
+        reason = self._complain()
         self._close()
+        if self._tries:
+            time.sleep(min(_PAUSE * 2**self._tries, _LONGEST_PAUSE))  # whatever it is, it may pass
         self._door = open_door(self._host, self._tuning)
-        self._plan = self.session.join({"door": self._door.address, "status": status})
+        self._plan = self.session.join({"door": self._door.address, "status": status}, reason)
         self._failed = False
+        now = self._plan.committed, self.members, self.statuses
+        self._tries = self._tries + 1 if now == self._last else 0
+        self._last = now
+        if self._tries >= MOST:
+            why = f"{MOST + 1} epochs in a row brought nothing, and nobody was lost; the last one ended: {reason}"
+            self.session.give_up(EXIT_LOST_MAJORITY, why)
+            raise CoordinatorLost(why)
+
+    def _complain(self) -> str:
+        """Say with whom this worker's connections have failed, if they have; the reason for another epoch."""
+        lost = self._lost if self._group is None else self._group.lost
+        self._lost = None
+        if lost is None:
+            return ""
+        reason = f"{lost} (with worker {lost.peer})" if lost.peer is not None else str(lost)
+        self.session.ask(reason, lost.peer)
+        return reason
 
     def group(self, buckets: Sequence[Bucket]) -> Group:
         """The epoch's group.  At its first use in the epoch it is opened, and ``buckets`` are pulled.
@@ -108,8 +138,11 @@ class Column:
                     host=self._host, tuning=self._tuning, door=self._door,
                 )  # fmt: skip
                 self._group.pull(buckets)
-            except EpochRevoked:
+            except EpochRevoked as over:
                 self._failed = True
+                if self._group is None and isinstance(lost := over.__cause__, PeerLost):
+                    peer = None if lost.peer is None else self.members[lost.peer]
+                    self._lost = PeerLost(str(lost), peer, road=lost.road)
                 raise
         return self._group
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.membership.records import Plan
 from recover_megatron.membership.session import Session
 
@@ -64,6 +64,8 @@ class Revocation:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.reason = ""
+        self.lost: PeerLost | None = None
+        """With whom it failed, where this member noticed that itself and first."""
         self._thrown = threading.Event()
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
@@ -72,12 +74,14 @@ class Revocation:
     def thrown(self) -> bool:
         return self._thrown.is_set()
 
-    def throw(self, reason: str) -> None:
+    def throw(self, reason: str | PeerLost) -> None:
         """End the group; the first reason stands."""
         with self._lock:
             if self._thrown.is_set():
                 return
-            self.reason = reason
+            self.reason = str(reason)
+            if isinstance(reason, PeerLost):  # without its frames, which keep connections and memory of the epoch alive
+                self.lost = PeerLost(self.reason, reason.peer, road=reason.road)
             self._thrown.set()
             wakers, self._wakers = self._wakers, []
         for waker in wakers:

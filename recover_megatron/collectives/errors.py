@@ -7,13 +7,34 @@ every segment is either the untouched local gradient or the finished sum, as its
 
 from __future__ import annotations
 
+import errno
+
 from recover_megatron.membership.errors import EpochRevoked
 
-__all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost"]
+__all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost", "is_of_the_road"]
 
 
 class PeerLost(ConnectionError):
-    """The connection to a neighbour broke.  Inside this package only: callers see ``EpochRevoked``."""
+    """The connection to another member broke.  Inside this package and the next only: callers see ``EpochRevoked``.
+
+    ``peer``: the other member, by its place in the group, where it is known.  ``road``: not that it hung up: nothing
+    gets there, or nothing comes back.
+    """
+
+    def __init__(self, text: str, peer: int | None = None, *, road: bool = False) -> None:
+        super().__init__(text)
+        self.peer = peer
+        self.road = road
+
+
+_ROAD = {
+    errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES, errno.EPERM,
+}  # fmt: skip
+
+
+def is_of_the_road(error: OSError | None) -> bool:
+    """Whether what a connection that was made failed with speaks of the way, not of who is at its other end."""
+    return error is not None and (isinstance(error, TimeoutError) or error.errno in _ROAD)
 
 
 class CollectiveMismatch(RuntimeError):

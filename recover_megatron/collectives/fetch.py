@@ -14,7 +14,8 @@ import socket
 from collections.abc import Callable, Sequence
 
 from recover_megatron.collectives.board import HANDSHAKE_SECONDS, LONGEST_LINE, MOST_BYTES, check_board, prove
-from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.collectives.errors import PeerLost, is_of_the_road
+from recover_megatron.collectives.silence import is_silent, watch
 
 PIECE_SECONDS = 0.25
 """How long an answer is waited for before ``patience`` is asked."""
@@ -36,7 +37,8 @@ class Fetcher:
         try:
             self._socket = socket.create_connection((host, int(port)), timeout=HANDSHAKE_SECONDS)
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._lost(error, road=True) from error
+        watch(self._socket)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(PIECE_SECONDS)
         try:
@@ -95,11 +97,11 @@ class Fetcher:
                 self._patience()
                 continue
             except OSError as error:
-                raise self._lost(error) from error
+                raise self._lost(error, road=is_of_the_road(error)) from error
             if not came:
-                raise self._lost("it closed the connection")
+                raise self._lost("it closed the connection", road=is_silent(self._socket))
             self._read += came
             return
 
-    def _lost(self, why: object) -> PeerLost:
-        return PeerLost(f"the board at {self._address} does not answer: {why}")
+    def _lost(self, why: object, *, road: bool = False) -> PeerLost:
+        return PeerLost(f"the board at {self._address} does not answer: {why}", road=road)

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import PeerLost
 from recover_megatron.collectives.rendezvous import await_key
+from recover_megatron.collectives.silence import watch
 
 Address = tuple[str, int]
 
@@ -38,6 +39,8 @@ NO_TIMEOUT = timedelta(days=7)
 _creating = threading.Lock()
 """Two devices made at the same time could not tell their listeners apart."""
 
+CONNECT_SECONDS = 10.0
+"""In which gloo connects to members that have all told where they are."""
 _DROP_SECONDS = 1.0
 """How long to wait for aborted groups to go; then they are left behind."""
 
@@ -189,8 +192,10 @@ class GlooGroups:
                 theirs = json.loads(await_key(store, f"{ring}/{other}", revocation, timeout))
                 self._listeners.add((theirs["listener"][0], theirs["listener"][1]))
                 self._exchange.tell({name: theirs["groups"][name] for name in groups if other in groups[name]})
-            self._wait_until(lambda: len(self.backends) == len(groups))
+            self._wait_until(lambda: len(self.backends) == len(groups), min(timeout, CONNECT_SECONDS))
             self._connected = _connections(self._listeners)
+            for sock in self._connected:
+                watch(sock)
             missing = sum(len(members) - 1 for members in groups.values()) - len(self._connected)
             if missing > 0:
                 raise PeerLost(f"{missing} of gloo's connections are gone already")
@@ -223,13 +228,15 @@ class GlooGroups:
 
         threading.Thread(target=build, name=f"making gloo's group {name}", daemon=True).start()
 
-    def _wait_until(self, done: Callable[[], bool]) -> None:
+    def _wait_until(self, done: Callable[[], bool], seconds: float | None = None) -> None:
         changed = self._exchange.changed
         with changed:
-            changed.wait_for(lambda: done() or bool(self._failed) or self._revocation.thrown)
+            in_time = changed.wait_for(lambda: done() or bool(self._failed) or self._revocation.thrown, seconds)
         self._revocation.check()
         if self._failed:
-            raise PeerLost(f"gloo could not connect: {self._failed[0]}") from self._failed[0]
+            raise PeerLost(f"gloo could not connect: {self._failed[0]}", road=True) from self._failed[0]
+        if not in_time:
+            raise PeerLost(f"gloo has not connected to all members within {seconds:g} s", road=True)
 
     def abort(self) -> None:
         """Make every operation fail, here and at the other ends; from any thread."""

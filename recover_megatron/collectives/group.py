@@ -21,7 +21,7 @@ import torch
 
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.epoch import Epoch, Revocation
-from recover_megatron.collectives.errors import CollectiveMismatch, LedgerError
+from recover_megatron.collectives.errors import CollectiveMismatch, LedgerError, PeerLost
 from recover_megatron.collectives.ledger import Held, Ledger, Span, from_digest, merge
 from recover_megatron.collectives.progress import Handle
 from recover_megatron.collectives.schedule import Chunks, even_chunks, within
@@ -112,6 +112,14 @@ class Group(ABC):
     @property
     def revoked(self) -> bool:
         return self._revocation.thrown
+
+    @property
+    def lost(self) -> PeerLost | None:
+        """What ended this group where it was a connection of this member's; its ``peer`` is a member, not a rank."""
+        lost = self._revocation.lost
+        if lost is None or lost.peer is None:
+            return lost
+        return PeerLost(str(lost), self.members[lost.peer], road=lost.road)
 
     def abort(self, reason: str) -> None:
         """End every operation here with ``EpochRevoked``, now and later; from any thread.

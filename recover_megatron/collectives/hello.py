@@ -7,7 +7,7 @@
 
 ``ring`` names job-wide group, epoch, and both ranks, so a connection of another epoch, another column or another place
 in the ring is refused, whoever opened it.  Fixed lengths; nothing is parsed.  A connection that says nothing holds
-nobody up: all candidates are served side by side until the right one is there.
+nobody up: all candidates are served side by side until the right one is there; each has ``PROOF_SECONDS``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import PeerLost
 
 NONCE, MAC = 16, 32
+CONNECT_SECONDS = 5.0
+"""A host that has not answered by then is not reached; what its process does plays no part in it."""
+PROOF_SECONDS = 5.0
+FULL_SECONDS = 0.25
+"""How long nobody is let in when this process has no descriptor left."""
 MAX_CANDIDATES = 64
 """Connections served at a time; the oldest is dropped for a newer one."""
 
@@ -39,6 +44,7 @@ class _Conversation:
 
     def __init__(self, sock: socket.socket, secret: bytes, ring: bytes) -> None:
         self.sock = sock
+        self.since = time.monotonic()
         self._secret = secret
         self._ring = ring
         self._heard = b""
@@ -103,6 +109,7 @@ class Meeting:
         self._revocation = revocation
         self._wake = wake
         self._secret = secret
+        self._closed_until = 0.0
 
     def hold(self, out: socket.socket, out_ring: bytes, in_ring: bytes, timeout: float) -> socket.socket:
         """Say hello on ``out`` (connecting or connected, non-blocking) and to whoever comes in.
@@ -135,31 +142,57 @@ class Meeting:
     def _poll(
         self, outgoing: _Conversation | None, candidates: dict[int, _Conversation], accepting: bool, deadline: float
     ) -> set[int]:
-        poll = select.poll()
+        now = time.monotonic()
+        poll, until = select.poll(), deadline
         poll.register(self._wake, select.POLLIN)
-        if accepting:
+        if accepting and now >= self._closed_until:
             poll.register(self._listener.fileno(), select.POLLIN)
+        elif accepting:
+            until = min(until, self._closed_until)
         for fd in candidates:
             poll.register(fd, select.POLLIN)
+        if candidates:
+            until = min(until, next(iter(candidates.values())).since + PROOF_SECONDS)
         if outgoing:
             poll.register(outgoing.sock.fileno(), select.POLLIN)
-        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not _is_connected(outgoing.sock):
+                until = min(until, outgoing.since + CONNECT_SECONDS)
+        ready = poll.poll(max(0.0, until - now) * 1000)
         self._revocation.check()
-        if not ready and time.monotonic() > deadline:
+        if not ready:
+            self._give_up_on(outgoing, candidates, deadline)
+        return {fd for fd, _ in ready}
+
+    @staticmethod
+    def _give_up_on(outgoing: _Conversation | None, candidates: dict[int, _Conversation], deadline: float) -> None:
+        """Some time is over: that of a candidate, of the connection to the successor, or of all."""
+        now = time.monotonic()
+        for fd in [fd for fd, candidate in candidates.items() if now >= candidate.since + PROOF_SECONDS]:
+            candidates.pop(fd).sock.close()
+        if outgoing and now >= outgoing.since + CONNECT_SECONDS and not _is_connected(outgoing.sock):
+            raise PeerLost(
+                f"the host of the successor in the ring has not answered for {CONNECT_SECONDS:g} s", road=True
+            )
+        if now > deadline:
             missing = "successor" if outgoing else "predecessor"
             raise TimeoutError(f"the {missing} in the ring did not come within the time for connecting")
-        return {fd for fd, _ in ready}
 
     def _step_out(self, outgoing: _Conversation) -> bool:
         try:
             return outgoing.step()
         except (Refused, OSError) as error:
-            raise PeerLost(f"the successor in the ring refused the connection: {error}") from error
+            road = isinstance(error, OSError) and not isinstance(error, (ConnectionResetError, BrokenPipeError))
+            raise PeerLost(f"the successor in the ring refused the connection: {error}", road=road) from error
 
     def _admit(self, candidates: dict[int, _Conversation], ring: bytes) -> None:
         try:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # no descriptor is left: those that have proved nothing give theirs back, and others may, too
+            while candidates:
+                candidates.popitem()[1].sock.close()
+            self._closed_until = time.monotonic() + FULL_SECONDS
             return
         sock.setblocking(False)
         if len(candidates) >= MAX_CANDIDATES:
@@ -177,3 +210,12 @@ class Meeting:
             except (Refused, OSError):  # a stranger, or a neighbour that died: neither may harm the ring
                 candidates.pop(fd).sock.close()
         return None
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    """Whether the other host has answered."""
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True

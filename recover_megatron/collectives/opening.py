@@ -108,5 +108,5 @@ def open_group(
             transport = StagedTransport(transport, device)
         return RingGroup(epoch, revocation, transport, device=device, tuning=tuning, hook=hook)
     except PeerLost as lost:
-        revocation.throw(str(lost))
+        revocation.throw(lost)
         raise EpochRevoked(epoch.number, str(lost)) from lost

@@ -149,7 +149,7 @@ class Progress[T: Task]:
         except EpochRevoked as revoked:
             error = revoked
         except PeerLost as lost:
-            self._revocation.throw(str(lost))
+            self._revocation.throw(lost)
             error = self._revocation.error()
         except BaseException as fault:  # noqa: BLE001  the thread's boundary: told to whoever waits, nobody is left hanging
             self._revocation.throw(f"{type(fault).__name__}: {fault}")

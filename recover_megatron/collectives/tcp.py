@@ -33,10 +33,11 @@ import torch
 
 from recover_megatron.collectives.door import Door, family_of
 from recover_megatron.collectives.epoch import Revocation
-from recover_megatron.collectives.errors import CollectiveMismatch, PeerLost
+from recover_megatron.collectives.errors import CollectiveMismatch, PeerLost, is_of_the_road
 from recover_megatron.collectives.hello import Meeting
 from recover_megatron.collectives.rendezvous import KeyValue, await_key
 from recover_megatron.collectives.scratch import Scratch
+from recover_megatron.collectives.silence import SECONDS, is_silent, watch
 from recover_megatron.collectives.slots import Slots, machine
 from recover_megatron.collectives.transport import Arrival, Pending, Transport
 
@@ -136,6 +137,7 @@ class TcpTransport(Transport):
         self._successor_left = False
         self._low_water = 1
         self._watched_in = self._watched_out = 0
+        self._neighbours = {"successor": (rank + 1) % size, "predecessor": (rank - 1) % size}
         self._descriptors = threading.Lock()  # abort must not use a descriptor's number after it was closed
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = select.poll()
@@ -173,14 +175,19 @@ class TcpTransport(Transport):
                     self._out.connect((address, int(port)))
                 except BlockingIOError:
                     raise
-                except OSError as error:  # its host is gone, and this one knows it at once
-                    raise self._lost("successor", error) from error
+                except OSError as error:  # its host is gone, or there is no way to it, and this one knows it at once
+                    raise self._lost("successor", error, connecting=True) from error
             meeting = Meeting(door.listener, self._revocation, self._wake, secret)
-            self._in = meeting.hold(
-                self._out, f"{ring} {rank} {after}".encode(), f"{ring} {before} {rank}".encode(), timeout
-            )
+            try:
+                self._in = meeting.hold(
+                    self._out, f"{ring} {rank} {after}".encode(), f"{ring} {before} {rank}".encode(), timeout
+                )
+            except PeerLost as lost:
+                lost.peer = after
+                raise
         for sock in (self._out, self._in):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch(sock)
         if slots and theirs.startswith(here + ":"):
             pid, descriptor = theirs.rsplit(":", 2)[1:]
             self._theirs = Slots.open(int(pid), int(descriptor), *slots)
@@ -375,10 +382,19 @@ class TcpTransport(Transport):
             else:
                 raise CollectiveMismatch(f"the successor in the ring gives back slot {word}, which is not in use")
 
-    def _lost(self, who: str, error: OSError | None) -> Exception:
+    def _lost(self, who: str, error: OSError | None, *, connecting: bool = False) -> Exception:
         if self._revocation.thrown:
             return self._revocation.error()
-        return PeerLost(f"the connection to the {who} in the ring broke" + (f": {error}" if error else ""))
+        sock = self._out if who == "successor" else self._in
+        silent = sock is not None and is_silent(sock)
+        why = f": {error}" if error else ""
+        if silent:
+            why = f": its host has acknowledged nothing for {SECONDS:g} s"
+        return PeerLost(
+            f"the connection to the {who} in the ring broke{why}",
+            self._neighbours[who],
+            road=connecting or silent or is_of_the_road(error),
+        )
 
     # ---- the end
 

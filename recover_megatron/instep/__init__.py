@@ -11,6 +11,8 @@ gradients.py      buckets on their way through the rings, and the tail that carr
 transfer.py       a worker's state on its way to another one
 generation.py     the groups that live and die with one epoch
 process_group.py  torch process groups that outlive their members, for the traffic between steps
+exchange.py       operations of some workers over their replicas, outside of decisions: each once
+staging.py, among.py   on what, and by whom, such an operation is carried out
 replica_group.py  torch process groups inside a replica, whose inside can be exchanged
 inside.py         all of those of one worker: ended from another thread, made again among other workers
 hooks.py          what is asked of the training framework at turning points

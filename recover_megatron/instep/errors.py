@@ -37,3 +37,15 @@ class OtherPosition(InStepError):
     def __init__(self, position: int) -> None:
         super().__init__(f"position {position} is wanted of this worker")
         self.position = position
+
+
+class CheckpointFailed(InStepError):
+    """A checkpoint cannot be written.  ``full``: because its file system has no space left."""
+
+    def __init__(self, message: str, full: bool) -> None:
+        super().__init__(message)
+        self.full = full
+
+
+class UnknownOperation(InStepError):
+    """An operation over replicas inside a step, of which the recovery does not know what it is for: exit code 1."""

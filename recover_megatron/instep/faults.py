@@ -1,23 +1,69 @@
-"""Whose fault an exception is: this worker's own, or that of somebody it communicates with."""
+"""Whose fault an exception is: that of somebody this worker communicates with, of its host or device, or of the work.
+
+of a mate    an operation on a group of this replica failed         ``is_communication``; the worker is an orphan
+its own      its host or device cannot do what others may           ``is_own``; the worker ends, the run goes on
+any other    of the worker or of its work: the coordinator finds    ``signature``; the worker ends, and the run if
+             out by who else meets it                               the work ends others, too
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
+import re
+import traceback
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from recover_megatron.instep.errors import CheckpointFailed
+
 _SIGNS = (
     "gloo/transport",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
     "NCCL error",
     "ncclRemoteError",
     "ncclSystemError",
     "NCCL communicator was aborted",
 )
 """Texts of torch's communication errors that have no type of their own (gloo raises RuntimeError)."""
+
+_COMMON_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+"""The same, in words that others than torch use: only from within an operation on a group."""
+
+_IN_A_GROUP = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/c10d_logger.py",
+    "recover_megatron/collectives/",
+    "recover_megatron/instep/guard.py",
+    "recover_megatron/instep/process_group.py",
+)
+"""Where operations on groups are: files of frames."""
+
+_IN_THE_DATA = ("torch/utils/data/", "recover_megatron/megatron_hooks/data.py")
+"""Where samples are read.  What fails below is no mate's doing, whatever it looks like: a store of data has hung up."""
+
+_FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
+_FULL_SIGNS = ("No space left on device", "Disk quota exceeded")
+_FULL_BYTES = 1 << 16
+"""A file system with less to give is full: torch's writer of archives does not say why it failed."""
+
+_OWN_NUMBERS = (errno.EMFILE, errno.ENFILE, *_FULL_NUMBERS)
+
+_OWN_SIGNS = (
+    "Too many open files",
+    *_FULL_SIGNS,
+    "items of ancdata",  # torch's words where a process may not open the descriptors that were sent to it
+    "insufficient shared memory",
+    "uncorrectable ECC",
+    "uncorrectable NVLink",
+    "over nvlink or a hardware error",
+    "hardware stack error",
+    "system not yet initialized",
+    "no CUDA-capable device",
+    "CUDA-capable device(s) is/are busy or unavailable",
+)
+"""Of faults that say nothing about the work, in whatever type: full tables and disks, devices that have failed."""
 
 _FROM_A_LOADER = "in DataLoader worker process"
 """In the text of an exception that a process of a torch DataLoader raised: its traceback follows, and its own text."""
@@ -28,16 +74,67 @@ def is_communication(error: BaseException) -> bool:
 
     Also when it was raised while such an error was handled (torch's own logging of it may fail).
     """
-    if error.__context__ is not None and is_communication(error.__context__):
+    return any(map(_is_communication, _causes(error)))
+
+
+def _is_communication(error: BaseException) -> bool:
+    if not isinstance(error, (ConnectionError, RuntimeError)):  # torch's types for it are RuntimeErrors
+        return False
+    files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if _any_in(files, _IN_THE_DATA):
+        return False
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or _any_in([str(error)], _SIGNS):
         return True
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
+    known = isinstance(error, ConnectionError) or _any_in([str(error)], _COMMON_SIGNS)
+    return known and _any_in(files, _IN_A_GROUP)
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether ``error`` is a fault of this worker's host or device, of which another worker need not have its like.
+
+    Not a checkpoint's file system that is full: it is everybody's.
+    """
+    if isinstance(error, CheckpointFailed) and error.full:
+        return False
+    return any(_is(each, _OWN_NUMBERS, _OWN_SIGNS) for each in _causes(error))
+
+
+def is_full(error: BaseException, folder: str) -> bool:
+    """Whether ``error``, met while a file was written in ``folder``, means that its file system has no space left."""
+    if any(_is(each, _FULL_NUMBERS, _FULL_SIGNS) for each in _causes(error)):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return False
+    return status.f_bavail * status.f_frsize < _FULL_BYTES
+
+
+def _is(error: BaseException, numbers: tuple[int, ...], signs: tuple[str, ...]) -> bool:
+    return (isinstance(error, OSError) and error.errno in numbers) or _any_in([str(error)], signs)
 
 
 def signature(error: BaseException) -> str:
     """An exception in one line: for the same fault on another worker equal but for its numbers (ranks, devices)."""
-    text = " ".join(str(error).split()).replace(platform.node() or "\0", "this host")
+    text = " ".join(str(error).split())
+    full = platform.node()
+    for name in (full, full.partition(".")[0]):
+        if name:
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "this host", text)
     if _FROM_A_LOADER in text:  # one worker's loader process met what another meets on the spot
         text = text.rpartition(f" {type(error).__name__}: ")[2]
     return f"{type(error).__name__}: {text}"[:1000]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception and what it came from, or was raised in the handling of."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _any_in(texts: list[str], parts: tuple[str, ...]) -> bool:
+    return any(part in text for text in texts for part in parts)

@@ -15,19 +15,22 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.board import Board, Pinned
+from recover_megatron.collectives.board import Board, Neighbours, Pinned
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.gloo import GlooBackend
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.opening import Carrier, open_group
+from recover_megatron.collectives.rendezvous import KeyValue
+from recover_megatron.collectives.reordered import Reordered
 from recover_megatron.collectives.ring import Hook
+from recover_megatron.collectives.round import RoundBackend
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Fabric:
 
     board: Board
     """This worker's own."""
-    secret: bytes
+    secret: bytes = field(repr=False)
     device: torch.device
     host: str = "127.0.0.1"
     """The address at which the other workers reach this one."""
@@ -47,6 +50,12 @@ class Fabric:
     """For tests and fault injection: see ``collectives.ring``."""
     hanging: bool = False
     """For tests: a transport that hangs instead of failing, as NCCL does."""
+
+    @property
+    def mesh(self) -> bool:
+        """Whether the members of a ring all connect to all, or meet in one place: then no order avoids an edge."""
+        ring = self.collective == "ring" and self.carrier in (None, "tcp", "tcp-inline")
+        return not ring or (self.carrier is None and self.device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -62,23 +71,60 @@ class _Column:
         self.switch.on_throw(lambda: callback(self.switch.reason))
 
 
+@dataclass(frozen=True)
+class Roads:
+    """Which pairs of slots cannot talk to each other, and in which order rings go round all the same.
+
+    ``order``: slots; rings go round their members in this one.  Empty: there is nothing to avoid.
+    """
+
+    broken: frozenset[tuple[int, int]] = frozenset()
+    order: tuple[int, ...] = ()
+
+    def among(self, members: Sequence[int]) -> bool:
+        """Whether two of these cannot talk to each other."""
+        here = set(members)
+        return any(one in here and other in here for one, other in self.broken)
+
+    def ordered(self, members: Sequence[int]) -> tuple[int, ...]:
+        """The members in the order of a ring that avoids what is broken."""
+        if not self.among(members):
+            return tuple(members)
+        return tuple(slot for slot in self.order if slot in members)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why this worker found that the epoch could not go on."""
+
+    reason: str
+    slot: int | None = None
+    """With whom; None: not known."""
+    road: bool = False
+    """Whether it did not hang up, but could not be reached any more."""
+
+
 class Generation:
     """The groups of epoch ``number`` at slot ``me``.  All members are slots (see ``grid``).
 
-    ``boards``: slot -> the address of the board of who stands there.  The members of a group find each other by that of
-    the lowest of them: whom all of them need anyway, and no board serves more workers than a group has.
+    ``boards``: slot -> the address of the board of who stands there.  The members of a ring tell each other where they
+    are on their own; those of another group meet at that of the lowest of them, whom all of them need anyway.
     """
 
-    def __init__(self, number: int, me: int, fabric: Fabric, boards: Mapping[int, str]) -> None:
+    def __init__(
+        self, number: int, me: int, fabric: Fabric, boards: Mapping[int, str], roads: Roads | None = None
+    ) -> None:
         self.number = number
         self._me = me
         self._fabric = fabric
         self._boards = boards
+        self._roads = roads or Roads()
+        self._failure: Failure | None = None
         self._stores: dict[str, Pinned] = {}
         self._lock = threading.Lock()
         self._switch = Revocation(number)
-        self._rings: dict[tuple[int, ...], Group] = {}
-        self._controls: dict[tuple[str, tuple[int, ...]], GlooBackend] = {}
+        self._rings: dict[tuple[int, ...], Group | Reordered] = {}
+        self._controls: dict[tuple[str, tuple[int, ...]], GlooBackend | RoundBackend] = {}
 
     @property
     def over(self) -> bool:
@@ -97,61 +143,102 @@ class Generation:
         """Raise ``EpochRevoked`` if the epoch has ended."""
         self._switch.check()
 
+    @property
+    def failure(self) -> Failure | None:
+        """What this worker noticed by itself; None: nothing, or it was told first that the epoch is over."""
+        if self._failure is None:
+            for ring in list(self._rings.values()):
+                if (lost := ring.lost) is not None:
+                    return Failure(str(lost), lost.peer, lost.road)
+        return self._failure
+
+    def fail(self, failure: Failure) -> None:
+        """End the epoch here because of this, unless it has ended."""
+        if not self.over and self._failure is None:
+            self._failure = failure
+        self.end(failure.reason)
+
     def _store(self, members: Sequence[int]) -> Pinned:
-        address = self._boards[min(slot for slot in members if slot in self._boards)]
+        return self._pinned(self._boards[min(slot for slot in members if slot in self._boards)])
+
+    def _pinned(self, address: str) -> Pinned:
         with self._lock:  # states change hands in threads
             if address not in self._stores:
-                self._stores[address] = Pinned(address, self._fabric.secret)
+                self._stores[address] = Pinned(address, self._fabric.secret, self.number)
             return self._stores[address]
 
-    def ring(self, members: Sequence[int]) -> Group:
+    def ring(self, members: Sequence[int]) -> Group | Reordered:
         """The gradient ring of these workers, in this order.  Every one of them must ask.  Raises ``EpochRevoked``."""
         key = tuple(members)
         if key not in self._rings:
-            fabric = self._fabric
-            with self._lost_ends_it():
-                self._rings[key] = open_group(
-                    _Column(self.number, key, self._me, self._switch),
-                    self._store(key),
-                    name=_name("ring", key),
-                    secret=fabric.secret,
-                    collective=fabric.collective,
-                    carrier=fabric.carrier,
-                    device=fabric.device,
-                    host=fabric.host,
-                    hook=fabric.hook,
-                    hanging=fabric.hanging,
-                )
+            self._rings[key] = self._open_ring("ring", key)
         return self._rings[key]
 
-    def control(self, name: str, members: Sequence[int]) -> GlooBackend:
+    def _open_ring(self, name: str, members: tuple[int, ...]) -> Group | Reordered:
+        fabric, order = self._fabric, self._roads.ordered(members)
+        with self._lost_ends_it(order):
+            group = open_group(
+                _Column(self.number, order, self._me, self._switch),
+                self._meeting_place(order),
+                name=name_of(name, members),
+                secret=fabric.secret,
+                collective=fabric.collective,
+                carrier=fabric.carrier,
+                device=fabric.device,
+                host=fabric.host,
+                hook=fabric.hook if name == "ring" else None,
+                hanging=fabric.hanging,
+            )
+        return group if order == members else Reordered(group, members)
+
+    def _meeting_place(self, members: Sequence[int]) -> KeyValue:
+        fabric = self._fabric
+        if fabric.mesh or not all(slot in self._boards for slot in members):
+            return self._store(members)
+        return Neighbours(fabric.board, [self._boards[slot] for slot in members], self._pinned, self.number)
+
+    def control(self, name: str, members: Sequence[int]) -> GlooBackend | RoundBackend:
         """A gloo group of these workers for the small traffic between steps; as ``ring``."""
         key = (name, tuple(members))
         if key not in self._controls:
-            with self._lost_ends_it():
-                self._controls[key] = GlooBackend(
-                    list(members).index(self._me),
-                    len(members),
-                    self._store(members),
-                    self._switch,
-                    ring=f"control/{name}/{_name('of', key[1])}/{self.number}",
-                    host=self._fabric.host,
-                )
+            if self._roads.among(members) and not self._fabric.mesh:
+                ring = self._open_ring(f"control/{name}", key[1])
+                self._controls[key] = RoundBackend(ring)
+            else:
+                self._controls[key] = self._open_control(*key)
         return self._controls[key]
 
+    def _open_control(self, name: str, members: tuple[int, ...]) -> GlooBackend:
+        with self._lost_ends_it(members):
+            return GlooBackend(
+                members.index(self._me),
+                len(members),
+                self._store(members),
+                self._switch,
+                ring=f"control/{name}/{name_of('of', members)}/{self.number}",
+                host=self._fabric.host,
+            )
+
     @contextmanager
-    def _lost_ends_it(self) -> Iterator[None]:
+    def _lost_ends_it(self, members: Sequence[int]) -> Iterator[None]:
         """A member that is lost, or does not come, ends the epoch: at the next rendezvous it is known who lives."""
         try:
             yield
         except (PeerLost, TimeoutError) as lost:
-            self.end(str(lost))
+            peer = lost.peer if isinstance(lost, PeerLost) else None
+            slot = None if peer is None else members[peer]
+            self.fail(Failure(str(lost), slot, isinstance(lost, PeerLost) and lost.road))
             raise EpochRevoked(self.number, str(lost)) from lost
+        except EpochRevoked as over:
+            if isinstance(cause := over.__cause__, PeerLost):  # a ring could not be opened
+                slot = None if cause.peer is None else members[cause.peer]
+                self.fail(Failure(str(cause), slot, cause.road))
+            raise
 
     def any(self, mine: bool, members: Sequence[int]) -> bool:
         """Whether any of these slots, the whole world in ascending order, says yes.  Raises ``EpochRevoked``."""
         said = torch.tensor([float(mine)])
-        with self._lost_ends_it():
+        with self._lost_ends_it(members):
             backend = self.control("world", members)
             backend.wait(backend.call(lambda gloo: gloo.allreduce([said], dist.AllreduceOptions())))
         return bool(said.item())
@@ -169,6 +256,6 @@ class Generation:
             store.close()
 
 
-def _name(kind: str, members: Sequence[int]) -> str:
+def name_of(kind: str, members: Sequence[int]) -> str:
     """Tells groups of one epoch apart: two groups of the same workers are one group."""
     return f"{kind}-{hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:24]}"

@@ -105,6 +105,13 @@ class Gradients:
         """Copies of what is REDUCED, while lost microbatches run again into the same buffers."""
         return [bucket.set_aside() for _, bucket in self._parts]
 
+    def divide_local(self, number: int, factor: float) -> None:
+        """Divide what is LOCAL of bucket ``number``, between two epochs."""
+        bucket = self._parts[number][1]
+        with torch.no_grad():
+            for span in bucket.ledger.local:
+                bucket.flat[span.start : span.stop] /= factor
+
     def _submit(self, generation: Generation, live: frozenset[int]) -> None:
         column, bucket = self._parts[self._next]
         ring = generation.ring(alive(column, live))
@@ -133,24 +140,26 @@ class Tail:
 
     The size is the same at all members from the start, since a recovery may compare ledgers before anybody has filled
     it.  ``extras``: any numbers that are summed over the column (losses, tokens); their meaning is the caller's.
+    ``room``: for how many of them.
     """
 
-    def __init__(self, column: Column, total: int, replicas: int, device: torch.device) -> None:
+    def __init__(self, column: Column, total: int, replicas: int, device: torch.device, *, room: int = EXTRAS) -> None:
         self.column = column
         self.total = total
+        self._room = room
         self._seconds_at = 2 * total
         self._extras_at = 2 * total + replicas
-        self.bucket = Bucket(torch.zeros(self._extras_at + EXTRAS, dtype=torch.float64, device=device))
+        self.bucket = Bucket(torch.zeros(self._extras_at + room, dtype=torch.float64, device=device))
 
     def fill(self, replica: int, ids: Sequence[int], extras: torch.Tensor, share: float, seconds: float = 0.0) -> None:
-        """Set what this worker adds: the ids of all that it ran, and its extras (float64, flat, at most ``EXTRAS``).
+        """Set what this worker adds: the ids of all that it ran, and its extras (float64, flat, at most ``room``).
 
         ``share``: 1 / how many workers of this column stand in one replica: their counts add up to one.  ``seconds``:
         per microbatch of the main pass.  What is finished already is not touched.
         """
-        if extras.numel() > EXTRAS:
-            raise ValueError(f"{extras.numel()} numbers to be logged per step, there is room for {EXTRAS}")
-        flat = torch.zeros(self._extras_at + EXTRAS, dtype=torch.float64)
+        if extras.numel() > self._room:
+            raise ValueError(f"{extras.numel()} numbers to be logged per step, there is room for {self._room}")
+        flat = torch.zeros(self._extras_at + self._room, dtype=torch.float64)
         where = torch.tensor(list(ids), dtype=torch.int64)
         flat[where] = share
         flat[self.total + where] = share * (replica + 1)

@@ -24,6 +24,7 @@ from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.gloo_groups import GlooGroups
 from recover_megatron.collectives.nccl import abort_beside
+from recover_megatron.collectives.silence import watch
 from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.guard import Guard
 from recover_megatron.instep.replica_group import ReplicaGroup
@@ -95,6 +96,7 @@ class InsideGroups:
             if listening or self._store_port in ports or sock.family not in (socket.AF_INET, socket.AF_INET6):
                 sock.close()
             else:
+                watch(sock)
                 self._sockets.append(sock)
 
     def end(self) -> None:

@@ -20,6 +20,8 @@ class Marks:
         self.hooks = hooks
         self.microbatch: int | None = None
         """The one that this worker has begun last."""
+        self.tried: set[int] = set()
+        """Those of the step under way that its replica has begun, as far as it knows, until the step is committed."""
         self.phase = ""
         """What it was doing when it last said so."""
         self.warm = False
@@ -29,6 +31,8 @@ class Marks:
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress: see ``Session.mark``."""
         self.microbatch, self.phase, self._allow = microbatch, phase, allow
+        if microbatch is not None:
+            self.tried.add(microbatch)
         if not self.warm:
             allow += FIRST_SECONDS
         self.session.mark(self.hooks.iteration(), phase, microbatch, waiting, allow)
@@ -42,6 +46,15 @@ class Marks:
             yield
         finally:
             self.mark(phase, microbatch=microbatch, allow=allow)
+
+    @contextmanager
+    def storage(self, phase: str) -> Iterator[None]:
+        """Wait for storage, in ``phase``: that is no computation, and what others wait for may take longer there."""
+        before, microbatch, allow = self.phase, self.microbatch, self._allow
+        self.mark(phase, microbatch=microbatch, allow=self.session.settings.stall_timeout)
+        self.strike(phase)
+        yield
+        self.mark(before, microbatch=microbatch, allow=allow)
 
     def strike(self, phase: str, iteration: int | None = None) -> None:
         """Fault injection; ``iteration`` None: that under way."""

@@ -19,6 +19,7 @@ holder can give any more belongs to a state that is lost, too: the run ends.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,8 @@ Part = tuple[int, Span]
 """Elements of a bucket, by its number."""
 MOST_PARTS = 4096
 """Of a request."""
+UNREACHED_SECONDS = 5.0
+"""A live holder that has not been reached for so long will not be."""
 RETRY_SECONDS = 0.02
 """Before a holder that cannot be reached is asked again, until the run knows that it is lost."""
 
@@ -225,13 +228,16 @@ class Overlap:
         """Ask the holders in turn until one answers, or none ever will; who it was."""
         what = [self._update, *(number for bucket, span in parts for number in (bucket, span.start, span.stop))]
         refused: set[int] = set()
+        unreached: dict[int, float] = {}
         while True:
             for worker in holders:
                 if worker in refused or self._is_gone(worker):
                     continue
                 try:
                     data = self._ask(worker, what)
-                except PeerLost:
+                except PeerLost as lost:
+                    if lost.road:
+                        unreached.setdefault(worker, time.monotonic())
                     if fetcher := self._fetchers.pop(worker, None):
                         fetcher.close()
                     continue
@@ -239,8 +245,13 @@ class Overlap:
                     return worker, data
                 refused.add(worker)
             self._recovery().stay()
-            if all(worker in refused or self._is_gone(worker) for worker in holders):
+            left = [worker for worker in holders if worker not in refused and not self._is_gone(worker)]
+            if not left:
                 self._lose(unit)
+            if all(time.monotonic() - unreached.get(worker, math.inf) > UNREACHED_SECONDS for worker in left):
+                # They live, and others may hear them: this worker's replica cannot go on, theirs can.
+                self._recovery().edges.suspect(left)
+                raise PeerLost(f"workers {left} hold parameters that this one needs, and cannot be reached", road=True)
             time.sleep(RETRY_SECONDS)  # it is dead, and the run does not know yet
 
     def _ask(self, worker: int, what: Sequence[int]) -> bytes | None:

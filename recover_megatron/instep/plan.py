@@ -10,6 +10,8 @@ makes of them who works where, and who runs what of the step under way.
                                     regroup     new replicas can be put together where nobody is in a step
                                     fresh       those that this epoch put together, and from whom they get their state
                                     mirrors     spares that keep the state of the last replica
+                                    order       that of the rings, where some cannot talk to each other
+                                    put_out     replicas for which there is no such order
 
 The grid changes only where no replica is in the middle of anything: at the *boundary* before a step.  Everybody who
 sees ``regroup`` comes to an epoch of its own there, and that one places the spares.  When no replica is whole any more
@@ -26,6 +28,8 @@ from typing import Any
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.workload import Candidate, Placement, Shape, assemble, reassign
+from recover_megatron.workload.edges import Edge, edge
+from recover_megatron.workload.seating import can_join, free_of, ring_of, seated
 
 
 @dataclass(frozen=True)
@@ -62,15 +66,17 @@ class Status:
     """Why it is a spare, for the log."""
     board: str = ""
     """Where it keeps what the members of an epoch tell each other (``collectives.board``)."""
+    unreached: Sequence[int] = ()
+    """Live workers that it has tried to reach, and could not (``instep.edges``)."""
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ran": list(self.ran)}
+        return {**asdict(self), "ran": list(self.ran), "unreached": list(self.unreached)}
 
     @classmethod
     def from_json(cls, value: Any) -> Status:
         """Raises Disagreement for what no worker of this version sends."""
         try:
-            return cls(**{**value, "ran": tuple(value["ran"])})
+            return cls(**{**value, "ran": tuple(value["ran"]), "unreached": tuple(value["unreached"])})
         except (TypeError, KeyError) as error:
             raise Disagreement(f"a worker joined with a status that this version does not know: {value!r}") from error
 
@@ -87,6 +93,8 @@ class Rules:
     """Whether the run ends where a column's states differ and no majority says which is right."""
     spread: bool = False
     """Whether the optimizer's state is spread over the replicas: then no worker has all of its position's."""
+    mesh: bool = False
+    """Whether replicas all connect to all when they sum (NCCL, gloo), so that no order of a ring avoids an edge."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,12 @@ class Decision:
     """Why the state is lost although workers enough for a replica live; empty: it is not."""
     boards: Mapping[int, str] = field(default_factory=dict)
     """Worker with a place -> the address of its board."""
+    broken: frozenset[Edge] = frozenset()
+    """Pairs of live workers that cannot talk to each other."""
+    order: tuple[int, ...] = ()
+    """The replicas in the order of the rings, where that is not the order of their ids; it avoids what is broken."""
+    put_out: Mapping[int, tuple[Edge, ...]] = field(default_factory=dict)
+    """Replicas that were whole and are left out, and the broken edges for which they are."""
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -166,23 +180,24 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
     Raises Disagreement when the workers of one replica tell different things.
     """
     rules = rules or Rules()
-    whole = _whole(statuses, launch)
+    broken = _broken(statuses)
+    whole, put_out = seated(_whole(statuses, launch), broken, rules.mesh)
     told = {replica: _told(replica, [statuses[worker] for worker in workers]) for replica, workers in whole.items()}
     at = max((status.at for status in told.values()), default=0)
     begun = {replica: status for replica, status in told.items() if status.at == at and status.step}
     boundary = any(status.at == at and status.boundary for status in told.values()) and not begun
-    placement = _placement(whole, statuses, launch, rules)
+    placement = _placement(whole, statuses, launch, rules, broken)
     grid, fresh, version = dict(whole), tuple[int, ...](), None
     if not whole:
-        grid, version = _from_orphans(statuses, launch, rules)  # rarely anything: see there
+        grid, version = _from_orphans(statuses, launch, rules, broken)  # rarely anything: see there
         fresh, at = tuple(grid), max((status.at for status in statuses.values()), default=0) + 1
     elif boundary:
         grid, fresh = dict(sorted({**whole, **placement.replicas}.items())), tuple(placement.replicas)
         version = _version({status.version for status in told.values()})
-    transfers, mended, disputed = _transfers(whole, fresh, grid, statuses) if boundary else ({}, (), [])
+    transfers, mended, disputed = _transfers(whole, fresh, grid, statuses, broken) if boundary else ({}, (), [])
     newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=Status(None))
     working = {worker for workers in grid.values() for worker in workers}
-    enough, state_lost = _prospects(whole, grid, statuses, launch, rules)
+    enough, state_lost = _prospects(whole, grid, statuses, launch, rules, broken)
     if disputed and rules.strict:
         enough, state_lost = 0, _DISPUTED.format(", ".join(map(str, disputed)))
     return Decision(
@@ -201,15 +216,28 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
         mended=mended,
         disputed=tuple(disputed),
         rebuild=placement.rebuild if whole else {},
-        mirrors=_mirrors(grid, statuses, placement) if len(grid) == 1 and not rules.spread else {},
+        mirrors=_mirrors(grid, statuses, placement, broken) if len(grid) == 1 and not rules.spread else {},
         enough=enough,
         state_lost=state_lost,
         boards={worker: statuses[worker].board for worker in sorted(working)},
+        broken=broken,
+        order=ring_of(grid, broken),
+        put_out=put_out,
     )
 
 
 _GONE = "nobody holds the state of one of its positions any more"
 _DISPUTED = "the states of workers {} differ, and as many say one thing as another: nobody knows which is right"
+
+
+# ---- who can talk to whom
+
+
+def _broken(statuses: Mapping[int, Status]) -> frozenset[Edge]:
+    """One end's word is enough: whoever cannot be reached cannot be told so."""
+    return frozenset(
+        edge(worker, other) for worker, status in statuses.items() for other in status.unreached if other in statuses
+    )
 
 
 # ---- who stands where
@@ -244,10 +272,27 @@ def _candidates(whole: Mapping[int, Sequence[int]], statuses: Mapping[int, Statu
     }
 
 
+def _usable(
+    whole: Mapping[int, Sequence[int]], statuses: Mapping[int, Status], broken: frozenset[Edge]
+) -> dict[int, Candidate]:
+    """Those of them that can talk to all who work, and to each other."""
+    working = {worker for workers in whole.values() for worker in workers}
+    return free_of(_candidates(whole, statuses), working, broken)
+
+
 def _placement(
-    whole: Mapping[int, Sequence[int]], statuses: Mapping[int, Status], launch: LaunchGrid, rules: Rules
+    whole: Mapping[int, Sequence[int]],
+    statuses: Mapping[int, Status],
+    launch: LaunchGrid,
+    rules: Rules,
+    broken: frozenset[Edge],
 ) -> Placement:
-    return assemble(set(whole), _candidates(whole, statuses), _shape(launch, rules), len(launch.replicas))
+    """New replicas; where edges are broken either such that an order of the ring does, or of others."""
+    candidates, shape, slots = _candidates(whole, statuses), _shape(launch, rules), len(launch.replicas)
+    placement = assemble(set(whole), candidates, shape, slots)
+    if broken and not can_join(whole, placement, broken, rules.mesh):
+        placement = assemble(set(whole), _usable(whole, statuses, broken), shape, slots)
+    return placement
 
 
 def _shape(launch: LaunchGrid, rules: Rules) -> Shape:
@@ -255,7 +300,7 @@ def _shape(launch: LaunchGrid, rules: Rules) -> Shape:
 
 
 def _from_orphans(
-    statuses: Mapping[int, Status], launch: LaunchGrid, rules: Rules
+    statuses: Mapping[int, Status], launch: LaunchGrid, rules: Rules, broken: frozenset[Edge]
 ) -> tuple[dict[int, tuple[int, ...]], int | None]:
     """Nobody's replica is whole: the replicas that the orphans make, and the version of their state.
 
@@ -274,7 +319,8 @@ def _from_orphans(
             for worker, candidate in candidates.items()
             if statuses[worker].version == version and statuses[worker].digest in _majority(statuses, worker, version)
         }
-        found = assemble(set(), holders, _shape(launch, rules), len(launch.replicas)).replicas
+        usable = free_of(holders, set(), broken)
+        found = assemble(set(), usable, _shape(launch, rules), len(launch.replicas)).replicas
         if found:
             return dict(sorted(found.items())), version
     return {}, None
@@ -304,6 +350,7 @@ def _transfers(
     fresh: Sequence[int],
     grid: Mapping[int, tuple[int, ...]],
     statuses: Mapping[int, Status],
+    broken: frozenset[Edge],
 ) -> tuple[dict[int, int], tuple[int, ...], list[int]]:
     """Who gets its state from whom: all of the fresh replicas, and who holds another state than most of its column.
 
@@ -323,18 +370,24 @@ def _transfers(
         wrong = [worker for worker in told if statuses[worker].digest != right]
         mended += wrong
         for number, worker in enumerate([*wrong, *(grid[replica][position] for replica in fresh)]):
-            transfers[worker] = donors[number % len(donors)]
+            heard = [donor for donor in donors if edge(worker, donor) not in broken] or donors
+            transfers[worker] = heard[number % len(heard)]
     return dict(sorted(transfers.items())), tuple(sorted(mended)), sorted(disputed)
 
 
 def _mirrors(
-    grid: Mapping[int, tuple[int, ...]], statuses: Mapping[int, Status], placement: Placement
+    grid: Mapping[int, tuple[int, ...]],
+    statuses: Mapping[int, Status],
+    placement: Placement,
+    broken: frozenset[Edge],
 ) -> dict[int, int]:
     """The last replica's state is nowhere else: a spare in each position keeps it, too."""
     (workers,) = grid.values()
     keepers: dict[int, int] = {}
     for worker, status in sorted(statuses.items()):
-        if status.ready and status.position is not None and worker not in (*workers, *placement.rebuild):
+        if not status.ready or status.position is None or worker in (*workers, *placement.rebuild):
+            continue
+        if edge(worker, workers[status.position]) not in broken:
             keepers.setdefault(status.position, worker)
     return {worker: workers[position] for position, worker in sorted(keepers.items())}
 
@@ -345,11 +398,12 @@ def _prospects(
     statuses: Mapping[int, Status],
     launch: LaunchGrid,
     rules: Rules,
+    broken: frozenset[Edge],
 ) -> tuple[int, str]:
     """How many replicas there may be when all have done what they are told; and what of the state forbids more."""
     candidates = {
         worker: Candidate(candidate.position, candidate.node)
-        for worker, candidate in _candidates(whole, statuses).items()
+        for worker, candidate in _usable(whole, statuses, broken).items()
     }
     shape, slots = _shape(launch, rules), len(launch.replicas)
     first = assemble(set(whole), candidates, shape, slots)

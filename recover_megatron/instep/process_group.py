@@ -7,25 +7,33 @@ are those among the workers that have a place now.  Groups inside a replica are 
 What an operation does depends on where the training is (``Traffic``):
 
     STARTING    before the first epoch: torch's own group, as it was made
-    STEP        inside a training step, which sums by itself what crosses replicas: nothing is sent
+    ALONE       while a worker builds its model, or is on its way back: nothing is sent, it hears only itself
+    STEP        inside a training step, which sums by itself what crosses replicas: what is known to be summed already
+                is sent no more, and anything else ends the run
     SECTION     inside a section: a gloo group of the epoch; a revocation raises EpochRevoked ...
     DEFERRED    ... or, in a section whose workers depend on each other inside their replica (evaluation), lets the rest
                 of the section run with what is at hand; its end tells
-    OPEN        anywhere else: the operation is a section of its own, tried again with whoever is left
+    OPEN        anywhere else: the group's members carry it out once, those who are left if some die (`exchange`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.instep.among import Among
+from recover_megatron.instep.callers import Caller, caller
+from recover_megatron.instep.errors import UnknownOperation
+from recover_megatron.instep.exchange import AnyBackend
+from recover_megatron.instep.generation import Failure, name_of
 from recover_megatron.instep.guard import Guard
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.staging import Staged
@@ -38,22 +46,27 @@ class Mode(Enum):
     """See the module's text."""
 
     STARTING = "starting"
+    ALONE = "alone"
     STEP = "step"
     SECTION = "section"
     DEFERRED = "deferred"
     OPEN = "open"
 
 
-Operation = Callable[[Any], Any]
-"""Starts one collective on a backend and returns its work."""
+Operation = Callable[[Any, Among], Any]
+"""Starts one collective on a backend, whose members are those present, and returns its work."""
 
 
 class Traffic:
     """Routes the operations of all ``EpochGroup``s of a worker, which stands (or will stand) in ``slot``."""
 
-    def __init__(self, slot: int, mode: Mode = Mode.STARTING) -> None:
+    def __init__(
+        self, slot: int, mode: Mode = Mode.STARTING, known: Callable[[Caller], bool] = lambda caller: False
+    ) -> None:
+        """``known``: whether the step has done already what an operation inside it is for."""
         self.mode = mode
         self.slot = slot
+        self._known = known
         self.recovery: Recovery | None = None
 
     @contextmanager
@@ -76,6 +89,11 @@ class Traffic:
         """This worker's slot."""
         return self.slot if self.recovery is None or not self.recovery.started else self.recovery.slot
 
+    def is_mate(self, slot: int) -> bool:
+        """Whether that slot is in this worker's replica; before the first epoch everybody is there."""
+        recovery = self.recovery
+        return recovery is None or recovery.grid.place(slot)[0] == recovery.replica
+
     def agreement_is_enough(self, group: EpochGroup) -> bool:
         """Carry out a barrier of all workers outside sections: that all have reported one more decision is one."""
         if self.mode is not Mode.OPEN or self.recovery is None or group.label != WORLD:
@@ -86,15 +104,17 @@ class Traffic:
     def run(self, group: EpochGroup, operation: Operation, alone: Callable[[], None]) -> None:
         """Carry out one operation.  ``alone``: its effect if this worker were the only member."""
         if self.mode is Mode.STARTING:
-            work = operation(group.original)
+            work = operation(group.original, Among(group.workers, group.workers))
             if work is not None:
                 work.wait()
+        elif self.mode is Mode.ALONE:
+            alone()
         elif self.mode is Mode.STEP:
+            if not self._known(made := caller()):
+                self.refuse(made, group, "inside a training step, where it does not know what that is for")
             alone()
         elif self.mode is Mode.OPEN:
-            assert self.recovery is not None
-            with self.during(Mode.SECTION):
-                self.recovery.section(f"{group.label} operation", lambda: self._inside(group, operation))
+            self._once(group, operation)
         elif self.mode is Mode.DEFERRED and self.recovery is not None and self.recovery.generation.over:
             alone()
         else:
@@ -105,18 +125,44 @@ class Traffic:
                     raise
                 alone()
 
+    def refuse(self, made: Caller, group: EpochGroup, where: str) -> NoReturn:
+        """End the run, for all: replicas would drift apart, or wait for each other for ever."""
+        message = (
+            f"{made} reaches over replicas (group {group.label or 'without a name'} of {len(group.workers)} workers) "
+            f"{where}. --recover does what replicas need of each other by itself; switch off what calls this, move it "
+            "behind the step, or train without --recover (docs/footguns.md)"
+        )
+        if self.recovery is not None:
+            self.recovery.session.give_up(1, message)
+        raise UnknownOperation(message)
+
+    def _once(self, group: EpochGroup, operation: Operation) -> None:
+        """Outside of decisions: the tensors get the result when it is over for all."""
+        recovery, staged, members = self.recovery, Staged(every_result=True), self.members(group)
+        assert recovery is not None
+
+        def perform(backend: AnyBackend, present: Sequence[int]) -> None:
+            recovery.strike("traffic")
+            among = Among(members, tuple(present))
+            backend.wait(backend.call(lambda on: operation(staged.to(on), among)))
+
+        recovery.exchange.run(group.label, group.workers, members, perform)
+        staged.bring_back()
+
     def _inside(self, group: EpochGroup, operation: Operation) -> None:
+        """In a section: a second run of it finds its tensors as the first one did."""
         assert self.recovery is not None
-        generation = self.recovery.generation
+        generation, members = self.recovery.generation, self.members(group)
         self.recovery.strike("traffic")
         try:
             with self.recovery.waiting(f"{group.label} operation"):
-                backend = generation.control(group.label, self.members(group))
+                backend = generation.control(group.label, members)
                 staged = Staged()
-                backend.wait(backend.call(lambda on: operation(staged.to(on))))
+                backend.wait(backend.call(lambda on: operation(staged.to(on), Among(members, members))))
+                self.recovery.kept.keep(staged.spoiled)
                 staged.bring_back()
         except PeerLost as lost:
-            generation.end(str(lost))
+            generation.fail(Failure(str(lost), lost.peer, lost.road))
             raise EpochRevoked(generation.number, str(lost)) from lost
 
 
@@ -182,7 +228,8 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return self._original.group_name if self._original is not None else f"{self.label} {self.workers}"
+        """Not its original's: by that name torch's functional collectives would find the group of the launch."""
+        return f"recover {name_of(self.label, self.workers)}"
 
     def getGroupName(self) -> str:
         return self.group_name
@@ -225,7 +272,7 @@ class EpochGroup(dist.ProcessGroup):
         return _done()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda on: on.allreduce(tensors, opts or dist.AllreduceOptions()))
+        return self._run(lambda on, among: on.allreduce(tensors, opts or dist.AllreduceOptions()))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:
         for tensor in tensors:
@@ -235,17 +282,18 @@ class EpochGroup(dist.ProcessGroup):
         return _done()
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
-        return self._run(lambda on: on.broadcast(tensors, opts))
+        root = opts.rootRank
+        return self._run(lambda on, among: on.broadcast(tensors, among.from_root(opts, root)))
 
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
-        return self._run(lambda on: on.reduce(tensors, opts))
+        root = opts.rootRank
+        return self._run(lambda on, among: on.reduce(tensors, among.to_root(opts, root)))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """The caller made room for who was there when it asked: a loss meanwhile leaves the last places as is."""
+        """The places of those who are lost in the middle are left as they were."""
 
-        def start(on: Any) -> Any:
-            size = self.size() if on is not self._original else len(self.workers)
-            return on.allgather([output[:size] for output in outputs], inputs, opts or dist.AllgatherOptions())
+        def start(on: Any, among: Among) -> Any:
+            return on.allgather([among.pick(output) for output in outputs], inputs, opts or c10d.AllgatherOptions())
 
         def alone() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
@@ -257,10 +305,12 @@ class EpochGroup(dist.ProcessGroup):
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> dist.Work:
         """As ``allgather``."""
 
-        def start(on: Any) -> Any:
-            size = self.size() if on is not self._original else len(self.workers)
-            room = output.view(-1)[: size * tensor.numel()]
-            return on._allgather_base(room, tensor.reshape(-1), opts or dist.AllgatherOptions())
+        def start(on: Any, among: Among) -> Any:
+            options = opts or c10d.AllgatherOptions()
+            room = output.view(-1)[: len(among.expected) * tensor.numel()]
+            if among.all_there:
+                return on._allgather_base(room, tensor.reshape(-1), options)
+            return on.allgather([among.parts(room)], [tensor.reshape(-1)], options)
 
         return self._run(start, lambda: _copy(output, tensor, self._own_places))
 
@@ -274,29 +324,58 @@ class EpochGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        return self._run(lambda on: on.gather(outputs, inputs, opts))
+        root = opts.rootRank
+
+        def start(on: Any, among: Among) -> Any:
+            options = among.to_root(opts, root)
+            if among.present[options.rootRank] != self._traffic.me:
+                return on.gather([], inputs, options)
+            room = [among.pick(output) for output in outputs] or [[torch.empty_like(inputs[0]) for _ in among.present]]
+            return on.gather(room, inputs, options)
+
+        return self._run(start)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        return self._run(lambda on: on.scatter(outputs, inputs, opts))
+        root = opts.rootRank
+
+        def start(on: Any, among: Among) -> Any:
+            return on.scatter(outputs, [among.pick(parts) for parts in inputs], among.from_root(opts, root))
+
+        return self._run(start)
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda on: on._reduce_scatter_base(output, tensor, opts or dist.ReduceScatterOptions()))
+        def start(on: Any, among: Among) -> Any:
+            source = tensor if among.all_there else torch.cat(among.parts(tensor))
+            return on._reduce_scatter_base(output, source, opts or dist.ReduceScatterOptions())
+
+        return self._run(start)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._run(lambda on: on.alltoall(outputs, inputs, opts or dist.AllToAllOptions()))
+        def start(on: Any, among: Among) -> Any:
+            return on.alltoall(among.pick(outputs), among.pick(inputs), opts or dist.AllToAllOptions())
+
+        return self._run(start)
 
     def alltoall_base(self, output: Any, tensor: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> dist.Work:
-        options = opts or dist.AllToAllOptions()
-        return self._run(lambda on: on.alltoall_base(output, tensor, out_sizes, in_sizes, options))
+        def start(on: Any, among: Among) -> Any:
+            options = opts or dist.AllToAllOptions()
+            if among.all_there:
+                return on.alltoall_base(output, tensor, out_sizes, in_sizes, options)
+            size = len(among.expected)
+            rooms = output.split(out_sizes or output.shape[0] // size)
+            parts = tensor.split(in_sizes or tensor.shape[0] // size)
+            return on.alltoall(among.pick(rooms), among.pick(parts), options)
+
+        return self._run(start)
 
     all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> dist.Work:
         if self._traffic.agreement_is_enough(self):
             return _done()
-        return self._run(lambda on: on.barrier(opts or dist.BarrierOptions()))
+        return self._run(lambda on, among: on.barrier(opts or dist.BarrierOptions()))
 
     def monitored_barrier(self, *unused: Any, **unused_too: Any) -> None:
         self.barrier()
@@ -318,9 +397,31 @@ class EpochGroup(dist.ProcessGroup):
 
     def _carrier(self, name: str, rank: int) -> tuple[Callable[..., dist.Work], int]:
         slot = self._traffic.members(self)[rank]
+        if not self._traffic.is_mate(slot):
+            self._traffic.refuse(
+                caller(), self, "by a message to one worker of another replica, which may not be there"
+            )
         if self.mates is not None:
             return getattr(self.mates[0], name), self.mates[1].index(slot)
         return self._guarded.get(name) or getattr(self.original, name), self.workers.index(slot)
+
+
+def _not_carried(name: str) -> Callable[..., Any]:
+    """A method of torch's groups that the recovery has no way to carry out: at start torch's own, then an error."""
+
+    def method(self: EpochGroup, *args: Any, **kwargs: Any) -> Any:
+        if self._traffic.mode is Mode.STARTING:
+            return getattr(self.original, name)(*args, **kwargs)
+        self._traffic.refuse(replace(caller(), operation=name), self, "by an operation that it cannot carry out")
+
+    return method
+
+
+for _name in (
+    "allgather_coalesced", "reduce_scatter", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
+    "recv_anysource", "split_group", "merge_remote_group",
+):  # fmt: skip
+    setattr(EpochGroup, _name, _not_carried(_name))
 
 
 def _done() -> dist.Work:
@@ -349,6 +450,7 @@ def register_new(group: dist.ProcessGroup, slots: tuple[int, ...], backend: str,
     world.pg_map[group] = (backend, None)
     world.pg_names[group] = f"{group.group_name} {len(world.pg_names)}"
     world.pg_group_ranks[group] = {slot: at for at, slot in enumerate(slots)}
+    world.pg_to_tag[group] = ""  # as torch has it of groups without one: it takes it out where a group is destroyed
     world.pg_backend_config[group] = str(dist.BackendConfig(dist.Backend(backend)))
     if default:
         c10d._update_default_pg(group)

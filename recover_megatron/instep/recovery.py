@@ -9,9 +9,10 @@
         v                                                                       |
     SPARE --(joins every epoch without a place: spare.py)-----------------------+--> the run's end
 
-Everything that needs workers of other replicas is part of a *decision*: a training step, an evaluation, a checkpoint, a
-barrier.  Every worker passes the same decisions in the same order and numbers them; a decision is over when all have
-reported it done (``agree``), and whoever is told otherwise meets the others and, but for a step, starts it again.
+What needs workers of all replicas is part of a *decision*: a training step, an evaluation, a checkpoint, a barrier of
+all.  (What some of them do together between two decisions: `exchange`.)  Every worker passes the same decisions in the
+same order and numbers them; a decision is over when all have reported it done (``agree``), and whoever is told
+otherwise meets the others and, but for a step, starts it again.
 
 Before a step lies a *boundary*: where a plan has said that spares make new replicas, all meet there once more, and the
 plan of that epoch places them.  The step that follows is their first decision.
@@ -31,7 +32,9 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.instep.edges import MOST, Edges, explanation, news, roads_of, why_out
 from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
+from recover_megatron.instep.exchange import Exchange
 from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks, nothing
@@ -39,9 +42,11 @@ from recover_megatron.instep.losses import Loss, Losses
 from recover_megatron.instep.plan import Decision, Rules, Status, decide
 from recover_megatron.instep.shares import Shares
 from recover_megatron.instep.spare import LINGER_SECONDS, Mirror, Over, Rebuild, Spare
+from recover_megatron.instep.staging import Kept
 from recover_megatron.instep.standing import Standing
 from recover_megatron.membership.errors import (
     EXIT_FENCED,
+    EXIT_LOST_MAJORITY,
     EXIT_NO_REPLICA,
     EXIT_STATE_LOST,
     CoordinatorLost,
@@ -79,6 +84,11 @@ class Recovery(Standing):
         self.losses = Losses(grid)
         self._node = node
         self.fabric = fabric
+        self.edges = Edges(me)
+        self._statuses: dict[int, Status] = {}
+        self._explained = ""
+        self._why = ""
+        """Why the last epoch ended, as the coordinator told."""
         self._min_replicas = min_replicas
         self._verify_interval = verify_interval
         self._verified = 0
@@ -89,6 +99,10 @@ class Recovery(Standing):
         self._finished = False
         self.section_kind = ""
         """What the last section was, or is."""
+        self.kept = Kept()
+        """What operations of the present section wrote over."""
+        self.exchange = Exchange(self)
+        """Operations outside of decisions."""
         session.on_revoke(self._revoked)
 
     @property
@@ -119,6 +133,7 @@ class Recovery(Standing):
     def begin(self) -> int:
         """The number of the next decision."""
         self._at += 1
+        self.tried.clear()
         return self._at
 
     @property
@@ -183,18 +198,27 @@ class Recovery(Standing):
         self.session.agree(number)
         self.warm = True
 
-    def section(self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = nothing) -> Any:
+    def section(
+        self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = nothing, together: bool = False
+    ) -> Any:
         """Run something that needs all workers to its end: again from the start when an epoch ends in the middle.
 
         ``run`` must either raise ``EpochRevoked`` or have no effect that a second run would double; ``reset`` undoes
-        the rest.
+        the rest, but for what operations over replicas wrote over their input: that is ``kept``.
+
+        ``together``: in ``run`` the workers of a replica wait for each other, and ``run`` does not raise
+        ``EpochRevoked``. So they begin it together, whichever of them knows already that the epoch is over.
         """
         number = self.begin()
         result = None
         self.section_kind = kind
+        self.kept.forget()
         while True:
             try:
-                self.check()
+                if together:
+                    self._leave_if_orphan()
+                else:
+                    self.check()
                 outcome = run()
                 # Not left to ``agree``: the session may not have heard yet of what an operation of ``run`` has met (and
                 # gone on after: ``Mode.DEFERRED``), and what is reported done counts in later epochs, too.
@@ -207,6 +231,7 @@ class Recovery(Standing):
                         self.generation.any(False, tuple(sorted(self.live)))
                 result = outcome
                 self.agree(number)
+                self.kept.forget()
                 return result
             except EpochRevoked:
                 if self.committed_before_the_end(number):
@@ -214,6 +239,7 @@ class Recovery(Standing):
                 self.rendezvous(self._status(at=number))
                 if self.committed(number):  # only when all had reported it done, this worker too
                     return result
+                self.kept.restore()
                 reset()
                 self.hooks.log("again", what=kind)
 
@@ -225,9 +251,21 @@ class Recovery(Standing):
         it tells of the epoch's end, so with the end they are known.) Raises as ``stay`` does.
         """
         self._leave_if_orphan()
-        self.session.ask("an operation of the epoch has failed")  # nothing, if the end is known
+        self.session.ask(*self.failure())  # nothing, if the end is known
         self.session.wait_revoked()
         return self.session.committed >= number
+
+    def failure(self) -> tuple[str, int | None]:
+        """Why the epoch cannot go on, as this worker has found, and with whom it failed, if that is known."""
+        failure = self.generation.failure
+        if failure is None:
+            return "an operation of the epoch has failed", None
+        worker = None if failure.slot is None else self.standing.get(failure.slot)
+        if worker is not None and failure.road:
+            self.edges.noticed(worker)
+        elif failure.road:
+            self.edges.suspect(self.decision.workers)
+        return failure.reason + ("" if worker is None else f" (with worker {worker})"), worker
 
     def rendezvous_in_step(self, number: int, total: int, ran: Sequence[int]) -> None:
         """As ``rendezvous``, in the middle of step ``number`` of ``total`` microbatches: my replica holds ``ran``."""
@@ -251,20 +289,31 @@ class Recovery(Standing):
 
     def meet(self, status: Status, reason: str) -> tuple[Decision, Loss | None]:
         """Join the next epoch: what it decided, and whom it found missing.  For the main thread and for the spare's."""
+        status = replace(status, unreached=self.edges.look(status.at, lambda: self.session.opened_members))
         plan = self.session.join(status.to_json(), reason)
         statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
         decision = decide(plan.epoch, statuses, self.grid, self._rules)
+        self.edges.told(decision, statuses, plan.committed)
+        self._statuses = statuses
+        note = explanation(decision, self.me, self.replica if self.placed else None, self._explained)
+        if note != self._explained:
+            self._explained = note
+            self.session.note(note)
         with self._lock:
             self._committed = plan.committed
             return decision, self.losses.note(decision, self._decision)
 
     def _join(self, status: Status) -> None:
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self._decision
         decision, lost = self.meet(status, "asked for by a worker")
+        if self.me == min(decision.workers, default=self.me):
+            for line in news(before, decision, self._statuses, self.edges.tries, self._why):
+                _say(line)
         self.give_up_unless_enough(decision)
         if decision.place(self.me) is None:
-            self._orphan("a worker of its replica has no place any more")
-            raise Orphaned(f"replica {self.replica} is broken")
+            reason = why_out(decision, self.replica) or "a worker of its replica has no place any more"
+            self._orphan(reason)
+            raise Orphaned(reason)
         self._take_up(decision)
         self._pending = decision if decision.step else None
         if status.at == decision.at:
@@ -285,6 +334,9 @@ class Recovery(Standing):
             fresh=list(decision.fresh),
             mended=list(decision.mended),
             disputed=list(decision.disputed),
+            broken=[list(pair) for pair in sorted(decision.broken)],
+            order=list(decision.order),
+            put_out={str(replica): [list(pair) for pair in its] for replica, its in decision.put_out.items()},
             seconds={"rendezvous": round(seconds, 6)},
             **self.hooks.describe(decision),
         )
@@ -293,11 +345,13 @@ class Recovery(Standing):
         """Stand where the decision says, with groups that live as long as its epoch."""
         place = decision.place(self.me)
         assert place is not None
+        self.exchange.settled()
         self.shares.forget()
         with self._lock:
             self._stand(*place)
             self._decision = decision
-            self._generation = Generation(decision.epoch, self.slot, self.fabric, decision.boards_by_slot(self.grid))
+            boards, roads = decision.boards_by_slot(self.grid), roads_of(decision, self.grid)
+            self._generation = Generation(decision.epoch, self.slot, self.fabric, boards, roads)
         self._end_if_over(decision)
 
     def _end_if_over(self, decision: Decision) -> None:
@@ -307,8 +361,12 @@ class Recovery(Standing):
     def give_up_unless_enough(self, decision: Decision) -> None:
         """End the run, for all, if too few replicas are left or may come; raises ``NoReplica`` or ``StateLost``.
 
-        Both say who was lost when.
+        Both say who was lost when.  Also if the run does not get any further: raises ``CoordinatorLost``.
         """
+        if self.edges.tries >= MOST:
+            reason = f"{self.edges.tries + 1} epochs at one point, and nobody was lost; the last one ended: {self._why}"
+            self.session.give_up(EXIT_LOST_MAJORITY, reason)
+            raise CoordinatorLost(reason, EXIT_LOST_MAJORITY)
         if decision.enough >= self._min_replicas:
             return
         message = self.losses.last_words(decision, self._min_replicas)
@@ -331,6 +389,8 @@ class Recovery(Standing):
         epoch = self.session.epoch
         if self._spare is None and self.session.epoch == epoch and not self.session.revoked:
             self.session.wait_revoked(BLAME_SECONDS)
+        if self.placed and not self._lost_of_mine():
+            self.edges.suspect(self.decision.grid[self.replica])
         self._orphan(f"{type(error).__name__}: {error}"[:500])
 
     def wait_as_spare(self, **offer: Any) -> Decision:
@@ -372,15 +432,25 @@ class Recovery(Standing):
 
     def _lost_of_mine(self) -> list[int]:
         """Workers of my replica that the run does not count on any more."""
+        return self.lost_mates if self.session.revoked else []
+
+    @property
+    def lost_mates(self) -> list[int]:
+        """Workers of the replica that I had or have a place in, that the newest epoch does without."""
         mine = set(self.decision.grid[self.replica]) if self.placed else set()
-        return sorted(mine - self.session.opened_members) if self.session.revoked else []
+        return sorted(mine - self.session.opened_members)
 
     def _revoked(self, epoch: int, reason: str) -> None:
         """In the session's thread: an epoch has ended, or (epoch 0) this worker's part in the run."""
+        self._why = reason
         with self._lock:
             generation, started = self._generation, self.started
         if generation is not None:
             generation.end(reason)
+        if epoch == 0:
+            self.exchange.wake()
+        else:
+            self.exchange.opened(epoch, self.session.opened_members)
         if self._finished:
             return
         if epoch == 0:
@@ -414,6 +484,7 @@ class Recovery(Standing):
             self._generation.end(note)
         self.hooks.abort_replica()
         self.be_spare(note)
+        self.exchange.leave()
 
     def _out(self, reason: str) -> None:
         """This worker is out; a main thread that is stuck inside its replica must not keep the process."""

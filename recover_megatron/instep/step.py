@@ -126,6 +126,7 @@ class Step:
                 self._took(state.value, time.perf_counter() - started)
             recovering = recovering or following is State.RENDEZVOUS
             state = following
+        recovery.tried.clear()  # what ends this worker from here on is no fault of a microbatch
         self._outcome.counted = self._tail.verify()
         self._outcome.extras = self._tail.extras
         self._outcome.speeds = self._tail.seconds
@@ -159,6 +160,7 @@ class Step:
 
     def _compute(self) -> None:
         mine = self._todo[self._recovery.lane] if self._todo else []
+        self._recovery.tried.update(j for lane in self._todo if lane is not mine for j in lane)
         if mine:
             started = time.perf_counter()
             self._trainer.compute(mine, again=self._again)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.machinery
-import importlib.util
 import os
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from recover_megatron.arguments import RecoverConfig, config_from_argv, parse_addresses
 from recover_megatron.errors import UserError
+from recover_megatron.launch.script import check_module, check_script
 from recover_megatron.launch.slurm_launch import shape_of
 
 DEFAULT_ADDR = "127.0.0.1"
@@ -115,7 +114,12 @@ def make_parser() -> argparse.ArgumentParser:
         shorts = [short for short, long in _SHORT.items() if long == name]
         parser.add_argument(*shorts, name, action="store_true", help=text)
     # Only for the help text: the command line is split at SCRIPT before the parser sees it.
-    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script (or module)")
+    parser.add_argument(
+        "script",
+        metavar="SCRIPT",
+        nargs="?",
+        help="the training script (or module); pretrain_gpt_recover.py comes with recover-run, from any folder",
+    )
     parser.add_argument("script_args", metavar="...", nargs="*", help="arguments of the script")
     return parser
 
@@ -225,7 +229,7 @@ def check_files(options: Options) -> list[str]:
     """The reasons against the script and the log folder, which is made if it is missing."""
     reasons = []
     if options.script is not None:
-        reasons += _check_module(options.script) if options.module else _check_script(options.script)
+        reasons += check_module(options.script) if options.module else check_script(options.script)
     if options.log_dir is not None:
         try:
             options.log_dir.mkdir(parents=True, exist_ok=True)
@@ -326,38 +330,3 @@ class _Numbers:
         self.failed.add(name)
         self._reasons.append(reason)
         return default
-
-
-def _check_script(script: str) -> list[str]:
-    path = Path(script)
-    if path.is_dir():
-        return [] if (path / "__main__.py").is_file() else [f"script {script} is a folder without a __main__.py"]
-    if not path.exists():
-        nearest = difflib.get_close_matches(path.name, _names_in(path.parent), n=1)
-        hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
-        return [f"script {script} does not exist (looked for {path.absolute()}){hint}"]
-    return [] if os.access(path, os.R_OK) else [f"script {script} cannot be read: check its permissions"]
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def _check_module(module: str) -> list[str]:
-    """Look for ``module`` without importing anything, as ``python -m`` would: the current folder first."""
-    first, *rest = module.split(".")
-    spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd(), *sys.path])
-    if spec is None and first.isidentifier():
-        spec = importlib.util.find_spec(first)
-    name = first
-    for part in rest:
-        if spec is None or spec.submodule_search_locations is None:
-            break
-        name = f"{name}.{part}"
-        spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    if spec is None:
-        return [f"module {module} is not found: check its name, and that it is installed or in PYTHONPATH"]
-    return []

@@ -6,13 +6,16 @@ import os
 import secrets
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 
 from recover_megatron.arguments import spares_from_argv
-from recover_megatron.launch import arguments, listener, slurm_launch, warm_client
+from recover_megatron.launch import arguments, listener, script, slurm_launch, warm_client
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
+from recover_megatron.launch.folder_lock import Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.supervisor import Supervisor
@@ -45,6 +48,8 @@ def run(argv: Sequence[str]) -> int:
     """Carry out the command line ``argv``.  Returns the exit code; ``--help`` raises SystemExit."""
     try:
         options, reserved = _prepare(argv)
+        plan = _plan(options, reserved)
+        lock = _lock_folder(plan)
     except arguments.UsageError as error:
         if len(error.reasons) == 1:
             print(f"recover-run: {error.reasons[0]}", file=sys.stderr)
@@ -60,12 +65,17 @@ def run(argv: Sequence[str]) -> int:
     if not options.slurm and options.nnodes == 1 and (hint := slurm_launch.left_alone(os.environ)):
         print(f"recover-run: {hint}", file=sys.stderr)
     warm = options.warm and not cold_reason
-    return Supervisor(_plan(options, reserved), reserved, os.environ, warm, cold_reason).run()
+    if lock and plan.joins:
+        plan = replace(plan, run_id=lock.run_id)
+    return Supervisor(plan, reserved, os.environ, warm, cold_reason, lock).run()
 
 
 def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:
     """Make every check.  Returns the options and, on node 0, the store's listening socket; raises UsageError."""
     options, reasons = arguments.parse(argv)
+    if options.script and not options.module and (found := script.installed_module(options.script)):
+        print(f"recover-run: no {options.script} in this folder: the installed one, {found[1]}", file=sys.stderr)
+        options.script, options.module = found[0], True
     reasons += arguments.check_files(options)
     reserved = None
     if options.join or 0 < options.node_rank < options.nnodes:
@@ -81,6 +91,28 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
             reserved.close()
         raise arguments.UsageError(reasons)
     return options, reserved
+
+
+def _lock_folder(plan: LaunchPlan) -> FolderLock | None:
+    """The lock of the log folder, held unless this node has to learn first which run it is; raises UsageError."""
+    if plan.log_dir is None:
+        return None
+    mine = Claim(
+        os.getpid(),
+        plan.host,
+        time.time(),
+        plan.run_id,
+        plan.nnodes,
+        plan.master_addr,
+        plan.master_port,
+        plan.world_size,
+    )
+    lock = FolderLock(plan.log_dir, mine, lambda text: print(f"recover-run: {text}", file=sys.stderr))
+    take = lock.check if plan.node_rank > 0 else lock.take
+    reason = lock.join(plan.run_id) if plan.joins else take()
+    if reason:
+        raise arguments.UsageError([reason])
+    return lock
 
 
 def _check_secret(options: arguments.Options) -> list[str]:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA
+
 OK = 0
 LAUNCH_FAILED = 1
 """The launch itself failed: the store could not be made, a node did not appear or was lost."""
@@ -13,6 +15,8 @@ REFUSED = 2
 """The command line, or its agreement with the other nodes, is wrong; no worker was started here."""
 RUN_VERDICTS = (10, 11, 12)
 """Not enough live workers for one replica; lost the majority; state lost."""
+NO_FAULT = (*RUN_VERDICTS, EXIT_FENCED)
+"""What a worker ends with that has nothing wrong itself."""
 
 
 class Outcome(NamedTuple):
@@ -27,6 +31,28 @@ class Outcome(NamedTuple):
     def code(self) -> int:
         """As a shell would report it: the exit code, or 128 + the signal."""
         return 128 + self.signal if self.signal is not None else self.exit_code or 0
+
+
+def start_exit_code(outcomes: Sequence[Outcome], fault_tolerant: bool) -> int:
+    """The exit code of a launch that lost a worker before the training began; ``outcomes``: of those that have ended.
+
+    The first row that fits decides:
+
+    ===================================================  ==========================================================
+    the workers                                          exit code
+    ===================================================  ==========================================================
+    fault_tolerant is false                              that of the earliest that failed; 128 + S if killed by S
+    any failed with a code other than 10 to 13           that code (the earliest such): a fault of the work
+    else                                                 10: workers are missing, and another try may have them
+    ===================================================  ==========================================================
+
+    A worker that ends because it lost touch with another one says so with 10; nor are 11 to 13 faults of the work.
+    """
+    if not fault_tolerant:
+        return run_exit_code(outcomes, fault_tolerant)
+    in_order = sorted(outcomes, key=lambda outcome: outcome.ended)
+    faults = [outcome.exit_code for outcome in in_order if outcome.exit_code not in (None, 0, *NO_FAULT)]
+    return faults[0] if faults and faults[0] is not None else EXIT_NO_REPLICA
 
 
 def run_exit_code(outcomes: Sequence[Outcome], fault_tolerant: bool) -> int:

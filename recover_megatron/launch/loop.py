@@ -38,6 +38,7 @@ class EventLoop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._calls: queue.SimpleQueue[Callback] = queue.SimpleQueue()
+        self._closed = False
         self._signal_callback: Callable[[int], None] | None = None
         self._handlers_before: dict[int, object] = {}
         self._wake_read, self._wake_write = _nonblocking_pipe()
@@ -48,14 +49,6 @@ class EventLoop:
     def watch(self, descriptor: int, on_readable: Callback) -> None:
         """Call ``on_readable`` whenever ``descriptor`` can be read (a pidfd: when the process has ended)."""
         self._selector.register(descriptor, selectors.EVENT_READ, on_readable)
-
-    def watch_writable(self, descriptor: int, on_writable: Callback) -> bool:
-        """Call ``on_writable`` whenever ``descriptor`` can be written.  False: it always can (a file, /dev/null)."""
-        try:
-            self._selector.register(descriptor, selectors.EVENT_WRITE, on_writable)
-        except PermissionError:
-            return False
-        return True
 
     def unwatch(self, descriptor: int) -> None:
         """Forget ``descriptor``; do it before it is closed.  Raises KeyError if it is not watched."""
@@ -68,7 +61,9 @@ class EventLoop:
         return timer
 
     def call_from_thread(self, callback: Callback) -> None:
-        """From any thread: have the loop call ``callback``."""
+        """From any thread: have the loop call ``callback``; it does not once it is closed."""
+        if self._closed:
+            return
         self._calls.put(callback)
         try:
             os.write(self._wake_write, b"\0")
@@ -103,6 +98,7 @@ class EventLoop:
 
     def close(self) -> None:
         """Give signals back to the handlers of before, and close the loop's descriptors."""
+        self._closed = True
         if self._handlers_before:
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers_before.items():

@@ -32,25 +32,48 @@ def opening(plan: LaunchPlan, warm: str) -> str:
     )
 
 
-def worker_ended(worker: Worker, others: int, left_behind: int, successor: Worker | None = None) -> str:
-    """One worker's death, or its end with leftovers; ``others`` workers of this node go on."""
-    end = describe_end(worker.exit_code, worker.signal)
-    how = {
-        WorkerState.FINISHED: "finished",
-        WorkerState.FAILED: f"failed with {end}",
-        WorkerState.KILLED: f"was killed by {end}",
-    }[worker.state]
-    swept = f"; {count(left_behind, 'process', 'processes')} it left behind ended" if left_behind else ""
+def worker_ended(
+    worker: Worker, others: int, left_behind: int, successor: Worker | None = None, killed: int = 0
+) -> str:
+    """One worker's death, or its end with leftovers; ``others`` workers of this node go on, ``killed`` are next."""
+    how, swept = _how(worker), _swept(left_behind)
     if worker.state is WorkerState.FINISHED:
         return f"worker {worker.worker_id} {how}{swept}"
     now = f"the other {count(others)} here go on" if others > 1 else "the other worker here goes on"
     if others == 0:
-        now = "no worker is left on this host"
+        now = "no worker is left on this host" if killed == 0 else "no worker on this host goes on"
+    if killed:
+        now += f"; {count(killed)} more {'is' if killed == 1 else 'are'} being killed"
     if successor is not None:
         now += f"; worker {successor.worker_id} is started in its place"
-    log = f"its log: {worker.log}" if worker.log else "no log kept (--log-dir)"
-    who = f"worker {worker.worker_id} on {worker.host} (pid {worker.pid})"
-    return f"{who} {how} after {seconds(worker)}{swept}; {now}; {log}"
+    return f"{_who(worker)} {how} after {seconds(worker)}{swept}; {now}; {_log(worker)}"
+
+
+def worker_lost_at_start(worker: Worker, left_behind: int, cause: str) -> str:
+    """A worker that was lost before the training began; ``cause``: the last that it said, if that may be why."""
+    why = f" ({cause})" if cause else ""
+    return f"{_who(worker)} {_how(worker)} after {seconds(worker)}{why}{_swept(left_behind)}; {_log(worker)}"
+
+
+def _who(worker: Worker) -> str:
+    return f"worker {worker.worker_id} on {worker.host} (pid {worker.pid})"
+
+
+def _how(worker: Worker) -> str:
+    end = describe_end(worker.exit_code, worker.signal)
+    return {
+        WorkerState.FINISHED: "finished",
+        WorkerState.FAILED: f"failed with {end}",
+        WorkerState.KILLED: f"was killed by {end}",
+    }[worker.state]
+
+
+def _swept(left_behind: int) -> str:
+    return f"; {count(left_behind, 'process', 'processes')} it left behind ended" if left_behind else ""
+
+
+def _log(worker: Worker) -> str:
+    return f"its log: {worker.log}" if worker.log else "no log kept (--log-dir)"
 
 
 def late(worker: Worker) -> str:

@@ -3,100 +3,45 @@
 Bytes are never decoded.  A line is shown when it is complete; a line that stays incomplete (a progress bar) is shown as
 far as it is after ``PARTIAL_SECONDS``, and a very long one in pieces of ``LONGEST_LINE`` bytes, so that memory is
 bounded and lines of different workers are never mixed.  When the reader of the launcher's own output is slow, the
-launcher stops reading the workers' pipes, as if they wrote to it directly; it never blocks itself, so deaths and
-signals are seen.
+launcher stops reading the workers' pipes for a moment, as if they wrote to it directly; when it does not read at all,
+lines are dropped on the console and kept in the logs (sink.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recover_megatron.launch.loop import EventLoop, Timer
+from recover_megatron.launch.sink import PAUSE_SECONDS, Sink
+from recover_megatron.log_writer import LogWriter, open_to_append
 
 PARTIAL_SECONDS = 0.5
 LONGEST_LINE = 64 * 1024
+LONGEST_LAST = 300
+"""Bytes kept of a worker's last line."""
 _READ = 64 * 1024
-_MOST_PENDING = 1024 * 1024
 _MOST_DRAINED = 4 * 1024 * 1024
+_MOST_UNWRITTEN = 16 * 1024 * 1024
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
-class Sink:
-    """Writes to one of the launcher's own streams without ever blocking."""
-
-    def __init__(self, loop: EventLoop, descriptor: int, on_progress: Callable[[], None]) -> None:
-        self._loop = loop
-        self._descriptor = descriptor
-        self._on_progress = on_progress
-        self._pending: deque[bytes] = deque()
-        self.size = 0
-        """Bytes that wait to be written."""
-        self._watched = False
-        self._always_ready = False
-        self._broken = False
-        self.colour = os.isatty(descriptor) and "NO_COLOR" not in os.environ
-
-    @property
-    def empty(self) -> bool:
-        """Whether everything has been written."""
-        return not self._pending
-
-    def put(self, data: bytes) -> None:
-        """Write ``data`` as soon as that is possible."""
-        if self._broken or not data:
-            return
-        self._pending.append(data)
-        self.size += len(data)
-        if not self._watched and not self._always_ready:
-            self._watched = self._loop.watch_writable(self._descriptor, self._write_some)
-            self._always_ready = not self._watched
-        while self._always_ready and self._pending:
-            self._write_some()
-        self._on_progress()
-
-    def _write_some(self) -> None:
-        # A pipe or terminal that is ready takes 4096 bytes (PIPE_BUF) without blocking, not necessarily more.
-        most = LONGEST_LINE if self._always_ready else 4096
-        data = self._pending.popleft()
-        while self._pending and len(data) < most:
-            data += self._pending.popleft()
-        try:
-            written = os.write(self._descriptor, data[:most])
-        except BlockingIOError:
-            written = 0
-        except OSError:
-            # Nobody reads any more (closed pipe, lost terminal).  The run goes on, and so do the log files.
-            self._broken = True
-            self._pending.clear()
-            self.size = written = 0
-            data = b""
-        self.size -= written
-        if data[written:]:
-            self._pending.appendleft(data[written:])
-        if not self._pending and self._watched:
-            self._loop.unwatch(self._descriptor)
-            self._watched = False
-        self._on_progress()
-
-
 class LogFile:
-    """A worker's log: both its streams, unprefixed, in order of arrival, written through at once.
+    """A worker's log: both its streams, unprefixed, in order of arrival.
 
-    The file of an earlier run is kept as ``<name>.old``.
+    The file of an earlier run is kept as ``<name>.old``.  The disk neither stops nor ends the launcher
+    (``log_writer``): if it is well, what was written is on it when ``write`` returns.
     """
 
-    def __init__(self, path: Path, on_error: Callable[[str], None]) -> None:
-        self._on_error = on_error
-        self._path = path
-        if path.exists():
-            os.replace(path, path.with_name(path.name + ".old"))
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        """``say``, called in any thread, tells of a log that cannot be written."""
+        self._first = True
+        self.file = LogWriter(path, say, self._open, _missing, most_bytes=_MOST_UNWRITTEN)
+        self.file.make()
         self._last: tuple[object, bool] = (None, True)
-        self._failed = False
 
     def write(self, source: object, data: bytes) -> None:
         """Append ``data`` of the stream ``source``; a line that the other stream left incomplete is ended first."""
@@ -104,17 +49,24 @@ class LogFile:
         if not complete and last_source is not source:
             data = b"\n" + data
         self._last = (source, data.endswith(b"\n"))
-        try:
-            while data and not self._failed:
-                data = data[os.write(self._descriptor, data) :]
-        except OSError as error:
-            self._failed = True
-            self._on_error(
-                f"log {self._path} cannot be written any more ({error.strerror}); its worker goes on without it"
-            )
+        self.file.put(data)
+        self.file.settle()
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """No more output; returns at once, what is left is still written."""
+        self.file.close()
+
+    def _open(self, path: Path) -> int:
+        """In the writer's thread."""
+        if self._first:
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(path, path.with_name(path.name + ".old"))
+            self._first = False
+        return open_to_append(path)
+
+
+def _missing(pieces: int) -> bytes:
+    return f"\nrecover-run: {pieces} pieces of output are missing here, which the disk did not take\n".encode()
 
 
 class Stream:
@@ -127,12 +79,18 @@ class Stream:
         self._prefix = prefix
         self._log = log
         self._held = b""
+        self._last = b""
         self._timer: Timer | None = None
         self._watched = False
         self.open = True
         self.wanted = False
         """Whether it may be read."""
         os.set_blocking(pipe, False)
+
+    @property
+    def last_line(self) -> str:
+        """The last line that was not empty, or its beginning."""
+        return self._last.decode(errors="replace").strip()
 
     def pause(self) -> None:
         """Stop reading."""
@@ -197,8 +155,10 @@ class Stream:
             self._log.write(self, data)
         lines = data.removesuffix(b"\n").split(b"\n")
         # What a progress bar overwrote by a carriage return is not shown; the log has it.
-        shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        self._last = next((line for line in reversed(shown) if line.strip()), self._last)[:LONGEST_LAST]
         self._sink.put(b"".join(self._prefix + line + b"\n" for line in shown))
+        self._console.check_pressure()
 
     def _close(self) -> None:
         if self.open:
@@ -213,22 +173,29 @@ class Stream:
 class Console:
     """The launcher's own two streams, and all streams that are shown on them."""
 
-    def __init__(self, loop: EventLoop, highest_id: int) -> None:
+    def __init__(self, loop: EventLoop, highest_id: int, log_dir: Path | None) -> None:
         self.loop = loop
         self._width = len(str(highest_id))
+        self._log_dir = log_dir
         self._streams: list[Stream] = []
-        self._paused = False
-        self._out = Sink(loop, sys.stdout.fileno(), self._check_pressure)
-        self._err = Sink(loop, sys.stderr.fileno(), self._check_pressure)
+        self._paused: Timer | None = None
+        self._out = Sink(sys.stdout.fileno(), self._on_room, self._dropped)
+        self._err = Sink(sys.stderr.fileno(), self._on_room, self._dropped)
 
     @property
     def flushed(self) -> bool:
         """Whether everything shown has reached the launcher's streams."""
         return self._out.empty and self._err.empty
 
+    @property
+    def written(self) -> int:
+        """Bytes that have."""
+        return self._out.written + self._err.written
+
     def say(self, text: str) -> None:
         """A line of the launcher itself, on stderr."""
         self._err.put(f"recover-run: {text}\n".encode(errors="backslashreplace"))
+        self.check_pressure()
 
     def attach(self, label: str, colour: int, log: LogFile | None) -> tuple[list[Stream], int, int]:
         """Make the two pipes of a process.  Returns its streams, and the ends for its stdout and its stderr.
@@ -247,22 +214,33 @@ class Console:
         """Begin to read and show ``streams``."""
         for stream in streams:
             stream.wanted = True
-            if not self._paused:
+            if self._paused is None:
                 stream.resume()
 
-    def _check_pressure(self) -> None:
-        """Stop reading the workers while the launcher's own reader is too slow; go on when it has caught up."""
-        full = any(
-            sink.size > (_MOST_PENDING // 2 if self._paused else _MOST_PENDING) for sink in (self._out, self._err)
-        )
-        if full == self._paused:
-            return
-        self._paused = full
-        for stream in self._streams:
-            if full:
+    def check_pressure(self) -> None:
+        """Stop reading the workers while the launcher's own reader is too slow, for PAUSE_SECONDS at most."""
+        full = self._out.full or self._err.full
+        if full and self._paused is None:
+            self._paused = self.loop.call_later(PAUSE_SECONDS, self._stop_waiting)
+            for stream in self._streams:
                 stream.pause()
-            else:
+        elif not full and self._paused is not None:
+            self._paused.cancel()
+            self._paused = None
+            for stream in self._streams:
                 stream.resume()
+
+    def _stop_waiting(self) -> None:
+        self._out.drop()
+        self._err.drop()
+        self.check_pressure()
+
+    def _on_room(self) -> None:
+        self.loop.call_from_thread(self.check_pressure)
+
+    def _dropped(self, lines: int) -> bytes:
+        kept = f"{self._log_dir} has them" if self._log_dir else "they are kept nowhere (--log-dir)"
+        return f"recover-run: {lines} lines are missing here, while nobody read this output; {kept}\n".encode()
 
     def _prefix(self, label: str, colour: int, coloured: bool) -> bytes:
         text = f"[{label}]"

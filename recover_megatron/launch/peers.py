@@ -12,12 +12,17 @@ from dataclasses import dataclass
 from recover_megatron.launch import messages
 from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome
+from recover_megatron.launch.host import LOST_SECONDS
 from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.nodes import NodeEvents, NodeThreads
+from recover_megatron.launch.node_events import NodeEvents
+from recover_megatron.launch.nodes import NodeThreads
 from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.membership.auth import Secret
 
 REPORT_SECONDS = 10.0
 """How long another node tries to deliver its report to node 0."""
+FAILURE_SECONDS = 5.0
+"""How long a launcher that ends the launch for all tries to tell the others."""
 
 
 @dataclass
@@ -30,6 +35,8 @@ class PeerEvents:
     """Several nodes with a control plane: all candidate coordinators are known.  Never before ``joined``."""
     stop: Callable[[str, int], None]
     """The launch cannot go on here: the reason, and the exit code."""
+    lost: Callable[[str], None]
+    """Another node's launcher, or the store, is gone or not reached: what, in a few words."""
     waited: Callable[[], None]
     """Nobody needs this launcher any more; called only after ``own_workers_ended`` returned True."""
     say: Callable[[str], None]
@@ -38,7 +45,15 @@ class PeerEvents:
 class Peers:
     """Made once per launch, also for one node."""
 
-    def __init__(self, loop: EventLoop, plan: LaunchPlan, listener: socket.socket | None, events: PeerEvents) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        plan: LaunchPlan,
+        secret: Secret | None,
+        listener: socket.socket | None,
+        events: PeerEvents,
+    ) -> None:
+        """``secret``: that of the job; None where the launchers share none."""
         self._loop = loop
         self._plan = plan
         self._listener = listener
@@ -47,28 +62,35 @@ class Peers:
         self.run_id = plan.run_id
         self.outcomes: list[Outcome] = []
         """Of the workers of other nodes (known to node 0 only)."""
-        self.any_lost = False
-        """Whether a node's launcher was lost (known to node 0 only)."""
+        self._lost: set[int] = set()
         self._unreported = set(range(1, plan.nnodes)) if plan.node_rank == 0 else set()
-        self._store_lost = False
+        self._store_lost = self._silent = False
         self._waiting = False
         self._timer: Timer | None = None
         self._threads = NodeThreads(
             loop,
             plan,
+            secret,
             NodeEvents(
                 joined=self._on_joined,
                 coordinators=events.coordinators,
                 all_joined=lambda: events.say(f"all {plan.nnodes} nodes take part"),
                 refused=lambda reason: events.stop(f"refused by node 0: {reason}", REFUSED),
                 note=events.say,
-                failed=lambda reason: events.stop(reason, LAUNCH_FAILED),
+                failed=events.stop,
                 store_lost=self._on_store_lost,
+                store_back=self._on_store_back,
                 report=self._on_report,
                 node_lost=self._on_node_lost,
+                node_back=self._on_node_back,
                 delivered=self._on_waited,
             ),
         )
+
+    @property
+    def any_lost(self) -> bool:
+        """Whether a node's launcher was lost, and not heard of again (known to node 0 only)."""
+        return bool(self._lost)
 
     def join(self) -> None:
         """Another node than 0: ask node 0 to take part."""
@@ -96,11 +118,32 @@ class Peers:
             self._waiting = True
         return self._waiting
 
+    def fail(self, reason: str, code: int) -> None:
+        """End the launch on the other nodes; this one ends by itself."""
+        if self.joined and not self._store_lost:
+            self._threads.fail(reason, code)
+
+    def settle(self) -> None:
+        """Before the process ends: wait until the others have been told of ``fail``."""
+        self._threads.settle(FAILURE_SECONDS)
+
     def _on_joined(self, run_id: str) -> None:
         if self._timer:
             self._timer.cancel()
         self.joined, self.run_id = True, run_id
+        self._loop.call_later(LOST_SECONDS, self._watch_store)
         self._events.joined()
+
+    def _watch_store(self) -> None:
+        """A host that lost its power answers nothing, and no operation of the store says so."""
+        silence = self._threads.silence
+        if silence > LOST_SECONDS and not self._store_lost:
+            self._silent = True
+            self._on_store_lost(f"no answer for {silence:.0f} s")
+        elif silence < LOST_SECONDS and self._silent:
+            self._silent = False
+            self._on_store_back()
+        self._loop.call_later(LOST_SECONDS / 4, self._watch_store)
 
     def _on_timeout(self) -> None:
         plan = self._plan
@@ -111,13 +154,21 @@ class Peers:
         )
 
     def _on_store_lost(self, reason: str) -> None:
+        if self._store_lost:
+            return
         self._store_lost = True
+        self._events.lost(f"the launcher of node 0 ({reason})")
         if not self._waiting:
             plan = self._plan
             self._events.say(
                 f"the store of node 0 ({plan.master_addr}:{plan.master_port}) is gone: its launcher ended or its host "
                 f"is lost ({reason}); the workers here go on, but cannot use the store any more"
             )
+
+    def _on_store_back(self) -> None:
+        if self._store_lost:
+            self._store_lost = False
+            self._events.say("the store of node 0 is reached again")
 
     def _on_report(self, node_rank: int, outcomes: list[Outcome]) -> None:
         self.outcomes += outcomes
@@ -127,8 +178,14 @@ class Peers:
         self._events.say(
             f"node {node_rank} is lost: its launcher has not been heard of for a while; not waiting for it"
         )
-        self.any_lost = True
+        self._lost.add(node_rank)
+        self._events.lost(f"the launcher of node {node_rank}")
         self._node_ended(node_rank)
+
+    def _on_node_back(self, node_rank: int) -> None:
+        self._events.say(f"the launcher of node {node_rank} is heard of again")
+        self._lost.discard(node_rank)
+        self._unreported.add(node_rank)
 
     def _node_ended(self, node_rank: int) -> None:
         self._unreported.discard(node_rank)

@@ -17,6 +17,8 @@ from recover_megatron.membership.worker import (
 
 LAUNCH_ID_VARIABLE = "RECOVER_LAUNCH_ID"
 WORKER_ID_VARIABLE = "RECOVER_WORKER_ID"
+TRAINING = "pretrain_gpt_recover"
+"""The script that comes with this package, as a file or a module."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ class LaunchPlan:
         return self.joined_world_size if self.joins else self.nnodes * self.nproc_per_node
 
     @property
+    def needs_all(self) -> bool:
+        """Whether the loss of a worker of the launch ends the run until it has had a plan; see ``start_up``.
+
+        Megatron's training does. Other scripts know for themselves what they can do without.
+        """
+        script = self.command[-len(self.script_args) - 1] if self.command else ""
+        return not self.joins and (self.fault_tolerant or Path(script).stem == TRAINING)
+
+    @property
     def node_name(self) -> str:
         """The name of this node in the run, and of its launcher as a witness."""
         return f"{self.host}-joined-{self.launch_id}" if self.joins else f"{self.host}-{self.node_rank}"
@@ -82,6 +93,8 @@ class LaunchPlan:
     def warm_log(self) -> Path | None:
         """Where the output of the parent of a warm start is kept: nodes may share the folder."""
         name = "warm.log" if self.nnodes == 1 else f"warm-{self.node_rank}.log"
+        if self.joins:
+            name = f"warm-joined-{self.launch_id}.log"
         return self.log_dir / name if self.log_dir else None
 
     def log_file(self, worker_id: int) -> Path | None:

@@ -22,6 +22,8 @@ import enum
 import signal
 from dataclasses import dataclass
 
+from recover_megatron.launch.exit_codes import Outcome
+
 
 class WorkerState(enum.StrEnum):
     """What workers.json says of a worker."""
@@ -69,11 +71,18 @@ class Worker:
     """Its rank at launch, or that of the one in whose place it is; None: a spare, or one that joined."""
     replaces: int | None = None
     """The worker in whose place it was started."""
+    note: str = ""
+    """What it says of itself: why it has no place in the training although it runs."""
 
     @property
     def live(self) -> bool:
         """Whether it runs or is about to."""
         return self.state in LIVE
+
+    @property
+    def outcome(self) -> Outcome:
+        """Its end, for the exit code of the run."""
+        return Outcome(self.worker_id, self.exit_code, self.signal, self.ended or 0.0)
 
     def end(self, status: int, now: float) -> None:
         """Record its end: ``status`` is the exit code, or the negative number of the signal that killed it."""

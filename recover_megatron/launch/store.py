@@ -16,6 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+PREFIX = "recover/launch/"
+"""Of the launchers' own keys."""
+BEAT_SECONDS = 2.0
 TIMEOUT = timedelta(minutes=30)
 _RETRY_SECONDS = 0.25
 
@@ -25,7 +28,7 @@ class Store(Protocol):
 
     def get(self, key: str, /) -> bytes: ...
     def set(self, key: str, value: str, /) -> None: ...
-    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def queue_push(self, key: str, value: str, /) -> None: ...
     def queue_pop(self, key: str, /) -> bytes: ...
@@ -47,16 +50,19 @@ def serve_store(address: str, listener: socket.socket) -> Store:
     )
 
 
-def join_store(address: str, port: int) -> Store:
+def join_store(address: str, port: int, refused: bool = True) -> Store:
     """Connect to the store of node 0, waiting until its port answers.  Raises RuntimeError or ImportError.
 
     It waits for as long as it takes: the caller, in a thread, is given up by the supervisor's own deadline.
+    ``refused``: whether to wait for a host that answers, but has nobody at the port; else ConnectionRefusedError.
     """
     while True:
         try:
             socket.create_connection((address, port), timeout=10).close()
             break
-        except OSError:
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError) and not refused:
+                raise
             time.sleep(_RETRY_SECONDS)  # another host's port gives no event to wait for
     return _tcp_store_class()(address, port, None, False, timeout=TIMEOUT)
 
@@ -66,6 +72,11 @@ def timed_out(error: RuntimeError) -> bool:
     from torch.distributed import DistStoreError
 
     return isinstance(error, DistStoreError)
+
+
+def one_line(error: BaseException) -> str:
+    """What to tell people of an error of the store, whose text may hold a C++ stack."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _tcp_store_class() -> Any:

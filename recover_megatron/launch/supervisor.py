@@ -22,8 +22,9 @@ from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.cold import ColdStart, WorkerEvents, WorkerSource
 from recover_megatron.launch.control_plane import ControlPlane, has_secret
 from recover_megatron.launch.crew import Crew
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, run_exit_code
-from recover_megatron.launch.output import LogFile
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, run_exit_code, start_exit_code
+from recover_megatron.launch.folder_lock import FolderLock
+from recover_megatron.launch.last_checkpoint import last_checkpoint
 from recover_megatron.launch.peers import PeerEvents, Peers
 from recover_megatron.launch.plan import LaunchPlan, sets_omp_threads
 from recover_megatron.launch.processes import (
@@ -35,17 +36,21 @@ from recover_megatron.launch.processes import (
     kill_group,
     kill_until_none_left,
 )
+from recover_megatron.launch.start_up import GRACE_SECONDS as START_GRACE_SECONDS
+from recover_megatron.launch.start_up import StartEvents, StartUp
 from recover_megatron.launch.states import LIVE, LaunchState, Worker, WorkerState
 from recover_megatron.launch.warden import Warden
 from recover_megatron.launch.warm_client import WarmEvents, WarmParent
-from recover_megatron.launch.workers_file import write_workers
+from recover_megatron.log_writer import PATIENCE_SECONDS, flush_all
+from recover_megatron.membership.auth import SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import SecretError
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 """Batch systems send these ahead of a time limit; they are meant for the workers."""
 LAST_SWEEP_SECONDS = 10.0
 UNKILLABLE_SECONDS = 10.0
-OUTPUT_SECONDS_WHEN_STOPPED = 5.0
+OUTPUT_SECONDS = 5.0
+"""At the end, how long to wait for a reader of our output that reads nothing."""
 
 
 class Supervisor(Crew):
@@ -58,22 +63,36 @@ class Supervisor(Crew):
         inherited: Mapping[str, str],
         warm: bool,
         cold_reason: str,
+        lock: FolderLock | None = None,
     ) -> None:
-        super().__init__(plan, inherited)
+        """``lock``: of the log folder; a node that joins a launch makes sure of it when it knows the run's id."""
+        super().__init__(plan, inherited, lock)
         self._warm_wanted = warm
         self._cold_reason = cold_reason
         self._state = LaunchState.STARTING
         self._code: int | None = None
         self._stop_signal_at = 0.0
-        self._warm: WarmParent | None = None
         self._source: WorkerSource | None = None
-        peer_events = PeerEvents(
-            self._start_workers_if_ready, self._start_control_plane, self._stop, self._finish, self._console.say
+        start_events = StartEvents(
+            lambda: not self._never_planned(),
+            self._ask_coordinator,
+            self._launched,
+            self._after_end,
+            self._console.say,
+            self._fail_launch,
         )
-        self._peers = Peers(self._loop, plan, listener, peer_events)
+        self._start_up = StartUp(self._loop, plan, start_events)
+        peer_events = PeerEvents(
+            self._start_workers_if_ready,
+            self._start_control_plane,
+            self._stop_with_peers,
+            self._start_up.launcher_lost,
+            self._finish,
+            self._console.say,
+        )
+        secret = find_secret(inherited) if plan.nnodes > 1 and has_secret(inherited) else None
+        self._peers = Peers(self._loop, plan, secret, listener, peer_events)
         self._worker_events = WorkerEvents(self._on_worker_started, self._kill_remains, self._on_worker_reaped)
-        self._changed = True
-        self._orphans = False
 
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
@@ -87,6 +106,7 @@ class Supervisor(Crew):
         self._console.say(messages.opening(self._plan, warm))
         if sets_omp_threads(self._plan, self._inherited):
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
+        self._beat()
         self._peers.join()
         if self._plan.nnodes == 1:
             self._start_control_plane(None)
@@ -110,13 +130,24 @@ class Supervisor(Crew):
         if self._state is not LaunchState.STARTING:
             return
         try:
-            self._control = ControlPlane(self._plan, self._inherited, self._on_kill_order, candidates)
+            self._control = ControlPlane(
+                self._plan,
+                self._inherited,
+                self._on_kill_order,
+                self._loop,
+                self._console.say,
+                self._on_told,
+                candidates,
+                self._on_revoke,
+                self._on_note,
+            )
         except SecretError as error:
             self._stop(str(error), REFUSED)
         except OSError as error:
             self._stop(f"the coordinator cannot be started: {error}", LAUNCH_FAILED)
         else:
             self._environment |= self._control.variables
+            self._keep_secret(self._control.variables.get(SECRET_VARIABLE))
             if self._plan.has_newcomers:
                 self._control.when_decided(lambda: self._loop.call_from_thread(self._on_run_over))
             if self._plan.fault_tolerant and not self._plan.joins and has_secret(self._inherited):
@@ -144,7 +175,7 @@ class Supervisor(Crew):
             exited=self._on_warm_exited,
             died=self._on_warm_died,
         )
-        log = LogFile(path, self._console.say) if (path := self._plan.warm_log) else None
+        log = self._open_log(path) if (path := self._plan.warm_log) else None
         streams, stdout, stderr = self._console.attach("warm", 0, log)
         self._warm = WarmParent(
             self._loop, self._plan, self._environment, stdout, stderr, streams, events, self._worker_events
@@ -161,6 +192,9 @@ class Supervisor(Crew):
         if not self._workers:  # a launcher that joins a run does not know yet which ids are free
             return
         if self._plan.control_plane and self._control is None:
+            return
+        if reason := self._share_folder(self._peers.run_id):
+            self._stop(reason, REFUSED)
             return
         for worker in self._workers.values():
             try:
@@ -213,22 +247,45 @@ class Supervisor(Crew):
             self._control.ended(worker_id, f"exit code {status}" if status >= 0 else signal.Signals(-status).name)
         self._warden.remove_session(worker.pid)
         os.close(self._pidfds.pop(worker_id))
-        for stream in self._streams.pop(worker_id):
-            stream.drain_and_close()
-        if log := self._logs.pop(worker_id, None):
-            log.close()
+        cause = self._close_streams(worker_id)
         self._orphans = True
+        if self._state is not LaunchState.STOPPING and self._start_up.ended_in_it(worker):
+            self._start_up.worker_lost(worker, left_behind, cause if worker.state is WorkerState.FAILED else "")
+        else:
+            self._after_end(worker, left_behind)
+
+    def _after_end(self, worker: Worker, left_behind: int) -> None:
+        """Say how a worker has ended, and what comes after."""
         successor = self._successor_of(worker) if self._can_start_more else None
         waited_for = (WorkerState.RUNNING,) if self._state is LaunchState.STOPPING else LIVE
         others = sum(other.state in waited_for for other in self._workers.values() if other is not successor)
         if worker.state is not WorkerState.FINISHED or left_behind:
-            self._console.say(messages.worker_ended(worker, others, left_behind, successor))
+            condemned = self._control.condemned if self._control else frozenset()
+            killed = sum(other.live and other.worker_id in condemned for other in self._workers.values())
+            self._console.say(messages.worker_ended(worker, others - killed, left_behind, successor, killed))
         if successor is not None:
             self._start_successor(successor)
         elif others == 0:
             self._own_workers_ended()
         elif not self._plan.joins and not any(other.live for other in self._launched()) and self._never_planned():
             self._on_run_over()
+
+    # --- a loss before the training has begun ---
+
+    def _on_revoke(self) -> None:
+        """The coordinator wants a new epoch.  Called in another thread."""
+        self._loop.call_from_thread(
+            lambda: self._start_up.others_lost(self._control.missing if self._control else frozenset())
+        )
+
+    def _fail_launch(self, reason: str, code: int) -> None:
+        if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
+            self._peers.fail(reason, code)
+            self._stop(reason, code, START_GRACE_SECONDS)
+
+    def _stop_with_peers(self, reason: str, code: int) -> None:
+        """Another launcher has ended the launch, or it cannot be made."""
+        self._stop(reason, code, START_GRACE_SECONDS if self._start_up.under_way else None)
 
     # --- newcomers ---
 
@@ -304,6 +361,8 @@ class Supervisor(Crew):
         if self._state is not LaunchState.STOPPING:
             name = signal.Signals(number).name
             self._stop_signal_at = time.monotonic()
+            if self._control:
+                self._control.stopping(number)
             self._stop(f"{name} received", 128 + number)
         elif self._stop_signal_at == 0.0:
             self._stop_signal_at = time.monotonic()  # it was stopping for another reason: this signal is the first
@@ -312,16 +371,20 @@ class Supervisor(Crew):
             self._console.say("second signal: killing at once")
             self._kill_everything()
 
-    def _stop(self, reason: str, code: int) -> None:
-        """Ask all workers to end, and see to it that they do.  The first code given stands."""
+    def _stop(self, reason: str, code: int, grace: float | None = None) -> None:
+        """Ask all workers to end, and see to it that they do within ``grace`` seconds (None: --grace-seconds).
+
+        The first code given stands.
+        """
         if self._state in (LaunchState.STOPPING, LaunchState.ENDED):
             return
         self._state = LaunchState.STOPPING
         self._code = code
         running = self._running()
-        then = f": SIGTERM to {messages.count(len(running))}, SIGKILL after {self._plan.grace_seconds:g} s"
+        grace = self._plan.grace_seconds if grace is None else min(grace, self._plan.grace_seconds)
+        then = f": SIGTERM to {messages.count(len(running))}, SIGKILL after {grace:g} s"
         self._console.say(reason + (then if running else ""))
-        self._loop.call_later(self._plan.grace_seconds, self._kill_everything)
+        self._loop.call_later(grace, self._kill_everything)
         for worker in running:
             self._signal_worker(worker, signal.SIGTERM)
         if not running:
@@ -346,30 +409,8 @@ class Supervisor(Crew):
 
     # --- other processes of ours ---
 
-    def _spared(self) -> tuple[int, ...]:
-        return (os.getpid(), self._warden.pid)
-
     def _on_warden_replaced(self, killed: int) -> None:
         self._console.say(f"the warden (pid {killed}) was killed; a new one (pid {self._warden.pid}) took its place")
-
-    def _reap_orphans(self) -> None:
-        """Reap descendants that lost their parent and became ours; ours by birth are reaped where they are watched."""
-        if not self._orphans:
-            return
-        self._orphans = False
-        own = {self._warden.pid, *([self._warm.pid] if self._warm and self._warm.alive else [])}
-        own |= {worker.pid for worker in self._workers.values() if worker.pid is not None and worker.live}
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            if ended.si_pid in own:
-                self._orphans = True  # it hides other zombies; once it is reaped, after its event, look again
-                return
-            os.waitpid(ended.si_pid, 0)
 
     def _on_warm_ready(self) -> None:
         self._source = self._warm
@@ -394,20 +435,12 @@ class Supervisor(Crew):
 
     # --- the end ---
 
-    def _write_workers(self) -> None:
-        """Bring workers.json up to date, once for all changes of a round."""
-        if self._plan.log_dir is None or not self._peers.joined or not self._changed:
-            return
-        self._changed = False
-        try:
-            write_workers(self._plan.log_dir, self._peers.run_id, list(self._workers.values()))
-        except OSError as error:
-            self._console.say(f"workers.json cannot be written: {error}")
-
     def _close(self) -> int:
         """Nothing of the launch is left after this but the store, which ends with the process."""
         # Before the sweep: that ends the coordinators, too, and the last worker may have told them something just now.
-        verdict = self._control.verdict() if self._control and self._code is None else None
+        verdict = self._verdict() if self._control and self._code is None else None
+        if self._control:
+            self._control.end_candidates()
         for worker in self._workers.values():
             if worker.live:
                 worker.end(-signal.SIGKILL, time.time())
@@ -421,33 +454,66 @@ class Supervisor(Crew):
                 f"these processes cannot be killed (blocked in the kernel): {[item.pid for item in left]}"
             )
         self._write_workers()
+        self._finish_files()
         code = self._exit_code(verdict)
         if any(worker.pid is not None for worker in self._workers.values()):
             self._console.say(messages.summary(list(self._workers.values()), code))
             if self._control and verdict is not None and code == verdict != 0:
                 self._console.say(f"the run was ended: {self._control.reason}")
+            if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script_args)):
+                self._console.say(f"last checkpoint: {last}")
+        self._peers.settle()
         self._flush_output()
+        flush_all(self._written, PATIENCE_SECONDS)  # what came in the meantime
         if self._control:
             self._control.close()
         self._warden.finish()
         self._loop.close()
         return code
 
+    def _verdict(self) -> int | None:
+        """How the coordinator says that the run has ended."""
+        assert self._control is not None
+        verdict = self._control.verdict()
+        if (
+            verdict is not None
+            and not self._control.told
+            and any(worker.state is WorkerState.FINISHED for worker in self._workers.values())
+        ):
+            self._console.say(
+                f"the end was not heard from the coordinator ({self._control.reason}); workers of this node have "
+                "finished the run"
+            )
+            return None
+        if self._plan.nnodes > 1:
+            self._control.linger()
+        return verdict
+
     def _exit_code(self, verdict: int | None) -> int:
         if self._code is not None:
             return self._code
         if verdict is not None:
             return verdict
+        if self._start_up.under_way and any(worker.outcome.code for worker in self._launched()):
+            return start_exit_code([*self._outcomes(), *self._peers.outcomes], self._plan.fault_tolerant)
         code = run_exit_code([*self._outcomes(), *self._peers.outcomes], self._plan.fault_tolerant)
         if code == 0 and self._peers.any_lost and not self._plan.fault_tolerant:
             return LAUNCH_FAILED
         return code
 
     def _flush_output(self) -> None:
-        """Wait until our own reader has taken everything; after a stop, not for long."""
+        """Wait until our own reader has taken everything, as long as it takes anything; after a stop, not for long."""
         given_up: list[bool] = []
-        if self._code is not None:
-            self._loop.call_later(OUTPUT_SECONDS_WHEN_STOPPED, lambda: given_up.append(True))
+
+        def look(before: int) -> None:
+            written = self._console.written
+            if written == before or self._code is not None:
+                given_up.append(True)
+            else:
+                self._loop.call_later(OUTPUT_SECONDS, lambda: look(written))
+
+        written = self._console.written
+        self._loop.call_later(OUTPUT_SECONDS, lambda: look(written))
         self._state = LaunchState.STOPPING  # a signal from here on gives up the output
         self._stop_signal_at = 0.0
         while not self._console.flushed and not given_up and self._stop_signal_at == 0.0:

@@ -5,6 +5,7 @@ so nothing is sent and nothing is waited for.  What it would learn from others t
 
     load_checkpoint                      nothing is read: the state comes from a peer
     build_train_valid_test_data_loaders  whether there is data is what rank 0 says at launch: there is, they train
+    append_to_progress_log               no job begins
     forget_megatron()                    before it is built once more in one process
 """
 
@@ -39,6 +40,13 @@ def install(alone: Callable[[], bool]) -> None:
 
         return build_train_valid_test_data_loaders
 
+    def no_job_begins(original: Callable[..., Any]) -> Callable[..., Any]:
+        def append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
+            return None if alone() else original(*args, **kwargs)
+
+        return append_to_progress_log
+
+    seams.wrap(training, "append_to_progress_log", (), no_job_begins)
     seams.wrap(training, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"), no_checkpoint)
     providers = ("build_train_valid_test_datasets_provider",)
     seams.wrap(training, "build_train_valid_test_data_loaders", providers, data_is_there)

@@ -1,8 +1,11 @@
 """Gradient buckets: where Megatron would sum a bucket over the data-parallel ranks, it is handed to the step instead.
 
-register_grad_ready (the last parameter's gradient is in)  --start_grad_sync-->  Gradients.ready     may be summed
+register_grad_ready (the last parameter's gradient is in)  --start_grad_sync-->  scaled, Gradients.ready: may be summed
 the schedule's end                                          (finalize is held back: see trainer)
-the step is committed --finish_grad_sync-->  scaled, as Megatron would have before the sum
+another pass of the step: what is LOCAL is scaled back, lost microbatches run into it, and it is scaled again
+the step is committed --finish_grad_sync-->  Megatron is told that the sum is there
+
+As in stock Megatron gradients are scaled before the sum: in their own type the sum is rounded, and may overflow.
 
 With the distributed optimizer a bucket's parameters have the same number; they are gathered with the update
 (`sharded_optimizer`), so what Megatron calls for that does nothing, or (--overlap-param-gather) waits for what is under
@@ -110,11 +113,15 @@ class Buckets:
             for number in self._number[id(group)]:
                 self.overlap.complete(number)
 
-    def new_pass(self) -> None:
-        """Another pass over the model begins: every parameter will be counted again."""
-        self._settled.clear()
+    def new_pass(self, *, again: bool) -> None:
+        """A pass over the model begins: every parameter will be counted.  ``again``: not the step's first one."""
         for group in self._groups:
             group.per_param_grad_ready_counts = {}
+            if again and id(group) in self._settled:
+                for bucket in group.buckets:
+                    if bucket.gradient_scaling_factor != 1.0:
+                        self.gradients.divide_local(self.number(bucket), bucket.gradient_scaling_factor)
+        self._settled.clear()
 
     def settle(self) -> None:
         """The pass is over: every bucket holds what is to be summed."""
@@ -123,7 +130,7 @@ class Buckets:
                 self._settle(group)
 
     def _settle(self, group: Any) -> None:
-        """Copy in gradients that are kept outside the buffer, and check all of them where asked for."""
+        """Copy in gradients that are kept outside the buffer, check all of them where asked for, and scale them."""
         self._settled.add(id(group))
         for bucket in group.buckets:
             for param in getattr(bucket, "params_with_extra_main_grads", ()):
@@ -132,13 +139,13 @@ class Buckets:
         config = group.ddp_config
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
-
-    def finish(self, group: Any) -> None:
-        """The sum of this group is final: scale it, and tell Megatron that it is there."""
         with torch.no_grad():
-            for bucket in group.buckets:
+            for bucket in group.buckets:  # what is REDUCED in it has been set aside
                 if bucket.gradient_scaling_factor != 1.0:
                     bucket.grad_data *= bucket.gradient_scaling_factor
+
+    def finish(self, group: Any) -> None:
+        """The sum of this group is final: tell Megatron that it is there."""
         if hasattr(group, "_copy_back_extra_main_grads"):
             group._copy_back_extra_main_grads()
         group.grad_reduce_finished = True

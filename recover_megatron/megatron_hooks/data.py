@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -145,19 +146,24 @@ class _Feed:
 
 
 class Microbatches:
-    """The microbatches of one pass over the ids ``ids``, as a schedule's data iterator; ``reached(j)`` before each."""
+    """The microbatches of one pass over the ids ``ids``, as a schedule's data iterator.
 
-    def __init__(self, source: Source, ids: Sequence[int], reached: Callable[[], None]) -> None:
+    ``fetching()``: what each is fetched in.
+    """
+
+    def __init__(
+        self, source: Source, ids: Sequence[int], fetching: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._source = source
         self._ids = iter(ids)
-        self._reached = reached
+        self._fetching = fetching
 
     def __iter__(self) -> Microbatches:
         return self
 
     def __next__(self) -> Batch:
-        self._reached()
-        return self._source.get(next(self._ids))
+        with self._fetching():
+            return self._source.get(next(self._ids))
 
 
 def source_of(iterator: Any) -> Source | None:

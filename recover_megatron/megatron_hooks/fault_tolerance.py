@@ -25,6 +25,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn, cast
 
 import torch
@@ -34,13 +35,21 @@ from megatron.training import get_args
 
 from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig, parse_addresses
-from recover_megatron.chaos.injector import Injector
+from recover_megatron.chaos.injector import InjectedExit, InjectedFault, Injector
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.collectives import nccl
 from recover_megatron.collectives.board import Board
 from recover_megatron.errors import UserError
-from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
-from recover_megatron.instep.faults import is_communication, signature
+from recover_megatron.instep.errors import (
+    CheckpointFailed,
+    NoReplica,
+    Orphaned,
+    OtherPosition,
+    RunOver,
+    StateLost,
+    UnknownOperation,
+)
+from recover_megatron.instep.faults import is_communication, is_own, signature
 from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks
@@ -54,18 +63,23 @@ from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import (
     EXIT_FENCED,
     EXIT_NO_REPLICA,
+    EXIT_SAME_FAULT,
     EXIT_STATE_LOST,
     CoordinatorLost,
     Fenced,
     SecretError,
 )
 from recover_megatron.membership.records import Settings
+from recover_megatron.membership.session import LAST_WORDS_SECONDS
 from recover_megatron.membership.worker import HOST_VARIABLE, connect
 
 NO_COORDINATOR = (
     "--recover needs a coordinator: start the workers with recover-run, which brings one, or start "
     "recover-coordinator and name it with --recover-coordinator HOST:PORT"
 )
+
+OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt)
+"""What is never a fault of the work."""
 
 HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
 """Boundaries of the ring's messages -> the phase of a fault specification."""
@@ -127,6 +141,7 @@ class FaultTolerance:
             if self._training.begun:
                 self._training.recovery.finish()
                 self._records.log(self._training.recovery, "end")
+                self._records.close()
             else:
                 self._session.leave()
         except UserError:
@@ -183,30 +198,44 @@ class FaultTolerance:
         recovery = self._training.recovery if self._training.begun else None
         started = recovery is not None and recovery.started
         if isinstance(error, NoReplica):
-            _end(EXIT_NO_REPLICA, f"the run ends: {error}")
+            self._end(EXIT_NO_REPLICA, f"the run ends: {error}")
         if isinstance(error, StateLost):
-            _end(EXIT_STATE_LOST, f"the run ends: {error}")
+            self._end(EXIT_STATE_LOST, f"the run ends: {error}")
+        if isinstance(error, UnknownOperation):
+            self._end(1, f"the run ends: {error}")
         if isinstance(error, RunOver):
-            _end(error.code, f"the run has ended; spare worker {self._me} ends with it: {error}")
+            self._end(error.code, f"the run has ended; spare worker {self._me} ends with it: {error}")
         if isinstance(error, Fenced):
             _end(EXIT_FENCED, f"worker {self._me} was put out of the run, which goes on without it: {error}")
         if isinstance(error, CoordinatorLost):
-            _end(error.code, f"the run ends for worker {self._me}: {error}")
+            self._end(error.code, f"the run ends for worker {self._me}: {error}")
         # Whatever an orphan's main thread ends by: its replica was broken first.
-        if (
-            recovery is not None
-            and self._training.state is not None
-            and (recovery.orphaned or isinstance(error, Orphaned) or is_communication(error))
-        ):
+        if recovery is not None and self._training.state is not None and self._training.replica_broken(error):
             self._be_spare(recovery, error)
-        if isinstance(error, SystemExit) and isinstance(error.code, int):
-            _end(error.code, f"worker {self._me} exits with {error.code}")
         text = "".join(traceback.format_exception(error))
         print(text, file=sys.stderr, flush=True)
+        if not started and (is_communication(error) or isinstance(error, torch.distributed.DistError)):
+            # Not a fault of its own: whoever starts the run again may do so.
+            lost = "lost touch with another one before the training began"
+            _end(EXIT_NO_REPLICA, f"worker {self._me} {lost} ({signature(error)[:200]}); its traceback is above")
         if started:
             assert recovery is not None
-            iteration, microbatch = self._iteration_now(), recovery.microbatch
-            self._session.last_words(iteration, microbatch, signature(error), text, recovery.replica)
+            self._session.last_words(
+                self._iteration_now(),
+                recovery.microbatch,
+                signature(error),
+                text,
+                recovery.replica,
+                phase=recovery.phase,
+                tried=recovery.tried,
+                own=is_own(error) or any(isinstance(each, OF_ONE_WORKER) for each in (error, error.__cause__)),
+            )
+            if isinstance(error, CheckpointFailed) and len(recovery.decision.replicas) == 1:
+                self._session.give_up(EXIT_SAME_FAULT, str(error))  # there is nobody left to try it
+                with suppress(CoordinatorLost, Fenced):
+                    self._session.wait_revoked(LAST_WORDS_SECONDS)
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            _end(error.code, f"worker {self._me} exits with {error.code}")
         _end(1, f"worker {self._me} ends by an exception of its own ({signature(error)[:200]}); its traceback is above")
 
     def _be_spare(self, recovery: Recovery, error: BaseException) -> NoReturn:
@@ -224,8 +253,13 @@ class FaultTolerance:
             # The training is over for it: it has no position to come back to.
             recovery.wait_as_spare(position=None, ready=False)
         except RunOver as over:
-            _end(over.code, f"the run has ended; spare worker {self._me} ends with it: {over}")
+            self._end(over.code, f"the run has ended; spare worker {self._me} ends with it: {over}")
         raise AssertionError("a worker that cannot come back was given a place")
+
+    def _end(self, code: int, message: str) -> NoReturn:
+        """End with the run.  (Who ends alone leaves what it has not written to the next writer.)"""
+        self._records.close()
+        _end(code, message)
 
     # ---- making the parts
 
@@ -236,6 +270,7 @@ class FaultTolerance:
             heartbeat_interval=config.heartbeat_interval,
             heartbeat_timeout=config.heartbeat_timeout,
             hang_timeout=config.hang_timeout,
+            stall_timeout=config.stall_timeout,
         )
         try:
             return connect(settings, addresses=parse_addresses(config.coordinator))
@@ -285,6 +320,7 @@ class FaultTolerance:
                 config.allow_cross_node_tp,
                 strict=config.verify_interval > 0,
                 spread=bool(args.use_distributed_optimizer),
+                mesh=fabric.mesh,
             ),
             min_replicas=config.min_replicas,
             verify_interval=config.verify_interval,

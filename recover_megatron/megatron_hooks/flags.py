@@ -22,6 +22,7 @@ from recover_megatron import arguments, hostdevice
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError
+from recover_megatron.megatron_hooks.layout import lanes_of
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -116,20 +117,40 @@ def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
 
 def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen."""
-    found = [*_layout(args), *_data(args), *_device(args)]
+    found = [*_layout(args), *_data(args), *_device(args), *_packages(args)]
     if config.enabled:
-        found += [*arguments.problems(config), *_injection(args, config)]
+        found += [*arguments.problems(config), *_injection(args, config), *_too_few_replicas(args, config)]
         found += [*_cannot_recover(args), *_cannot_shard(args, config), *_log_dir(config.log_dir)]
+    elif config.inject is not None:
+        found.append("--recover-inject needs --recover: without it nothing is injected, and no death is survived")
     return found
 
 
-def _layout(args: argparse.Namespace) -> list[str]:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    sizes = {
+def _sizes(args: argparse.Namespace) -> dict[str, int]:
+    return {
         "--tensor-model-parallel-size": getattr(args, "tensor_model_parallel_size", 1),
         "--pipeline-model-parallel-size": getattr(args, "pipeline_model_parallel_size", 1),
         "--context-parallel-size": getattr(args, "context_parallel_size", 1),
     }
+
+
+def _too_few_replicas(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
+    """A run that would end at its first death, or before, since it never has as many replicas as it must keep."""
+    world, one = int(os.environ.get("WORLD_SIZE", "1")), math.prod(_sizes(args).values())
+    if one < 1:
+        return []  # Megatron says which size is wrong
+    replica = one * lanes_of(args)
+    if config.min_replicas <= max(1, world // replica):
+        return []
+    return [
+        f"--recover-min-replicas {config.min_replicas}: this run has {world // replica} at its launch "
+        f"({world} workers, {replica} to a replica) and never more: lower it, or start more workers"
+    ]
+
+
+def _layout(args: argparse.Namespace) -> list[str]:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = _sizes(args)
     replica = math.prod(sizes.values())
     if replica < 1:
         return []  # Megatron says which size is wrong
@@ -184,6 +205,32 @@ def _data(args: argparse.Namespace) -> list[str]:
         if path and "://" not in path and not Path(path).is_file():
             found.append(f"--{flag.replace('_', '-')} {path}: no such file")
     return found
+
+
+EMERGING = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
+"""Megatron's optimizers that are in the package emerging-optimizers."""
+
+
+def _packages(args: argparse.Namespace) -> list[str]:
+    """Python packages that a flag needs and that are not here; Megatron imports them when the run has begun."""
+    # package: (module, argument, its values that need it; none: any)
+    wanted: dict[str, tuple[str, str, tuple[str, ...]]] = {
+        "emerging-optimizers": ("emerging_optimizers", "optimizer", EMERGING),
+        "wandb": ("wandb", "wandb_project", ()),
+        "sentencepiece": ("sentencepiece", "tokenizer_type", ("SentencePieceTokenizer", "Llama2Tokenizer")),
+        "transformers": ("transformers", "tokenizer_type", ("HuggingFaceTokenizer",)),
+        "tiktoken": ("tiktoken", "tokenizer_type", ("TikTokenizer",)),
+    }
+    return [
+        f"--{name.replace('_', '-')} {value} needs the Python package {package}, which is not installed for "
+        f"{sys.executable}: pip install {package}"
+        for package, (module, name, values) in wanted.items()
+        if (value := getattr(args, name, None)) and (not values or value in values) and not _installed(module)
+    ]
+
+
+def _installed(module: str) -> bool:
+    return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
 def _prefixes(blend: Sequence[str]) -> list[str]:
@@ -259,8 +306,11 @@ REFUSED = {
     "iterations_to_skip": ("--iterations-to-skip", "skipped samples are read past the hooks"),
     "decrease_batch_size_if_needed": ("--decrease-batch-size-if-needed", "the batch must not depend on who is alive"),
     "te_rng_tracker": ("--te-rng-tracker", "its random states can't be set per microbatch"),
+    "qk_clip": ("--qk-clip", "it takes a maximum over all replicas in the step"),
+    "log_max_attention_logit": ("--log-max-attention-logit", "it takes a maximum over all replicas in the step"),
     "moe_router_enable_expert_bias": ("--moe-router-enable-expert-bias", "it sums over all replicas in the step"),
     "overlap_moe_expert_parallel_comm": ("--overlap-moe-expert-parallel-comm", "its schedule was not examined"),
+    "log_straggler": ("--log-straggler", "it reports to a rank that it chooses at the start"),
     "delay_wgrad_compute": ("--delay-wgrad-compute", "gradients would come after the sum"),
     "check_weight_hash_across_dp_replicas_interval": (
         "--check-weight-hash-across-dp-replicas-interval", "it expects all replicas of the launch"),
@@ -292,6 +342,9 @@ REFUSED_SHARDED = {
 def _cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     if not getattr(args, "use_distributed_optimizer", False):
         return []
+    if (optimizer := getattr(args, "optimizer", None)) in EMERGING:
+        return [f"--recover with --use-distributed-optimizer cannot be combined with --optimizer {optimizer} yet: "
+                "its shards are whole layers"]  # fmt: skip
     if (
         config.shadow_device == "cpu"
         and not hostdevice.is_active()
@@ -314,6 +367,22 @@ def _cannot_recover(args: argparse.Namespace) -> list[str]:
         for name, (flag, why) in REFUSED.items()
         if getattr(args, name, None)
     ]
+    if getattr(args, "skip_train", False) or getattr(args, "train_iters", None) == 0:
+        found.append("--recover has nothing to keep in a run that trains nothing (--skip-train, --train-iters 0): "
+                     "start it without --recover")  # fmt: skip
+    if getattr(args, "optimizer", None) == "dist_muon":
+        found.append("--recover cannot be combined with --optimizer dist_muon yet: each worker would hold optimizer "
+                     "state that nobody else has")  # fmt: skip
+    for name, size in (
+        ("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
+        ("expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"),
+    ):
+        shards = getattr(args, name, None)
+        if shards is not None and shards > (getattr(args, size, None) or args.tensor_model_parallel_size):
+            found.append(
+                f"--recover cannot be combined with --{name.replace('_', '-')} {shards} yet: "
+                "weights would be spread over replicas, and gathered in the step"
+            )
     graphs = getattr(args, "cuda_graph_impl", None)
     if graphs not in (None, "none") or getattr(args, "enable_cuda_graph", False):
         found.append("--recover cannot be combined with CUDA graphs yet: leave --cuda-graph-impl at none")
@@ -321,6 +390,11 @@ def _cannot_recover(args: argparse.Namespace) -> list[str]:
     if loader not in (None, "single"):
         found.append(
             f"--recover needs --dataloader-type single (microbatch ids are defined by its order), not {loader}"
+        )
+    if getattr(args, "fp16", False) and not getattr(args, "accumulate_allreduce_grads_in_fp32", False):
+        found.append(
+            "--recover with --fp16 needs --accumulate-allreduce-grads-in-fp32: added up in fp16, gradients overflow by "
+            "how many of them one replica adds, so after a death other iterations would be skipped than without it"
         )
     if getattr(args, "rerun_mode", "disabled") != "disabled":
         found.append("--recover needs --rerun-mode disabled: a re-run of a step would count its microbatches twice")

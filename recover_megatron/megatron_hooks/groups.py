@@ -4,7 +4,9 @@ torch.distributed.init_process_group     the default group  --> EpochGroup
 parallel_state.create_group              of several replicas --> EpochGroup
                                          of one replica      --> ReplicaGroup, noted by InsideGroups
 a new plan                               global ranks count the slots in which somebody stands, without gaps: rank 0
-                                         prints, the last rank logs, checkpoints are written by ranks 0 .. n-1
+                                         prints, the last rank logs, checkpoints are written by ranks 0 .. n-1;
+                                         sizes in Megatron's arguments stay those of the launch
+log_utils.safe_get_world_size            the launch's: every line of the progress log is of one job
 a place in a replica with other workers  the groups of one replica are made anew inside, among them
 
 A worker that builds its model while the others train (``alone``) makes no group of torch's at all: what it builds gets
@@ -14,12 +16,13 @@ groups in which it is alone until it has a place.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training import get_args, global_vars, initialize
+from megatron.training import get_args, initialize
 
 from recover_megatron.collectives.board import Pinned
 from recover_megatron.instep.generation import Fabric
@@ -38,7 +41,8 @@ from recover_megatron.instep.process_group import (
 )
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.replica_group import ReplicaGroup
-from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks import seams, writers
+from recover_megatron.megatron_hooks.known import is_known
 from recover_megatron.megatron_hooks.layout import lanes_of
 
 RANK_LISTS = tuple(name for name in vars(parallel_state) if name.endswith("_GLOBAL_RANKS"))
@@ -52,7 +56,7 @@ class Groups:
     """
 
     def __init__(self, slot: int, *, alone: bool = False) -> None:
-        self.traffic = Traffic(slot, Mode.STEP if alone else Mode.STARTING)
+        self.traffic = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known)
         self.inside = InsideGroups(store_port=int(os.environ["MASTER_PORT"]))
         self.grid: LaunchGrid | None = None
         self.alone = alone
@@ -70,6 +74,10 @@ class Groups:
             self._create_group,
         )
         seams.wrap(initialize, "_initialize_distributed", ("get_embedding_ranks",), self._initialize)
+        # Megatron takes a line with another number of GPUs than `args.world_size` for one of another job, and then
+        # finds no start of its own.  (0.17 has no such function: it writes `args.world_size`.)
+        if (progress_log := sys.modules.get("megatron.training.utils.log_utils")) is not None:
+            seams.wrap(progress_log, "safe_get_world_size", (), lambda original: lambda: get_args().world_size)
 
     def again(self, slot: int) -> None:
         """Everything is built once more, for another slot, alone."""
@@ -181,10 +189,8 @@ class Groups:
         renumber(ranks)
         for name, ranks_at_launch in self._lists.items():
             setattr(parallel_state, name, _renumbered(ranks_at_launch, ranks))
-        args = get_args()
-        args.rank, args.world_size = ranks[self.traffic.me], len(ranks)
-        if args.rank == args.world_size - 1:
-            take_up_logging(args)
+        get_args().rank = ranks[self.traffic.me]
+        writers.take_turns(ranks[self.traffic.me] == len(ranks) - 1)
 
 
 def _moved(value: Any, moved: dict[int, int]) -> Any:
@@ -200,14 +206,6 @@ def _renumbered(value: Any, ranks: dict[int, int]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_renumbered(item, ranks) for item in value)
     return ranks.get(value, -1 - value) if isinstance(value, int) else value
-
-
-def take_up_logging(args: Any) -> None:
-    """The last rank writes to TensorBoard and W&B: a worker that becomes it opens what the lost one had."""
-    for name, setter in (("_GLOBAL_TENSORBOARD_WRITER", "_set_tensorboard_writer"),
-                         ("_GLOBAL_WANDB_WRITER", "_set_wandb_writer")):  # fmt: skip
-        if getattr(global_vars, name, None) is None and hasattr(global_vars, setter):
-            getattr(global_vars, setter)(args)
 
 
 def column_of(group: Any) -> tuple[int, ...]:

@@ -81,8 +81,7 @@ class Places:
         if recovery.me in decision.transfers:
             size = self._receive(decision)
         elif self._state.version is not None:
-            done = self._state.version - self._state.counters["version"]
-            self._state.restore(self._state.counters, iterations=done)
+            self._state.resume()
         version = self._state.version
         if version is None or version != decision.version:
             raise Disagreement(f"a state of iteration {version} came, not of {decision.version}")

@@ -20,6 +20,7 @@ import io
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,6 +92,20 @@ class Program:
         self._pretrain(pretrain, parameters, store=store)
 
     def _pretrain(self, pretrain: Callable[..., None], parameters: Any, **options: Any) -> None:
+        """Call pretrain(); raises UserError where it lacks a Python package before it trains."""
+        try:
+            self._call(pretrain, parameters, **options)
+        except ImportError as error:
+            at = traceback.extract_tb(error.__traceback__)
+            if any(frame.name in ("train", "evaluate") for frame in at) or os.environ.get("RECOVER_TRACEBACK") == "1":
+                raise
+            words = " ".join(str(error).split())
+            raise UserError(
+                f"Megatron lacks a Python package for these flags: {words} "
+                f"({sys.executable}; RECOVER_TRACEBACK=1 shows the traceback)"
+            ) from None
+
+    def _call(self, pretrain: Callable[..., None], parameters: Any, **options: Any) -> None:
         """Call pretrain() in the form that this version has."""
         from megatron.core.enums import ModelType
 

@@ -1,13 +1,17 @@
 """What a run leaves for people: steps.jsonl and events.jsonl, by one writer at a time.
 
-Every replica has a candidate (last stage, first tensor and context rank, first lane), which keeps the last steps in
-memory; the candidate of the first replica writes.  When that replica is lost the next candidate takes the file over: it
-adds what the old writer had committed and not written yet, so no committed step is missing.
+Every replica has a candidate (last stage, first tensor and context rank, first lane), which keeps the lines of the last
+steps in memory; the candidate of the first replica writes.  When that replica is lost the next candidate takes the file
+over: it adds what the old writer had committed and not written yet, so no committed step is missing.
+
+The training waits for the disk for a moment at most (``log_writer``): the writer may be behind by what fits into its
+queue, so its successor keeps as much.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,12 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
+from recover_megatron.membership.errors import CoordinatorLost, Fenced
 from recover_megatron.report.events import EVENTS_FILE, EventsFile
 from recover_megatron.report.steps import Step, StepsFile
 
-KEPT = 64
-"""Steps that a candidate remembers: the writer is at most one step ahead of its successor."""
+KEPT_BYTES = 2 << 20
+"""Lines of steps that a candidate remembers, in bytes: less than its queue takes at once."""
 
 
 class Records:
@@ -29,7 +34,9 @@ class Records:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._steps: deque[Step] = deque(maxlen=KEPT)
+        self._lines: deque[tuple[int, bytes]] = deque()
+        """Of the last steps: the iteration and its line."""
+        self._kept = 0
         self._file: StepsFile | None = None
         self._events: EventsFile | None = None
         self._checkpoint = ""
@@ -58,9 +65,9 @@ class Records:
             seconds=seconds,
             microbatches=outcome.counted,
         )
-        self._steps.append(step)
+        self._keep(step)
         if self._writes(recovery):
-            self._write()
+            self._write(recovery)
             if outcome.seconds:
                 reran = {str(replica): ids for replica, ids in outcome.reran.items()}
                 phases, aside = _rounded(outcome.seconds), outcome.aside_bytes
@@ -70,9 +77,11 @@ class Records:
     def planned(self, recovery: Recovery) -> None:
         """A new epoch: whoever has become the writer adds what the lost one left out; no further step may come."""
         if not (self._candidate(recovery) and self._writes(recovery)):
+            if self._file is not None:
+                self._file.give_up()
             self._file = None  # somebody else writes on; should it be this worker's turn again, it looks how far
-        elif self._steps:
-            self._write()
+        elif self._lines:
+            self._write(recovery)
 
     def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
         """Add an event, if this worker is the writer."""
@@ -112,16 +121,48 @@ class Records:
         decision = recovery.decision
         return recovery.replica == next((r for r in decision.replicas if r not in decision.fresh), decision.replicas[0])
 
-    def _write(self) -> None:
+    def close(self) -> None:
+        """This worker ends: write what is left, as long as the disk takes it."""
+        for file in (self._file, self._events):
+            if file is not None:
+                file.close()
+        self._file = self._events = None
+
+    def _keep(self, step: Step) -> None:
+        line = step.to_line()
+        self._lines.append((step.iteration, line))
+        self._kept += len(line)
+        while self._kept > KEPT_BYTES and len(self._lines) > 1:
+            self._kept -= len(self._lines.popleft()[1])
+
+    def _write(self, recovery: Recovery) -> None:
         if self._folder is None:
             return
         if self._file is None:
             path = self._folder / "steps.jsonl"
-            self._file = StepsFile(path, self._steps[-1].iteration) if self._first else StepsFile.taken_over(path)
-        for step in list(self._steps):
-            if step.iteration > self._file.last:
-                self._file.append(step)
-        self._steps.clear()
+            may_write = partial(_still_in, recovery)
+            if self._first:
+                self._file = StepsFile(path, self._lines[-1][0], may_write)
+            else:
+                self._file = StepsFile.taken_over(path, may_write)
+        for iteration, line in self._lines:
+            self._file.append_line(iteration, line)
+        self._lines.clear()
+        self._kept = 0
+
+
+def _still_in(recovery: Recovery) -> bool:
+    """Whether this worker was not put out: a process that was stopped may have been, and not know yet.
+
+    Then somebody else has written its lines.  Waits until the coordinator is heard, or the run is known to be over.
+    """
+    try:
+        recovery.session.be_in_touch(in_epoch=False)
+    except Fenced:
+        return False
+    except CoordinatorLost:  # the end of the run, for one
+        pass
+    return True
 
 
 def _to_megatrons_writers(recovery: Recovery, outcome: Outcome) -> None:

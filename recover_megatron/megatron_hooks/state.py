@@ -1,6 +1,7 @@
 """What a worker's part of the training is made of, between two iterations: to give to another, to take over, to check.
 
-    tree()      parameters, buffers, the optimizer's masters and moments, the learning rate, Megatron's counters
+    tree()      parameters, buffers, the optimizer's masters and moments, the learning rate, Megatron's counters, what
+                its log has added up
     load(tree)  become that; the worker then begins the iteration that follows
     digest()    64 bits of the parameters and the optimizer's tensors: equal in a column
 
@@ -26,6 +27,7 @@ from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.transfer import digest
 from recover_megatron.megatron_hooks.data import source_of
 from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer, groups_with_parameters
+from recover_megatron.megatron_hooks.totals import LogTotals
 
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test")
 """Megatron's arguments that say what the run has consumed, and what it will do at its end."""
@@ -63,6 +65,11 @@ class TrainingState:
         """Iterations that the parameters have seen; None: they are of no use."""
         self.counters = self._counters()
         """The counters when the last iteration began."""
+        self.totals = LogTotals()
+        self._scalers: list[Any] = []
+        """What the loss scales were then."""
+        self._skipped = False
+        """Whether the step after which the version counts was skipped, for the sake of its loss scale."""
 
     @property
     def first(self) -> int:
@@ -79,10 +86,12 @@ class TrainingState:
         args.iteration = self._launch["iteration"]
         args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
         self.counters = self._counters()
+        self._scalers = [_scaler(one) for one in self._optimizers]
 
-    def stepped(self) -> None:
-        """The optimizer has made the step of the iteration under way."""
+    def stepped(self, updated: bool) -> None:
+        """The optimizer has made the step of the iteration under way; ``updated``: not skipped it."""
         self.version = get_args().curr_iteration + 1
+        self._skipped = not updated
 
     def _counters(self) -> dict[str, Any]:
         args = get_args()
@@ -125,6 +134,7 @@ class TrainingState:
             ],
             "shards": None if self._sharded is None else self._sharded.shards.to_json(),
             "counters": self._counters(),
+            "log": self.totals.tree(),
         }
 
     def load(self, tree: dict[str, Any]) -> None:
@@ -140,6 +150,16 @@ class TrainingState:
         if self._sharded is not None and not self._sharded.shards.known:
             self._sharded.shards.from_json(tree["shards"])
         self.restore(tree["counters"])
+        self.totals.load(tree["log"])
+
+    def resume(self) -> None:
+        """Begin from the state that this worker has: after the iteration under way, or before it if it made no step."""
+        assert self.version is not None
+        done = self.version - self.counters["version"]
+        if not done:  # Megatron changes a loss scale before it clips, where a step may have ended
+            for one, scaler in zip(self._optimizers, self._scalers, strict=True):
+                _load_scaler(one, scaler)
+        self.restore(self.counters, iterations=done)
 
     def restore(self, counters: dict[str, Any], *, iterations: int = 0) -> None:
         """Set Megatron's counters to those of ``counters``, ``iterations`` later (0 or 1): the loop begins there."""
@@ -152,7 +172,8 @@ class TrainingState:
             source.position = position
         for _ in range(iterations):
             args.consumed_train_samples += counters["batch"]
-            self._scheduler.step(increment=counters["batch"])
+            if not self._skipped:
+                self._scheduler.step(increment=counters["batch"])
         self.version = args.iteration = args.curr_iteration = counters["version"] + iterations
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         # What train() counts by itself from here on; exact unless the batch size is ramped up.
@@ -162,6 +183,7 @@ class TrainingState:
         if samples > 0:
             args.num_floating_point_operations_so_far += training.num_floating_point_operations(args, samples)
         self.counters = self._counters()
+        self._scalers = [_scaler(one) for one in self._optimizers]
 
     def tidy(self) -> None:
         """What an exception in the middle of the training left: train() is to be entered again."""
@@ -177,6 +199,7 @@ class TrainingState:
             # It asks the replica once and remembers: workers that come together must all have asked, or none.
             one._has_grad_norm_group_cache = None
         get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
+        self.totals.pause()
         for timer in get_timers()._timers.values():
             timer._started = False
             timer.reset()
@@ -213,8 +236,17 @@ def _optimizer_tree(one: Any) -> dict[str, Any]:
         "state": [
             {key: value for key, value in inner.state.get(parameter, {}).items()} for parameter in _parameters(one)
         ],
-        "scaler": one.grad_scaler.state_dict() if getattr(one, "grad_scaler", None) else None,
+        "scaler": _scaler(one),
     }
+
+
+def _scaler(one: Any) -> Any:
+    return one.grad_scaler.state_dict() if getattr(one, "grad_scaler", None) else None
+
+
+def _load_scaler(one: Any, state: Any) -> None:
+    if state is not None:
+        one.grad_scaler.load_state_dict(state)
 
 
 def _load_optimizer(one: Any, its: dict[str, Any]) -> None:
@@ -232,8 +264,7 @@ def _load_optimizer(one: Any, its: dict[str, Any]) -> None:
                 own[key] = value.to(parameter.device, copy=True)  # it is a part of the memory of the whole tree
             else:
                 own[key] = value
-    if its["scaler"] is not None:
-        one.grad_scaler.load_state_dict(its["scaler"])
+    _load_scaler(one, its["scaler"])
 
 
 def _copy(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
     compute(ids)   the schedule that Megatron chose, with our microbatches, their number, and their random numbers; its
                    last act, finalize_model_grads, is held back (what it was called with is kept)
-    extras()       [tokens | per logged loss: sum, count] of all passes of this step
+    extras()       [tokens | trackers | per logged loss: sum, count] of all passes of this step
     finish(...)    the step is committed: finalize_model_grads, once, with the token count of the whole batch
 
 Losses are divided by the launch's number of microbatches however many this replica runs: the schedules ask
@@ -26,6 +26,7 @@ from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.data import Microbatches, source_of
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
+from recover_megatron.megatron_hooks.trackers import Trackers
 
 
 class NominalCount:
@@ -65,6 +66,7 @@ class MegatronTrainer:
         recovery: Recovery,
         seeds: MicrobatchSeeds,
         accumulated: Accumulated,
+        trackers: Trackers,
         iteration: int,
     ) -> None:
         self._schedule = schedule
@@ -74,6 +76,7 @@ class MegatronTrainer:
         self._recovery = recovery
         self._seeds = seeds
         self._accumulated = accumulated
+        self._trackers = trackers
         self._iteration = iteration
         self._losses: list[dict[str, torch.Tensor]] = []
         self._tokens = 0
@@ -85,7 +88,7 @@ class MegatronTrainer:
 
     def compute(self, ids: Sequence[int], *, again: bool) -> None:
         """See ``instep.step.Trainer``."""
-        self._buckets.new_pass()
+        self._buckets.new_pass(again=again)
         before = self._accumulated.counts(self._model)
         with self._finalize_held():
             losses = self._schedule(
@@ -108,14 +111,18 @@ class MegatronTrainer:
         self._buckets.settle()
 
     def extras(self) -> torch.Tensor:
-        """[tokens | for each logged loss: its sum, its count]; losses exist on the last stage alone."""
+        """[tokens | trackers | for each logged loss: its sum, its count]; losses exist on the last stage alone."""
         numbers = [float(self._tokens)]
         for key in self._losses[0] if self._losses else ():
             values = torch.stack([loss[key].detach().double().view(-1) for loss in self._losses])
             sums = values.sum(dim=0).tolist()
             # One number is a mean over a microbatch, two are a sum over tokens and their count.
             numbers += sums if len(sums) == 2 else [sums[0], float(len(values))]
-        return torch.tensor(numbers, dtype=torch.float64)
+        tokens, losses = numbers[:1], numbers[1:]
+        double = torch.float64
+        return torch.cat(
+            [torch.tensor(tokens, dtype=double), self._trackers.read(), torch.tensor(losses, dtype=double)]
+        )
 
     def finish(self, extras: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """Let Megatron finish the gradients; returns the losses of the whole batch as one microbatch's.
@@ -131,9 +138,11 @@ class MegatronTrainer:
             config.finalize_model_grads_func(**call)
         finally:
             self._buckets.committed = False
+        at = 1 + self._trackers.size
+        self._trackers.write(extras[1:at])
         if not self._losses:
             return []
-        whole, at = {}, 1
+        whole = {}
         for key, like in self._losses[0].items():
             total, count = extras[at], extras[at + 1]
             at += 2
@@ -150,7 +159,7 @@ class MegatronTrainer:
             source = source_of(of)
             if source is None:
                 return None
-            return Microbatches(source, ids, lambda: self._recovery.strike("data"))
+            return Microbatches(source, ids, lambda: self._recovery.storage("data"))
 
         return [iterator(one) for one in given] if isinstance(given, list) else iterator(given)
 

@@ -23,15 +23,16 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, training
 
 from recover_megatron.errors import UserError
-from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost
+from recover_megatron.instep.blame import Blame
+from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.faults import is_communication
-from recover_megatron.instep.gradients import Tail
+from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.process_group import Mode, Traffic
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.megatron_hooks import buckets as buckets_module
-from recover_megatron.megatron_hooks import seams, sharded_optimizer
+from recover_megatron.megatron_hooks import seams, sharded_optimizer, trackers, writers
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets
@@ -43,12 +44,14 @@ from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
 from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
+from recover_megatron.megatron_hooks.trackers import Trackers
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
 
 FINAL = (
     NoReplica,
     StateLost,
+    UnknownOperation,
     RunOver,
     OtherPosition,
     Fenced,
@@ -81,10 +84,12 @@ class TrainingHooks:
         self._make_recovery = make_recovery
         self._records = records
         self._device = device
+        self._blame = Blame()
         self._seeds = MicrobatchSeeds(device)
         self._nominal = NominalCount()
         self._accumulated = Accumulated()
         self._buckets: Buckets | None = None
+        self._trackers: Trackers | None = None
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
         self._checkpoints = Checkpoints(lambda: self._recovery, groups, records, self._before_checkpoint)
@@ -118,7 +123,7 @@ class TrainingHooks:
 
     def forget(self) -> None:
         """The model is to be built again for another position."""
-        self._buckets = self._state = self._places = self._outcome = self._sharded = None
+        self._buckets = self._trackers = self._state = self._places = self._outcome = self._sharded = None
 
     def planned(self, decision: Decision) -> None:
         """A new epoch.  Raises ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
@@ -148,6 +153,7 @@ class TrainingHooks:
         self._accumulated.install()
         buckets_module.install(lambda: self._buckets)
         sharded_optimizer.install()
+        trackers.install(lambda: self._trackers is not None)
         loop = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
         seams.wrap(training, "train", (*loop, "valid_data_iterator"), self._train)
         seams.wrap(training, "train_step", step, self._train_step)
@@ -170,6 +176,8 @@ class TrainingHooks:
                 self._recovery = self._make_recovery()
             recovery = self._recovery
             self._buckets = Buckets(model, recovery.grid, lambda: self.recovery, self._shadows, recovery.me)
+            self._trackers = Trackers(get_args(), len(self._buckets.tail))
+            writers.stand_in()
             if self._buckets.shards is not None:
                 tail = self._buckets.tail
                 self._sharded = ShardedOptimizer(optimizer, self._buckets, tail, self._shadows, self._shadow_device)
@@ -190,7 +198,7 @@ class TrainingHooks:
                     self._complete()
                     return done
                 except BaseException as error:
-                    if isinstance(error, FINAL) or not self._replica_broken(error):
+                    if isinstance(error, FINAL) or not self.replica_broken(error):
                         raise
                     self._leave(error)
                 self._come_back()
@@ -207,22 +215,23 @@ class TrainingHooks:
                 result = step(*args, **kwargs)
             else:
                 result = self._sharded.step(lambda: step(*args, **kwargs))
-            self._state.stepped()
+            self._state.stepped(bool(result[0]))
             return result
 
         optimizer.step = counted
 
-    def _replica_broken(self, error: BaseException) -> bool:
+    def replica_broken(self, error: BaseException) -> bool:
         """Whether the training was left because this worker's replica is broken: what it raises then is no fault."""
-        return self.recovery.orphaned or isinstance(error, Orphaned) or is_communication(error)
+        return self._blame.of_mates(error, self.recovery)
 
     def _leave(self, error: BaseException) -> None:
         """Out of the training: see to it that all others know, and forget what it was in the middle of."""
         if not isinstance(error, Orphaned):
             self.recovery.replica_failed(error)
+            self._blame.left(self.recovery)
             if not is_communication(error):
                 traceback.print_exception(error)
-        self._traffic.mode = Mode.STEP
+        self._traffic.mode = Mode.ALONE
         print(
             f"recover: worker {self.recovery.me} has no place any more ({str(error)[:120]}); it waits as a spare, "
             f"out of the training {self.recovery.spare_seconds:.3f} s after its replica broke",
@@ -238,7 +247,7 @@ class TrainingHooks:
         state, places = self._state, self._places
         assert state is not None
         assert places is not None
-        self._traffic.mode = Mode.STEP  # until the first boundary nothing is sent: the others are not where it is
+        self._traffic.mode = Mode.ALONE  # until the first boundary nothing is sent: the others are not where it is
         while True:
             state.tidy()
             if self._sharded is not None:  # what others have updated meanwhile is of no use
@@ -269,10 +278,11 @@ class TrainingHooks:
 
     def _training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def training_log(losses: Any, total: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+            assert self._state is not None
+            self._state.totals.take_up(total)
             if "is_first_iteration" in kwargs:
                 # Megatron logs the first iteration of train(), with a barrier, and whoever came back has entered
                 # train() anew: all must have the same decisions in an iteration.
-                assert self._state is not None
                 kwargs["is_first_iteration"] = iteration == self._state.first
             return original(losses, total, rate, iteration, *args, **kwargs)
 
@@ -332,6 +342,7 @@ class TrainingHooks:
     def _step(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
         args = get_args()
         assert self._buckets is not None
+        assert self._trackers is not None
         nominal = get_num_microbatches()
         total = nominal * args.data_parallel_size
         recovery = self.recovery
@@ -340,10 +351,19 @@ class TrainingHooks:
         mates = set(recovery.grid.replicas[recovery.replica])
         for source in _sources(call["data_iterator"]):
             source.begin(args.consumed_train_samples, recovery.share(total)[recovery.lane], total)
+        self._trackers.begin()
         trainer = MegatronTrainer(
-            schedule, call, self._buckets, recovery, self._seeds, self._accumulated, args.curr_iteration + 1
+            schedule,
+            call,
+            self._buckets,
+            recovery,
+            self._seeds,
+            self._accumulated,
+            self._trackers,
+            args.curr_iteration + 1,
         )
-        tail = Tail(column, total, len(recovery.grid.replicas), self._device)
+        room = EXTRAS + self._trackers.size
+        tail = Tail(column, total, len(recovery.grid.replicas), self._device, room=room)
         self._nominal.count = nominal
         try:
             outcome = Step(recovery, trainer, total, tail, 1 / len(mates & set(column))).run()
@@ -376,7 +396,7 @@ class TrainingHooks:
                 for source, position in starts:
                     source.position = position
 
-            return self.recovery.section("eval", run, reset=reset)
+            return self.recovery.section("eval", run, reset=reset, together=True)
 
         return evaluate
 
@@ -393,7 +413,9 @@ class TrainingHooks:
             if source is not None:
                 source.begin(source.position, mine, total)
                 source.position += total * call["micro_batch_size"]
-            iterators.append(None if source is None else Microbatches(source, mine, lambda: None))
+            iterators.append(
+                None if source is None else Microbatches(source, mine, lambda: recovery.storage("eval-data"))
+            )
         recovery.strike("eval")
         forward_step_func = call["forward_step_func"]
 

@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--events", type=Path, metavar="PATH", help="event log, JSON lines (default: stderr)")
     parser.add_argument("--planner", metavar="MODULE:FUNCTION", help="makes the plans (default: list the members)")
     parser.add_argument("--lease", type=Path, metavar="PATH", help="lease file on shared storage, as arbiter")
-    for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "start_timeout"):
+    for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout"):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=float, default=getattr(defaults, name), metavar="S", help="default: %(default)s")
     return parser
@@ -81,10 +81,13 @@ def settings_from(args: argparse.Namespace) -> Settings:
         heartbeat_interval=args.heartbeat_interval,
         heartbeat_timeout=args.heartbeat_timeout,
         hang_timeout=args.hang_timeout,
+        stall_timeout=args.stall_timeout,
         start_timeout=args.start_timeout,
     )
     if not 0 < settings.heartbeat_interval * 2 <= settings.heartbeat_timeout:
         raise ValueError("--heartbeat-timeout must be at least twice --heartbeat-interval")
+    if settings.stall_timeout < 0:
+        raise ValueError("--stall-timeout must not be negative")
     if settings.hang_timeout < settings.heartbeat_interval or settings.start_timeout <= 0:
         raise ValueError("--hang-timeout must not be below --heartbeat-interval, --start-timeout must be positive")
     return settings
@@ -106,10 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     salt = secrets.randbits(32)
     core = Coordinator(args.world, settings, salt, planner, arbiter=args.lease is not None, now=time.monotonic())
-    leases: list[Lease] = []
-    server = CoordinatorServer(core, listener, secret, journal, lambda term: leases[0].ask(term))
+    server = CoordinatorServer(core, listener, secret, journal)
+    lease = None
     if args.lease is not None:
-        leases.append(Lease(args.lease, f"{salt:08x}", 2 * settings.heartbeat_timeout, server.post))
+        server.arbiter = lease = Lease(args.lease, f"{salt:08x}", 2 * settings.heartbeat_timeout, server.post)
     host, port = listener.getsockname()[:2]
     print(json.dumps({"listening": f"{host}:{port}"}), flush=True)
     journal({"event": "listening", "address": f"{host}:{port}", "world": args.world})
@@ -119,9 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
-        for lease in leases:
+        if lease is not None:
             lease.close()
         server.close()
+        journal.close()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from recover_megatron.membership.errors import SecretError
 
 SECRET_VARIABLE = "RECOVER_SECRET"
 SECRET_FILE_VARIABLE = "RECOVER_SECRET_FILE"
+SECRET_FILE = "secret"
+"""Name of the file in a launch's log folder with the secret that the launch made up."""
 MIN_SECRET = 16
 """Bytes: shorter secrets can be guessed offline from one recorded handshake."""
 

@@ -28,6 +28,7 @@ from recover_megatron.membership.auth import Secret, nonce
 from recover_megatron.membership.errors import AuthenticationError, MembershipError
 from recover_megatron.membership.events import (
     Abandon,
+    Accepted,
     Connected,
     Dial,
     Hangup,
@@ -153,7 +154,7 @@ class Client:
             if mask & selectors.EVENT_READ:
                 self._read()
 
-    def _handle(self, event: Connected | Lost | Heard) -> None:
+    def _handle(self, event: Accepted | Connected | Lost | Heard) -> None:
         self._carry_out(self.core.handle(event, time.monotonic()))
 
     def _carry_out(self, effects: Sequence[MemberEffect]) -> None:
@@ -200,6 +201,7 @@ class Client:
             self._fail(os.strerror(error))
             return
         self._state = "challenged"
+        self._handle(Accepted())
         self._decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_MEMBER)
         self._watch()
 

@@ -1,21 +1,30 @@
 """The coordinator as a state machine without I/O: ``handle(event, now) -> effects``.
 
-             quorum attached           all joined: plan            death, fence, reconnect
-    STANDBY ----------------> RENDEZVOUS ------------> STEADY(1) ------------------------> RENDEZVOUS ...
-      | nobody comes: stays     (1) |  ^                  |                                  (2)
-                                    |__| death, fence:    | all left
-                                    |    RENDEZVOUS(2)    v
-                                    `------------------> STOPPED
-                          no quorum, no plan possible
+            quorum attached            all attached            all joined: plan           death, fence, reconnect
+    STANDBY ---------------> GATHERING ------------> RENDEZVOUS ---------------> STEADY(1) ---------> RENDEZVOUS ...
+      ^ nobody comes: stays                            (1) |  ^                    |                     (2)
+      |                                                    |__| death, fence:      | all left
+      | too many turn away:                                |    RENDEZVOUS(2)      v
+      '-- a fresh candidate                                '---------------------> STOPPED
+                                                        no quorum, no plan possible
 
 STANDBY     Passive, at start and as a spare. Members attach and present what they follow and hold (``Presentation``).
-            When those attached may take over (``quorum``), the candidate leads, once in its life, under a new term.
+            When those attached may take over (``quorum``), the candidate leads under a new term.
+GATHERING   Tells who leads (``lead``), and waits for the others that may be running: what one of them holds is to be
+            known to all before anybody is told that the epoch is over. Not at the start of a run: there is nothing yet.
 RENDEZVOUS  ``revoke(n)`` has been pushed; waits for ``join(n, status)`` of every worker the run counts on. A change
             of membership opens n+1, and so does a newcomer. If a worker is left out that may still run somewhere
             (*contested*), the plan also waits for the quorum and for the acknowledgement of the members' witnesses.
 STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits iteration t. Who has said ``idle(n)``
             has no part in epoch n: commits and hang detection pass it over.
 STOPPED     The run is over or may not go on here; everybody was told why.
+
+Members that hear nothing turn away from a coordinator (``abandon``), and it cannot know of it while it does not run: it
+was stopped, or its host was busy. Then they are alive, and they either come back, and are waited for, or another
+candidate leads them. So a coordinator that has less than its quorum left *steps down*: it sends who is left to look for
+another one, forgets all (``StepDown``), and is a candidate like any other. Its own pauses count against nobody
+(``_excuse``).
+A fresh candidate has promised nothing, whatever the process did before: members alone keep what binds (``quorum``).
 
 A commit needs the report of all members, so it needs no log: if every survivor of an epoch presents ``done >= t``, t is
 committed (it may have been, and it does no harm if it was not); if one does not, it was not. So a lost coordinator
@@ -29,8 +38,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from recover_megatron.membership.detect import Progress, judge
-from recover_megatron.membership.epochs import Epochs, State
+from recover_megatron.membership.detect import Progress
+from recover_megatron.membership.epochs import State
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_SAME_FAULT
 from recover_megatron.membership.events import (
     Acknowledged,
@@ -42,16 +51,19 @@ from recover_megatron.membership.events import (
     Log,
     Received,
     Settle,
+    StepDown,
     Tick,
     Verdict,
 )
+from recover_megatron.membership.lateness import Lateness
+from recover_megatron.membership.records import from_runs, to_runs
 from recover_megatron.membership.roster import Fate, Witness, Worker
 from recover_megatron.membership.succession import presentation_from_wire
 from recover_megatron.membership.view import view
 from recover_megatron.membership.words import LastWords, true_cause
 
 
-class Coordinator(Epochs):
+class Coordinator(Lateness):
     """One candidate coordinator. Give it every event, carry out its effects in order, send ``Tick`` at ``deadline``.
 
     ``salt``: 32 random bits, the part of the term that makes it unlike any other coordinator's.
@@ -68,6 +80,8 @@ class Coordinator(Epochs):
         if self.state is State.STOPPED:
             self._after_the_end(event, now)
             return self._effects
+        if self.state is State.RETIRED:  # another one has its place
+            return self._effects
         match event:
             case Received(session, message):
                 self._received(session, message, now)
@@ -76,7 +90,7 @@ class Coordinator(Epochs):
             case Acknowledged(session, silence):
                 peer = self._sessions.get(session)
                 if isinstance(peer, Worker) and silence > self.settings.heartbeat_timeout:
-                    self._lost_touch(peer, f"its host has acknowledged nothing for {silence:.1f} s", now)
+                    self._unacknowledged(peer, silence, now)
             case Verdict(held_until):
                 self._lease_until = held_until
             case Tick():
@@ -84,6 +98,21 @@ class Coordinator(Epochs):
             case Settle():
                 self._settle(now)
         return self._effects
+
+    def fresh(self, salt: int, now: float) -> Coordinator:
+        """A candidate with the same task that knows nothing, to take the place of one that has stepped down."""
+        return Coordinator(self.world, self.settings, salt, self._planner, self._arbiter, now)
+
+    def _step_down(self, reason: str) -> None:
+        """Lead no longer: who still follows is sent to look for another coordinator; see the module's text."""
+        self._log("step_down", reason=reason)
+        for session in [*self._sessions, *self._observers.sessions]:
+            self._send([session], {"type": "refused", "reason": reason})
+            self._do(Close(session))
+        self._sessions.clear()
+        self._changes = []
+        self.state = State.RETIRED
+        self._do(StepDown())
 
     def _after_the_end(self, event: CoordinatorEvent, now: float) -> None:
         """Tell those who come late, if they are waited for; see ``_stop``."""
@@ -105,9 +134,7 @@ class Coordinator(Epochs):
     def _received(self, session: int, message: Mapping[str, Any], now: float) -> None:
         peer = self._sessions.get(session)
         if peer is not None:
-            peer.heard = now
-            if isinstance(peer, Worker):
-                peer.progress.heard = now
+            self._hear(peer, now)
             if isinstance(peer, Witness):
                 self._from_witness(peer, session, message, now)
             else:
@@ -121,6 +148,7 @@ class Coordinator(Epochs):
             self._refuse(session, f"{message['type']} before attach")
         elif self.state is not State.STANDBY and message["term"] > self.term:
             self._refuse(session, "you follow a newer coordinator")
+            self._step_down("a member follows a newer coordinator")
         elif message["type"] == "attach":
             self._attach_worker(session, message, now)
         else:
@@ -148,6 +176,7 @@ class Coordinator(Epochs):
         self._bind(worker, session, now)
         worker.incarnation, worker.host = message["incarnation"], message["host"]
         worker.witness, worker.done = message.get("witness", ""), message["done"]
+        worker.left_silence = message.get("silent", False)
         worker.idle_in = message.get("idle", 0)
         self._joined -= self.state is State.RENDEZVOUS and worker.joined == self.opened.epoch
         worker.joined, worker.formed_epoch = 0, message["formed_epoch"]
@@ -184,6 +213,7 @@ class Coordinator(Epochs):
         witness = self.witnesses.setdefault(node, Witness(node, None, now))
         self._bind(witness, session, now)
         witness.acknowledged, witness.ended = 0, False
+        witness.running = set(from_runs(message.get("running", [])))
         self._log("witness", node=node)
         self._presented(session, message)
         if self.state is State.STEADY:
@@ -202,11 +232,17 @@ class Coordinator(Epochs):
         peer = self._sessions[session]
         if self.state is State.STANDBY:
             self._send([session], {"type": "standby"})
+        elif self.state is State.GATHERING:
+            self._send([session], self._lead_message())
         elif self.state is State.RENDEZVOUS:
             now_known = (self._evidence.formed, self._evidence.bases, self._evidence.dead, self._evidence.left)
             if not self._own and before != now_known:
                 self._changes.append("a member presented something newer")
             elif isinstance(peer, Witness) or peer.number in self.opened.members:
+                if isinstance(peer, Witness) and self._own:  # that the run has begun decides what a death means to it
+                    formed = {"epoch": self.formed.epoch, "members": to_runs(self.formed.members)}
+                    self._send([session], {**self._revoke_message("attached"), **formed})
+                    self._send([session], self._plan_message())
                 self._send([session], self._revoke_message("attached"))
 
     def _observed(self, session: int, now: float) -> None:
@@ -230,7 +266,7 @@ class Coordinator(Epochs):
         if peer is None:
             return
         peer.session = None
-        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout
+        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # by the clock: no excuses
         if isinstance(peer, Witness):
             peer.ended = ended
             self._log("witness_gone", node=peer.node, reason=reason)
@@ -238,13 +274,6 @@ class Coordinator(Epochs):
             self._dead(peer, reason, now)
         elif peer.fate is Fate.LIVE:
             self._lost_touch(peer, reason, now)
-
-    def _lost_touch(self, worker: Worker, reason: str, now: float) -> None:
-        """A worker that may still be running is not reached any more."""
-        if self.state is State.STANDBY:
-            self._unbind(worker)
-        else:
-            self._exclude(worker, reason, now)
 
     # -- what members say ---------------------------------------------------------------------------------------------
 
@@ -274,16 +303,35 @@ class Coordinator(Epochs):
                 if self.state is State.RENDEZVOUS or nobody or self._finished():
                     self._changes.append(f"{worker.name} has left")
             case "complain" if self.state is State.STEADY and message["epoch"] == self.formed.epoch:
+                if "peer" in message:
+                    self._log("complaint", worker=worker.number, peer=message["peer"], reason=message["reason"])
                 self._changes.append(f"{worker.name} asks for it: {message['reason']}")
-            case "give_up" if self.state is not State.STANDBY:
+            case "give_up" if self.state in (State.RENDEZVOUS, State.STEADY):  # repeated when a rendezvous opens
                 code, reason = message["code"], message["reason"]
                 self._log("give_up", worker=worker.number, host=worker.host, code=code, reason=reason)
                 self._stop(code, reason, by=worker.number)
+            case "note":
+                self._log("note", worker=worker.number, host=worker.host, text=message["text"])
+                witness = self.witnesses.get(worker.witness)
+                if witness is not None and witness.session is not None:
+                    note = {"type": "note", "worker": worker.number, "text": message["text"]}
+                    self._send([witness.session], note)
             case "last_words":
                 self._note(worker, session, message)
             case "abandon":
                 self._log("abandoned", worker=worker.number, reason=message["reason"])
-                self._lost_touch(worker, f"turned away: {message['reason']}", now)
+                self._turned_away(worker, now)
+
+    def _turned_away(self, worker: Worker, now: float) -> None:
+        """It looks for a coordinator: it comes back if there is no other, or its launcher tells of its end.
+
+        Not out, whoever was silent: what this coordinator has missed while it did not run is no fault of the worker's.
+        """
+        self._unbind(worker)
+        if self.state is not State.STANDBY and worker.fate is Fate.LIVE:
+            worker.awaited_until = now + self.settings.lost_timeout
+            self._deserted = True
+            self._changes.append(f"{worker.name} has turned away and is waited for")
 
     def _is_awaited(self, worker: Worker, epoch: int) -> bool:
         opened = self.opened
@@ -331,7 +379,7 @@ class Coordinator(Epochs):
             return
         words = LastWords.of(worker.name, message)
         where = {"iteration": words.iteration, "microbatch": words.microbatch, "group": words.group}
-        said = {"error": words.error, "traceback": message["traceback"]}
+        said = {"phase": words.phase, "own": words.own, "error": words.error, "traceback": message["traceback"]}
         self._log("exception", worker=worker.number, host=worker.host, **where, **said)
         cause = true_cause(words, self._words.values())
         self._words[worker.number] = words
@@ -345,8 +393,13 @@ class Coordinator(Epochs):
             case "ack" if message["term"] == self.term:
                 witness.acknowledged = max(witness.acknowledged, message["epoch"])
             case "spawned":
+                witness.running.add(message["worker"])
                 self._log("spawned", worker=message["worker"], pid=message["pid"], node=witness.node)
+            case "stopping":
+                witness.stopping = message["signal"]
+                self._log("stopping", node=witness.node, signal=witness.stopping)
             case "ended":
+                witness.running.discard(message["worker"])
                 self._ended(message["worker"], message["how"], now)
             case "abandon":
                 self._unbind(witness)
@@ -363,26 +416,21 @@ class Coordinator(Epochs):
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
+        late = now - self.deadline
         self.deadline = now + self.settings.heartbeat_interval / 4
+        if late > self.settings.heartbeat_interval:
+            self._log("held_up", seconds=late)
+            self._excuse(late, now)
         if self._leased and now >= self._lease_until:
-            self._stop(EXIT_LOST_MAJORITY, "the lease could not be renewed: another coordinator may go on")
+            self._step_down("the lease could not be renewed: another coordinator may go on")
             return
-        for worker in self._silent(now):
-            self._lost_touch(worker, f"silent for {now - worker.heard:.1f} s", now)
-        if self._changes or self.state is State.STANDBY:
+        self._ask_the_quiet(now)
+        if self.state in (State.STANDBY, State.GATHERING):
+            for worker in self._silent(now):
+                self._lost_touch(worker, f"silent for {now - worker.heard:.1f} s", now)
             return
-        members = self.opened.members
-        if self.state is State.STEADY:
-            members = self.formed.members - self._idle(self.formed)
-        group = [self.workers[m] for m in members if self.workers[m].session is not None]
-        patience = self.settings.hang_timeout if self.formed.epoch else self.settings.start_timeout
-        judgement = judge((w.progress for w in group), now, patience)
-        for number in judgement.hung:
-            progress = self.workers[number].progress
-            where = f"iteration {progress.iteration}, {progress.phase or 'no phase'}"
-            since = now - progress.marked
-            self._exclude(self.workers[number], f"no progress for {since:.1f} s at {where} while others wait", now)
-        if judgement.stuck and self.state is State.STEADY:
+        stuck = self._put_out_the_late(now)
+        if stuck and self.state is State.STEADY and not self._changes:
             self._stuck_epochs += 1
             self._log("stuck", epoch=self.formed.epoch, times=self._stuck_epochs)
             if self._stuck_epochs > self.settings.max_stuck_epochs:

@@ -5,7 +5,9 @@ that does not wait and has not made a new mark for ``hang_timeout`` (plus what i
 waiting just as long is *hung*: it holds up the run. When all wait for each other and nobody has made a mark for so
 long, no single worker is to blame: the epoch is *stuck*.
 
-A worker that makes marks is never hung, however slow it is; a worker that nobody waits for is never hung either.
+A worker that makes marks is never hung, however slow it is; a worker that nobody waits for is never hung either. But
+who is stopped in every replica keeps its mates from coming to where they would say that they wait: when nobody at all
+has made a mark for so long, those are hung of whom nothing has been heard either.
 
 What a mark allows (a checkpoint, compilation) holds only while the worker is heard: its session has a thread of its
 own, which goes on while the main thread writes or compiles, and falls silent when the process is stopped.
@@ -13,8 +15,12 @@ own, which goes on while the main thread writes or compiles, and falls silent wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+STORAGE_PHASES = ("data", "eval-data")
+"""A worker in one of these waits for storage: whoever has to wait for it is told, as of any stall."""
 
 
 @dataclass
@@ -36,6 +42,14 @@ class Progress:
     place: list[int] | None = None
     """Replica, position, quota, as it says itself: for people."""
 
+    def excuse(self, pause: float, now: float) -> None:
+        """The judge was kept from running for so long, and perhaps from hearing of progress."""
+        self.marked = min(now, self.marked + pause)
+        if self.waiting_since is not None:
+            self.waiting_since = min(now, self.waiting_since + pause)
+        if self.heard is not None:
+            self.heard = min(now, self.heard + pause)
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -43,25 +57,32 @@ class Judgement:
 
     hung: list[int] = field(default_factory=list)
     stuck: bool = False
+    slow: list[int] = field(default_factory=list)
+    """Workers that would hang, had they not said that they wait for storage."""
 
 
-def judge(group: Iterable[Progress], now: float, hang_timeout: float) -> Judgement:
-    """Judge the workers of one epoch, or of one rendezvous."""
+def judge(group: Iterable[Progress], now: float, hang_timeout: float, fresh: float = -math.inf) -> Judgement:
+    """Judge the workers of one epoch, or of one rendezvous; what was before ``fresh`` is held against nobody."""
     progress = list(group)
     waiting = [p.waiting_since for p in progress if p.waiting_since is not None]
     if not waiting:
-        return Judgement()
+        last = max((p.marked + _allowed(p, now, hang_timeout) for p in progress), default=now)
+        if now - max(last, fresh) <= hang_timeout:
+            return Judgement()
+        return Judgement([p.worker for p in progress if p.heard is not None and now - p.heard > hang_timeout])
     if len(waiting) == len(progress):
-        last = max(max(p.marked + _allowed(p, now, hang_timeout) for p in progress), *waiting)
+        last = max(max(p.marked + _allowed(p, now, hang_timeout) for p in progress), *waiting, fresh)
         return Judgement(stuck=now - last > hang_timeout)
-    first = min(waiting)
-    return Judgement(
-        hung=[
-            p.worker
-            for p in progress
-            if p.waiting_since is None and now - max(p.marked, first) > hang_timeout + _allowed(p, now, hang_timeout)
-        ]
-    )
+    first = max(min(waiting), fresh)
+    judgement = Judgement()
+    for p in progress:
+        beyond = now - max(p.marked, first) - hang_timeout
+        if p.waiting_since is None and beyond > 0:
+            if beyond > _allowed(p, now, hang_timeout):
+                judgement.hung.append(p.worker)
+            elif p.phase in STORAGE_PHASES:
+                judgement.slow.append(p.worker)
+    return judgement
 
 
 def _allowed(progress: Progress, now: float, hang_timeout: float) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from enum import Enum
+from signal import Signals
 from typing import Any
 
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, NoPlan
@@ -20,6 +22,7 @@ from recover_megatron.membership.records import (
     to_runs,
 )
 from recover_megatron.membership.roster import Fate, Roster, Worker
+from recover_megatron.membership.stall import Stall
 from recover_megatron.membership.succession import Evidence, next_term
 from recover_megatron.membership.view import History, Observers
 from recover_megatron.membership.words import LastWords
@@ -29,12 +32,15 @@ class State(Enum):
     """See the drawing above."""
 
     STANDBY = "standby"
+    GATHERING = "gathering"
     RENDEZVOUS = "rendezvous"
     STEADY = "steady"
     STOPPED = "stopped"
+    RETIRED = "retired"
+    """It has stepped down: a fresh one has its place."""
 
 
-class Epochs(Roster):
+class Epochs(Roster, ABC):
     """The deciding half of ``Coordinator``."""
 
     def __init__(
@@ -54,6 +60,7 @@ class Epochs(Roster):
         self.committed = 0
         self.deadline = now + settings.heartbeat_interval / 4
         self.history = History(world)
+        self.stall = Stall(settings)
         self._observers = Observers()
         self._evidence = Evidence(world)
         self._salt = salt
@@ -66,9 +73,13 @@ class Epochs(Roster):
         self._patience = 0.0  # until when a rendezvous waits for somebody it does not reach
         self._some_left = False  # of the formed epoch
         self._leased = False  # an epoch was formed by virtue of the lease: losing it ends this coordinator
+        self._led_at = 0.0  # when it began to gather
+        self._deserted = False  # somebody has turned away since the last ``Settle``
         self._joined = 0  # members that have joined the open rendezvous
         self._due = False  # something other than a join may have made the open rendezvous ready
         self._stuck_epochs = 0
+        self._deaf: dict[int, tuple[float, str]] = {}  # worker that its host does not answer for -> when asked last
+        self._unreached: dict[int, tuple[float, str]] = {}  # worker whose connection has ended -> since when, and why
         self._words: dict[int, LastWords] = {}  # by worker
         self._farewell: dict[str, Any] = {}  # the stop message, once there is one
         self._untold: set[int | str] = set()  # workers and launchers still to get it; then the coordinator ends
@@ -81,6 +92,12 @@ class Epochs(Roster):
         if self.state is State.STANDBY:
             self._changes.clear()
             self._consider_leading(now)
+        if self._deserted and not self._has_followers():
+            self._step_down("so many have turned away from this coordinator that another one may lead")
+            return
+        self._deserted = False
+        if self.state is State.GATHERING:
+            self._gather(now)
         for _ in range(len(self.workers) + 1):  # each round but the last puts somebody out
             if self._changes and self.state in (State.RENDEZVOUS, State.STEADY):
                 self._open(now)
@@ -107,9 +124,56 @@ class Epochs(Roster):
         elif not may_go_on(reached, bases, self.gone, own=False):
             return
         self.term = next_term(self._evidence.highest_term, self._salt)
-        self.state = State.RENDEZVOUS
+        self._led_at = now
         self._log("lead", term=self.term, formed=self.formed.epoch, reached=to_runs(reached))
-        self._changes.append("the run starts" if self.formed.epoch == 0 else "a new coordinator leads")
+        if self.formed.epoch == 0:
+            self.state = State.RENDEZVOUS
+            self._changes.append("the run starts")
+        else:
+            self.state = State.GATHERING
+            self._send(self._sessions, self._lead_message())
+
+    def _gather(self, now: float) -> None:
+        """Wait until all whom the run counts on have presented what they hold, or are late; then meet them.
+
+        One of them may have been told of a commit that the lost coordinator told nobody else: its mates must hear of it
+        while they wait for it, or it goes on alone into operations that need them.
+        """
+        self._adopt_evidence()
+        missing = [self.workers[n] for n in sorted(self._evidence.target) if self.workers[n].fate is Fate.LIVE]
+        missing = [w for w in missing if w.session is None]
+        if any(now <= max(self._gathers_until(w, now), w.awaited_until) for w in missing):
+            return
+        for worker in missing:
+            self._exclude(worker, "did not come to the new coordinator", now)
+        self.state = State.RENDEZVOUS
+        self._changes.insert(0, "a new coordinator leads")
+
+    def _gathers_until(self, worker: Worker, now: float) -> float:
+        """Until when a new coordinator waits for a worker that it does not reach.
+
+        Whose launcher says that it runs may be deaf for a while. Else, where all have heard nothing of the lost
+        coordinator for the heartbeat timeout, this one has not either, if it runs, and comes at the same time; unless
+        its launcher is late, too, or it has none that could speak for it. Else it is waited for as any silent host is.
+        """
+        s = self.settings
+        if self._vouched(worker, now):
+            return self._led_at + max(s.hang_timeout, s.heartbeat_timeout)
+        here = [w for w in self.workers.values() if w.session is not None]
+        silence = all(w.left_silence for w in here)
+        if silence and all(w.witness and self._vouched(w, now) for w in here):
+            return self._led_at + s.heartbeat_interval
+        return self._led_at + s.heartbeat_timeout + s.heartbeat_interval
+
+    def _has_followers(self) -> bool:
+        """Whether those attached are all that may be running, or so many that no other candidate may lead the rest."""
+        reached = frozenset(n for n, w in self.workers.items() if w.session is not None and w.fate is Fate.LIVE)
+        bases = [self.formed.members] if self._own else self._evidence.bases
+        return may_go_on(reached, bases, self.gone, self._own)
+
+    @abstractmethod
+    def _step_down(self, reason: str) -> None:
+        """Lead no longer."""
 
     def _adopt_evidence(self) -> None:
         """Take over the newest state that anybody presented."""
@@ -135,7 +199,7 @@ class Epochs(Roster):
         members = target & self._with_fate(Fate.LIVE)
         if not members & self.formed.members:  # newcomers alone have nothing to go on from
             left = target & self._with_fate(Fate.LEFT)
-            self._stop(0 if left else EXIT_NO_REPLICA, "all workers have left" if left else "no live worker is left")
+            self._stop(0 if left else EXIT_NO_REPLICA, "all workers have left" if left else self._why_nobody_lives())
             return
         if self._finished():
             self._stop(0, "all workers that had a part in the work have left")
@@ -171,11 +235,17 @@ class Epochs(Roster):
 
     def _late(self, members: list[Worker], now: float) -> list[Worker]:
         """Whom the open rendezvous waits for no longer. The launch has long to start, a newcomer never has."""
-        missing = [w for w in members if w.session is None]
-        if now <= self._patience:
-            missing = [w for w in missing if w.number >= self.world]
-            missing = missing if now > self._revoked_at + 1.2 * self.settings.heartbeat_timeout else []
-        return missing
+        newcomers_until = min(self._patience, self._revoked_at + 1.2 * self.settings.heartbeat_timeout)
+        missing = [w for w in members if w.session is None and w.number not in self._unreached]
+        until = {w.number: newcomers_until if w.number >= self.world else self._patience for w in missing}
+        return [w for w in missing if now > max(until[w.number], w.awaited_until)]
+
+    def _excuse(self, pause: float, now: float) -> None:
+        super()._excuse(pause, now)
+        self._patience += pause
+        self._revoked_at += pause
+        self._led_at += pause
+        self.stall.excuse(pause)
 
     def _may_form(self, members: list[Worker], now: float) -> bool:
         """The rule of ``quorum`` for the open rendezvous; stops or puts out members when it can't be met."""
@@ -280,6 +350,7 @@ class Epochs(Roster):
             "members": to_runs(self.opened.members),
             "dead": to_runs(self._with_fate(Fate.DEAD)),
             "left": to_runs(self._with_fate(Fate.LEFT)),
+            "committed": self.committed,
             "reason": reason[:2000],
         }
         if not self._own and self._plan is None and self.formed.epoch > 0:
@@ -288,6 +359,9 @@ class Epochs(Roster):
             if holder is not None:
                 message["present_plan"] = holder.number
         return message
+
+    def _lead_message(self) -> dict[str, Any]:
+        return {"type": "lead", "term": self.term}
 
     def _plan_message(self) -> dict[str, Any]:
         return {
@@ -298,14 +372,33 @@ class Epochs(Roster):
             "committed": self.committed,
         }
 
+    def _why_nobody_lives(self) -> str:
+        """With what the last of those said that said anything."""
+        said = [words for number, words in self._words.items() if number in self.formed.members]
+        last = f"; {said[-1].name} was the last to say why: {said[-1].error[:1000]}" if said else ""
+        return f"no live worker is left{last}"
+
+    def _told_to_stop(self) -> tuple[int, str] | None:
+        """Code and reason of a run whose launchers, all that have workers in it, were told to end them."""
+        nodes = {self.workers[number].witness for number in self.formed.members}
+        witnesses = [self.witnesses[node] for node in sorted(nodes) if node in self.witnesses]
+        if not nodes or len(witnesses) < len(nodes) or not all(witness.stopping for witness in witnesses):
+            return None
+        number = witnesses[0].stopping
+        names = ", ".join(witness.node for witness in witnesses)
+        return 128 + number, f"ended by {Signals(number).name}, which the launcher on {names} received"
+
     def _stop(self, code: int, reason: str, by: int | None = None) -> None:
         """End the run for all; ``by``: the worker whose word it is.
 
         A worker's word holds for those, too, that have not come to the open rendezvous yet: they are waited for, as
         long as the rendezvous would have, and told. (Any other reason may be this coordinator's alone: let them try
         another.) Launchers that workers have named and that have not come yet, in a run shorter than their way here,
-        are waited for, too: they need the exit code. Not where another coordinator may go on.
+        are waited for, too: they need the exit code; and so are those that have just lost their connection, and may be
+        on their way back. Not where another coordinator may go on.
         """
+        if code and (told := self._told_to_stop()):
+            code, reason = told
         workers: set[int] = set()
         nodes: set[str] = set()
         if by is not None and self.state is State.RENDEZVOUS:
@@ -314,6 +407,9 @@ class Epochs(Roster):
         if by is not None or code != EXIT_LOST_MAJORITY:
             nodes = {w.witness for w in self.workers.values() if w.witness and w.witness not in self.witnesses}
         until = [self._patience] * bool(workers) + [self._now + self.settings.heartbeat_timeout] * bool(nodes)
+        if code != EXIT_LOST_MAJORITY and (lost := self._just_lost()):
+            nodes |= lost
+            until.append(self._now + 2 * self.settings.heartbeat_timeout)
         self._untold = workers | nodes
         self.deadline = max(until, default=math.inf)
         self.state = State.STOPPED
@@ -325,3 +421,8 @@ class Epochs(Roster):
         self._send([*sorted(self._sessions), *self._observers.sessions], self._farewell)
         if not self._untold:
             self._do(Exit(code, reason))
+
+    def _just_lost(self) -> set[str]:
+        """The launchers that are not reached, but were not long ago, and are not known to have ended."""
+        since = self._now - self.settings.lost_timeout
+        return {w.node for w in self.witnesses.values() if w.session is None and not w.ended and w.heard > since}

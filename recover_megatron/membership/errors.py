@@ -35,12 +35,16 @@ class CoordinatorLost(MembershipError):
     """No coordinator may continue the run for this worker; ``code`` is the exit code to end with.
 
     ``by``: the worker whose word ended the run for all (``give_up``, ``last_words``); None: it was no worker's.
+    ``told``: whether a coordinator has said so; else none was reached, and the run may go on, or have ended well.
     """
 
-    def __init__(self, message: str, code: int = EXIT_LOST_MAJORITY, by: int | None = None) -> None:
+    def __init__(
+        self, message: str, code: int = EXIT_LOST_MAJORITY, by: int | None = None, *, told: bool = False
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.by = by
+        self.told = told
 
 
 class SecretError(MembershipError):

@@ -100,6 +100,12 @@ class Log:
 
 
 @dataclass(frozen=True)
+class StepDown:
+    """This coordinator may be superseded, and has told its members to look for another one: replace it by a ``fresh``
+    one, which leads again when a majority comes to it; and let go of the lease."""
+
+
+@dataclass(frozen=True)
 class Exit:
     """The coordinator's work is over; flush, then end with this code."""
 
@@ -107,9 +113,17 @@ class Exit:
     reason: str
 
 
-CoordinatorEffect = Send | Close | Probe | AskArbiter | Log | Exit
+CoordinatorEffect = Send | Close | Probe | AskArbiter | Log | StepDown | Exit
 
 # -- into a member ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The host of the candidate that was dialed has accepted the connection; the candidate itself has said nothing.
+
+    So its process exists, and comes to it in the end, unless it is stopped for good.
+    """
 
 
 @dataclass(frozen=True)
@@ -131,7 +145,7 @@ class Heard:
     message: Mapping[str, Any]
 
 
-MemberEvent = Connected | Lost | Heard | Tick
+MemberEvent = Accepted | Connected | Lost | Heard | Tick
 
 
 # -- out of a member --------------------------------------------------------------------------------------------------
@@ -168,7 +182,7 @@ class Hangup:
 
 @dataclass(frozen=True)
 class Notify:
-    """Something the owner may be waiting for has changed; ``kind`` is "revoke", "plan", "commit", "out" or "kill"."""
+    """Something the owner may be waiting for changed; ``kind``: "revoke", "plan", "commit", "out", "kill" or "tell"."""
 
     kind: str
     detail: Mapping[str, Any] = field(default_factory=dict)

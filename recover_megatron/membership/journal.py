@@ -1,30 +1,60 @@
-"""The coordinator's event log: one JSON object per line, with a limit on what strangers can cause."""
+"""The coordinator's event log: one JSON object per line, with a limit on what strangers can cause.
+
+It is for people.  No decision is read from it: a coordinator that takes over learns all from what the members present.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TextIO
 
+from recover_megatron.log_writer import LogWriter, open_to_append, say_on_stderr
 from recover_megatron.membership.records import Json
 
 EventSink = Callable[[Mapping[str, Json]], None]
 
+_STDERR = Path("/dev/stderr")
+
 
 class Journal:
-    """Writes records to a file or stderr, with ``time`` (wall clock) and ``mono`` (monotonic) in seconds added."""
+    """Writes records to a file or stderr, with ``time`` (wall clock) and ``mono`` (monotonic) in seconds added.
 
-    def __init__(self, path: Path | None = None, stream: TextIO | None = None) -> None:
-        self._stream = path.open("a", encoding="utf-8") if path is not None else (stream or sys.stderr)
+    The disk neither stops nor ends its caller (``log_writer``).
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        opening = _duplicate_stderr if path is None else open_to_append
+        self._file = LogWriter(path or _STDERR, _say, opening, gap=_gap)
 
     def __call__(self, record: Mapping[str, Json]) -> None:
         """Write one record."""
-        line = {"time": round(time.time(), 6), "mono": round(time.monotonic(), 6), **record}
-        self._stream.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._stream.flush()
+        self._file.put(_line(record))
+
+    def close(self) -> None:
+        """Write what is left, as long as the disk takes it."""
+        self._file.flush()
+        self._file.close()
+
+
+def _line(record: Mapping[str, Json]) -> bytes:
+    times = {"time": round(time.time(), 6), "mono": round(time.monotonic(), 6)}
+    return (json.dumps({**times, **record}, separators=(",", ":")) + "\n").encode()
+
+
+def _gap(lines: int) -> bytes:
+    return _line({"event": "dropped", "lines": lines})
+
+
+def _duplicate_stderr(path: Path) -> int:
+    return os.dup(sys.stderr.fileno())
+
+
+def _say(text: str) -> None:
+    say_on_stderr(f"coordinator: {text}")
 
 
 class Limited:

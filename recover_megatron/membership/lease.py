@@ -23,7 +23,8 @@ from recover_megatron.membership.events import Verdict
 class Lease:
     """Tries for the lease once ``ask`` was called, then renews it until ``close``, in a thread of its own.
 
-    ``report`` gets a ``Verdict`` after each attempt. Storage that hangs only delays reports, and a holder that hears of
+    ``report`` gets a ``Verdict`` after each attempt that could look at the file. One that could not (another candidate
+    has it locked just then, the storage fails or hangs) is no news: it is soon made again, and a holder that hears of
     no renewal lets go by itself.
     """
 
@@ -44,6 +45,10 @@ class Lease:
         """Begin to try; returns at once."""
         self._asked.set()
 
+    def release(self) -> None:
+        """Stop renewing until asked again; returns at once. Others may take it when it has run out."""
+        self._asked.clear()
+
     def close(self) -> None:
         """Stop renewing; the lease runs out."""
         self._closed.set()
@@ -51,19 +56,19 @@ class Lease:
         self._thread.join(timeout=self._seconds)
 
     def _run(self) -> None:
-        self._asked.wait()
-        while not self._closed.is_set():
+        while self._asked.wait() and not self._closed.is_set():
             started = time.monotonic()
             held = self.attempt(started)
-            self._report(Verdict(started + self._seconds / 2 if held else 0.0))
-            self._closed.wait(self._seconds / 8)
+            if held is not None:
+                self._report(Verdict(started + self._seconds / 2 if held else 0.0))
+            self._closed.wait(self._seconds / (64 if held is None else 8))
 
-    def attempt(self, now: float) -> bool:
-        """Take or renew the lease; whether it is held. False, too, where the storage fails."""
+    def attempt(self, now: float) -> bool | None:
+        """Take or renew the lease; whether it is held. None: there is no telling, since the file could not be had."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:
-            return False
+            return None
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             content = os.pread(descriptor, 4096, 0).decode(errors="replace")
@@ -75,7 +80,7 @@ class Lease:
             os.fsync(descriptor)
             return True
         except OSError:
-            return False
+            return None
         finally:
             os.close(descriptor)
 

@@ -1,6 +1,6 @@
 """The members' side as a state machine without I/O: ``handle(event, now) -> effects``.
 
-                connected              revoke of a term not below mine         fenced, stopped, given up
+                connected          lead, revoke of a term not below mine       fenced, stopped, given up
     SEEKING ---------------> ATTACHED --------------------------> FOLLOWING ------------------------> OUT
        ^  refused, silent,      |                                    |
        |  does not lead         |         connection lost, silent    |
@@ -9,6 +9,7 @@
 SEEKING     dials the candidates in turn, beginning after the one it lost.
 ATTACHED    has presented what it follows and holds, to a candidate that does not lead (yet).
 FOLLOWING   obeys the coordinator of ``presentation.term``. Revokes and plans of a lower term are never obeyed.
+            ``lead`` alone tells who leads: the rendezvous comes when what all hold has been presented.
 OUT         for good; ``out`` says why.
 
 ``Follower`` is what workers and witnesses have in common. ``Member`` is a worker, a launcher is in ``watcher``.
@@ -26,6 +27,7 @@ from typing import Any
 from recover_megatron.membership.errors import CoordinatorLost, Fenced, MembershipError
 from recover_megatron.membership.events import (
     Abandon,
+    Accepted,
     Connected,
     Dial,
     Hangup,
@@ -51,12 +53,18 @@ class Stage(Enum):
 
 
 class Follower:
-    """Finds and follows the coordinator. ``hello``: the fields of the attach message that tell who this is."""
+    """Finds and follows the coordinator. ``hello``: the fields of the attach message that tell who this is.
+
+    ``late``: it comes to a run that has begun, so any candidate may lead, and the first one may be a fresh standby.
+    """
 
     beat: Mapping[str, Any] = {"type": "beat"}
 
-    def __init__(self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float) -> None:
+    def __init__(
+        self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float, *, late: bool = False
+    ) -> None:
         self.settings = settings
+        self._late = late
         self.stage = Stage.SEEKING
         self.out: MembershipError | None = None
         self.presentation = Presentation()
@@ -72,8 +80,20 @@ class Follower:
         self._alone_since = now
         self._move_at: float | None = now  # when to try the next candidate
         self._failures = 0
+        self._silent = False  # the last coordinator was left because it was silent, not because the connection ended
+        self._accepted = False  # by the host of the candidate that was dialed last
+        self._mute: set[int] = set()  # candidates whose host has accepted a connection, and that said nothing
         self._complaint = "no candidate was tried"
         self._effects: list[MemberEffect] = []
+
+    def in_touch(self, now: float) -> bool:
+        """Whether the coordinator was heard lately enough that it cannot have given this member up for its silence."""
+        return self._connected and now - self._heard <= self.settings.heartbeat_timeout
+
+    @property
+    def candidate(self) -> int:
+        """The candidate that was dialled last."""
+        return self._candidate
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
         """Apply one event. ``Tick`` is due at ``deadline``."""
@@ -81,33 +101,52 @@ class Follower:
         if self.stage is Stage.OUT:
             return self._effects
         match event:
+            case Accepted():
+                self._accepted = True
+                self._mute.add(self._candidate)
+                if self._candidates == 1:
+                    self._move_at = None  # there is nobody else: it has this connection when it wakes up
             case Connected():
                 self._connected, self._failures = True, 0
+                self._mute.discard(self._candidate)
                 self._heard = self._beat_at = now
                 self._move_at = None
                 self.stage = Stage.ATTACHED
                 self._say(self._attach_message())
             case Lost(reason):
                 self._complaint = reason
+                self._mute.discard(self._candidate)
+                self._silent &= self.stage is not Stage.FOLLOWING
                 self._seek(now)
             case Heard(message):
                 self._heard = now
                 self._on(message, now)
             case Tick():
+                if self.settings.heartbeat_interval < now - self.deadline < math.inf:
+                    self._excuse(now - self.deadline, now)
                 self._tick(now)
         self._set_deadline()
         return self._effects
+
+    def _excuse(self, pause: float, now: float) -> None:
+        """This process was kept from running: what it did not hear meanwhile is nobody's silence."""
+        self._alone_since += pause
+        self._heard = min(now, self._heard + pause)
+        if self._move_at is not None:
+            self._move_at += pause
 
     # -- finding a coordinator ----------------------------------------------------------------------------------------
 
     @property
     def _patience(self) -> float:
-        return self.settings.lost_timeout if self.presentation.term else self.settings.start_timeout
+        if not self.presentation.term:
+            return self.settings.start_timeout
+        return self.settings.stall_timeout if self._mute else self.settings.lost_timeout
 
     @property
     def _first(self) -> bool:
         """Whether this is the candidate that leads at the start of a run, if all goes well."""
-        return self.presentation.term == 0 and self._candidate == 0
+        return not self._late and self.presentation.term == 0 and self._candidate == 0
 
     def _seek(self, now: float) -> None:
         """Try the next candidate: at once, or after a pause when all have just failed."""
@@ -129,6 +168,7 @@ class Follower:
         if self._connected and now - self._heard > self.settings.heartbeat_timeout:
             self._complaint = f"the coordinator was silent for {now - self._heard:.1f} s"
             self._effects.append(Abandon(self._complaint))
+            self._silent |= self.stage is Stage.FOLLOWING
             self._seek(now)
         elif self._move_at is not None and now >= self._move_at:
             if self._connected:
@@ -136,6 +176,9 @@ class Follower:
                 self._effects.append(Abandon("you do not lead"))
                 self._connected = False
                 self.stage = Stage.SEEKING
+            if not self._accepted:
+                self._mute.discard(self._candidate)
+            self._accepted = False
             self._candidate = (self._candidate + 1) % self._candidates
             # For a host that does not answer. At the start of a run the process may still be starting.
             slow = self.settings.start_timeout / 20 if self._first else 0.0
@@ -154,7 +197,8 @@ class Follower:
         self.deadline = min(times) if self.stage is not Stage.OUT else math.inf
 
     def _attach_message(self) -> dict[str, Any]:
-        return {**self._hello, **presentation_to_wire(self.presentation)}
+        attach = {**self._hello, **presentation_to_wire(self.presentation)}
+        return {**attach, "silent": True} if self._silent else attach
 
     # -- following it -------------------------------------------------------------------------------------------------
 
@@ -175,9 +219,12 @@ class Follower:
                 self._leave_with(Fenced(message["reason"]))
             case "stop":
                 self.last_epoch = message["epoch"]
-                self._leave_with(CoordinatorLost(message["reason"], message["code"], message.get("by")))
+                self._leave_with(CoordinatorLost(message["reason"], message["code"], message.get("by"), told=True))
+            case "lead" if message["term"] >= self.presentation.term:
+                self._follow(message["term"])
             case "revoke" if message["term"] >= self.presentation.term:
-                self._follow(message)
+                self._follow(message["term"])
+                self._opened(message)
                 self._revoked(message)
             case "plan" if self._is_open(message):
                 presentation = self.presentation
@@ -188,8 +235,8 @@ class Follower:
             case "commit" if message["epoch"] == self.presentation.formed.epoch and not self.presentation.opened:
                 self.presentation.committed = max(self.presentation.committed, message["iteration"])
                 self._effects.append(Notify("commit"))
-            case "kill":
-                self._effects.append(Notify("kill", message))
+            case "kill" | "note" | "tell":
+                self._effects.append(Notify(message["type"], message))
 
     def _reached(self, now: float) -> None:
         """A candidate that may lead one day is there."""
@@ -198,14 +245,22 @@ class Follower:
         opened = self.presentation.opened
         return opened is not None and (opened.term, opened.epoch) == (message["term"], message["epoch"])
 
-    def _follow(self, message: Mapping[str, Any]) -> None:
+    def _follow(self, term: int) -> None:
         self.stage = Stage.FOLLOWING
+        self._silent = False
+        self._mute.clear()
         self._move_at = None
+        self.presentation.term = term
+
+    def _opened(self, message: Mapping[str, Any]) -> None:
         presentation = self.presentation
-        presentation.term = message["term"]
         presentation.opened = Opened(message["epoch"], from_runs(message["members"]), message["term"])
         presentation.dead |= from_runs(message["dead"])
         presentation.left |= from_runs(message["left"])
+        if presentation.formed.epoch and message["committed"] > presentation.committed:
+            # Told to others by a coordinator that was lost in doing so.
+            presentation.committed = message["committed"]
+            self._effects.append(Notify("commit"))
 
     def _revoked(self, message: Mapping[str, Any]) -> None:
         """A rendezvous was opened."""
@@ -240,8 +295,8 @@ class Member(Follower):
     """
 
     def __init__(self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float) -> None:
-        super().__init__({"type": "attach", **hello}, candidates, settings, now)
         self._asleep = self._newcomer = bool(hello.get("newcomer"))
+        super().__init__({"type": "attach", **hello}, candidates, settings, now, late=self._newcomer)
         self._reached_at = now
         self.plan: Plan | None = None
         self.done = 0
@@ -300,15 +355,16 @@ class Member(Follower):
                 self._complain(reason)
         return self._effects
 
-    def ask(self, reason: str) -> list[MemberEffect]:
+    def ask(self, reason: str, peer: int | None = None) -> list[MemberEffect]:
         """Ask for a new epoch, if none is being made; joining it is another matter."""
         self._effects = []
         if self.stage is Stage.FOLLOWING and not self.revoked:
-            self._complain(reason)
+            self._complain(reason, peer)
         return self._effects
 
-    def _complain(self, reason: str) -> None:
-        self._say({"type": "complain", "epoch": self.presentation.formed.epoch, "reason": reason[:2000]})
+    def _complain(self, reason: str, peer: int | None = None) -> None:
+        message = {"type": "complain", "epoch": self.presentation.formed.epoch, "reason": reason[:2000]}
+        self._say(message if peer is None else {**message, "peer": peer})
 
     def report_done(self, iteration: int) -> list[MemberEffect]:
         """Report that every segment of ``iteration`` is REDUCED here."""
@@ -325,6 +381,13 @@ class Member(Follower):
             self.idle_in = self.plan.epoch
             if self.stage is Stage.FOLLOWING and not self.revoked:
                 self._say({"type": "idle", "epoch": self.idle_in})
+        return self._effects
+
+    def note(self, text: str) -> list[MemberEffect]:
+        """Tell this worker's launcher something for people; not told again to the next coordinator."""
+        self._effects = []
+        if self.stage is Stage.FOLLOWING:
+            self._say({"type": "note", "text": text[:2000]})
         return self._effects
 
     def end_run(self, code: int, reason: str) -> list[MemberEffect]:
@@ -360,6 +423,10 @@ class Member(Follower):
 
     def _reached(self, now: float) -> None:
         self._reached_at = now
+
+    def _excuse(self, pause: float, now: float) -> None:
+        super()._excuse(pause, now)
+        self._reached_at += pause
 
     def _tick(self, now: float) -> None:
         if self._newcomer and self.presentation.term == 0 and now >= self._reached_at + self.settings.lost_timeout:

@@ -41,6 +41,9 @@ class Settings:
     """A host that is silent for this long is out."""
     hang_timeout: float = 60.0
     """A worker that others wait for is out after this long without a new progress mark."""
+    stall_timeout: float = 600.0
+    """What exists but does not move (a stopped process) is waited for so long where nothing can replace it, and where
+    more than half of the replicas are late at once (see ``stall``)."""
     start_timeout: float = 3600.0
     """All workers must have come to the first rendezvous within this time: data sets are indexed, checkpoints read."""
     max_stuck_epochs: int = 3

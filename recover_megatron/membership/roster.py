@@ -3,7 +3,8 @@
 What makes a worker go, by what is known of it: its kernel closes the session, or its launcher sees the process end: it
 is *dead* and never counts again. Its host is silent, or it hangs (``detect``): it is *out*, is told so if it ever
 wakes up, is killed by its launcher, and until that is confirmed it counts as possibly running elsewhere (``quorum``).
-It says bye: it has *left*. None of these is ever undone.
+It says bye: it has *left*. None of these is ever undone. Who turns away from this coordinator is none of these, but
+*awaited*: it is a live worker without a session.
 
 A *newcomer* is a worker whose id is none of the launch's (those are below ``world``). It becomes known when it
 attaches, or when a member presents an epoch that counts on it. Ids never come back: who is started again has a new one.
@@ -11,14 +12,15 @@ attaches, or when a member presents an epoch that counts on it. Ids never come b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from recover_megatron.membership.detect import Progress
 from recover_megatron.membership.events import Close, CoordinatorEffect, Log, Probe, Send
-from recover_megatron.membership.records import Json, Settings
+from recover_megatron.membership.records import Json, Settings, to_runs
 
 
 class Fate(Enum):
@@ -42,6 +44,12 @@ class Worker:
     host: str = ""
     witness: str = ""
     heard: float = 0.0
+    excused: float = 0.0
+    """Seconds since then in which this coordinator could not have heard it."""
+    awaited_until: float = 0.0
+    """It has turned away from this coordinator, may come back, and is waited for as long."""
+    left_silence: bool = False
+    """It came from a coordinator that was silent, not from one whose connection had ended."""
     done: int = 0
     idle_in: int = 0
     """The last epoch in which this worker said that it has no part; it holds for that epoch only. 0: none."""
@@ -66,9 +74,14 @@ class Witness:
     node: str
     session: int | None
     heard: float
+    excused: float = 0.0
+    running: set[int] = field(default_factory=set)
+    """The workers that it has started and not seen end."""
     acknowledged: int = 0
     ended: bool = False
     """Its process has ended: it can tell nobody anything any more."""
+    stopping: int = 0
+    """The signal by which somebody has told it to end its workers; 0: nobody has."""
 
 
 class Roster:
@@ -81,6 +94,7 @@ class Roster:
         self.witnesses: dict[str, Witness] = {}
         self._sessions: dict[int, Worker | Witness] = {}
         self._changes: list[str] = []
+        self._out_together: frozenset[int] = frozenset()  # all that are being put out at once
         self._fault: float | None = None  # when the first fault since the last plan was seen
         self._effects: list[CoordinatorEffect] = []
 
@@ -124,20 +138,49 @@ class Roster:
     def _witness_sessions(self) -> list[int]:
         return [w.session for w in self.witnesses.values() if w.session is not None]
 
+    def _witness_of(self, worker: Worker) -> Witness | None:
+        """Its launcher: the one it has named itself, or that says that it runs there."""
+        if worker.witness:
+            return self.witnesses.get(worker.witness)
+        return next((w for w in self.witnesses.values() if worker.number in w.running), None)
+
     def _vouched(self, worker: Worker, now: float) -> bool:
         """Whether the worker's launcher is heard, so that it would have told if the process had ended."""
-        witness = self.witnesses.get(worker.witness)
+        witness = self._witness_of(worker)
         return (
             witness is not None
             and witness.session is not None
-            and now - witness.heard <= self.settings.heartbeat_timeout
+            and self._silence(witness, now) <= self.settings.heartbeat_timeout
         )
+
+    @staticmethod
+    def _silence(peer: Worker | Witness, now: float) -> float:
+        """For how long nothing was heard of a peer, while this coordinator could have heard it."""
+        return now - peer.heard - peer.excused
+
+    def _excuse(self, pause: float, now: float) -> None:
+        """This process was kept from running for so long: what it did not hear meanwhile is held against nobody.
+
+        What has come before this is called is heard already.
+        """
+        for worker in self.workers.values():
+            worker.excused = min(worker.excused + pause, now - worker.heard)
+            worker.awaited_until += pause
+            worker.progress.excuse(pause, now)
+        for witness in self.witnesses.values():
+            witness.excused = min(witness.excused + pause, now - witness.heard)
+
+    def _hear(self, peer: Worker | Witness, now: float) -> None:
+        peer.heard, peer.excused = now, 0.0
+        if isinstance(peer, Worker):
+            peer.progress.heard = now
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def _bind(self, peer: Worker | Witness, session: int, now: float) -> None:
         self._unbind(peer)
-        peer.session, peer.heard = session, now
+        peer.session = session
+        self._hear(peer, now)
         self._sessions[session] = peer
 
     def _unbind(self, peer: Worker | Witness) -> None:
@@ -151,27 +194,31 @@ class Roster:
         self._send([session], {"type": "refused", "reason": reason})
         self._do(Close(session))
 
-    def _silent(self, now: float) -> list[Worker]:
-        """Attached workers without a sign of life for the heartbeat timeout; asks for one before.
+    def _quiet(self, seconds: float, now: float) -> list[Worker]:
+        """Attached workers of which nothing was heard for so long."""
+        return [w for w in self.workers.values() if w.session is not None and self._silence(w, now) > seconds]
+
+    def _ask_the_quiet(self, now: float) -> None:
+        """Ask for a sign of life whoever gives none; a launcher that has given none for too long is gone.
 
         A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter): its host's
         kernel is asked instead (``Probe``), which needs something sent to acknowledge.
         """
-        silent = []
-        for worker in self.workers.values():
-            if worker.session is None or now - worker.heard <= 1.5 * self.settings.heartbeat_interval:
-                continue
+        settings = self.settings
+        for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
+            assert worker.session is not None
             self._send([worker.session], {"type": "beat"})
-            if now - worker.heard > self.settings.heartbeat_timeout:
-                if self._vouched(worker, now):
-                    self._do(Probe(worker.session))
-                else:
-                    silent.append(worker)
+            if self._silence(worker, now) > settings.heartbeat_timeout and self._vouched(worker, now):
+                self._do(Probe(worker.session))
         for witness in self.witnesses.values():
-            if witness.session is not None and now - witness.heard > self.settings.heartbeat_timeout:
+            if witness.session is not None and self._silence(witness, now) > settings.heartbeat_timeout:
                 self._log("witness_gone", node=witness.node, reason="silent")
                 self._unbind(witness)
-        return silent
+
+    def _silent(self, now: float, fresh: float = -math.inf) -> list[Worker]:
+        """Workers without a sign of life for the heartbeat timeout (and since ``fresh``), for whom nobody vouches."""
+        timeout = self.settings.heartbeat_timeout
+        return [w for w in self._quiet(timeout, now) if now - fresh > timeout and not self._vouched(w, now)]
 
     # -- workers go ---------------------------------------------------------------------------------------------------
 
@@ -194,9 +241,12 @@ class Roster:
         self._kill(worker, reason)
 
     def _kill(self, worker: Worker, reason: str) -> None:
-        witness = self.witnesses.get(worker.witness)
+        witness = self._witness_of(worker)
         if witness is not None and witness.session is not None:
-            self._send([witness.session], {"type": "kill", "worker": worker.number, "reason": reason})
+            order = {"type": "kill", "worker": worker.number, "reason": reason}
+            if self._out_together:  # so that nobody says of the next one that it goes on
+                order["with"] = to_runs(self._out_together)
+            self._send([witness.session], order)
 
     def _fault_seen(self, kind: str, worker: Worker, reason: str, now: float) -> None:
         self._fault = now if self._fault is None else self._fault

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
+import secrets
 import selectors
 import socket
-import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret, nonce
@@ -37,16 +36,27 @@ from recover_megatron.membership.events import (
     Received,
     Send,
     Settle,
+    StepDown,
     Tick,
 )
 from recover_megatron.membership.journal import EventSink, Limited
+from recover_megatron.membership.kernel import unacknowledged, use_all_descriptors
 
 HANDSHAKE_SECONDS = 5.0
 DRAIN_SECONDS = 2.0
 """A connection that is being closed has this long to take what it was sent."""
 MAX_BACKLOG = 128 << 20
 """Bytes queued for one member that does not read; more and the connection is given up."""
-_TCP_UNACKED, _TCP_LAST_ACK = 24, 56  # offsets in struct tcp_info (linux/tcp.h), stable kernel ABI
+
+
+class Arbiter(Protocol):
+    """Who decides which of several coordinators may go on. Neither call may wait."""
+
+    def ask(self, term: int) -> None:
+        """Try for it from now on, and keep it."""
+
+    def release(self) -> None:
+        """Let it go: others may have it."""
 
 
 class _Connection:
@@ -67,8 +77,8 @@ class _Connection:
 class CoordinatorServer:
     """Serves one ``Coordinator`` on a bound, listening socket until it stops.
 
-    ``log`` gets every event record (see docs/membership.md for the schema). ``arbiter``, if given, is called with
-    the term and must return at once; it reports by ``post(Verdict(...))``, from any thread.
+    ``log`` gets every event record (see docs/membership.md for the schema). ``arbiter``: set it before serving; it
+    reports by ``post(Verdict(...))``, from any thread.
     """
 
     def __init__(
@@ -77,14 +87,13 @@ class CoordinatorServer:
         listener: socket.socket,
         secret: Secret,
         log: EventSink,
-        arbiter: Callable[[int], None] | None = None,
     ) -> None:
         self.coordinator = coordinator
         self._listener = listener
         self._secret = secret
         self._log = log
         self._limited = Limited(log)
-        self._arbiter = arbiter
+        self.arbiter: Arbiter | None = None
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
         self._unproved: dict[int, _Connection] = {}  # oldest first, as is _closing
@@ -97,9 +106,9 @@ class CoordinatorServer:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self._full = False
+        """No descriptor is left: nobody is let in before the next tick."""
+        use_all_descriptors()
 
     def post(self, event: CoordinatorEvent) -> None:
         """Hand an event to the state machine, from any thread."""
@@ -121,6 +130,9 @@ class CoordinatorServer:
                 for key, mask in self._selector.select(0):
                     key.data(mask)
                 self._handle(Tick(), now)
+                if self._full:
+                    self._full = False
+                    self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._expire(now)
             self._handle(Settle())
         self._drain()
@@ -149,10 +161,14 @@ class CoordinatorServer:
                     self._log(record)
                 case Probe(session):
                     if (connection := self._connections.get(session)) is not None:
-                        self._handle(Acknowledged(session, _unacknowledged(connection.sock)))
+                        self._handle(Acknowledged(session, unacknowledged(connection.sock)))
                 case AskArbiter(term):
-                    if self._arbiter is not None:
-                        self._arbiter(term)
+                    if self.arbiter is not None:
+                        self.arbiter.ask(term)
+                case StepDown():
+                    self.coordinator = self.coordinator.fresh(secrets.randbits(32), time.monotonic())
+                    if self.arbiter is not None:
+                        self.arbiter.release()
                 case Exit():
                     self._exit = effect
 
@@ -174,6 +190,8 @@ class CoordinatorServer:
                     self._reject(next(iter(self._unproved.values())), "too many open files")
                     continue
                 self._limited("accept_failed", {"reason": str(error)}, time.monotonic())
+                self._selector.unregister(self._listener)  # whoever waits there would wake this loop all the time
+                self._full = True
                 return
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -334,11 +352,3 @@ class CoordinatorServer:
         while self._connections and (left := until - time.monotonic()) > 0:
             for key, mask in self._selector.select(left):
                 key.data(mask)
-
-
-def _unacknowledged(sock: socket.socket) -> float:
-    """Seconds for which the other host's kernel has acknowledged nothing, while there is something to acknowledge."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-    (unacked,) = struct.unpack_from("I", info, _TCP_UNACKED)
-    (last_ack,) = struct.unpack_from("I", info, _TCP_LAST_ACK)
-    return last_ack / 1000 if unacked else 0.0

@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address, Client
@@ -19,7 +19,7 @@ from recover_megatron.membership.events import Notify
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.records import Json, Plan, Settings
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, encode
-from recover_megatron.membership.words import MAX_ERROR, MAX_TRACEBACK, cut_middle
+from recover_megatron.membership.words import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED, cut_middle
 
 RevokeCallback = Callable[[int, str], None]
 
@@ -86,6 +86,11 @@ class Session:
             session[0].on_revoke(on_revoke)
         return session[0]
 
+    @property
+    def settings(self) -> Settings:
+        """The times of the run."""
+        return self._core.settings
+
     # -- views --------------------------------------------------------------------------------------------------------
 
     @property
@@ -97,6 +102,11 @@ class Session:
     def epoch(self) -> int:
         """The number of that epoch, 0 before the first."""
         return self._core.plan.epoch if self._core.plan is not None else 0
+
+    @property
+    def term(self) -> int:
+        """The term of the coordinator that formed that epoch: the same on all of its members."""
+        return self._core.presentation.formed.term
 
     @property
     def revoked(self) -> bool:
@@ -192,15 +202,26 @@ class Session:
             assert plan is not None
             return plan
 
-    def ask(self, reason: str) -> None:
+    def ask(self, reason: str, peer: int | None = None) -> None:
         """Ask for a new epoch, and do not wait: for a thread that has news while another one joins for this worker.
+
+        ``peer``: the worker with whom something failed, where that is the reason.
 
         Nothing happens where one is being made, or no coordinator is reached: then there will be one. Raises ``Fenced``
         or ``CoordinatorLost``.
         """
         with self._client.condition:
             self._raise_if_out()
-            self._client.perform(self._core.ask(reason))
+            self._client.perform(self._core.ask(reason, peer))
+
+    def note(self, text: str) -> None:
+        """Have the launcher write down, for people, why this worker is where it is (workers.json); empty: no more.
+
+        Does not wait; harmless when already out.
+        """
+        with self._client.condition:
+            if self._core.out is None:
+                self._client.perform(self._core.note(text))
 
     def report_done(self, iteration: int) -> None:
         """Report that every segment of ``iteration`` is REDUCED here; does not wait. May raise as ``agree`` does."""
@@ -231,6 +252,22 @@ class Session:
         """
         self.report_done(iteration)
         self.wait_committed(iteration)
+
+    def be_in_touch(self, *, in_epoch: bool = True) -> None:
+        """Return when the epoch goes on and the coordinator was heard within the heartbeat timeout: mostly at once.
+
+        For what a process must not do that was stopped, put out meanwhile, and does not know yet. Raises
+        ``EpochRevoked`` (not where ``in_epoch`` is False: an epoch that is over is no reason), ``Fenced`` or
+        ``CoordinatorLost``.
+        """
+        with self._client.condition:
+            while True:
+                self._raise_if_out()
+                if in_epoch:
+                    self._raise_if_revoked()
+                if self._core.in_touch(time.monotonic()):
+                    return
+                self._client.condition.wait(self._core.settings.heartbeat_interval)
 
     def idle(self) -> None:
         """Have no part in the present epoch: a spare. Does not wait, and holds until the next ``join``.
@@ -267,19 +304,33 @@ class Session:
             if self._core.out is None:
                 self._client.perform(self._core.end_run(code, cut_middle(reason, 2000)))
 
-    def last_words(self, iteration: int, microbatch: int | None, error: str, traceback: str, group: int) -> bool:
+    def last_words(
+        self,
+        iteration: int,
+        microbatch: int | None,
+        error: str,
+        traceback: str,
+        group: int,
+        *,
+        phase: str = "",
+        tried: Iterable[int] = (),
+        own: bool = False,
+    ) -> bool:
         """Tell that an exception ends this process, which ends right after; whether a coordinator has heard it.
 
         Waits for that, at most ``LAST_WORDS_SECONDS``. ``error``: the exception's type and message (cut to 2,000
-        characters), ``traceback``: cut to 16 Ki, each in the middle; ``group``: the worker's replica. When a worker of
-        another group has ended at the same iteration and microbatch (None: at none) with the same error, the
-        coordinator ends the run for all. Raises ``ValueError`` for a negative number.
+        characters), ``traceback``: cut to 16 Ki, each in the middle; ``group``: the worker's replica. ``tried``: all
+        microbatches of the iteration that may have raised it, ``microbatch`` is the last one; none of them: what
+        ``phase`` names did. ``own``: it is a fault of this worker's host or device. From what several replicas tell the
+        coordinator may conclude that nobody can do this work, and end the run for all (``words``). Raises
+        ``ValueError`` for a negative number.
         """
         if min(iteration, microbatch or 0, group) < 0:
             raise ValueError(f"negative: iteration {iteration}, microbatch {microbatch} or group {group}")
-        words: dict[str, Json] = {"iteration": iteration, "group": group}
+        words: dict[str, Json] = {"iteration": iteration, "group": group, "phase": phase[:256], "own": own}
         if microbatch is not None:
             words["microbatch"] = microbatch
+        words["tried"] = sorted(tried)[-MAX_TRIED:]
         words["error"], words["traceback"] = cut_middle(error, MAX_ERROR), cut_middle(traceback, MAX_TRACEBACK)
         with self._client.condition:
             if self._core.out is None:

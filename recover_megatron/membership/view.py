@@ -170,6 +170,14 @@ def view(run: Epochs, plan: Json, now: float) -> dict[str, Any]:
         "faults": _dated(history.faults, now),
         "recoveries": _dated(history.recoveries, now),
     }
+    if run.stall.told and run.stall.since is not None:
+        shown_late = sorted(run.stall.waited)[:LAST]
+        message["stall"] = {
+            "seconds": _ago(run.stall.since, now),
+            "left": round(run.stall.left(now), 3),
+            "workers": to_runs(run.stall.waited)[:MAX_ROWS],
+            "where": [_cut(f"{run.workers[n].name}: {run.stall.waited[n]}", _WHY) for n in shown_late],
+        }
     if history.committed_at is not None:
         message["commit_age"] = _ago(history.committed_at, now)
     return message

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from recover_megatron.membership.records import MAX_WORKERS
-from recover_megatron.membership.words import MAX_ERROR, MAX_TRACEBACK
+from recover_megatron.membership.words import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_HANDSHAKE = 4 << 10
 """Bytes of one message before the other side has proved that it knows the secret."""
@@ -42,6 +42,11 @@ def _integer(low: int, high: int) -> Check:
 
 def _text(limit: int) -> Check:
     return lambda value: type(value) is str and len(value) <= limit
+
+
+def _numbers(limit: int) -> Check:
+    number = _integer(0, 1 << 53)
+    return lambda value: type(value) is list and len(value) <= limit and all(map(number, value))
 
 
 def _runs(value: Any) -> bool:
@@ -108,9 +113,16 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "done": (_ITERATION, True),
         "idle": (_EPOCH, False),
         "newcomer": (_FLAG, False),
+        "silent": (_FLAG, False),
         **_PRESENTATION,
     },
-    "attach_witness": {"node": (_NAME, True), "incarnation": (_hex(32), True), **_PRESENTATION},
+    "attach_witness": {
+        "node": (_NAME, True),
+        "incarnation": (_hex(32), True),
+        "running": (_runs, False),
+        "silent": (_FLAG, False),
+        **_PRESENTATION,
+    },
     "heartbeat": {
         "count": (_integer(0, 1 << 63), True),
         "iteration": (_ITERATION, True),
@@ -130,9 +142,10 @@ TO_COORDINATOR: Mapping[str, Schema] = {
     },
     "done": {"epoch": (_EPOCH, True), "iteration": (_ITERATION, True)},
     "idle": {"epoch": (_EPOCH, True)},
-    "complain": {"epoch": (_EPOCH, True), "reason": (_NOTE, True)},
+    "complain": {"epoch": (_EPOCH, True), "reason": (_NOTE, True), "peer": (_WORKER, False)},
     "ack": {"epoch": (_EPOCH, True), "term": (_TERM, True)},
     "ended": {"worker": (_WORKER, True), "how": (_NAME, True)},
+    "stopping": {"signal": (_integer(1, 64), True)},
     "spawned": {"worker": (_WORKER, True), "pid": (_integer(0, 1 << 31), True)},
     "bye": {},
     "give_up": {"code": (_integer(1, 255), True), "reason": (_NOTE, True)},
@@ -142,7 +155,11 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "error": (_text(MAX_ERROR), True),
         "traceback": (_text(MAX_TRACEBACK), True),
         "group": (_WORKER, True),
+        "phase": (_NAME, False),
+        "tried": (_numbers(MAX_TRIED), False),
+        "own": (_FLAG, False),
     },
+    "note": {"text": (_NOTE, True)},
     "abandon": {"reason": (_NOTE, True)},
     "observe": {},
 }
@@ -150,6 +167,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
 TO_MEMBER: Mapping[str, Schema] = {
     "beat": {},
     "standby": {},
+    "lead": {"term": (_TERM, True)},
     "refused": {"reason": (_NOTE, True)},
     "revoke": {
         "epoch": (_EPOCH, True),
@@ -157,6 +175,7 @@ TO_MEMBER: Mapping[str, Schema] = {
         "members": (_runs, True),
         "dead": (_runs, True),
         "left": (_runs, True),
+        "committed": (_ITERATION, True),
         "reason": (_NOTE, True),
         "present_plan": (_WORKER, False),
     },
@@ -168,7 +187,8 @@ TO_MEMBER: Mapping[str, Schema] = {
         "data": (_ANY, False),
     },
     "commit": {"epoch": (_EPOCH, True), "iteration": (_ITERATION, True)},
-    "kill": {"worker": (_WORKER, True), "reason": (_NOTE, True)},
+    "kill": {"worker": (_WORKER, True), "reason": (_NOTE, True), "with": (_runs, False)},
+    "note": {"worker": (_WORKER, True), "text": (_NOTE, True)},
     "fenced": {"reason": (_NOTE, True)},
     "stop": {
         "reason": (_NOTE, True),
@@ -177,6 +197,7 @@ TO_MEMBER: Mapping[str, Schema] = {
         "by": (_WORKER, False),
     },
     "noted": {},
+    "tell": {"text": (_NOTE, True)},
     "view": {
         "state": (_NAME, True),
         "term": (_TERM, True),
@@ -191,6 +212,7 @@ TO_MEMBER: Mapping[str, Schema] = {
         "replica_size": (_integer(0, MAX_WORKERS), True),
         "workers": (_rows, True),
         "hidden": (_integer(0, MAX_WORKERS), True),
+        "stall": (_ANY, False),
         "faults": (_rows, True),
         "recoveries": (_rows, True),
     },

@@ -1,8 +1,12 @@
 """Last words: what a worker that is ended by an exception tells, and when they mean that nobody can go on.
 
-A fault that lies in the work itself (a microbatch whose loss is no number, a bug that iteration 7 meets) ends every
-worker that takes the work over: the replicas would be eaten one by one. It is known by its second victim: workers of
-two replicas that end with the same error at the same microbatch of the same iteration.
+A fault that lies in the work itself (a microbatch whose gradient is no number, a bug that iteration 7 meets) ends every
+worker that takes the work over: the replicas would be eaten one by one. It is known by its victims. Work that two
+workers *share* is a microbatch that both have tried in one iteration, or, outside of microbatches, the same phase.
+
+    two replicas, the same error, shared work       the run ends
+    three replicas, any errors, the same shared work      the run ends
+    a fault of the host or of the device            says nothing about the work
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ MAX_ERROR = 2000
 """Characters of an error's type and message."""
 MAX_TRACEBACK = 16 << 10
 """Characters of a traceback."""
+MAX_TRIED = 4096
+"""Microbatches that a worker names as those that may have ended it."""
 
 
 def cut_middle(text: str, limit: int) -> str:
@@ -37,32 +43,82 @@ class LastWords:
     """Its replica: workers of one replica share their fate, and their errors."""
     iteration: int
     microbatch: int | None
+    """The one that it had begun last."""
     error: str
+    phase: str = ""
+    tried: frozenset[int] = frozenset()
+    """The microbatches of the iteration that it has begun, any of which may be the cause: many faults show late (a
+    gradient is looked at after the pass, a device tells of an error at the next wait)."""
+    own: bool = False
+    """Whether the fault is one of its host or device."""
 
     @staticmethod
     def of(name: str, message: Mapping[str, Any]) -> LastWords:
         """Those of a checked message."""
-        return LastWords(name, message["group"], message["iteration"], message.get("microbatch"), message["error"])
+        microbatch = message.get("microbatch")
+        tried = frozenset(message.get("tried", ())) | ({microbatch} if microbatch is not None else frozenset())
+        return LastWords(
+            name,
+            message["group"],
+            message["iteration"],
+            microbatch,
+            message["error"],
+            message.get("phase", ""),
+            tried,
+            message.get("own", False),
+        )
+
+    def shared(self, other: LastWords) -> frozenset[int | str]:
+        """The work that both replicas have met: microbatches or a phase.  Empty: none, or it is not to blame."""
+        if self.own or other.own or self.group == other.group or self.iteration != other.iteration:
+            return frozenset()
+        return self._work & other._work
+
+    @property
+    def _work(self) -> frozenset[int | str]:
+        return frozenset(self.tried) or frozenset([self.phase])
 
     def repeats(self, earlier: LastWords) -> bool:
         """Whether another replica ended in the same way at the same work."""
-        ours, theirs = ((words.iteration, words.microbatch, alike(words.error)) for words in (self, earlier))
-        return self.group != earlier.group and ours == theirs
+        return bool(self.shared(earlier)) and alike(self.error) == alike(earlier.error)
+
+
+_NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?\b(?:nan|inf)\b|[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
+_NAME_WITH_A_NUMBER = re.compile(r"\w*#[\w#]*|\btmp\w{6,}")
+_NUMBERS = re.compile(r"#(?:[\s,;:.()\[\]-]*#)+")
 
 
 def alike(error: str) -> str:
-    """An error without what is the worker's: messages hold ranks, devices, process ids, addresses."""
-    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", error)
+    """An error without what is the worker's or the moment's: ranks, devices, process ids, addresses, values, names."""
+    return _NUMBERS.sub("#", _NAME_WITH_A_NUMBER.sub("#", _NUMBER.sub("#", error)))
 
 
 def true_cause(words: LastWords, earlier: Iterable[LastWords]) -> str | None:
-    """Why the run must end: ``words`` repeat those of another replica. None: they do not."""
-    before = next((other for other in earlier if words.repeats(other)), None)
-    if before is None:
-        return None
-    work = f"iteration {words.iteration}"
-    if words.microbatch is not None:
-        work = f"microbatch {words.microbatch} of {work}"
-    victims = f"on {before.name}, then on {words.name}"
-    room = 2000 - len(work) - len(victims) - 50
-    return f"{work} raises {cut_middle(words.error, room)} wherever it is run: {victims}"
+    """Why the run must end: ``words`` tell of the same fault as those of other replicas.  None: they do not."""
+    before = [other for other in earlier if words.shared(other)]
+    repeated = next((other for other in before if words.repeats(other)), None)
+    if repeated is not None:
+        same = words.microbatch is not None and words.microbatch == repeated.microbatch
+        work = _named(words, frozenset([words.microbatch]) if same else words.shared(repeated))
+        victims = f"on {repeated.name}, then on {words.name}"
+        room = 2000 - len(work) - len(victims) - 50
+        return f"{work} raises {cut_middle(words.error, room)} wherever it is run: {victims}"
+    for first in before:
+        for second in before:
+            if work_of_all := words.shared(first) & words.shared(second) & first.shared(second):
+                work = _named(words, work_of_all)
+                told = "; ".join(f"{each.name}: {cut_middle(each.error, 400)}" for each in (first, second, words))
+                return cut_middle(f"{work} ends every worker that runs it, each by another error: {told}", 2000)
+    return None
+
+
+def _named(words: LastWords, work: Iterable[int | str | None]) -> str:
+    """Of work of one iteration, for people."""
+    iteration = f"iteration {words.iteration}"
+    numbers = sorted(one for one in work if isinstance(one, int))
+    if not numbers:
+        return f"{iteration} ({words.phase})" if words.phase else iteration
+    if len(numbers) == 1:
+        return f"microbatch {numbers[0]} of {iteration}"
+    more = ", ..." if len(numbers) > 8 else ""
+    return f"one of the microbatches {', '.join(map(str, numbers[:8]))}{more} of {iteration}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from recover_megatron.arguments import COORDINATOR_VARIABLE, parse_addresses
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.client import Address
+from recover_megatron.membership.kernel import use_all_descriptors
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.session import RevokeCallback, Session
 
@@ -34,12 +35,15 @@ def connect(
 ) -> Session:
     """Open the session of this worker (``Session.connect``), as recover-run's environment variables say.
 
+    And raise this process's limit of open files (``kernel.use_all_descriptors``).
+
     ``addresses``: the candidates, instead of the environment's. The launcher is a witness with its own candidates only:
     with others this worker has none.
 
     Raises KeyError where the launcher gave no coordinator or no rank, ValueError for a malformed address, and
     SecretError without a usable secret.
     """
+    use_all_descriptors()
     witness = environ.get(NODE_VARIABLE)
     if addresses is None:
         addresses = _launchers_addresses(environ[COORDINATOR_VARIABLE])

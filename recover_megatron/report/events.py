@@ -9,11 +9,12 @@ chaos.jsonl.  All have ``event`` and ``time`` (unix seconds).
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from recover_megatron.log_writer import LogWriter
 
 EVENTS_FILE = "events.jsonl"
 CHAOS_FILE = "chaos.jsonl"
@@ -23,34 +24,41 @@ Event = dict[str, Any]
 
 
 class EventsFile:
-    """A writer of events; several processes may write to one file, and die while they do."""
+    """A writer of events; several processes may write to one file, and die while they do.
+
+    The disk neither stops nor ends its caller (``log_writer``).
+    """
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` to add to it; makes its folder.  Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        """``path`` is opened to add to it, and its folder made, with the first event."""
+        self._file = LogWriter(path)
 
     def append(self, event: str, **fields: Any) -> None:
-        """Add one line with the time of now.  Raises OSError (a full disk), and then may leave a part of the line.
+        """Add one line with the time of now.  It is on the disk then, if the disk is well.
 
         One write to a file opened for appending: lines of several writers on one host never mix, and a writer that is
         killed leaves the whole line or nothing.
         """
-        line = json.dumps({"event": event, "time": round(time.time(), 6), **fields}, separators=(",", ":")) + "\n"
-        data = line.encode()
-        while data:  # once, but for a disk that is full or a signal
-            data = data[os.write(self._descriptor, data) :]
+        self._file.put(_line(event, fields))
+        self._file.settle()
 
     def close(self) -> None:
-        """No more events."""
-        os.close(self._descriptor)
+        """No more events; what is left is written as long as the disk takes it."""
+        self._file.flush()
+        self._file.close()
+
+
+def _line(event: str, fields: Mapping[str, Any]) -> bytes:
+    return (
+        json.dumps({"event": event, "time": round(time.time(), 6), **fields}, separators=(",", ":")) + "\n"
+    ).encode()
 
 
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a file, in its order; none if there is no such file.
 
-    A last line without its end (still being written, or cut by a crash) is left out.  Raises ValueError, naming the
-    line, for one that is no event.
+    A line that is cut is left out: the last one, still being written or cut by a crash, and one at which the disk was
+    full or its writer died and another wrote on.  Raises ValueError, naming the line, for one that is no event.
     """
     try:
         file = open(path, encoding="utf-8")  # noqa: SIM115  closed below
@@ -62,6 +70,11 @@ def read_events(path: Path) -> Iterator[Event]:
                 return
             try:
                 event = json.loads(line)
+            except ValueError:
+                if line.startswith(("{", "\n")):  # what is empty ended a line that was not cut
+                    continue
+                event = None
+            try:
                 if not isinstance(event["event"], str) or not isinstance(event["time"], int | float):
                     raise TypeError("event is no name, or time no number")
             except (ValueError, TypeError, KeyError) as error:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from recover_megatron.log_writer import LogWriter
+from recover_megatron.report import tail
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Step:
     def to_json(self) -> str:
         """One line, without its line end."""
         return json.dumps(asdict(self))
+
+    def to_line(self) -> bytes:
+        """With its line end."""
+        return (self.to_json() + "\n").encode()
 
     @classmethod
     def from_json(cls, line: str) -> Step:
@@ -85,42 +92,67 @@ def read_steps(path: Path) -> Iterator[Step]:
 
 
 class StepsFile:
-    """The writer of steps.jsonl: every line is whole on disk (as far as the kernel goes) when ``append`` returns.
+    """The writer of steps.jsonl.
 
-    ``last``: the iteration of the last line, 0 if there is none.
+    The disk neither stops nor ends its caller (``log_writer``); if it is well, a line is on it when ``append`` returns.
     """
 
-    def __init__(self, path: Path, first_iteration: int | None) -> None:
-        """Open ``path`` to continue before ``first_iteration``; None: after whatever is there.
+    def __init__(self, path: Path, first_iteration: int | None, may_write: Callable[[], bool] = lambda: True) -> None:
+        """Continue ``path`` before ``first_iteration``; None: after whatever is there.
+
+        ``may_write`` is asked before each line, in the writer's thread, where it may wait: False drops the line.
 
         Lines of a run before that reached ``first_iteration`` or further are superseded (it resumed from a checkpoint,
         or started afresh): the old file is kept as path.1, path.2, ..., and the new one begins with what still holds.
+        A line that a writer left unfinished is cut off.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.last = 0
-        if path.exists():
-            kept = [step for step in read_steps(path) if first_iteration is None or step.iteration < first_iteration]
-            text = "".join(step.to_json() + "\n" for step in kept)
-            if text.encode() != path.read_bytes():
-                _set_aside(path)
-                path.write_text(text, encoding="utf-8")
-            self.last = kept[-1].iteration if kept else 0
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
+        self._first = first_iteration
+        self._may_write = may_write
+        self._last = 0
+        """Iteration of the last line that was there when the file was opened."""
+        self._file = LogWriter(path, opening=self._open)
 
     @classmethod
-    def taken_over(cls, path: Path) -> StepsFile:
-        """Continue the file of a writer that is gone: a line that it left unfinished is cut off."""
-        return cls(path, None)
+    def taken_over(cls, path: Path, may_write: Callable[[], bool] = lambda: True) -> StepsFile:
+        """Continue the file of a writer that is gone."""
+        return cls(path, None, may_write)
 
     def append(self, step: Step) -> None:
-        """Add one line and hand it to the kernel, so that a killed worker leaves it whole."""
-        self._file.write(step.to_json() + "\n")
+        """Add one line, if the file does not have its iteration already."""
+        self.append_line(step.iteration, step.to_line())
+
+    def append_line(self, iteration: int, line: bytes) -> None:
+        """The same for ``Step.to_line`` of a step."""
+        self._file.put(line, wanted=lambda: self._may_write() and iteration > self._last)
+        self._file.settle()
+
+    def flush(self) -> bool:
+        """Wait for the disk, for a bounded time; whether it has everything."""
+        return self._file.flush()
+
+    def close(self) -> None:
+        """No more lines; what is left is written as long as the disk takes it."""
         self._file.flush()
-        self.last = step.iteration
+        self._file.close()
 
+    def give_up(self) -> None:
+        """Somebody else writes from now on: leave out what is not written yet."""
+        self._file.discard()
+        self._file.close()
 
-def _set_aside(path: Path) -> None:
-    number = 1
-    while (old := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    os.rename(path, old)
+    def _open(self, path: Path) -> int:
+        """In the writer's thread.  What it costs does not grow with the file, unless lines are superseded."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if self._first is not None:
+                end = tail.first_at_least(descriptor, self._first)
+                if end < tail.whole(descriptor):
+                    old, descriptor = descriptor, tail.begin_anew(path, descriptor, end)
+                    os.close(old)
+            self._last = tail.cut_and_read_last(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._first = None  # opened again, it has lines of this run
+        return descriptor

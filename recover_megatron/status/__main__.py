@@ -16,7 +16,7 @@ from recover_megatron.arguments import COORDINATOR_VARIABLE, parse_addresses
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import AuthenticationError, SecretError
 from recover_megatron.membership.observer import NoAnswer
-from recover_megatron.status.folder import candidates, ending
+from recover_megatron.status.folder import candidates, ending, secret_file
 from recover_megatron.status.model import Status
 from recover_megatron.status.watch import Watch
 
@@ -33,8 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="recover-status",
         description="A live view of a running job, asked of its coordinator. Looking changes nothing in the run.",
-        epilog=f"The job's secret comes from the environment: {SECRET_VARIABLE}, or {SECRET_FILE_VARIABLE} (a file of "
-        "mode 0600). docs/status.md says where to find address and secret of a launch.",
+        epilog="The job's secret: DIR/secret, if the launch made one up; else from the environment, "
+        f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} (a file of mode 0600). docs/status.md says where to find address "
+        "and secret of a launch.",
     )
     parser.add_argument(
         "addresses",
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print(ended, args.json)
             return 0
         addresses = parse_addresses(candidates(folder) if folder is not None else args.addresses)
-        watch = Watch(addresses, find_secret(path=args.secret_file))
+        in_folder = secret_file(folder) if folder is not None else None
+        watch = Watch(addresses, find_secret(path=args.secret_file or in_folder))
     except (SecretError, ValueError, OSError) as error:
         parser.error(str(error))
     try:

@@ -1,18 +1,23 @@
 """A run by its log folder instead of by addresses: what the candidates' own logs there tell.
 
 ``events-<n>.jsonl`` begins, for each launch into the folder, with the address at which candidate n listens, and the
-one that led ends with how the run ended.
+one that led ends with how the run ended.  ``secret`` has the secret of a launch that made one up.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from recover_megatron.membership.auth import SECRET_FILE
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY
-from recover_megatron.status.model import Status, read
+from recover_megatron.status.model import Gone, Status, read
+
+_TAIL = 1 << 22
+"""Bytes of steps.jsonl that hold its last line for certain: a line names each microbatch once."""
 
 
 def candidates(folder: Path) -> str:
@@ -23,14 +28,57 @@ def candidates(folder: Path) -> str:
     return ",".join(listening)
 
 
+def secret_file(folder: Path) -> Path | None:
+    """The secret that the launch made up, if it did: a launch removes what an earlier one has left."""
+    path = folder / SECRET_FILE
+    return path if path.exists() else None
+
+
 def ending(folder: Path) -> Status | None:
     """How the last launch into ``folder`` ended; None if no candidate has told (it may go on, or was killed)."""
-    stops = [record for launch in _launches(folder) for record in launch if record["event"] == "stop"]
+    launches = _launches(folder)
+    stops = [(record, launch) for launch in launches for record in launch if record["event"] == "stop"]
     if not stops:
         return None
     # Of two sides of a partition, the one that stopped for it is not the run.
-    stop = max(stops, key=lambda record: (record.get("code") != EXIT_LOST_MAJORITY, record.get("time", 0.0)))
-    return read({"type": "stop", "code": stop.get("code"), "reason": stop.get("reason")}, str(folder))
+    stop, launch = max(stops, key=lambda told: (told[0].get("code") != EXIT_LOST_MAJORITY, told[0].get("time", 0.0)))
+    answer = {"type": "stop", "code": stop.get("code"), "reason": stop.get("reason")}
+    return replace(read(answer, str(folder)), iteration=_last_iteration(folder / "steps.jsonl"), **_told(launch, stop))
+
+
+def _told(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> dict[str, Any]:
+    """What a launch's records say of its end: fields of ``Status``."""
+    last: dict[str, Mapping[str, Any]] = {record["event"]: record for record in launch}
+    workers = {record["worker"] for record in launch if record["event"] == "attached" and "worker" in record}
+    gone = {}
+    for record in launch:
+        if record["event"] == "fault" and "worker" in record:
+            ago = max(0.0, stop.get("time", 0.0) - record.get("time", 0.0))
+            kind, host, why = (str(record.get(name, "")) for name in ("kind", "host", "reason"))
+            gone[record["worker"]] = Gone(record["worker"], kind, host, why, ago)
+    return {
+        "epoch": last.get("plan", {}).get("epoch", 0),
+        "term": last.get("lead", {}).get("term", 0),
+        "committed": last.get("commit", {}).get("iteration", 0),
+        "world": len(workers),
+        "gone": [end for _, end in sorted(gone.items())],
+    }
+
+
+def _last_iteration(steps: Path) -> int:
+    """The newest that was committed; 0: none is known."""
+    try:
+        with steps.open("rb") as file:
+            file.seek(max(0, steps.stat().st_size - _TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["iteration"])
+        except (ValueError, TypeError, KeyError):
+            continue  # cut short
+    return 0
 
 
 def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:

@@ -87,6 +87,19 @@ class Recovery:
 
 
 @dataclass(frozen=True)
+class Stall:
+    """The run waits for workers that are late: too many to go on without, or with their data."""
+
+    seconds: float
+    """Since when."""
+    left: float
+    """For how long it will go on waiting."""
+    workers: Sequence[int]
+    where: Sequence[str]
+    """Of the first of them: who, on which host, and what it was doing."""
+
+
+@dataclass(frozen=True)
 class Status:
     """The whole run, as its coordinator at ``address`` knows it."""
 
@@ -118,6 +131,7 @@ class Status:
     """Live workers that the view had no room for."""
     awaited: Sequence[int] = ()
     """Members that an open rendezvous waits for."""
+    stall: Stall | None = None
 
     @property
     def attached(self) -> int:
@@ -143,7 +157,7 @@ def read(answer: Raw, address: str) -> Status:
     placed = {worker.worker for replica in grid for worker in replica.workers}
     places = {number for number, row in statuses.items() if "replica" in row}
     idle = {row["worker"] for row in rows if row.get("idle")}
-    rendezvous = answer.get("state") == "rendezvous"
+    rendezvous = answer.get("state") in ("gathering", "rendezvous")
     members = {row["worker"] for row in rows if row.get("member")} or live.keys()
     return Status(
         address=address,
@@ -164,6 +178,7 @@ def read(answer: Raw, address: str) -> Status:
         faults=[_fault(row) for row in answer.get("faults", ())],
         recoveries=[_recovery(row) for row in answer.get("recoveries", ())],
         hidden=_number(answer, "hidden") or 0,
+        stall=_stall(answer.get("stall")),
         awaited=[n for n in sorted(members & live.keys()) if rendezvous and not live[n].joined],
     )
 
@@ -247,6 +262,15 @@ def _recovery(row: Raw) -> Recovery:
         rendezvous=_seconds(seconds, "rendezvous"),
         since_fault=_seconds(seconds, "since_fault"),
     )
+
+
+def _stall(value: Any) -> Stall | None:
+    if not isinstance(value, dict):
+        return None
+    runs = [run for run in value.get("workers", ()) if isinstance(run, list) and [*map(type, run)] == [int, int]]
+    workers = [worker for first, last in runs for worker in range(first, min(last, first + 999) + 1)]
+    where = ["".join(c if c.isprintable() else "?" for c in str(text)) for text in value.get("where", ())]
+    return Stall(_seconds(value, "seconds") or 0.0, _seconds(value, "left") or 0.0, workers, where)
 
 
 def _number(row: Raw, name: str) -> int | None:

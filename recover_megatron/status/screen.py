@@ -20,6 +20,10 @@ _TERM_COUNTER = 32  # bits of a term that only make it unlike any other
 def render(status: Status, lines: int | None = None, complaint: str = "") -> RenderableType:
     """The whole view; ``lines``: how many there is room for (None: any number), ``complaint``: why it is not newer."""
     parts: list[RenderableType] = [_headline(status, complaint)]
+    if status.stall is not None:
+        parts += [Text(f"  {where}", "yellow") for where in status.stall.where]
+        left = f"they are put out if they are not back in {ago(status.stall.left)} (--recover-stall-timeout)"
+        parts.append(Text(f"  {left}", "dim"))
     few = None if lines is None else 8
     room = None if lines is None else max(4, lines - 9 - _lines_of(status))
     if status.grid:
@@ -57,6 +61,11 @@ def state(status: Status) -> Text:
         return Text(f"{verdict}, exit code {status.code}: {status.reason}", "green" if status.code == 0 else "bold red")
     if status.state == "standby":
         return Text(f"no coordinator leads: {status.attached} of {status.world} workers have come", "yellow")
+    if status.stall is not None:
+        who = f"workers {_some(status.stall.workers)}" if len(status.stall.workers) > 1 else "a worker"
+        return Text(f"STALLED for {ago(status.stall.seconds)}: waits for {who}", "bold yellow")
+    if status.state == "gathering":
+        return Text("a new coordinator waits for all to come to it", "yellow")
     if status.state == "rendezvous":
         what = f"opens epoch {status.opened}" if status.epoch else "starts"
         who = f", waits for {_some(status.awaited)}" if status.awaited else ""
@@ -66,13 +75,28 @@ def state(status: Status) -> Text:
 
 def _headline(status: Status, complaint: str) -> Panel:
     first = Text.assemble(state(status), f"   epoch {status.epoch}", f"   term {status.term >> _TERM_COUNTER}")
+    if status.code is not None:
+        return _panel(status, first, *_at_the_end(status))
     second = Text.assemble(("iteration ", "dim"), (str(status.iteration), "bold"))
     second.append_text(Text.assemble(("   replicas ", "dim"), _replicas(status)))
     second.append_text(Text.assemble(("   workers ", "dim"), f"{status.live} of {status.world}"))
     commit = f"   committed decision {status.committed}"
     second.append(commit + (f", {ago(status.commit_age)} ago" if status.commit_age is not None else ""))
-    rows = [first, second] + ([Text(complaint, "bold red")] if complaint else [])
+    return _panel(status, first, second, *([Text(complaint, "bold red")] if complaint else []))
+
+
+def _panel(status: Status, *rows: Text) -> Panel:
     return Panel(Group(*rows), title=Text(f"recover-status {status.address}"), title_align="left", expand=False)
+
+
+def _at_the_end(status: Status) -> list[Text]:
+    """Of a run that has ended: what is known of it, which is nothing where only its coordinator was asked."""
+    known = []
+    if status.iteration:
+        known.append(Text.assemble(("last iteration ", "dim"), (str(status.iteration), "bold")))
+    if status.world:
+        known.append(Text.assemble(("workers ", "dim"), f"{status.world}, {len(status.gone)} of them lost"))
+    return [Text("   ").join(known)] if known else []
 
 
 def _replicas(status: Status) -> Text:

@@ -47,13 +47,13 @@ def strikes(log_dir: Path) -> list[dict]:
 
 
 def test_it_kills_as_many_as_it_may_and_ends_with_the_run(bench: Bench) -> None:
-    launch = bench.start("--nproc-per-node", 4, "--log-dir", "logs", bench.script(UNTIL_TOLD), "--recover")
+    launch = bench.start("--nproc-per-node", 4, "--log-dir", "logs", bench.script(UNTIL_TOLD))
     launch.wait_for("UP", times=4)
     killer = chaos(bench.folder / "logs", "--mtbf", 0.05, "--seed", 3, "--max-kills", 2)
     launch.wait_for("was killed by SIGKILL", times=2)
     assert killer.poll() is None, "it must see the run's end"
     (bench.folder / "go").touch()
-    assert launch.wait() == 0
+    assert launch.wait() == 137
     out, err = killer.communicate(timeout=DEADLINE)
     assert (killer.returncode, err) == (0, "")
     assert "chaos: the run has ended, after 2 strikes" in out
@@ -68,7 +68,7 @@ def test_it_kills_as_many_as_it_may_and_ends_with_the_run(bench: Bench) -> None:
 
 
 def test_it_leaves_as_many_alone_as_it_was_told_and_ends_when_the_launcher_is_killed(bench: Bench) -> None:
-    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(UNTIL_TOLD), "--recover")
+    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(UNTIL_TOLD))
     launch.wait_for("UP", times=3)
     killer = chaos(bench.folder / "logs", "--mtbf", 0.02, "--seed", 1, "--keep", 2)
     log = bench.folder / "logs" / "chaos.jsonl"
@@ -81,7 +81,7 @@ def test_it_leaves_as_many_alone_as_it_was_told_and_ends_when_the_launcher_is_ki
 
 
 def test_a_stopped_worker_is_struck_once_and_counts_as_one_that_is_gone(bench: Bench) -> None:
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(UNTIL_TOLD), "--recover")
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(UNTIL_TOLD))
     launch.wait_for("UP", times=2)
     killer = chaos(bench.folder / "logs", "--mtbf", 0.02, "--seed", 1, "--kinds", "stop")
     log = bench.folder / "logs" / "chaos.jsonl"

@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from recover_megatron.collectives import board as board_module
 from recover_megatron.collectives.board import Board, Pinned
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
@@ -45,6 +47,27 @@ def test_a_value_is_told_to_who_asked_before_and_to_who_asks_after(two: tuple[Pi
     one.set("late", "b")
     assert await_key(one, "late", Revocation(1), 60) == "b"
     assert await_key(other, "late", Revocation(1), 60) == "b"
+
+
+def test_what_belongs_to_epochs_is_forgotten_with_them_and_the_rest_is_kept() -> None:
+    board = Board(HOST, SECRET)
+    lasting = Pinned(board.address, SECRET)
+    lasting.set("replica", "kept")
+    board.put("0", "mine", 0)
+    for epoch in range(1, 50):
+        one, other = Pinned(board.address, SECRET, epoch), Pinned(board.address, SECRET, epoch)
+        one.set(f"group/{epoch}", "port")
+        assert not one.check([f"nobody/{epoch}"])  # a wait that ends with its epoch
+        assert await_key(other, f"group/{epoch}", Revocation(epoch), 60) == "port"
+        one.close()
+        other.close()
+    assert await_key(lasting, "replica", Revocation(1), 60) == "kept"
+    assert sorted(board._values) == ["group/46", "group/47", "group/48", "group/49", "replica"]
+    eventually = time.monotonic() + 60
+    while board._wanted and time.monotonic() < eventually:
+        time.sleep(0.01)  # the ends of the connections are on their way
+    assert not board._wanted
+    lasting.close()
 
 
 def test_torch_can_use_it_as_a_store(two: tuple[Pinned, Pinned]) -> None:
@@ -131,3 +154,123 @@ def test_a_stranger_is_sent_away_and_hurts_nobody(board: Board, two: tuple[Pinne
     two[0].set(f"after {said!r}", "fine")
     assert two[1].get(f"after {said!r}") == b"fine"
     assert not two[1].check(["poison"])
+
+
+# ---- strangers
+
+
+def connect(board: Board) -> socket.socket:
+    host, port = board.address.split(" ")
+    return socket.create_connection((host, int(port)), 60)
+
+
+def hung_up(sock: socket.socket) -> bool:
+    """Whether the board has closed the connection: waits for it."""
+    sock.settimeout(60)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def works(board: Board) -> bool:
+    pinned = Pinned(board.address, SECRET)
+    try:
+        pinned.set("key", "value")
+        return await_key(pinned, "key", Revocation(1), 60) == "value"
+    finally:
+        pinned.close()
+
+
+def test_silent_connections_are_dropped_the_oldest_first_and_after_a_while_all(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_module, "HANDSHAKE_SECONDS", 3.0)
+    strangers = [connect(board) for _ in range(board_module.MOST_UNPROVED + 20)]
+    try:
+        assert all(hung_up(stranger) for stranger in strangers[:20])
+        assert works(board)
+        assert all(hung_up(stranger) for stranger in strangers)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"x" * 5000, b"[" * 900 + b"\n", b"{" * 900 + b"\n", b"17\n", b'{"nonce": [], "mac": {}}\n', b"\xff\n"],
+    ids=["no end", "deep list", "deep object", "number", "wrong types", "no text"],
+)
+def test_a_stranger_costs_its_own_connection_and_no_traceback(
+    board: Board, line: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with connect(board) as stranger:
+        stranger.sendall(line)
+        assert hung_up(stranger)
+    assert works(board)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_deep_nesting_of_one_who_knows_the_secret_is_an_error_of_its_connection(
+    board: Board, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with connect(board) as sock, sock.makefile("rb") as lines:
+        nonce = json.loads(lines.readline())["nonce"]
+        sock.sendall(json.dumps(board_module.prove(SECRET, "mine", nonce)).encode() + b"\n")
+        lines.readline()
+        sock.sendall(b"[" * 200_000 + b"\n")
+        assert hung_up(sock)
+    assert works(board)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+WITHOUT_DESCRIPTORS = """
+import resource, socket, sys, threading, time
+from recover_megatron.collectives import board as module
+from recover_megatron.collectives import board as board_module
+from recover_megatron.collectives.board import Board, Pinned
+from recover_megatron.collectives.epoch import Revocation
+from recover_megatron.collectives.rendezvous import await_key
+module.HANDSHAKE_SECONDS = 600.0
+board = Board("127.0.0.1", b"secret")
+board.put("ready", "yes")
+host, port = board.address.split(" ")
+own = [socket.socket() for _ in range(150)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+print(port, flush=True)
+sys.stdin.readline()  # strangers have come, more than there are descriptors
+for sock in own:
+    sock.close()
+pinned = Pinned(board.address, b"secret")
+assert await_key(pinned, "ready", Revocation(1), 60) == "yes"
+print("served", time.process_time(), flush=True)
+"""
+
+
+def test_a_board_without_descriptors_lets_go_of_strangers_and_serves_on() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    port = int(process.stdout.readline())
+    strangers = [socket.create_connection(("127.0.0.1", port), 60) for _ in range(120)]
+    try:
+        assert any(hung_up(stranger) for stranger in strangers[:1])
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline().startswith("served")
+        assert process.wait(60) == 0
+        lines = process.stderr.read().splitlines()
+        assert len([line for line in lines if "the board of this worker" in line]) == 1
+        assert "Traceback" not in "".join(lines)
+    finally:
+        process.kill()
+        for stranger in strangers:
+            stranger.close()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from recover_megatron.collectives import column as column_module
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.column import Column
 from recover_megatron.collectives.door import Door
@@ -22,6 +23,7 @@ from recover_megatron.collectives.opening import open_door, open_group
 from recover_megatron.collectives.rendezvous import Known
 from recover_megatron.membership import Session
 from recover_megatron.membership.auth import read_secret_file
+from recover_megatron.membership.errors import CoordinatorLost
 from tests.collectives.together import DEADLINE, PlainEpoch
 from tests.membership.cluster import Cluster, cluster
 
@@ -168,3 +170,41 @@ def test_a_forked_child_does_not_keep_a_door_open() -> None:
         ours.close()
         theirs.close()
         os.waitpid(child, 0)
+
+
+def test_a_member_that_lives_and_cannot_be_reached_ends_the_run_after_some_epochs_and_is_named(
+    control: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(column_module, "_LONGEST_PAUSE", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nowhere = f"127.0.0.1 {closed.getsockname()[1]} -"
+    epochs: list[int] = []
+
+    def work(column: Column) -> str:
+        join = column.session.join
+        if column.me == 1:  # it tells a door at which connections are refused
+
+            def elsewhere(status: Any, reason: str = "") -> Any:
+                return join({**status, "door": nowhere}, reason)
+
+            monkeypatch.setattr(column.session, "join", elsewhere)
+        bucket = Bucket(torch.zeros(10))
+
+        def train() -> None:
+            while True:
+                with contextlib.suppress(EpochRevoked):
+                    column.join({"nothing": "new"})
+                    epochs.append(column.session.epoch)
+                    column.group([bucket]).all_reduce(bucket).wait(DEADLINE)
+
+        with pytest.raises(CoordinatorLost) as ended:
+            train()
+        assert ended.value.code == 11
+        return str(ended.value)
+
+    said = columns(control, 2, work)
+    assert any("nobody was lost" in text for text in said)
+    assert len(set(epochs)) <= column_module.MOST + 2
+    complaints = [event for event in control.events() if event["event"] == "complaint"]
+    assert complaints
+    assert {(event["worker"], event["peer"]) for event in complaints} >= {(0, 1)}

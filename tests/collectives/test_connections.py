@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import select
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from recover_megatron.collectives import hello
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked
 from recover_megatron.collectives.group import Group
@@ -216,3 +218,52 @@ def test_the_edges_of_a_ring_are_opened_in_an_order_in_which_nobody_waits_in_a_c
         left = {rank: edges[1:] if edges and edges[0][0] in opened else edges for rank, edges in left.items()}
         rounds += 1
     assert rounds <= 3
+
+
+class Full:
+    """A listener whose ``accept`` finds no descriptor left, the first times."""
+
+    def __init__(self, listener: socket.socket, times: int) -> None:
+        self._listener = listener
+        self.times = times
+
+    def accept(self) -> Any:
+        if self.times:
+            self.times -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+def test_a_member_without_descriptors_waits_and_is_no_fault_of_the_work(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Meeting.__init__
+
+    def full(self: Meeting, listener: socket.socket, *args: Any) -> None:
+        made(self, Full(listener, 2), *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Meeting, "__init__", full)
+    store = Dictionary()
+    groups = [pool.submit(opening, store, rank) for rank in range(2)]
+    opened = [group.result(DEADLINE) for group in groups]
+    assert [done.result(DEADLINE) for done in [pool.submit(all_reduce, group) for group in opened]] == [[2.0] * 10] * 2
+
+
+def test_a_stranger_that_says_nothing_is_dropped_after_a_while(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hello, "PROOF_SECONDS", 0.2)
+    store, epoch = Dictionary(), PlainEpoch(1, [0, 1], 0)
+    with socket.create_server(("127.0.0.1", 0)) as slow:  # a successor that takes its time
+        store.set("ring/column/1/1", f"127.0.0.1 {slow.getsockname()[1]} -")
+        first = pool.submit(open_group, epoch, store, name="column", secret=SECRET, timeout=DEADLINE)
+        with socket.create_connection(address(store, 0), DEADLINE) as stranger:
+            while stranger.recv(64):  # its nonce, and then the end
+                pass
+        assert not first.done()
+        epoch.revoke("the test is over")
+        with pytest.raises(EpochRevoked):
+            first.result(DEADLINE)

@@ -151,6 +151,7 @@ def test_a_process_that_is_stopped_is_waited_for_only_as_long_as_patience_lasts(
 
     fetcher = Fetcher(address, SECRET, impatient)
     os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)  # until the last of its threads has stopped
     with pytest.raises(PeerLost, match="it is gone"):
         fetcher.fetch((0,))
     assert asked == 2

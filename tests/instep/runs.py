@@ -163,12 +163,13 @@ class Case:
         ours = ["--recover", "--recover-log-dir", str(out), *self.flags]
         return [*script, *MODEL, *self.layout.argv, *flags, *self.model, *ours]
 
-    def run(self, server: ForkServer, out: Path) -> Result:
-        """Run it to its end."""
+    def run(self, server: ForkServer, out: Path, networks: list[tuple[str, str]] | None = None) -> Result:
+        """Run it to its end; ``networks``: as for ``ForkServer.run``, with a node each."""
         world = self.layout.grid.world
         ended = server.run(
             world, self.argv(out), out, training=out / "training", spares=self.spares, restarts=self.restarts,
-            timeout=SECONDS + SECONDS_EACH * self.iterations,
+            timeout=SECONDS + SECONDS_EACH * self.iterations, networks=networks,
+            nodes=[address for _, address in networks[:-1]] if networks else None,
         )  # fmt: skip
         return Result(self, ended, out)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.membership.errors import EXIT_FENCED
 from recover_megatron.report.steps import read_steps
 from tests.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, losses
@@ -45,4 +46,40 @@ def test_stock_megatron_resumes_where_a_run_with_a_death_saved(
     expected = [step.loss for step in read_steps(undisturbed / "steps.jsonl")]
     assert [step.loss for step in read_steps(broken / "steps.jsonl")] == pytest.approx(expected, rel=1e-5)
     resumed = train("resumed", resuming, "--load", str(broken / "checkpoints"), "--ckpt-step", "4")
+    assert [step["loss"] for step in losses(resumed / "losses.jsonl")] == pytest.approx(expected[4:], rel=1e-5)
+
+
+QUICK = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 3 --recover-hang-timeout 20".split()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--ckpt-format", "torch"],
+        ["--ckpt-format", "torch_dist"],
+        ["--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--async-save"],
+    ],
+    ids=["torch", "torch_dist", "asynchronous"],
+)
+def test_who_was_put_out_in_the_middle_of_a_checkpoint_and_wakes_later_spoils_nothing(
+    forkserver: ForkServer, tmp_path: Path, flags: list[str]
+) -> None:
+    """Worker 0 is stopped while it writes, put out, and goes on writing when the others have finished theirs."""
+    checkpoints = tmp_path / "checkpoints"
+    script = [str(Path(__file__).with_name("frozen.py")), str(checkpoints)]
+    saving = [*flags, "--save", str(checkpoints), "--save-interval", "4"]
+    recover = ["--recover", "--recover-log-dir", str(tmp_path / "run"), *QUICK]
+    run = forkserver.run(4, [*script, *TRAINING[1:], *saving, *recover], tmp_path / "run", timeout=240)
+    assert run.codes == [EXIT_FENCED, 0, 0, 0], run.tail()
+    assert "Traceback" not in run.logs[0].read_text(), run.logs[0].read_text()
+    expected = [step.loss for step in read_steps(tmp_path / "run" / "steps.jsonl")]
+    assert sorted(path.name for path in checkpoints.iterdir() if path.name.startswith("iter_")) == [
+        "iter_0000004",
+        "iter_0000008",
+    ]
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "8"
+    resumed = tmp_path / "resumed"
+    loading = [*flags[:3], "--load", str(checkpoints), "--ckpt-step", "4", "--exit-on-missing-checkpoint"]
+    run = forkserver.run(2, [*TRAINING, *loading], resumed, losses=resumed / "losses.jsonl", timeout=240)
+    assert run.ok, run.tail()
     assert [step["loss"] for step in losses(resumed / "losses.jsonl")] == pytest.approx(expected[4:], rel=1e-5)

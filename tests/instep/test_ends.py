@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,23 +73,85 @@ ROTTEN = 2 * SAMPLES + 5
 """A sample of iteration 3: microbatch 5."""
 
 
-@pytest.mark.parametrize(("what", "loading"), [("raise", 0), ("raise", 1), ("nan", 0)])
+POISONS = [
+    (DP4, "raise", 0, "sample 29 is rotten"),
+    (DP4, "raise", 1, "sample 29 is rotten"),
+    (DP4, "nan", 0, "found NaN in local forward loss calculation"),
+    (DP4, "gradient", 0, "found NaN in local grad norm"),
+    (DP4, "connection", 0, "Connection reset by peer"),
+    (TP2, "connection", 0, "Connection reset by peer"),
+    (TP2, "transport", 0, "op.preamble.length"),
+]
+
+
+@pytest.mark.parametrize(("layout", "what", "loading", "error"), POISONS, ids=lambda part: getattr(part, "name", part))
 def test_a_sample_that_no_worker_survives_ends_the_run_with_its_cause(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, what: str, loading: int
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, what: str, loading: int, error: str
 ) -> None:
     """``loading``: processes of the data loader; in one the error has another text than on the spot."""
-    case = Case(DP4).with_flags("--num-workers", str(loading))
-    argv = [str(Path(__file__).with_name("poison.py")), what, str(ROTTEN), *case.argv(tmp_path)[1:]]
-    result = Result(case, forkserver.run(4, argv, tmp_path, training=tmp_path / "training"), tmp_path)
-    assert result.ended.codes == [EXIT_SAME_FAULT] * 4, result.told()
-    said = [result.log(worker) for worker in range(4)]
-    error = "sample 29 is rotten" if what == "raise" else "found NaN in local forward loss calculation"
+    result, said = poisoned(forkserver, tmp_path, layout, what, "--num-workers", str(loading))
     victims = [worker for worker in range(4) if "ends by an exception of its own" in said[worker]]
-    assert 2 <= len(victims) <= 3, result.told()
+    assert 2 <= len({worker // layout.positions for worker in victims}) <= 3, result.told()
     for worker in victims:
-        assert error in said[worker]
+        assert error in said[worker], result.told()
     cause = re.compile(r"microbatch 5 of iteration 3 raises .*" + error)
-    for worker in set(range(4)) - set(victims):
-        assert cause.search(said[worker]), said[worker]
-    assert [step.iteration for step in read_steps(tmp_path / "steps.jsonl")] == [1, 2]
+    told = [worker for worker in set(range(4)) - set(victims) if cause.search(said[worker])]
+    assert told == sorted(set(range(4)) - set(victims)), result.told()
+    assert any(cause.search(str(event.get("reason"))) for event in result.events if event["event"] == "stop")
+    check_steps_until(result, reference(Case(layout)), 2)
+
+
+def test_a_sample_that_ends_every_worker_in_other_words_ends_the_run_with_all_of_them(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    result, said = poisoned(forkserver, tmp_path, DP4, "words")
+    victims = [worker for worker in range(4) if "ends by an exception of its own" in said[worker]]
+    assert len(victims) == 3, result.told()
+    (left,) = set(range(4)) - set(victims)
+    assert "microbatch 5 of iteration 3 ends every worker that runs it, each by another error" in said[left]
     check_steps_until(result, reference(Case(DP4)), 2)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with an end, that of a checkpoint or two."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(("form", "replicas"), [("torch", 3), ("torch", 1), ("torch_dist", 3)])
+def test_a_full_checkpoint_disk_ends_the_run_with_its_cause_and_the_last_good_checkpoint(
+    forkserver: ForkServer, tmp_path: Path, small_disk: Path, form: str, replicas: int
+) -> None:
+    save = small_disk / "checkpoints"
+    case = Case(Layout(f"dp{replicas}", replicas)).with_flags(
+        "--save", str(save), "--save-interval", "2", "--ckpt-format", form
+    )
+    argv = [str(Path(__file__).with_name("full.py")), str(small_disk), *case.argv(tmp_path)[1:]]
+    result = Result(case, forkserver.run(replicas, argv, tmp_path), tmp_path)
+    assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
+    (stop,) = [event for event in result.events if event["event"] == "stop"]
+    assert stop["code"] == EXIT_SAME_FAULT
+    told = f"the checkpoint of iteration 4 cannot be written to {save}: No space left on device"
+    assert told in str(stop["reason"])
+    assert f"The last checkpoint: iteration 2 in {save}" in str(stop["reason"])
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert [path.name for path in save.iterdir() if path.name.startswith("iter_")] == ["iter_0000002"]
+    held = sum(path.stat().st_size for path in save.glob("attempt_*/**/*") if path.is_file())
+    assert held == 0, "space is held by what failed"
+
+
+def poisoned(forkserver: ForkServer, out: Path, layout: Layout, what: str, *flags: str) -> tuple[Result, list[str]]:
+    """Train with ``poison.py``; the run, which has ended with the code of a fault of the work, and what each said."""
+    case = Case(layout).with_flags(*flags)
+    argv = [str(Path(__file__).with_name("poison.py")), what, str(ROTTEN), *case.argv(out)[1:]]
+    result = Result(case, forkserver.run(4, argv, out, training=out / "training"), out)
+    assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
+    assert [step.iteration for step in read_steps(out / "steps.jsonl")] == [1, 2]
+    return result, [result.log(worker) for worker in range(4)]

@@ -86,6 +86,15 @@ def test_who_repeats_what_is_committed_meanwhile_goes_on_with_its_mates_when_the
     equal(forkserver, reference, replace(case, train_with=script), tmp_path)
 
 
+def test_the_workers_of_a_replica_begin_an_evaluation_together_though_one_of_them_knows_that_the_epoch_is_over(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """When 2 has died in it, 3 begins it again and waits for its mate 0, which comes when 1 has died, too."""
+    case = Case(PP2, (Strike(2, 0, 3, "eval"), Strike(1, 0, 3, "eval", visit=3)))
+    script = (str(Path(__file__).with_name("slow.py")), "met@0=2")
+    equal(forkserver, reference, replace(case, train_with=script), tmp_path)
+
+
 def test_a_worker_that_has_not_taken_up_the_first_plan_yet_survives_another_ones_death(
     forkserver: ForkServer, reference: Reference, tmp_path: Path
 ) -> None:

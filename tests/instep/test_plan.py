@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 import random
 from collections import Counter
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.faults import is_communication, signature
+from recover_megatron.instep.faults import is_communication, is_own, signature
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import Decision, Rules, Status, decide
@@ -435,7 +436,8 @@ def test_more_numbers_than_the_tail_has_room_for_are_refused() -> None:
     [
         (RuntimeError("[.../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"), True),
         (dist.DistBackendError("NCCL error in: x.cpp"), True),
-        (ConnectionResetError("by peer"), True),
+        (ConnectionResetError("by peer"), False),
+        (RuntimeError("the store says: Connection reset by peer"), False),
         (RuntimeError("shape mismatch"), False),
         (ValueError("Connection closed by peer"), False),
         (Disagreement("counted twice"), False),
@@ -446,6 +448,62 @@ def test_only_errors_of_communication_may_be_another_workers_fault(error: Except
     assert is_communication(error) is communication
 
 
+def raised(error: Exception, path: str) -> Exception:
+    """The error, raised in a file of this path, and caught."""
+    code = compile("def fail(error):\n    raise error", path, "exec")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    try:
+        names["fail"](error)
+    except type(error) as caught:
+        return caught
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("path", "communication"),
+    [
+        ("/v/torch/distributed/distributed_c10d.py", True),
+        ("/v/recover_megatron/collectives/gloo.py", True),
+        ("/v/torch/utils/data/dataloader.py", False),
+        ("/home/user/my_dataset.py", False),
+    ],
+)
+def test_a_broken_connection_is_a_mates_fault_only_where_it_is_a_groups(path: str, communication: bool) -> None:
+    assert is_communication(raised(ConnectionResetError("by peer"), path)) is communication
+    assert is_communication(raised(RuntimeError("Broken pipe"), path)) is communication
+    late = ValueError("torch cannot log it")
+    late.__context__ = raised(ConnectionResetError("by peer"), path)
+    assert is_communication(late) is communication
+
+
+def test_what_fails_below_the_data_set_is_no_mates_fault_whatever_its_type() -> None:
+    error = dist.DistNetworkError("the client socket has timed out")
+    assert is_communication(error)
+    assert not is_communication(raised(error, "/v/recover_megatron/megatron_hooks/data.py"))
+
+
+@pytest.mark.parametrize(
+    ("error", "own"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), True),
+        (RuntimeError("received 0 items of ancdata"), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (ValueError("sample 3 is rotten"), False),
+    ],
+    ids=repr,
+)
+def test_what_is_a_fault_of_the_host_or_device(error: Exception, own: bool) -> None:
+    assert is_own(error) is own
+    wrapped = RuntimeError("the loader has failed")
+    wrapped.__cause__ = error
+    assert is_own(wrapped) is own
+
+
 def test_the_same_fault_is_known_on_whatever_worker_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def words(worker: int, host: str, error: Exception) -> LastWords:
         monkeypatch.setattr(platform, "node", lambda: host)
@@ -453,6 +511,7 @@ def test_the_same_fault_is_known_on_whatever_worker_and_host(monkeypatch: pytest
 
     nan = "Rank {}, node {}, device {}, iteration 4: Unexpected result nan (message='NaN\nin the loss')"
     first = words(1, "node-a", RuntimeError(nan.format(1, "node-a", 1)))
+    assert words(12, "node-b.rack2", RuntimeError(nan.format(12, "node-b", 4))).repeats(first)
     assert words(12, "node-b", RuntimeError(nan.format(12, "node-b", 4))).repeats(first)
     assert not words(12, "node-b", ValueError(nan.format(12, "node-b", 4))).repeats(first)
     assert not words(12, "node-b", RuntimeError("out of memory")).repeats(first)

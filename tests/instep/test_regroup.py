@@ -105,6 +105,19 @@ def test_a_newcomer_brings_the_run_back_to_full_strength(
     assert next(workers for workers in result.grid.values() if TP2.grid.world in workers)[1] == TP2.grid.world
 
 
+def test_a_newcomer_that_has_taken_a_place_builds_the_model_of_another_position_later(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """Of replicas 1 and 2 it and another one are left, both of position 1."""
+    strikes = (Strike(1, 1, 3, "backward"), Strike(1, 0, LONG, "backward"), Strike(2, 0, LONG, "forward"))
+    case = Case(TP2, strikes, 2 * LONG, restarts=1)
+    result = equal(forkserver, reference, case, tmp_path)
+    assert result.replicas[LONG - 2 :: LONG] == [3, 2], result.replicas
+    newcomer = TP2.grid.world
+    said = (tmp_path / f"worker-{newcomer}.log").read_text()
+    assert [f"builds the model of position {position}" in said for position in (0, 1)] == [True, True]
+
+
 def test_recombined_rebuilt_mirrored_and_joined_in_one_run(
     forkserver: ForkServer, reference: Reference, tmp_path: Path
 ) -> None:

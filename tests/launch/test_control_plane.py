@@ -1,8 +1,13 @@
 """The launcher hosts the control plane: its secret, its verdict, and no trace of it for scripts that do not use it."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
+
+from recover_megatron.launch.last_checkpoint import last_checkpoint
 
 USES_IT = """
     import os, signal, sys
@@ -26,6 +31,16 @@ def test_a_run_whose_last_members_left_in_order_ends_with_0_whoever_died_before(
     assert code == 0, launch.err
     events = [json.loads(line) for line in (bench.folder / "logs" / "events-0.jsonl").read_text().splitlines()]
     assert [event["code"] for event in events if event["event"] == "stop"] == [0]
+
+
+def test_a_coordinator_whose_log_cannot_be_written_says_so_and_goes_on(bench):
+    (bench.folder / "logs").mkdir()
+    (bench.folder / "logs" / "events-0.jsonl").symlink_to("/dev/full")
+    code, launch = bench.run("--nproc-per-node", 3, "--log-dir", "logs", bench.script(USES_IT), "1")
+    assert code == 0, launch.err
+    assert launch.out.count("MEMBERS [0, 1, 2]") == 3
+    warning = f"coordinator: {bench.folder}/logs/events-0.jsonl cannot be written (No space left on device)"
+    assert launch.err.count(warning) == 1, launch.err
 
 
 def test_without_a_session_a_failed_worker_gives_the_exit_code(bench):
@@ -97,6 +112,60 @@ def test_a_run_that_a_worker_gives_up_ends_with_its_code_whatever_the_workers_ex
     code, launch = bench.run("--nproc-per-node", 3, "--log-dir", "logs", bench.script(GIVES_UP), when)
     assert launch.out.count("LOST the disk is full") == 3
     assert code == 42, launch.err
+
+
+WAITS = """
+    import sys
+    from recover_megatron.membership.worker import connect
+
+    session = connect()
+    session.join({})
+    session.agree(1)
+    print("WORKING", flush=True)
+    session.wait_revoked()
+    session.wait_revoked(60)
+    """
+
+
+def test_a_run_that_is_interrupted_is_told_as_ended_by_that_signal_and_with_its_last_checkpoint(bench):
+    saved = bench.folder / "saved"
+    saved.mkdir()
+    (saved / "latest_checkpointed_iteration.txt").write_text("8")
+    launch = bench.start(
+        "--nproc-per-node", 3, "--log-dir", "logs", bench.script(WAITS), "--recover", "--save", str(saved)
+    )
+    launch.wait_for("WORKING", 3)
+    launch.send(signal.SIGINT)
+    assert launch.wait() == 130, launch.err
+    assert f"last checkpoint: iteration 8 in {saved}" in launch.err
+    records = [json.loads(line) for line in (bench.folder / "logs" / "events-0.jsonl").read_text().splitlines()]
+    (stop,) = [record for record in records if record["event"] == "stop"]
+    assert stop["code"] == 130
+    assert "ended by SIGINT" in stop["reason"]
+    (bench.folder / "logs" / "steps.jsonl").write_text('{"iteration": 8}\n{"iteration": 9, "lo')
+    command = [sys.executable, "-m", "recover_megatron.status", str(bench.folder / "logs")]
+    over = json.loads(subprocess.check_output([*command, "--json"], timeout=60))
+    assert (over["code"], over["iteration"], over["world"], over["epoch"]) == (130, 8, 3, 1)
+    shown = subprocess.check_output(command, timeout=60, text=True)
+    assert "ended by SIGINT" in shown
+    assert "last iteration 8   workers 3, 3 of them lost" in shown
+    assert "0 of 0" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--save", "{0}"], "iteration 8 in {0}"),
+        (["--save={0}", "--load", "elsewhere"], "iteration 8 in {0}"),
+        (["--save", "{0}/none"], "none is complete in {0}/none"),
+        (["--load", "{0}"], None),
+        (["--save"], None),
+    ],
+)
+def test_the_last_checkpoint_is_that_of_the_tracker_file(tmp_path, arguments, told):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8\n")
+    found = last_checkpoint([argument.format(tmp_path) for argument in arguments])
+    assert found == (told and told.format(tmp_path))
 
 
 SAYS_LAST_WORDS = """

@@ -45,7 +45,7 @@ def test_first_means_earliest_in_time_not_lowest_worker_id():
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [((), 5), (("--recover",), 0), (("--recover", "--all-fail"), 6)],
+    [((), 5), (("--recover",), 5), (("--recover", "--all-fail"), 6)],
 )
 def test_recover_run_exits_by_the_table(bench, arguments, code):
     script = bench.script(

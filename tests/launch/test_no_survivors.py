@@ -43,9 +43,9 @@ def warden_of(launch):
     return wardens[0]
 
 
-def start_family(bench, start):
+def start_family(bench, start, logs="logs"):
     script = bench.script(FAMILY)
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *(["--warm"] if start == "warm" else []), script)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", logs, *(["--warm"] if start == "warm" else []), script)
     launch.wait_for("UP", times=2)
     # The launcher, two candidate coordinators, per worker four, and the parent process of a warm start.
     expected = 12 if start == "warm" else 11
@@ -128,7 +128,7 @@ def test_workers_json_is_whole_after_sigkill(bench):
 def test_another_launch_on_the_machine_is_not_touched(bench):
     other = start_family(bench, "cold")
     before = sorted(other.left())
-    launch = start_family(bench, "cold")
+    launch = start_family(bench, "cold", logs="others")
     launch.send(signal.SIGKILL)
     launch.wait()
     eventually(lambda: launch.left() == [], "every process of the launch has ended")

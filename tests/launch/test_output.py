@@ -2,11 +2,12 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 
 import pytest
+
+from recover_megatron.launch.sink import MOST_PENDING, Sink
 
 from .conftest import DEADLINE, REPOSITORY, eventually
 
@@ -173,45 +174,134 @@ def test_a_reader_that_went_away_does_not_end_the_run(bench):
     assert (bench.folder / "logs/worker-0.log").read_text().count("\n") == 1001
 
 
-@pytest.fixture
-def stalled(bench):
-    """A launch whose output nobody reads: a full pipe."""
-    read, write = os.pipe()
-    script = bench.script(
-        """
-        import os, time
-        open("up", "w").write(str(os.getpid()))
-        while True:
-            os.write(1, b"x" * 1000 + b"\\n")
-        """
-    )
+LINES, SIZE = 8_000, 1000
+TALKATIVE = f"""
+    import os, time
+    for number in range({LINES}):
+        os.write({{stream}}, (str(number) + " " + "x" * {SIZE}).encode() + b"\\n")
+    open("written", "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+    os.write({{stream}}, b"the end\\n")
+    """
 
+
+@pytest.mark.parametrize("stream", [1, 2])
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_has_missed(bench, kind, stream):
+    """8 MB go to the log while nobody reads; then it is read again."""
+    read, write = os.openpty() if kind == "terminal" else os.pipe()
+    script = bench.script(TALKATIVE.format(stream=stream))
     launch = subprocess.Popen(
-        [sys.executable, "-m", "recover_megatron.launch", "--grace-seconds", "0.2", "--log-dir", "logs", script],
+        [sys.executable, "-m", "recover_megatron.launch", "--log-dir", "logs", script],
+        cwd=bench.folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "NO_COLOR": "1"},
+        stdout=write,
+        stderr=write,
+    )
+    os.close(write)
+    try:
+        eventually((bench.folder / "written").exists, "the worker goes on")
+        shown = b""
+        while b"lines are missing here" not in shown:
+            shown += os.read(read, 65536)
+        (bench.folder / "go").touch()
+        while b"exit code 0" not in shown:
+            shown += os.read(read, 65536)
+        assert launch.wait(DEADLINE) == 0
+    finally:
+        launch.kill()
+        launch.wait()
+        os.close(read)
+    log = (bench.folder / "logs/worker-0.log").read_text().splitlines()
+    assert [line.split()[0] for line in log] == [*map(str, range(LINES)), "the"]
+    lines = [line.strip() for line in shown.decode().splitlines()]
+    kept = [int(line.split()[1]) for line in lines if line.startswith("[0]") and "x" in line]
+    missing = [int(n) for n in re.findall(r"recover-run: (\d+) lines are missing here", shown.decode())]
+    assert sum(missing) + len(kept) == LINES
+    assert str(bench.folder / "logs") in shown.decode()
+    assert kept == sorted(kept)
+    assert "[0] the end" in lines
+
+
+def test_what_waits_for_a_reader_is_bounded_and_a_closed_pipe_takes_nothing():
+    read, write = os.pipe()
+    rooms = []
+    sink = Sink(write, lambda: rooms.append(True), lambda lines: b"%d missing\n" % lines)
+    for _ in range(100):
+        sink.put((b"x" * 999 + b"\n") * 1000)
+    assert sink.full is False  # it drops
+    assert sink._size <= 2 * MOST_PENDING + 1_000_000
+    shown = b""
+    while b"missing" not in shown:
+        shown += os.read(read, 65536)
+    assert shown.count(b"x\n") + int(shown.split()[-2]) == 100_000
+    assert rooms
+    os.close(read)
+    sink.put(b"nobody reads this\n" * 100_000)
+    eventually(lambda: sink.empty, "the pipe was found closed")
+    os.close(write)
+
+
+def test_a_reader_that_never_comes_back_does_not_keep_the_launcher(bench):
+    read, write = os.pipe()
+    (bench.folder / "go").touch()
+    launch = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "recover_megatron.launch",
+            "--log-dir",
+            "logs",
+            bench.script(TALKATIVE.format(stream=1)),
+        ],
         cwd=bench.folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=write,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     os.close(write)
-    yield bench, launch
-    launch.kill()
-    launch.wait()
-    launch.stderr.close()
-    os.close(read)
+    try:
+        assert launch.wait(DEADLINE) == 0
+    finally:
+        launch.kill()
+        launch.wait()
+        os.close(read)
+    assert (bench.folder / "logs/worker-0.log").read_text().count("\n") == LINES + 1
 
 
-def test_a_reader_that_does_not_read_blocks_the_worker_but_not_the_launcher(stalled):
-    bench, launch = stalled
-    eventually(lambda: (bench.folder / "up").exists(), "the worker runs")
-    log = bench.folder / "logs/worker-0.log"
-    sizes = []
-
-    def stopped_growing():
-        sizes.append(log.stat().st_size)
-        return len(sizes) > 50 and len(set(sizes[-50:])) == 1
-
-    eventually(stopped_growing, "the launcher stopped reading")
-    assert sizes[-1] < 4 * 2**20
-    launch.send_signal(signal.SIGTERM)
-    assert launch.wait(DEADLINE) == 128 + signal.SIGTERM
+def test_logs_that_cannot_be_written_are_told_of_once_and_go_on_when_they_can(bench):
+    """The launcher may write no file of more than 50 bytes for a while: as good as a full disk."""
+    script = bench.script(
+        """
+        import os, resource, sys, time
+        def limit_launcher(size):
+            resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        limit_launcher(50)
+        for number in range(100):
+            print("line", number, "x" * 50)
+        print("now", flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        if sys.argv[1] == "room":
+            limit_launcher(resource.RLIM_INFINITY)
+        while not os.path.exists("end"):
+            time.sleep(0.01)
+        """
+    )
+    for room in ("room", "none"):
+        launch = bench.start("--log-dir", room, script, room)
+        launch.wait_for("now")
+        launch.wait_for(f"{room}/worker-0.log cannot be written (File too large); the run goes on without it")
+        (bench.folder / "go").touch()
+        if room == "room":
+            launch.wait_for(f"{room}/worker-0.log is written again; nothing was lost")
+        (bench.folder / "end").touch()
+        assert launch.wait() == 0
+        assert launch.out.count("x" * 50) == 100
+        assert launch.err.count("cannot be written") == (1 if room == "room" else 2)  # workers.json changes at the end
+        (bench.folder / "go").unlink()
+        (bench.folder / "end").unlink()
+    log = (bench.folder / "room" / "worker-0.log").read_text()
+    assert log == "".join(f"line {number} {'x' * 50}\n" for number in range(100)) + "now\n"
+    assert bench.workers("room")[0]["state"] == "finished"

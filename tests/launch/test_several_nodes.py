@@ -175,10 +175,11 @@ def test_a_secret_that_cannot_be_used_is_refused_on_several_nodes_too(bench: Ben
 @pytest.mark.slow
 def test_a_node_without_the_secret_that_node_0_has_is_refused(bench: Bench) -> None:
     script = bench.script(UNTIL_TOLD)
-    nodes = ["--nnodes", 2, "--master-port", free_port()]
+    nodes = ["--nnodes", 2, "--master-port", free_port(), "--rendezvous-timeout", 8]
     first = bench.start(*nodes, "--node-rank", 0, script, environment=SECRET)
     second = bench.start(*nodes, "--node-rank", 1, script)
     assert second.wait() == 2
     assert "no secret here (node 1) but one on node 0" in second.err
     assert first.wait() == 1
+    assert "what comes for node 1 is ignored: it does not prove the job's secret" in first.err
     assert "UP" not in first.out + second.out

@@ -188,14 +188,14 @@ def test_node_0_does_not_wait_for_ever_for_a_node_whose_launcher_was_killed(benc
     script = bench.script(UNTIL_TOLD)
     nodes = ["--nnodes", 2, "--master-port", free_port()]
     secret = {"RECOVER_SECRET": "one that both nodes share"}
-    first = bench.start(*nodes, "--node-rank", 0, script, "--recover", environment=secret)
-    second = bench.start(*nodes, "--node-rank", 1, script, "--recover", environment=secret)
+    first = bench.start(*nodes, "--node-rank", 0, script, environment=secret)
+    second = bench.start(*nodes, "--node-rank", 1, script, environment=secret)
     second.wait_for("UP 1")
     second.send(signal.SIGKILL)
     second.wait()
     (bench.folder / "go0").touch()
     first.wait_for("node 1 is lost")
-    assert first.wait() == 0
+    assert first.wait() == 1
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ def test_entries_have_exactly_the_documented_fields(tmp_path):
             "log": None,
             "rank": None,
             "replaces": None,
+            "note": "",
         }
     ]
 

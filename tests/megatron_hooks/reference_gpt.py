@@ -29,9 +29,9 @@ def datasets(num_samples, vp_stage=None):
         split=args.split,
         tokenizer=build_tokenizer(args),
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=True,
         path_to_cache=args.data_cache_path,
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from recover_megatron.arguments import RecoverConfig
+from recover_megatron.errors import UserError, refuse
+from recover_megatron.megatron_hooks import flags as flag_checks
 from tests.forkserver import REPOSITORY, ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 
@@ -21,9 +26,14 @@ SEAMS = [
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.__init__",
     "megatron.core.parallel_state.create_group",
     "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
+    "megatron.training.checkpointing.get_checkpoint_name",
+    "megatron.training.checkpointing.get_checkpoint_tracker_filename",
+    "megatron.training.checkpointing.schedule_async_save",
     "megatron.training.initialize._initialize_distributed",
+    "megatron.training.training.append_to_progress_log",
     "megatron.training.training.build_pretraining_data_loader",
     "megatron.training.training.build_train_valid_test_data_loaders",
+    "megatron.training.training.consume_seqlen_stats_in_iteration",
     "megatron.training.training.evaluate",
     "megatron.training.training.get_forward_backward_func",
     "megatron.training.training.load_checkpoint",
@@ -32,11 +42,13 @@ SEAMS = [
     "megatron.training.training.train",
     "megatron.training.training.train_step",
     "megatron.training.training.training_log",
+    "megatron.training.utils.log_utils.safe_get_world_size",
+    "megatron.training.wandb_utils.on_save_checkpoint_success",
 ]
 
 
 def refusal(forkserver: ForkServer, out: Path, argv: list[str], workers: int = 1) -> str:
-    """What worker 0 says; asserts that every worker refused, and that the others said nothing."""
+    """What the node's first worker says; asserts that every worker refused, and that the others said nothing."""
     run = forkserver.run(workers, [OURS, *argv], out, timeout=60, together=False)
     assert run.codes == [2] * workers, run.tail()
     for other in run.logs[1:]:
@@ -77,6 +89,31 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
         ([*GOOD, "--recover", "--dataloader-type", "cyclic"], "--recover needs --dataloader-type single"),
         ([*GOOD, "--recover", "--recover-log-dir", "/proc/nowhere"], "--recover-log-dir /proc/nowhere: "),
         ([*GOOD, "--recover", "--recover-min-replicas", "0"], "--recover-min-replicas 0: give 1 or more"),
+        ([*GOOD, "--optimizer", "lion"], "--optimizer lion needs the Python package emerging-optimizers, which is not"),
+        ([*GOOD, "--recover", "--optimizer", "muon"], "--optimizer muon needs the Python package emerging-optimizers"),
+        ([*GOOD, "--wandb-project", "mine"], "--wandb-project mine needs the Python package wandb, which is not"),
+        (
+            [*GOOD, "--tokenizer-type", "TikTokenizer"],
+            "--tokenizer-type TikTokenizer needs the Python package tiktoken",
+        ),
+        ([*GOOD, "--recover", "--skip-train"], "--recover has nothing to keep in a run that trains nothing"),
+        ([*GOOD, "--recover", "--train-iters", "0"], "--recover has nothing to keep in a run that trains nothing"),
+        ([*GOOD, "--recover", "--recover-min-replicas", "5"], "--recover-min-replicas 5: this run has 1 at its launch"),
+        ([*GOOD, "--recover-inject", "0@3:backward"], "--recover-inject needs --recover: without it nothing is inj"),
+        ([*GOOD, "--recover", "--fp16"], "--recover with --fp16 needs --accumulate-allreduce-grads-in-fp32: "),
+        ([*GOOD, "--recover", "--log-straggler"], "--recover cannot be combined with --log-straggler yet: it reports"),
+        (
+            [*GOOD, "--recover", "--qk-clip", "--log-max-attention-logit"],
+            "--recover cannot be combined with --qk-clip yet: it takes a maximum over all replicas",
+        ),
+        (
+            [*GOOD, "--recover", "--tensor-parallel-num-weight-shards", "2"],
+            "--recover cannot be combined with --tensor-parallel-num-weight-shards 2 yet: weights would be spread",
+        ),
+        (
+            [*GOOD, "--recover", "--expert-tensor-parallel-num-weight-shards", "2"],
+            "--recover cannot be combined with --expert-tensor-parallel-num-weight-shards 2 yet: weights",
+        ),
         ([*GOOD, "--recover", "--rerun-mode", "validate_results"], "--recover needs --rerun-mode disabled"),
         (
             [*GOOD, "--recover", "--inprocess-restart"],
@@ -92,6 +129,62 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
 )
 def test_bad_input_is_one_clear_message(forkserver: ForkServer, tmp_path: Path, argv: list[str], reason: str) -> None:
     assert reason in refusal(forkserver, tmp_path, argv)
+
+
+def test_a_package_that_megatron_misses_late_is_one_line_unless_the_training_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from recover_megatron.megatron_hooks import program
+
+    def imports() -> None:
+        raise ImportError("pallas is required for this attention,\n install it")
+
+    def train() -> None:
+        imports()
+
+    its: Any = None
+    made = program.Program(its, its, RecoverConfig(), 0.0)
+    monkeypatch.setattr(program.Program, "_call", lambda self, run, parameters: run())
+    with pytest.raises(
+        UserError, match="lacks a Python package for these flags: pallas is required for this attention, "
+    ):
+        made._pretrain(imports, {})
+    with pytest.raises(ImportError):
+        made._pretrain(train, {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "most"),
+    [("", 8, 8), ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 8, 2),
+     ("--num-experts 4 --expert-model-parallel-size 4", 8, 2), ("", 1, 1)],
+)  # fmt: skip
+def test_a_run_that_never_has_the_replicas_it_must_keep_is_refused(
+    monkeypatch: pytest.MonkeyPatch, flags: str, world: int, most: int
+) -> None:
+    values = dict(zip(*[iter(flags.replace("--", "").replace("-", "_").split())] * 2, strict=True))
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+    args = argparse.Namespace(**(sizes | {name: int(value) for name, value in values.items()}))
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    assert flag_checks._too_few_replicas(args, RecoverConfig(enabled=True, min_replicas=most)) == []
+    (reason,) = flag_checks._too_few_replicas(args, RecoverConfig(enabled=True, min_replicas=most + 1))
+    assert f"this run has {most} at its launch ({world} workers, {world // most} to a replica)" in reason
+
+
+def test_each_node_tells_a_refusal_once_and_so_does_whoever_comes_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    newcomer = {"RECOVER_JOIN": "1"}
+    for rank, local, more in [(0, 0, {}), (1, 1, {}), (2, 0, {}), (3, 1, {}), (1, 1, newcomer),
+                              (0, 2, newcomer | {"RECOVER_SPARE": "1"})]:  # fmt: skip
+        with monkeypatch.context() as environment:
+            for name, value in {"RANK": rank, "LOCAL_RANK": local, **more}.items():
+                environment.setenv(name, str(value))
+            with pytest.raises(SystemExit, match="2"):
+                refuse("program", ["the reason"])
+        told.append(capsys.readouterr().err)
+    assert told == ["program: error: the reason\n", "", "program: error: the reason\n", "",
+                    "program: error: the reason\n", ""]  # fmt: skip
 
 
 def test_all_reasons_are_told_at_once(forkserver: ForkServer, tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ class Cluster:
         self.coordinators: list[Process] = []
         self.workers: dict[int, Process] = {}
         self.addresses: list[tuple[str, int]] = []
+        self.first_coordinator: Path | None = None
+        """A program of its own for the first candidate."""
         self.witness: Witness | None = None
         self._proxied: list[tuple[str, int]] | None = None
         self._watching = threading.Event()
@@ -121,10 +123,12 @@ class Cluster:
     ) -> None:
         s = self.settings
         for k in range(count):
-            argv = [sys.executable, "-m", "recover_megatron.membership", "--world", str(world)]
+            program = [str(self.first_coordinator)] if k == 0 and self.first_coordinator else None
+            argv = [sys.executable, *(program or ["-m", "recover_megatron.membership"]), "--world", str(world)]
             argv += ["--secret-file", str(self.secret_file), "--events", str(self.events_file(k))]
             argv += ["--heartbeat-interval", str(s.heartbeat_interval), "--heartbeat-timeout", str(s.heartbeat_timeout)]
-            argv += ["--hang-timeout", str(s.hang_timeout), "--start-timeout", str(s.start_timeout), *extra]
+            argv += ["--hang-timeout", str(s.hang_timeout), "--stall-timeout", str(s.stall_timeout)]
+            argv += ["--start-timeout", str(s.start_timeout), *extra]
             if listen:
                 argv += ["--listen", listen[k]]
             process = Process(argv, self.folder / f"coordinator{k}.err", namespaces[k] if namespaces else None)
@@ -156,6 +160,7 @@ class Cluster:
         process = Process(argv, self.folder / f"worker{number}.err", namespace)
         self.workers[number] = process
         if self.witness is not None:
+            self.witness.spawned(number, process.pid)
             threading.Thread(target=self._watch, args=(number, process), daemon=True).start()
         return process
 

@@ -16,6 +16,7 @@ from typing import Any
 from recover_megatron.membership.coordinator import Coordinator, State
 from recover_megatron.membership.events import (
     Abandon,
+    Accepted,
     Acknowledged,
     Close,
     Closed,
@@ -32,6 +33,7 @@ from recover_megatron.membership.events import (
     Say,
     Send,
     Settle,
+    StepDown,
     Tick,
 )
 from recover_megatron.membership.member import Follower, Member, Stage
@@ -39,7 +41,9 @@ from recover_megatron.membership.records import Settings, from_runs
 from recover_megatron.membership.watcher import Watcher
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode, parse
 
-SETTINGS = Settings(heartbeat_interval=1.0, heartbeat_timeout=5.0, hang_timeout=20.0, start_timeout=60.0)
+SETTINGS = Settings(
+    heartbeat_interval=1.0, heartbeat_timeout=5.0, hang_timeout=20.0, start_timeout=60.0, stall_timeout=40.0
+)
 
 EOF = {"type": "eof"}
 
@@ -73,13 +77,16 @@ class World:
         candidates: int = 2,
         nodes: int = 2,
         witnesses: bool = True,
+        settings: Settings = SETTINGS,
     ) -> None:
         self.now = 0.0
+        self._settings = settings
         self.launched = workers
         self.connections: dict[int, Connection] = {}
         self._numbers = itertools.count(1)
+        self._salts = itertools.count(100)
         self.coordinators: dict[int, Coordinator] = {
-            k: Coordinator(workers, SETTINGS, salt=100 + k) for k in range(candidates)
+            k: Coordinator(workers, settings, salt=next(self._salts)) for k in range(candidates)
         }
         self.members: dict[str, Follower] = {}
         self.current: dict[str, Connection | None] = {}
@@ -90,7 +97,11 @@ class World:
             self._add_worker(w, w * nodes // workers)
         if witnesses:
             for n in range(nodes):
-                self.members[f"node{n}"] = Watcher(f"node{n}", f"{n + 999:032x}", candidates, SETTINGS, 0.0)
+                watcher = Watcher(f"node{n}", f"{n + 999:032x}", candidates, settings, 0.0)
+                self.members[f"node{n}"] = watcher
+                for w, node in self.node_of.items():
+                    if node == n:
+                        watcher.spawned(w, 1000 + w)
         self.spares: set[int] = set()  # workers that have no part in the epochs whose plan they get from now on
         self.busy: set[int] = set()  # workers whose main thread computes, without a mark
         self.frozen: set[str] = set()
@@ -111,7 +122,7 @@ class World:
         hello = {"worker": number, "incarnation": f"{number:032x}", "host": host, "pid": 1000 + number, **more}
         if self._witnesses:
             hello["witness"] = host
-        self.members[f"w{number}"] = Member(hello, self._candidates, SETTINGS, self.now)
+        self.members[f"w{number}"] = Member(hello, self._candidates, self._settings, self.now)
         self.current[f"w{number}"] = None
 
     def add_newcomer(self, node: int) -> None:
@@ -170,6 +181,14 @@ class World:
             assert isinstance(watcher, Watcher)
             self._member_effects(self.node(f"w{number}"), watcher.ended(number, "killed"))
 
+    def break_up(self, connection: Connection) -> None:
+        """The network ends a connection: both sides find out, and it is nobody's death."""
+        connection.coordinator_uses = False
+        connection.up.clear()
+        connection.down.append(EOF)
+        self._to_coordinator(connection.candidate, Closed(connection.number, False, "its connection timed out"))
+        self.settle(connection.candidate)
+
     def kill_coordinator(self, candidate: int, lose: bool = False) -> None:
         """``lose``: with it goes what it had sent and nobody has received."""
         self.coordinators.pop(candidate, None)
@@ -179,6 +198,12 @@ class World:
                     c.down.clear()
                 c.down.append(EOF)
                 c.up.clear()
+
+    def start_coordinator(self, candidate: int) -> None:
+        """A candidate whose process has ended is started again, at the same address, and knows nothing."""
+        if candidate not in self.coordinators:
+            self.coordinators[candidate] = Coordinator(self.launched, SETTINGS, salt=next(self._salts), now=self.now)
+            self.frozen.discard(f"c{candidate}")
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -192,6 +217,8 @@ class World:
                 c.member_uses = False
                 self.current[c.owner] = None
                 self._to_member(c.owner, Lost("connection closed"))
+            elif message["type"] == "accepted":
+                self._to_member(c.owner, Accepted())
             elif message["type"] == "connected":
                 self._to_member(c.owner, Connected())
             else:
@@ -267,8 +294,8 @@ class World:
             if self.running(f"w{w}") and member.stage is not Stage.OUT and not member.revoked and member.idle_in:
                 self._member_effects(f"w{w}", member.join({"iteration": member.committed + 1}, "a place"))
 
-    def run_fairly(self, seconds: float) -> None:
-        """Everybody does what it can, in round-robin order, while time passes."""
+    def run_fairly(self, seconds: float, step: float = 1.0) -> None:
+        """Everybody does what it can, in round-robin order, while time passes, ``step`` by step."""
         end = self.now + seconds
         while self.now < end:
             for number in list(self.unreported):
@@ -287,7 +314,7 @@ class World:
             self.connections = {
                 n: c for n, c in self.connections.items() if c.member_uses or c.coordinator_uses or c.up or c.down
             }
-            self.advance(1.0)
+            self.advance(step)
 
     # -- carrying out effects -----------------------------------------------------------------------------------------
 
@@ -307,6 +334,7 @@ class World:
                     self.current[name] = c
                     if candidate in self.coordinators:
                         c.up.append({"type": "dial"})
+                        c.down.append({"type": "accepted"})
                     else:
                         c.down.append(EOF)
                 case Say(message):
@@ -324,6 +352,8 @@ class World:
                 case Notify("kill", detail):
                     if f"w{detail['worker']}" not in self.dead:
                         self.kill_worker(detail["worker"])
+                case Notify("revoke", detail):
+                    self._revoked(name, detail["epoch"])
                 case Notify("commit" | "plan"):
                     member = self.members[name]
                     if isinstance(member, Member):
@@ -354,6 +384,8 @@ class World:
                         )
                     elif record["event"] == "commit":
                         self._committed(record["iteration"], record["epoch"])
+                case StepDown():
+                    self.coordinators[candidate] = coordinator.fresh(next(self._salts), self.now)
                 case Exit():
                     assert coordinator.state is State.STOPPED
                     self.kill_coordinator(candidate)  # its process ends
@@ -390,6 +422,18 @@ class World:
                 raise PropertyViolated(
                     f"iteration {iteration}, committed in epoch {where}, is decided again in {epoch}"
                 )
+
+    def _revoked(self, name: str, epoch: int) -> None:
+        """Who hears that an epoch is over has heard of all that was committed in it to anybody it will meet again."""
+        member = self.worker(int(name[1:]))
+        opened = member.presentation.opened
+        if member.plan is None or opened is None or opened.epoch != epoch:
+            return
+        for other in opened.members - {int(name[1:])}:
+            mate = self.worker(other)
+            of_the_same = mate.presentation.formed == member.presentation.formed
+            if f"w{other}" not in self.dead and of_the_same and mate.committed > member.committed:
+                raise PropertyViolated(f"{name} is to meet w{other}, which knows {mate.committed} to be committed")
 
     def _was_in_a_plan(self, number: int, before: int) -> bool:
         return any(number in members for epoch, (_, members) in self.formed.items() if epoch < before)

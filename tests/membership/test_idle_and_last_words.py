@@ -13,11 +13,12 @@ from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, CoordinatorLo
 from recover_megatron.membership.events import Notify, Say
 from recover_megatron.membership.member import Member, Stage
 from recover_megatron.membership.quorum import can_tell
-from recover_megatron.membership.words import MAX_TRACEBACK, LastWords, cut_middle, true_cause
+from recover_megatron.membership.watcher import Watcher
+from recover_megatron.membership.words import MAX_TRACEBACK, LastWords, alike, cut_middle, true_cause
 
 
-def world_with(workers: int, spares: set[int], candidates: int = 2, **options: Any) -> World:
-    world = World(workers, candidates=candidates, nodes=workers, **options)
+def world_with(workers: int, spares: set[int], candidates: int = 2, nodes: int | None = None, **options: Any) -> World:
+    world = World(workers, candidates=candidates, nodes=nodes or workers, **options)
     world.spares = set(spares)
     world.run_fairly(4.0)
     return world
@@ -242,6 +243,42 @@ def test_a_launcher_that_comes_after_the_end_of_a_short_run_is_told_how_it_ended
     assert 0 not in world.coordinators
 
 
+def test_a_launcher_that_lost_its_connection_just_before_the_end_is_told_when_it_comes_back() -> None:
+    world = World(2, nodes=2)
+    world.run_fairly(4.0)
+    world.frozen.add("node1")
+    world.run_fairly(SETTINGS.heartbeat_timeout + 2)
+    assert [record["node"] for record in world.log if record["event"] == "witness_gone"] == ["node1"]
+    for w in (0, 1):
+        world._member_effects(f"w{w}", world.worker(w).leave())
+    world.dead |= {"w0", "w1"}
+    world.run_fairly(1.0)
+    assert stops(world)
+    world.frozen.clear()
+    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
+    launcher = world.members["node1"]
+    assert isinstance(launcher.out, CoordinatorLost)
+    assert (launcher.out.code, launcher.out.told) == (0, True)
+    assert 0 not in world.coordinators
+
+
+def test_a_launcher_that_comes_while_the_second_epoch_is_made_knows_that_there_was_a_first() -> None:
+    world = World(3, nodes=3)
+    world.frozen.add("node0")
+    world.run_fairly(4.0)
+    assert world.order == [1]
+    world.busy |= {0, 1}  # they do not come to the next rendezvous for now
+    world.kill_worker(2)
+    world.run_fairly(1.0)
+    world.frozen.clear()
+    world.run_fairly(2.0)
+    launcher = world.members["node0"]
+    assert isinstance(launcher, Watcher)
+    assert launcher.planned == {0, 1, 2}
+    assert launcher.presentation.opened is not None
+    assert launcher.presentation.opened.epoch == 2
+
+
 def test_a_launcher_that_never_comes_does_not_keep_the_coordinator() -> None:
     world = World(2, nodes=1)
     world.frozen.add("node0")
@@ -251,13 +288,56 @@ def test_a_launcher_that_never_comes_does_not_keep_the_coordinator() -> None:
     assert 0 not in world.coordinators
 
 
+def stop_launcher(world: World, node: int, signal: int) -> None:
+    """Somebody tells it to end its workers, and it does."""
+    launcher = world.members[f"node{node}"]
+    assert isinstance(launcher, Watcher)
+    world._member_effects(f"node{node}", launcher.stopping(signal))
+    for _ in range(20):
+        for number, direction in world.deliverable():
+            world.deliver(number, direction)
+    for worker in [number for number, on in world.node_of.items() if on == node]:
+        world.kill_worker(worker)
+
+
+def test_a_run_whose_launchers_are_told_to_stop_ends_by_their_signal() -> None:
+    world = world_with(4, set(), nodes=2)
+    stop_launcher(world, 0, 2)
+    world.run_fairly(3.0)
+    assert stops(world) == []  # the other node goes on
+    stop_launcher(world, 1, 15)
+    world.run_fairly(3.0)
+    assert stops(world) == [(143, "ended by SIGTERM, which the launcher on node1 received")]
+
+
+def test_workers_that_die_by_themselves_are_not_taken_for_stopped() -> None:
+    world = world_with(4, set(), nodes=2)
+    stop_launcher(world, 0, 2)
+    world.run_fairly(3.0)
+    for worker in [number for number, on in world.node_of.items() if on == 1]:
+        world.kill_worker(worker)
+    world.run_fairly(3.0)
+    assert stops(world) == [(10, "no live worker is left")]
+
+
+def test_the_last_worker_that_said_why_is_named_when_nobody_is_left() -> None:
+    world = world_with(2, set())
+    world.kill_worker(1)
+    world.run_fairly(3.0)
+    end_with(world, 0, words(own=True, error="RuntimeError: uncorrectable ECC error"))
+    why = "worker 0 on node0 was the last to say why: RuntimeError: uncorrectable ECC error"
+    assert stops(world) == [(10, f"no live worker is left; {why}")]
+
+
 # -- last words -------------------------------------------------------------------------------------------------------
 
 ERROR = "RuntimeError: the loss is not a number"
 
 
-def words(microbatch: int | None = 5, error: str = ERROR, group: int = 0, iteration: int = 7) -> dict[str, Any]:
-    said = {"iteration": iteration, "error": error, "traceback": "Traceback ...", "group": group}
+def words(
+    microbatch: int | None = 5, error: str = ERROR, group: int = 0, iteration: int = 7, **more: Any
+) -> dict[str, Any]:
+    said = {"iteration": iteration, "error": error, "traceback": "Traceback ...", "group": group, **more}
     return said if microbatch is None else {**said, "microbatch": microbatch}
 
 
@@ -296,6 +376,78 @@ def test_the_same_replica_or_another_fault_ends_nobody_else(other: dict[str, Any
     before = committed(world, 0)
     world.run_fairly(3.0)
     assert committed(world, 0) > before
+
+
+def test_a_fault_that_shows_after_the_pass_is_known_by_what_both_replicas_have_tried() -> None:
+    world = world_with(4, set())
+    end_with(world, 3, words(9, group=3, tried=[1, 5, 9]))
+    end_with(world, 0, words(10, group=0, tried=[2, 6, 10]))  # the same error at other work: a fault of its own
+    assert stops(world) == []
+    end_with(world, 1, words(11, group=1, tried=[3, 5, 7, 9, 11]))
+    where = "on worker 3 on node3, then on worker 1 on node1"
+    assert stops(world) == [
+        (1, f"one of the microbatches 5, 9 of iteration 7 raises {ERROR} wherever it is run: {where}")
+    ]
+
+
+def test_the_third_replica_that_the_same_microbatch_ends_ends_the_run_whatever_the_errors_say() -> None:
+    world = world_with(4, set())
+    end_with(world, 3, words(9, "KeyError: a", group=3, tried=[1, 5, 9]))
+    end_with(world, 0, words(5, "ValueError: b", group=0, tried=[2, 5]))
+    assert stops(world) == []
+    end_with(world, 1, words(7, "KeyError: c", group=1, tried=[3, 5, 7]))
+    ((code, reason),) = stops(world)
+    assert code == 1
+    assert reason.startswith("microbatch 5 of iteration 7 ends every worker that runs it")
+    assert all(error in reason for error in ("KeyError: a", "ValueError: b", "KeyError: c"))
+
+
+def test_three_replicas_with_no_microbatch_in_common_are_three_faults() -> None:
+    world = world_with(4, set())
+    end_with(world, 3, words(9, "KeyError: a", group=3, tried=[1, 5, 9]))
+    end_with(world, 0, words(5, "ValueError: b", group=0, tried=[2, 5]))
+    end_with(world, 1, words(9, "KeyError: c", group=1, tried=[3, 9]))
+    assert stops(world) == []
+
+
+def test_faults_of_hosts_and_devices_say_nothing_about_the_work() -> None:
+    world = world_with(4, set())
+    for number in (3, 0, 1):
+        end_with(world, number, words(group=number, error="OSError: Too many open files", own=True))
+    assert stops(world) == []
+
+
+def test_a_fault_outside_of_microbatches_is_that_of_its_phase() -> None:
+    world = world_with(4, set())
+    end_with(world, 3, words(None, group=3, phase="eval"))
+    end_with(world, 0, words(None, group=0, phase="checkpoint"))
+    assert stops(world) == []
+    end_with(world, 1, words(None, group=1, phase="checkpoint"))
+    where = "on worker 0 on node0, then on worker 1 on node1"
+    assert stops(world) == [(1, f"iteration 7 (checkpoint) raises {ERROR} wherever it is run: {where}")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            "Rank 3, device 1: result nan (found NaN in bucket #3)",
+            "Rank 12, device 0: result inf (found Inf in bucket #0)",
+        ),
+        ("no file /scratch/job_17/tmpabcdefgh/x", "no file /scratch/job_9/tmpzyxwvuts/x"),
+        ("values 0.125 and 1e-05 at 0x7f3a", "values -3 and 2.5 at 0xbeef"),
+        ("shape [1, 2, 3] of node12a", "shape [4] of node7b"),
+        ("request 3f2a9c-71b0e4 failed", "request 9911aa-0a failed"),
+    ],
+)
+def test_errors_are_alike_but_for_numbers_and_names_with_numbers(one: str, other: str) -> None:
+    assert alike(one) == alike(other)
+    assert alike(one) != alike(f"not {other}")
+
+
+@given(st.text("#0123 .,:[]-naif", max_size=2000))
+def test_no_error_takes_long_to_compare(error: str) -> None:
+    assert len(alike(error)) <= len(error)
 
 
 def test_last_words_said_while_no_coordinator_is_reached_are_told_to_the_next_one_once() -> None:
@@ -359,3 +511,11 @@ def test_a_revoke_tells_who_is_dead_and_who_has_left_before_anybody_is_notified(
     world._member_effects = watch  # type: ignore[method-assign]
     world.run_fairly(2.0)
     assert seen == [{1}]
+
+
+def test_a_member_that_has_slept_for_longer_than_it_may_be_silent_is_not_in_touch() -> None:
+    assert not Member({"worker": 0}, 1, SETTINGS, 0.0).in_touch(0.0)
+    world = world_with(2, set())
+    member = world.worker(0)
+    assert member.in_touch(world.now)
+    assert not member.in_touch(world.now + SETTINGS.heartbeat_timeout + SETTINGS.heartbeat_interval)

@@ -57,6 +57,16 @@ def test_a_newcomer_is_admitted_and_starts_from_what_is_committed() -> None:
     everybody_goes_on(world)
 
 
+def test_a_newcomer_finds_the_run_behind_a_first_candidate_that_was_started_again() -> None:
+    world = running_world()
+    world.kill_coordinator(0)
+    world.run_fairly(4 * SETTINGS.heartbeat_timeout)
+    world.start_coordinator(0)  # a fresh standby, which nobody needs
+    world.add_newcomer(0)
+    everybody_goes_on(world)
+    assert members(world) == {0, 1, 2, 3}
+
+
 def test_nobody_waits_for_a_newcomer_that_is_not_ready() -> None:
     world = running_world()
     world.add_newcomer(0)

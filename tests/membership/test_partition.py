@@ -21,7 +21,13 @@ from cluster import Cluster, check_one_lineage, cluster
 
 pytestmark = pytest.mark.slow
 
-TIMES = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "hang_timeout": 20.0, "start_timeout": 60.0}
+TIMES = {
+    "heartbeat_interval": 0.2,
+    "heartbeat_timeout": 1.5,
+    "hang_timeout": 20.0,
+    "stall_timeout": 4.0,
+    "start_timeout": 60.0,
+}
 
 
 def ip(*arguments: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import socket
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 
 from recover_megatron.membership import CoordinatorLost, MembershipError, Session, wire
 from recover_megatron.membership.auth import Secret, nonce, read_secret_file
-from recover_megatron.membership.detect import Progress, judge
+from recover_megatron.membership.detect import Judgement, Progress, judge
 from recover_megatron.membership.events import Verdict
 from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.quorum import may_go_on
@@ -24,6 +28,14 @@ SETS = st.frozensets(st.integers(0, 5))
 
 def test_a_worker_that_nobody_waits_for_does_not_hang() -> None:
     assert judge([Progress(0, marked=0.0), Progress(1, marked=99.0)], now=100.0, hang_timeout=10.0).hung == []
+
+
+def test_stopped_workers_whose_mates_cannot_say_that_they_wait_are_seen_when_nobody_makes_a_mark() -> None:
+    group = [Progress(0, marked=5.0, heard=99.0), Progress(1, marked=5.0, heard=4.0)]
+    assert judge(group, now=14.0, hang_timeout=10.0) == Judgement()
+    assert judge(group, now=100.0, hang_timeout=10.0) == Judgement([1])
+    assert judge(group, now=100.0, hang_timeout=10.0, fresh=95.0) == Judgement()
+    assert judge([*group, Progress(2, marked=95.0, heard=99.0)], now=100.0, hang_timeout=10.0) == Judgement()
 
 
 def test_a_worker_without_a_mark_while_another_waits_for_it_hangs() -> None:
@@ -100,6 +112,47 @@ def test_storage_that_fails_gives_no_lease(tmp_path: Path) -> None:
     lease.close()
 
 
+LOCK = "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def test_a_lease_that_another_looks_at_just_now_is_not_lost(tmp_path: Path) -> None:
+    """Its holder hears nothing, neither that it holds it on nor that it does not; then it renews it."""
+    path = tmp_path / "lease"
+    verdicts: queue.Queue[Verdict] = queue.Queue()
+    lease = Lease(path, "a", 3.0, verdicts.put)
+    lease.ask(1)
+    assert verdicts.get(timeout=30).held_until > 0
+    command = [sys.executable, "-c", LOCK, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline()
+        while not verdicts.empty():
+            assert verdicts.get().held_until > 0
+        assert lease.attempt(time.monotonic()) is None
+        time.sleep(1.0)
+        assert verdicts.empty()
+        other.stdin.close()
+    assert verdicts.get(timeout=30).held_until > time.monotonic()
+    lease.close()
+
+
+def test_a_lease_that_was_released_is_not_renewed_until_it_is_asked_for_again(tmp_path: Path) -> None:
+    verdicts: queue.Queue[Verdict] = queue.Queue()
+    lease = Lease(tmp_path / "lease", "a", 0.8, verdicts.put)
+    lease.ask(1)
+    assert verdicts.get(timeout=30).held_until > 0
+    lease.release()
+    other = Lease(tmp_path / "lease", "b", 0.8, lambda verdict: None)
+    while not other.attempt(time.monotonic()):
+        time.sleep(0.05)
+    other.close()
+    lease.ask(3)
+    while verdicts.get(timeout=30).held_until > 0:
+        pass
+    lease.close()
+
+
 def test_an_error_in_a_callback_ends_the_waits_instead_of_letting_them_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +203,7 @@ def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_r
     common = {"term": 1 << 32, "members": [[0, 0]]}
 
     def revoke(epoch: int) -> dict[str, Any]:
-        return {"type": "revoke", "epoch": epoch, "dead": [], "left": [], "reason": "a test", **common}
+        return {"type": "revoke", "epoch": epoch, "dead": [], "left": [], "committed": 0, "reason": "a test", **common}
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         session = Session.connect([listener.getsockname()[:2]], 0, secret)

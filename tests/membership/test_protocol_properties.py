@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulation import SETTINGS, PropertyViolated, World
 
 from recover_megatron.membership import epochs
-from recover_megatron.membership.coordinator import Coordinator
+from recover_megatron.membership.coordinator import Coordinator, State
 from recover_megatron.membership.member import Stage
 from recover_megatron.membership.records import Formed, Presentation
 from recover_megatron.membership.roster import Worker
@@ -27,6 +27,7 @@ MOVES = st.lists(
         st.tuples(st.just("kill"), st.integers(0, 6), st.integers(0, 1)),
         st.tuples(st.just("report"), st.just(0), st.just(0)),
         st.tuples(st.just("kill coordinator"), st.integers(0, 2), st.integers(0, 1)),
+        st.tuples(st.just("restart coordinator"), st.integers(0, 2), st.just(0)),
         st.tuples(st.just("idle"), st.integers(0, 4), st.integers(0, 1)),
         st.tuples(st.just("freeze"), st.integers(0, 6), st.just(0)),
         st.tuples(st.just("freeze coordinator"), st.integers(0, 2), st.just(0)),
@@ -69,6 +70,8 @@ def play(world: World, move: tuple[str, int, int]) -> None:
             # the run does not promise to outlive all of its candidates
             if len(world.coordinators) > 1:
                 world.kill_coordinator(a, lose=bool(b))
+        case "restart coordinator":
+            world.start_coordinator(a)
         case "idle":
             (world.spares.add if b else world.spares.discard)(a % workers)
         case "freeze":
@@ -200,11 +203,24 @@ def newcomers_decide(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_commit", lambda self, reporters: commit(self, reporters | self.formed.members))
 
 
-PARTITIONED = [
-    ("partition", 1, 1), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0), ("run", 3, 0),
-    ("run", 3, 0), ("run", 3, 0),
-]  # fmt: skip
-"""One node reaches all candidates but the second, the other two only the second, for long."""
+def tells_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A coordinator tells with the end of an epoch nothing of its commits."""
+    revoke = Coordinator._revoke_message
+    patch.setattr(Coordinator, "_revoke_message", lambda self, reason: {**revoke(self, reason), "committed": 0})
+
+
+def hasty(patch: pytest.MonkeyPatch) -> None:
+    """A new coordinator ends the epoch before all have presented what they hold."""
+
+    def gather(self: Coordinator, now: float) -> None:
+        self.state = State.RENDEZVOUS
+        self._changes.append("a new coordinator leads")
+
+    patch.setattr(Coordinator, "_gather", gather)
+
+
+PARTITIONED = [("partition", 1, 1), *[("run", 3, 0)] * 16]
+"""One node reaches all candidates but the second, the other two only the second, for longer than a stall may last."""
 
 TAKEOVER = [("kill coordinator", 0, 1), *[("downwards", 31, 0), ("upwards", 31, 0)] * 3, ("run", 3, 0), ("run", 3, 0)]
 """The coordinator dies; its members turn to the next one at once, before they do anything else."""
@@ -224,6 +240,12 @@ PROMOTED = [("idle", 1, 0), ("kill", 2, 0), ("run", 2, 0), *HALF_DONE]
 JOINED = [("work", 7, 0), ("upwards", 7, 0), ("newcomer", 0, 1), *TAKEOVER]
 """All have reported a step when the coordinator dies, and a newcomer comes to the next one."""
 
+TOLD_ONE = [
+    ("work", 7, 0), ("upwards", 7, 0), ("downwards", 1, 0), ("kill coordinator", 0, 1),
+    *[("downwards", 6, 0), ("upwards", 6, 0)] * 3, *[("downwards", 7, 0), ("upwards", 7, 0)] * 3, ("run", 3, 0),
+]  # fmt: skip
+"""The coordinator dies when one worker has heard of a commit, and that one is the last to come to the next."""
+
 SCENARIOS: dict[str, tuple[Moves, set[int]]] = {
     "partitioned": (PARTITIONED, set()),
     "crashed": (CRASHED, set()),
@@ -231,6 +253,7 @@ SCENARIOS: dict[str, tuple[Moves, set[int]]] = {
     "spares apart": (SPARES_APART, {1, 2}),
     "promoted": (PROMOTED, {1, 2}),
     "joined": (JOINED, set()),
+    "told one": (TOLD_ONE, set()),
 }
 
 
@@ -247,6 +270,8 @@ def scenario_world(spares: set[int]) -> World:
         (idle_may_tell, "spares apart"),
         (idle_for_good, "promoted"),
         (newcomers_decide, "joined"),
+        (tells_nothing, "told one"),
+        (hasty, "told one"),
     ],
 )
 def test_a_deliberate_bug_in_the_coordinator_is_caught(

@@ -9,11 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, check_one_lineage, cluster
+from cluster import HERE, Cluster, check_one_lineage, cluster
 
 pytestmark = pytest.mark.slow
 
-QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0, "hang_timeout": 3.0, "start_timeout": 60.0}
+QUICK = {
+    "heartbeat_interval": 0.2,
+    "heartbeat_timeout": 2.0,
+    "hang_timeout": 3.0,
+    "stall_timeout": 3.0,
+    "start_timeout": 60.0,
+}
 
 
 def test_one_workers_death_does_not_end_the_others(tmp_path: Path) -> None:
@@ -299,9 +305,25 @@ def test_a_stopped_coordinator_that_wakes_up_disturbs_nobody(tmp_path: Path) -> 
         for number, process in run.workers.items():
             process.event("plan", start=starts[number])
         run.coordinators[0].kill(signal.SIGCONT)
-        assert run.coordinators[0].exit_code() in (10, 11)
+        run.wait_event("step_down")
         for process in run.workers.values():
             process.event("commit", start=process.says())
+        check_one_lineage(run)
+
+
+def test_a_coordinator_that_dies_while_it_tells_of_a_commit_parts_no_mates(tmp_path: Path) -> None:
+    """Who has heard of it begins the next step and needs its mates there: they hear of it from the next coordinator."""
+    with cluster(tmp_path, hang_timeout=40.0) as run:
+        run.first_coordinator = HERE / "dying_coordinator.py"
+        run.start_coordinators(4, count=2)
+        run.start_witness()
+        (tmp_path / "meeting").mkdir()
+        for number in range(4):
+            run.start_worker(number, mates=[0, 1, 2, 3], meeting=str(tmp_path / "meeting"))
+        for process in run.workers.values():
+            process.event("commit", iteration=8)
+        assert run.coordinators[0].exit_code() == -signal.SIGKILL
+        assert [e for e in run.events(1) if e["event"] in ("fault", "stuck")] == []
         check_one_lineage(run)
 
 

@@ -48,6 +48,15 @@ def raise_and_tell(session: Session, iteration: int, options: dict[str, object])
         os._exit(1)
 
 
+def meet(session: Session, iteration: int, options: dict[str, object]) -> None:
+    """What only works with all mates, as the collectives inside a replica: no end of an epoch interrupts it."""
+    folder = Path(str(options["meeting"]))
+    (folder / f"{iteration}-{options['worker']}").touch()
+    session.mark(iteration, "mates", waiting=True)
+    while not all((folder / f"{iteration}-{mate}").exists() for mate in options["mates"]):  # type: ignore[attr-defined]
+        time.sleep(0.01)
+
+
 def work(session: Session, options: dict[str, object]) -> int:
     step = float(options.get("step", 0.02))  # type: ignore[arg-type]
     last = int(options.get("iterations", 10**9))  # type: ignore[call-overload]
@@ -93,6 +102,8 @@ def work(session: Session, options: dict[str, object]) -> int:
             if options.get("checkpoint_at") == iteration:
                 session.mark(iteration, "checkpoint", allow=float(options["checkpoint_seconds"]))  # type: ignore[arg-type]
                 time.sleep(float(options["checkpoint_seconds"]))  # type: ignore[arg-type]
+            if options.get("mates"):
+                meet(session, iteration, options)
             session.agree(iteration)
             tell("commit", iteration=iteration, epoch=session.epoch)
         except EpochRevoked as revoked:

@@ -60,6 +60,15 @@ def test_a_cut_last_line_is_left_out_and_a_bad_one_before_it_is_named(tmp_path: 
             list(read_events(path))
 
 
+def test_a_line_at_which_its_writer_died_costs_nobody_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "a", "time": 1}\n{"event": "b", "ti')
+    file = EventsFile(path)
+    file.append("c")
+    file.close()
+    assert [event["event"] for event in read_events(path)] == ["a", "c"]
+
+
 def test_the_files_of_a_run_are_told_apart_and_sorted_by_time(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"event": "a", "time": 2}\n{"event": "b", "time": 1}\n')
     (tmp_path / "events-0.jsonl").write_text('{"event": "c", "time": 5, "mono": 1}\n')

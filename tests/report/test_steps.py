@@ -80,6 +80,64 @@ def test_steps_that_a_resumed_run_repeats_are_superseded_and_the_old_file_is_kep
     assert [s.iteration for s in read_steps(tmp_path / "steps.jsonl.1")] == [1, 2, 3, 4, 5]
 
 
+def bytes_read() -> int:
+    """By this process, until now."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize(("first", "most"), [(None, 1 << 20), (2001, 4 << 20)], ids=["taken over", "resumed"])
+def test_going_on_with_a_long_file_costs_a_look_at_a_few_lines(tmp_path: Path, first: int | None, most: int) -> None:
+    path = tmp_path / "steps.jsonl"
+    last = step(2000, microbatches={0: list(range(4000))}).to_line()  # 23 kB
+    path.write_bytes(b"".join(last.replace(b"2000", b"%d" % number, 1) for number in range(1, 2001)) + last[:5000])
+    assert path.stat().st_size > 40 << 20
+    before = bytes_read()
+    file = StepsFile(path, first)
+    file.append(step(2000))
+    file.append(step(2001))
+    file.close()
+    assert bytes_read() - before < most
+    with path.open("rb") as lines:
+        lines.seek(-2 * len(last), 2)
+        assert lines.read().endswith(last + step(2001).to_line())
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_whoever_was_put_out_meanwhile_adds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    may = [True, False]
+    file = StepsFile(path, 1, lambda: may[0])
+    file.append(step(1))
+    may.reverse()
+    file.append(step(2))
+    file.close()
+    assert [s.iteration for s in read_steps(path)] == [1]
+
+
+def test_whoever_takes_over_adds_only_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    write(path, range(1, 4))
+    path.write_bytes(path.read_bytes() + step(4).to_line()[:-1])
+    file = StepsFile.taken_over(path)
+    for iteration in range(2, 6):
+        file.append(step(iteration))
+    assert [s.iteration for s in read_steps(path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2, 3, 7, 64])
+def test_every_first_iteration_is_found(tmp_path: Path, lines: int) -> None:
+    whole = [step(iteration, microbatches={0: list(range(iteration * 500))}) for iteration in range(1, lines + 1)]
+    for first in range(1, lines + 2):
+        path = tmp_path / str(first) / "steps.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"".join(line.to_line() for line in whole) + b'{"cut')
+        file = StepsFile(path, first)
+        file.append(step(first))
+        file.close()
+        assert list(read_steps(path)) == [*whole[: first - 1], step(first)]
+        assert path.with_name("steps.jsonl.1").exists() == (first <= lines)
+
+
 @pytest.mark.parametrize(
     ("microbatches", "problem"),
     [

@@ -153,3 +153,21 @@ def test_a_simulated_run_with_a_death_is_shown() -> None:
 )
 def test_times_are_short(seconds: float | None, shown: str) -> None:
     assert ago(seconds) == shown
+
+
+def test_a_stall_comes_first_with_who_is_where_and_for_how_long_it_is_waited() -> None:
+    world = World(4)
+    world.run_fairly(10)
+    world.frozen |= {"w0", "w1", "w2"}
+    while not world.coordinators[0].stall.told:
+        world.run_fairly(1)
+    coordinator = world.coordinators[0]
+    status = read(over_the_wire(view(coordinator, coordinator._plan, world.now), TO_MEMBER), "a:1")
+    assert status.stall is not None
+    assert list(status.stall.workers) == [0, 1, 2]
+    shown = text(status)
+    assert "STALLED for" in shown
+    assert "waits for workers 0, 1, 2" in shown
+    assert "worker 0 on node0: no progress for" in shown
+    assert "(--recover-stall-timeout)" in shown
+    assert json.loads(json.dumps(status.to_json()))["stall"]["workers"] == [0, 1, 2]

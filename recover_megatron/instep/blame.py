@@ -1,0 +1,51 @@
+"""Whether this worker's mates may be to blame for what it met, and for how long that is believed.
+
+A failed operation inside a replica is taken for the end of a mate, and the worker waits for another replica.  Where its
+mates live and the iteration fails in the same way again and again, nobody's end explains it: then it is a fault of the
+work (two workers that do not agree on a shape), and is told as one.
+"""
+
+from __future__ import annotations
+
+from recover_megatron.instep.errors import Orphaned
+from recover_megatron.instep.faults import is_communication
+from recover_megatron.instep.recovery import BLAME_SECONDS, Recovery
+
+UNEXPLAINED = 2
+"""How often in one iteration a replica's communication may fail while all of its workers live."""
+
+
+class Blame:
+    """See the module's text.  One per worker."""
+
+    def __init__(self) -> None:
+        self._iteration = 0
+        self._unexplained = 0
+        self._judged: tuple[BaseException | None, bool] = (None, False)
+
+    def of_mates(self, error: BaseException, recovery: Recovery) -> bool:
+        """Whether ``error`` is no fault of this worker and its work: its replica is broken, or seems to be.
+
+        May wait for the news of a death, once for an error.  Raises as ``Session.wait_revoked`` does.
+        """
+        if self._judged[0] is not error:
+            self._judged = error, self._is_of_mates(error, recovery)
+        return self._judged[1]
+
+    def _is_of_mates(self, error: BaseException, recovery: Recovery) -> bool:
+        if recovery.orphaned or isinstance(error, Orphaned):
+            return True
+        if len(recovery.grid.replicas[0]) == 1 or not is_communication(error):
+            return False
+        if self._iteration != recovery.hooks.iteration() or self._unexplained < UNEXPLAINED:
+            return True
+        recovery.session.wait_revoked(BLAME_SECONDS)
+        return bool(recovery.lost_mates)
+
+    def left(self, recovery: Recovery) -> None:
+        """This worker has left the training because of such an error, and has waited for the news of a death."""
+        iteration = recovery.hooks.iteration()
+        if self._iteration != iteration:
+            self._iteration, self._unexplained = iteration, 0
+        if not recovery.lost_mates:
+            self._unexplained += 1

@@ -1,0 +1,174 @@
+"""Whom this worker can reach, and how often the run has come to one decision without getting any further.
+
+    an epoch ends --by a death--> the next one
+                  '--without----> with whom this worker's own connections failed is tried
+                                  the second of one decision has ended: everybody whom it may need is tried
+                                  ``TRUSTED``: with whom connections failed counts as if trying had shown it
+                                  ``MOST``: the run ends, and says why
+
+Whom it cannot reach goes with the worker's status into the rendezvous, and the plan goes round it (`plan`).  They are
+tried again before every later one: a road that was mended is used again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from recover_megatron.collectives.probe import SECONDS, unreached
+from recover_megatron.instep.generation import Roads
+from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.plan import Decision, Status
+
+AGAIN_SECONDS = 1.0
+"""How long those are tried that could not be reached before."""
+TRUSTED, MOST = 4, 10
+"""Epochs at one decision; see the module's text."""
+ALL = 256
+"""In a run of at most so many workers everybody is tried, else those of the own column and replica and the spares."""
+_PAUSE, _LONGEST_PAUSE = 0.1, 3.0
+
+Probe = Callable[[Mapping[int, str], float, Callable[[], Collection[int]]], set[int]]
+
+
+class Edges:
+    """See the module's text; of worker ``me``.  Not thread-safe: a worker joins from one thread at a time."""
+
+    def __init__(self, me: int, probe: Probe = unreached, pause: Callable[[float], None] = time.sleep) -> None:
+        self._me = me
+        self._probe = probe
+        self._pause = pause
+        self._known: dict[int, Status] = {}
+        """What everybody joined the last epoch with."""
+        self._unreached: set[int] = set()
+        self._failed: set[int] = set()
+        """With whom connections of this worker's broke at the present decision, though nobody hung up."""
+        self._suspects: set[int] = set()
+        """Whom to try before the next epoch."""
+        self._at = 0
+        self._last: Any = None
+        self.tries = 0
+        """How many epochs were made for the present decision after the first one, with the same members."""
+
+    def noticed(self, worker: int) -> None:
+        """A connection to this one broke, and it did not hang up."""
+        self._failed.add(worker)
+        self._suspects.add(worker)
+
+    def suspect(self, workers: Collection[int]) -> None:
+        """Some connection among these broke, and nobody of them is known to have died."""
+        self._suspects |= set(workers) - {self._me}
+
+    def look(self, at: int, members: Callable[[], frozenset[int]]) -> tuple[int, ...]:
+        """Before an epoch is joined at decision ``at``: whom this worker cannot reach.
+
+        ``members``: whom the run counts on, at any moment.  Takes at most ``SECONDS`` and a bit.
+        """
+        alike = at == self._at and self.tries > 0 and set(self._known) == set(members())
+        tried = self._suspects | (self._needed() if alike else set())
+        tried &= set(self._known) & members()
+        again = self._unreached & members() - tried
+        self._suspects = set()
+        found = self._try(tried, SECONDS, members) | self._try(again, AGAIN_SECONDS, members)
+        if alike and self.tries >= TRUSTED:
+            found |= self._failed
+        elif alike and not found:
+            self._pause(min(_PAUSE * 2**self.tries, _LONGEST_PAUSE))  # whatever it is, it may pass
+        self._unreached = found & members()
+        return tuple(sorted(self._unreached))
+
+    def told(self, decision: Decision, statuses: Mapping[int, Status], committed: int) -> None:
+        """The plan of an epoch."""
+        state = [(worker, s.replica, s.position, s.ready, s.version) for worker, s in sorted(statuses.items())]
+        now = decision.at, committed, state, decision.grid
+        self.tries = self.tries + 1 if now == self._last else 0
+        if decision.at != self._at:
+            self._failed = set()
+        self._known, self._at, self._last = dict(statuses), decision.at, now
+
+    def _needed(self) -> set[int]:
+        mine = self._known.get(self._me)
+        if len(self._known) <= ALL or mine is None:
+            return set(self._known) - {self._me}
+        return {
+            worker
+            for worker, status in self._known.items()
+            if status.position == mine.position
+            or None in (status.replica, mine.replica)
+            or status.replica == mine.replica
+        } - {self._me}
+
+    def _try(self, workers: set[int], seconds: float, members: Callable[[], frozenset[int]]) -> set[int]:
+        addresses = {worker: self._known[worker].board for worker in sorted(workers) if self._known[worker].board}
+        if not addresses:
+            return set()
+        return self._probe(addresses, seconds, lambda: set(addresses) - members())
+
+
+def describe(decision: Decision, statuses: Mapping[int, Status]) -> list[str]:
+    """What a plan does about broken edges, for people; nothing where none is broken."""
+    if not decision.broken:
+        return []
+
+    def name(worker: int) -> str:
+        status = statuses.get(worker)
+        return f"worker {worker}" + (f" on {status.node} ({status.board.split(' ')[0]})" if status else "")
+
+    pairs = sorted(decision.broken)
+    lines = [
+        "cannot talk to each other although both are alive: "
+        + "; ".join(f"{name(one)} and {name(other)}" for one, other in pairs[:4])
+        + (f"; and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
+    ]
+    for replica, reasons in decision.put_out.items():
+        because = ", ".join(f"{one}-{other}" for one, other in reasons[:4])
+        lines.append(f"replica {replica} is put out for it (workers {because}); its workers wait as spares")
+    if decision.order:
+        order = ", ".join(map(str, decision.order))
+        lines.append(f"sums go round the replicas in the order {order}, which avoids it")
+    return lines
+
+
+def news(
+    before: Decision | None, decision: Decision, statuses: Mapping[int, Status], tries: int, reason: str
+) -> list[str]:
+    """What to say on the console of an epoch that nobody's death has made; ``reason``: why the last one ended."""
+    if before is None:
+        return []
+    if (before.broken, before.order) != (decision.broken, decision.order) or decision.put_out:
+        mended = {worker for pair in before.broken for worker in pair} <= set(statuses)
+        return describe(decision, statuses) or ["all workers can talk to each other again"] * mended
+    if set(before.workers) == set(decision.workers) and decision.version is None:
+        again = f" (for the {tries + 1}. time at one point)" if tries else ""
+        return [f"nobody was lost, but all meet again{again}: {reason}"]
+    return []
+
+
+def why_out(decision: Decision, replica: int) -> str:
+    """Why a replica that was whole has no place; empty: not because of broken edges."""
+    pairs = ", ".join(f"{one}-{other}" for one, other in decision.put_out.get(replica, ())[:4])
+    return f"its replica was put out: workers {pairs} cannot talk to each other" if pairs else ""
+
+
+def explanation(decision: Decision, me: int, replica: int | None, before: str) -> str:
+    """For people, of a worker alone: which broken edges have cost it its place; empty: none.
+
+    ``replica``: in which it had one until now; ``before``: what was said of it by now.
+    """
+    if decision.place(me) is not None:
+        return ""
+    if replica is not None and (reason := why_out(decision, replica)):
+        return reason
+    others = [one if other == me else other for one, other in sorted(decision.broken) if me in (one, other)]
+    if not others:
+        return before
+    return f"it cannot talk to workers {', '.join(map(str, others[:8]))}, although they are alive"
+
+
+def roads_of(decision: Decision, grid: LaunchGrid) -> Roads:
+    """What is broken, and the order of the rings, by slot."""
+    slot_of = {worker: slot for slot, worker in decision.slots(grid).items()}
+    broken = {(slot_of[one], slot_of[other]) for one, other in decision.broken if {one, other} <= set(slot_of)}
+    replicas = decision.order or decision.replicas
+    return Roads(frozenset(broken), tuple(slot for replica in replicas for slot in grid.replicas[replica]))

@@ -1,0 +1,191 @@
+"""A node other than 0 among the launchers: it joins, tells, and obeys the end.  See nodes.py for the keys."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from recover_megatron.launch.candidates import Candidates, OwnPlace, address_from
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED
+from recover_megatron.launch.messages import SHARE_A_SECRET
+from recover_megatron.launch.node_events import NodeEvents
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.seal import Seal
+from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, Store, join_store, one_line, timed_out
+
+UNPROVED_SECONDS = 10.0
+"""So long a node waits for a ``job`` that proves the secret, before it takes the one that is there for node 0's."""
+
+
+class Guest:
+    """``run`` in a thread of its own; ``say`` from any."""
+
+    def __init__(self, plan: LaunchPlan, seal: Seal, events: NodeEvents, tell: Callable[..., None]) -> None:
+        self._plan = plan
+        self._seal = seal
+        self._events = events
+        self._tell = tell
+        self._run_id = ""
+        self._lock = threading.Lock()
+        self._count = 0
+        self._words: dict[str, Any] = {"host": plan.host, "nonce": secrets.token_hex(16)}
+        self._ignored: set[str] = set()
+        self.heard = time.monotonic()
+        """When the store last answered."""
+
+    def run(self) -> None:
+        """Until the end of the launch, or of the store."""
+        try:
+            store = join_store(self._plan.master_addr, self._plan.master_port)
+            own = self._take_part(store)
+            if own is None:
+                return
+            self._tell(self._events.joined, self._run_id)
+        except (RuntimeError, ImportError, ValueError, KeyError, TypeError) as error:
+            self._tell(self._events.failed, f"the store of node 0 cannot be used: {one_line(error)}", LAUNCH_FAILED)
+            return
+        except OSError as error:
+            self._tell(self._events.failed, f"no coordinator can listen here: {one_line(error)}", LAUNCH_FAILED)
+            return
+        try:
+            ended = self._plan.control_plane and not self._learn_candidates(store, own)
+        except RuntimeError as error:
+            reason = f"node 0 is gone before all nodes had told where their coordinators are: {one_line(error)}"
+            self._tell(self._events.failed, reason, LAUNCH_FAILED)
+            return
+        while not ended:
+            try:
+                ended = self._obey(store, self._next(store, "end"))
+            except RuntimeError as error:
+                self._tell(self._events.store_lost, one_line(error))
+                again = self._find_again()
+                if again is None:
+                    return
+                store = again
+                self._tell(self._events.store_back)
+
+    def say(self, store: Store, words: dict[str, Any], ring: bool = True) -> None:
+        """Add ``words`` to what this node has said."""
+        key = f"node/{self._plan.node_rank}"
+        with self._lock:
+            self._words |= words
+            self._count += 1
+            store.set(PREFIX + key, self._seal.wrap(key, self._run_id, {**self._words, "count": self._count}))
+        if ring:
+            store.queue_push(PREFIX + "bell", str(self._plan.node_rank))
+
+    # -- joining ------------------------------------------------------------------------------------------------------
+
+    def _take_part(self, store: Store) -> OwnPlace | None:
+        """Join; None: it was refused.  Node 0's answer to our nonce proves that ``job`` is of this launch."""
+        plan = self._plan
+        job = self._job(store)
+        own = OwnPlace(plan, (plan.master_addr, plan.master_port), plan.node_rank in job["candidates"])
+        while True:
+            if reason := _disagreement(plan, job):
+                self._run_id = str(job["run_id"])
+                self.say(store, {"refusal": reason})
+                self._tell(self._events.refused, reason)
+                return None
+            if self._run_id != job["run_id"]:
+                self._run_id = str(job["run_id"])
+                self.say(store, {"coordinator": own.address if plan.control_plane else None})
+            welcome = self._next(store, f"welcome/{plan.node_rank}")
+            if welcome is not None and welcome["nonce"] == self._words["nonce"]:
+                return own
+            if welcome is not None:
+                reason = (
+                    f"node rank {plan.node_rank} has been taken by another launcher of this launch: give each node its "
+                    "own --node-rank"
+                )
+                self._tell(self._events.refused, reason)
+                return None
+            job = self._job(store)
+
+    def _job(self, store: Store) -> dict[str, Any]:
+        """What node 0 says that the launch is.  Raises KeyError or TypeError for what is none."""
+        until = time.monotonic() + UNPROVED_SECONDS
+        while True:
+            job = self._look(store, "job", "")
+            if job is None and time.monotonic() > until and store.check([PREFIX + "job"]):
+                job = self._seal.peek(store.get(PREFIX + "job"))  # it serves to refuse, not to join
+                if _disagreement(self._plan, job) is None:
+                    raise ValueError(f"node 0 does not prove the job's secret: {SHARE_A_SECRET}")
+            if job is not None:
+                return {"run_id": job["run_id"], "candidates": list(job["candidates"]), **job}
+
+    def _learn_candidates(self, store: Store, own: OwnPlace) -> bool:
+        """False: the launch was ended before."""
+        while True:
+            told = self._next(store, "coordinators")
+            if told:
+                addresses = [address_from(value) for value in told]
+                self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener))
+                return True
+            if store.check([PREFIX + "end"]) and self._obey(store, self._look(store, "end", self._run_id)):
+                return False
+
+    # -- following ----------------------------------------------------------------------------------------------------
+
+    def _obey(self, store: Store, end: Any) -> bool:
+        """Whether the launch has ended."""
+        if end is None:
+            return False
+        if not self._seal.proves and store.check([PREFIX + "everybody"]):
+            self._ignore("end", "nothing proves it, and all nodes take part")
+            time.sleep(BEAT_SECONDS)  # the key is there: there is nothing to wait for
+            return False
+        self._tell(self._events.failed, str(end["reason"]), int(end["code"]))
+        store.set(f"{PREFIX}end/seen/{self._plan.node_rank}", "1")
+        return True
+
+    def _next(self, store: Store, key: str) -> Any:
+        """The value of ``key``, waited for one beat; None: nothing that can be believed.  RuntimeError: no store."""
+        self.say(store, {}, ring=False)
+        store.check([PREFIX + "job"])  # an answer, unlike set's
+        self.heard = time.monotonic()
+        return self._look(store, key, self._run_id)
+
+    def _look(self, store: Store, key: str, run_id: str) -> Any:
+        try:
+            store.wait([PREFIX + key], timedelta(seconds=BEAT_SECONDS))
+            return self._seal.open(key, run_id, store.get(PREFIX + key))
+        except RuntimeError as error:
+            if not timed_out(error):
+                raise
+        except ValueError as error:
+            self._ignore(key, str(error))
+            time.sleep(BEAT_SECONDS / 4)  # its writer writes it again; there is no event for that
+        return None
+
+    def _ignore(self, key: str, why: str) -> None:
+        if key not in self._ignored:
+            self._ignored.add(key)
+            self._tell(self._events.note, f"{PREFIX}{key} in the store is ignored: {why}")
+
+    def _find_again(self) -> Store | None:
+        """A new connection to the store of this launch; None: it is gone for good."""
+        try:
+            store = join_store(self._plan.master_addr, self._plan.master_port, refused=False)
+            job = self._look(store, "job", "")
+        except (ConnectionRefusedError, RuntimeError):
+            return None
+        return store if job is not None and job["run_id"] == self._run_id else None
+
+
+def _disagreement(plan: LaunchPlan, job: dict[str, Any]) -> str | None:
+    found = []
+    for key, own in (("nnodes", plan.nnodes), ("nproc_per_node", plan.nproc_per_node)):
+        if job.get(key) != own:
+            flag = "--" + key.replace("_", "-")
+            found.append(f"{flag} is {own} here (node {plan.node_rank}) but {job.get(key)} on node 0")
+    if found:
+        return "; ".join(found) + ": give the same on every node"
+    if job.get("control_plane") != plan.control_plane:
+        here, there = ("a", "none") if plan.control_plane else ("no", "one")
+        return f"there is {here} secret here (node {plan.node_rank}) but {there} on node 0: {SHARE_A_SECRET}"
+    return None

@@ -1,0 +1,227 @@
+"""Node 0 among the launchers: it welcomes, knows who is there, and ends the launch.  See nodes.py for the keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from recover_megatron.launch.candidates import Address, Candidates, OwnPlace, address_from, hosting
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, Outcome
+from recover_megatron.launch.messages import SHARE_A_SECRET
+from recover_megatron.launch.node_events import NodeEvents
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.seal import Seal, Unproved
+from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, Store, one_line, timed_out
+
+LOST_SECONDS = 20.0
+SEEN_SECONDS = 3.0
+"""How long node 0 waits, when it ends the launch, until all have read that."""
+
+
+@dataclass
+class _Member:
+    nonce: str
+    count: int
+    seen: float
+    lost: bool = False
+
+
+class Host:
+    """``run`` in a thread of its own."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        store: Store,
+        seal: Seal,
+        events: NodeEvents,
+        tell: Callable[..., None],
+        fail: Callable[[str, int], None],
+    ) -> None:
+        """``fail`` has ``announce_end`` called, in another thread."""
+        self._plan = plan
+        self._store = store
+        self._seal = seal
+        self._events = events
+        self._tell = tell
+        self._fail = fail
+        self._values: dict[str, str] = {}
+        self._members: dict[int, _Member] = {}
+        """Who takes part and has not reported."""
+        self._candidates: dict[int, Address] = {}
+        """Those of other nodes, until all are known."""
+        self._missing = set(range(1, plan.nnodes))
+        self._ignored: set[tuple[int, str]] = set()
+        self._deadline = time.monotonic() + plan.rendezvous_timeout
+
+    def run(self) -> None:
+        """Until every node has reported, or the launch cannot be completed: one that is lost may come back."""
+        plan = self._plan
+        job = {
+            "nnodes": plan.nnodes,
+            "nproc_per_node": plan.nproc_per_node,
+            "control_plane": plan.control_plane,
+            "candidates": hosting(plan),
+            "run_id": plan.run_id,
+        }
+        self._put("job", job, run_id="")
+        self._store.set_timeout(timedelta(seconds=BEAT_SECONDS))
+        swept = time.monotonic()
+        while self._missing or self._members:
+            ranks = self._rung()
+            if time.monotonic() - swept >= BEAT_SECONDS:
+                swept = time.monotonic()
+                for key, value in self._values.items():
+                    self._store.set(PREFIX + key, value)  # whatever a stranger has made of it
+                ranks = [*self._missing, *self._members]
+                if not self._check_members():
+                    return
+            for rank in ranks:
+                if (words := self._words(rank)) is not None and not self._heard(rank, words):
+                    return
+
+    def announce_end(self, store: Store, reason: str, code: int) -> None:
+        """Have all others stop with ``code``, and wait until they know; over the connection ``store``."""
+        value = {"reason": f"node 0 ended the launch: {reason}", "code": code}
+        for key, told in (("end", value), ("coordinators", [])):  # whoever waits for these looks at the end next
+            if key not in self._values:
+                self._values[key] = self._seal.wrap(key, self._plan.run_id, told)
+                store.set(PREFIX + key, self._values[key])
+        seen = [f"{PREFIX}end/seen/{rank}" for rank, member in list(self._members.items()) if not member.lost]
+        try:
+            store.wait(seen, timedelta(seconds=SEEN_SECONDS))
+        except RuntimeError as error:
+            if not timed_out(error):
+                raise
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _rung(self) -> list[int]:
+        """The node that rings, waited for one beat: it may be anybody's ringing."""
+        try:
+            rank = int(self._store.queue_pop(PREFIX + "bell"))
+        except RuntimeError as error:
+            if not timed_out(error):
+                raise
+            return []
+        except ValueError:
+            return []
+        return [rank] if rank in self._missing or rank in self._members else []
+
+    def _words(self, rank: int) -> dict[str, Any] | None:
+        """What node ``rank`` has said, if that is new and can be believed."""
+        key = f"node/{rank}"
+        if not self._store.check([PREFIX + key]):
+            return None
+        try:
+            words: dict[str, Any] = self._seal.open(key, self._plan.run_id, self._store.get(PREFIX + key))
+            member = self._members.get(rank)
+            if member is not None and words["nonce"] != member.nonce:
+                self._note(rank, "another", f"another launcher, on host {words['host']}, wanted to be node {rank}, too")
+                return None
+            if member is not None and words["count"] <= member.count:
+                return None
+            return words
+        except Unproved as error:
+            self._note(
+                rank, "proof", f"what comes for node {rank} is ignored: {error}; if it is yours, {SHARE_A_SECRET}"
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            self._note(rank, "form", f"what comes for node {rank} is ignored: {one_line(error)}")
+        return None
+
+    def _note(self, rank: int, kind: str, text: str) -> None:
+        if (rank, kind) not in self._ignored:
+            self._ignored.add((rank, kind))
+            self._tell(self._events.note, text)
+
+    def _heard(self, rank: int, words: dict[str, Any]) -> bool:
+        """False: the launch cannot be completed."""
+        try:
+            if rank in self._missing:
+                return self._newcomer(rank, words)
+            member = self._members[rank]
+            member.count, member.seen = int(words["count"]), time.monotonic()
+            if member.lost:
+                member.lost = False
+                self._tell(self._events.node_back, rank)
+            if failure := words.get("failure"):
+                reason, code = failure
+                return self._end(f"node {rank}: {reason}", int(code))
+            if "report" in words:
+                outcomes = [_outcome(*fields) for fields in words["report"]]
+                del self._members[rank]
+                self._tell(self._events.report, rank, outcomes)
+        except (ValueError, TypeError, KeyError) as error:
+            self._note(rank, "form", f"what comes for node {rank} is ignored: {one_line(error)}")
+        return True
+
+    def _newcomer(self, rank: int, words: dict[str, Any]) -> bool:
+        plan = self._plan
+        if reason := words.get("refusal"):
+            text = f"the launcher of node {rank} on host {words['host']} was refused: {reason}"
+            return self._end(text + "; the launch cannot be complete", LAUNCH_FAILED)
+        hosts = plan.control_plane and rank in hosting(plan)
+        if hosts:
+            self._candidates[rank] = address_from(words["coordinator"])
+        self._members[rank] = _Member(str(words["nonce"]), int(words["count"]), time.monotonic())
+        self._missing.remove(rank)
+        self._put(f"welcome/{rank}", {"nonce": words["nonce"]})
+        if hosts and self._candidates.keys() == {*hosting(plan)} - {0} and not self._tell_candidates():
+            return False
+        if not self._missing:
+            self._put("everybody", True)
+            self._tell(self._events.all_joined)
+        return True
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def _tell_candidates(self) -> bool:
+        """False: there can be none here."""
+        try:
+            own = OwnPlace(self._plan, next(iter(self._candidates.values())), 0 in hosting(self._plan))
+        except OSError as error:
+            return self._end(f"no coordinator can listen on node 0: {one_line(error)}", LAUNCH_FAILED)
+        if own.address is not None:
+            self._candidates[0] = own.address
+        addresses = [self._candidates[rank] for rank in hosting(self._plan)]
+        self._put("coordinators", addresses)
+        self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener))
+        return True
+
+    def _check_members(self) -> bool:
+        now = time.monotonic()
+        for rank, member in self._members.items():
+            if not member.lost and now - member.seen > LOST_SECONDS:
+                member.lost = True
+                self._tell(self._events.node_lost, rank)
+        if self._missing and now > self._deadline:
+            nodes = ", ".join(str(rank) for rank in sorted(self._missing))
+            return self._end(
+                f"node {nodes} of {self._plan.nnodes} did not appear within {self._plan.rendezvous_timeout:g} s "
+                "(--rendezvous-timeout): start recover-run on every node, with the same --master-addr and "
+                "--master-port",
+                LAUNCH_FAILED,
+            )
+        return True
+
+    def _end(self, reason: str, code: int) -> bool:
+        self._tell(self._events.failed, reason, code)
+        self._fail(reason, code)
+        return False
+
+    def _put(self, key: str, value: Any, run_id: str | None = None) -> None:
+        self._values[key] = self._seal.wrap(key, self._plan.run_id if run_id is None else run_id, value)
+        self._store.set(PREFIX + key, self._values[key])
+
+
+def _outcome(worker_id: int, exit_code: int | None, signal_number: int | None, ended: float) -> Outcome:
+    return Outcome(
+        int(worker_id),
+        None if exit_code is None else int(exit_code),
+        None if signal_number is None else int(signal_number),
+        float(ended),
+    )

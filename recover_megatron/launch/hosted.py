@@ -1,0 +1,101 @@
+"""A candidate coordinator that this launcher hosts: its socket, and its process, which is started again.
+
+    RUNNING --killed, or ended while the run goes on--> DOWN --after a pause--> RUNNING (a fresh candidate)
+
+The socket stays open in between, so that whoever turns to the address waits in its backlog. A fresh candidate knows
+nothing, and need not: see membership/coordinator.py. A candidate that ends soon after each start is started ever less
+often (``PAUSES``), for as long as the run lasts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from recover_megatron.launch.loop import EventLoop, Timer
+
+PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Seconds before the next start, by how many candidates have ended soon one after the other."""
+SOON = 60.0
+LAST_WORD_SECONDS = 0.5
+"""One that ends by itself has usually ended the run: so long after it the launcher's session knows that."""
+
+
+class HostedCandidate:
+    """Made and used in the main thread, whose loop tells of the process's end."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        number: int,
+        listener: socket.socket,
+        start: Callable[[socket.socket], int],
+        is_over: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        """``start``: starts a process with the socket; its pid.  Raises OSError where the first one cannot be started.
+
+        ``is_over``: whether the run has ended, so that nobody needs another candidate.
+        """
+        self._loop = loop
+        self._number = number
+        self._listener = listener
+        self._start = start
+        self._is_over = is_over
+        self._say = say
+        self._timer: Timer | None = None
+        self._soon = 0
+        self.pid: int | None = None
+        self._run()
+
+    def close(self) -> None:
+        """Start no more; the process that runs is left to the end of the launch."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.pid is not None:
+            self._forget()
+        self._listener.close()
+
+    def _run(self) -> None:
+        self.pid = self._start(self._listener)
+        self._started = time.monotonic()
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.watch(self._pidfd, self._ended)
+
+    def _forget(self) -> None:
+        self._loop.unwatch(self._pidfd)
+        os.close(self._pidfd)
+        self.pid = None
+
+    def _ended(self) -> None:
+        assert self.pid is not None
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"has ended with exit code {status}"
+        what = f"candidate coordinator {self._number} (pid {self.pid}) {how}"
+        self._forget()
+        if status == 0:
+            return  # it led the run to its end
+        if time.monotonic() - self._started >= SOON:
+            self._soon = 0
+        self._again(what, LAST_WORD_SECONDS if status > 0 else 0.0)
+
+    def _again(self, what: str, at_least: float) -> None:
+        pause = max(at_least, PAUSES[min(self._soon, len(PAUSES) - 1)])
+        self._soon += 1
+        self._timer = self._loop.call_later(pause, lambda: self._replace(what))
+        if pause > LAST_WORD_SECONDS:
+            self._say(f"{what}; the run goes on with the others, and with another one in {pause:g} s")
+
+    def _replace(self, what: str) -> None:
+        self._timer = None
+        if self._is_over():
+            return
+        try:
+            self._run()
+        except OSError as error:
+            self._again(f"{what}, and another one cannot be started ({error})", 1.0)
+        else:
+            self._say(f"{what}; another one (pid {self.pid}) has its place")

@@ -1,0 +1,103 @@
+"""The network interface over which workers talk to those of other hosts.
+
+torch's gloo takes the address that the host's own name resolves to, and the loopback where it resolves to none: in a
+bare container the workers of two hosts then never find each other.  NCCL takes every interface, a container bridge's
+too.  The launcher knows better: by which interface this host and node 0 reach each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+
+VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""For NCCL a bare name is the beginning of one."""
+LOOPBACK = "127.0.0.1"
+
+
+class _Interface(ctypes.Structure):
+    """``struct ifaddrs`` of getifaddrs(3)."""
+
+
+_Interface._fields_ = [
+    ("next", ctypes.POINTER(_Interface)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+    ("netmask", ctypes.c_void_p),
+    ("destination", ctypes.c_void_p),
+    ("data", ctypes.c_void_p),
+]
+
+
+def interfaces() -> dict[str, str]:
+    """The name of the interface of each address of this host.  Raises OSError where the system does not tell."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Interface)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    found: dict[str, str] = {}
+    entry = first
+    while entry:
+        if (address := _text(entry.contents.address)) is not None:
+            found.setdefault(address, entry.contents.name.decode(errors="replace"))
+        entry = entry.contents.next
+    libc.freeifaddrs(first)
+    return found
+
+
+def interface_of(host: str, found: Mapping[str, str]) -> str | None:
+    """The interface in ``found`` that has ``host``, a name or an address of this host; None: no single one has."""
+    try:
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return None
+    addresses = {str(name[0]).partition("%")[0] for _, _, _, _, name in resolved}
+    names = {found[address] for address in addresses if address in found}
+    return names.pop() if len(names) == 1 else None
+
+
+def variables_for(host: str, inherited: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """What the workers' environment needs so that they talk over the interface of ``host``, this host's own address;
+    and a line about it.  What the user has set stands.
+    """
+    wanted = [name for name in VARIABLES if name not in inherited]
+    if not wanted:
+        return {}, ""
+    try:
+        found = interfaces()
+        name = interface_of(host, found)
+    except OSError:
+        name = None
+    if name is not None and name == found.get(LOOPBACK) and not _is_loopback(host):
+        name = None  # an address that is kept there: gloo would take 127.0.0.1
+    names = " and ".join(wanted)
+    if name is None:
+        return {}, f"no interface of this host has the address {host}: torch and NCCL choose one ({names} say which)"
+    return {
+        variable: VARIABLES[variable].format(name) for variable in wanted
+    }, f"workers talk over the interface {name} ({host}): it is set in {names}"
+
+
+def _is_loopback(host: str) -> bool:
+    return all(
+        ipaddress.ip_address(str(name[0]).partition("%")[0]).is_loopback
+        for _, _, _, _, name in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    )
+
+
+def _text(address: int | None) -> str | None:
+    """The address in a ``struct sockaddr``, if it is one of IP."""
+    if not address:
+        return None
+    family = ctypes.c_ushort.from_address(address).value
+    if family == socket.AF_INET:
+        return str(ipaddress.IPv4Address(ctypes.string_at(address + 4, 4)))
+    if family == socket.AF_INET6:
+        return str(ipaddress.IPv6Address(ctypes.string_at(address + 8, 16)))
+    return None

@@ -1,0 +1,65 @@
+"""What a launcher believes of what is in the store, which anybody on the network can read and write.
+
+A value is JSON text with a MAC by the job's secret over the key, the run and the text, so that it cannot be forged, put
+under another key, or taken from another run of the same secret.  A run's id is random and made by node 0; that a
+``job`` is not of an earlier run shows when node 0 answers a node's own nonce (nodes.py).  An old value of the same run
+can be put back: counters in the values, and that all of them only ever say more, make that harmless.
+
+Launchers of several nodes that share no secret have nothing to tell a stranger's word by (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from typing import Any
+
+from recover_megatron.membership.auth import Secret
+
+_LONGEST = 1024 * 1024
+
+
+class Unproved(ValueError):
+    """The value is not of a launcher of this run: it is not to be believed."""
+
+
+class Seal:
+    """Wraps and opens values; ``secret``: None where the launchers share none."""
+
+    def __init__(self, secret: Secret | None) -> None:
+        self._key = secret.key("launch") if secret else None
+
+    @property
+    def proves(self) -> bool:
+        """Whether values are proved at all."""
+        return self._key is not None
+
+    def wrap(self, key: str, run_id: str, value: Any) -> str:
+        """What to put under ``key``; ``run_id``: empty before it is known."""
+        text = json.dumps(value)
+        return json.dumps({"text": text, "mac": self._mac(key, run_id, text)})
+
+    def open(self, key: str, run_id: str, data: bytes) -> Any:
+        """The value.  Raises ``Unproved``, and ValueError for what is no such value at all."""
+        if len(data) > _LONGEST:
+            raise ValueError(f"a value of {len(data)} bytes")
+        try:
+            wrapped = json.loads(data)
+            text, mac = wrapped["text"], wrapped["mac"]
+            if not isinstance(text, str) or not isinstance(mac, str):
+                raise ValueError("not a launcher's value")
+            if self._key is not None and not hmac.compare_digest(mac.encode(), self._mac(key, run_id, text).encode()):
+                raise Unproved("it does not prove the job's secret")
+            return json.loads(text)
+        except (TypeError, KeyError, RecursionError, UnicodeDecodeError, UnicodeEncodeError) as error:
+            raise ValueError("not a launcher's value") from error
+
+    def peek(self, data: bytes) -> Any:
+        """The value without its proof: to tell people what may be wrong, for nothing else.  Raises ValueError."""
+        return Seal(None).open("", "", data)
+
+    def _mac(self, key: str, run_id: str, text: str) -> str:
+        if self._key is None:
+            return ""
+        return hmac.new(self._key, f"{key}|{run_id}|{text}".encode(), hashlib.sha256).hexdigest()

@@ -1,0 +1,112 @@
+"""The start of a run, which needs all of its workers: what the loss of one of them means until training has begun.
+
+::
+
+    a worker is lost --asked: is there a plan?--> yes: the training has begun, the others go on
+                                   | no
+                                   |--killed by a signal--------> the launch ends, on all nodes, at once
+                                   `--ended by itself--OWN_END_SECONDS--> the same; by then the others have said theirs
+
+Until the coordinator has made the first plan the workers wait for each other in torch's store, in barriers of gloo's
+and NCCL's: for one that has died they would wait for minutes.  So whoever hears of a loss first (this launcher of a
+worker's end; the coordinator of a connection's; node 0 of a launcher's) ends the launch.  Nothing was trained yet.
+
+A training without a coordinator never begins in this sense: there, any loss at any time ends the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from recover_megatron.launch import messages
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, start_exit_code
+from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.states import Worker, WorkerState
+from recover_megatron.membership.errors import EXIT_NO_REPLICA
+
+OWN_END_SECONDS = 3.0
+"""A fault of the work strikes many: so long the others may say theirs before they are ended."""
+REFUSED_SECONDS = 15.0
+"""The same for a refusal, which is every worker's, and each may say another reason."""
+TELL_SECONDS = 3.0
+"""So long the launcher of a lost worker may say better than others what became of it."""
+GRACE_SECONDS = 3.0
+"""From SIGTERM to SIGKILL: nothing was trained that could be saved."""
+
+
+@dataclass
+class StartEvents:
+    """What it asks the supervisor, and tells it."""
+
+    begun: Callable[[], bool]
+    """Whether there has been a plan, as far as is known here."""
+    ask: Callable[[Callable[[], None]], None]
+    """Call back, later, when all is known that the coordinator knows now."""
+    workers: Callable[[], Sequence[Worker]]
+    """Those that were launched on this node."""
+    go_on: Callable[[Worker, int], None]
+    """The training had begun when this worker ended; it had left so many processes behind."""
+    say: Callable[[str], None]
+    stop: Callable[[str, int], None]
+    """End the launch on all nodes: the reason, and the exit code."""
+
+
+class StartUp:
+    """Made once per launch."""
+
+    def __init__(self, loop: EventLoop, plan: LaunchPlan, events: StartEvents) -> None:
+        self._loop = loop
+        self._plan = plan
+        self._events = events
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the launch still needs all of its workers."""
+        return self._plan.needs_all and not self._events.begun()
+
+    def ended_in_it(self, worker: Worker) -> bool:
+        """Whether ``worker`` was lost while it was needed, for all that is known here."""
+        return self.under_way and worker.worker_id < self._plan.world_size and worker.state is not WorkerState.FINISHED
+
+    def worker_lost(self, worker: Worker, left_behind: int, cause: str) -> None:
+        """A worker of this node has ended in it; ``cause``: the last that it said, if that may be why."""
+        self._events.ask(lambda: self._judge(worker, left_behind, cause))
+
+    def launcher_lost(self, what: str) -> None:
+        """Another node, or what all need of node 0, is gone."""
+        if self.under_way:
+            self._events.ask(lambda: self._fail(f"{what} is lost", EXIT_NO_REPLICA))
+
+    def others_lost(self, missing: frozenset[int]) -> None:
+        """The coordinator does without ``missing``, of the launch's workers."""
+        theirs = missing - {worker.worker_id for worker in self._events.workers()}
+        if theirs and self.under_way:
+            what = "worker" if len(theirs) == 1 else "workers"
+            text = f"{what} {messages.ranges(sorted(theirs))} of another node lost"
+            self._loop.call_later(TELL_SECONDS, lambda: self._fail(text, EXIT_NO_REPLICA))
+
+    def _judge(self, worker: Worker, left_behind: int, cause: str) -> None:
+        if not self.under_way:
+            self._events.go_on(worker, left_behind)
+            return
+        # A refusal stands above in full, and is told once.
+        text = messages.worker_lost_at_start(worker, left_behind, "" if worker.exit_code == REFUSED else cause)
+        if worker.signal is not None or not any(other.live for other in self._events.workers()):
+            self._fail(text)
+            return
+        wait = REFUSED_SECONDS if worker.exit_code == REFUSED else OWN_END_SECONDS
+        self._events.say(f"{text}; the training has not begun, and needs it: all end in {wait:g} s")
+        self._loop.call_later(wait, lambda: self._fail(text))
+
+    def _fail(self, text: str, code: int | None = None) -> None:
+        if self.under_way:
+            if not self._plan.fault_tolerant and code is not None:
+                code = LAUNCH_FAILED
+            ended = [worker.outcome for worker in self._events.workers() if not worker.live]
+            code = start_exit_code(ended, self._plan.fault_tolerant) if code is None else code
+            needs = "the training has not begun, and needs all workers"
+            if not self._plan.fault_tolerant:
+                needs = "a training without --recover needs all workers"
+            self._events.stop(f"{text}; {needs}: the launch ends with exit code {code}", code)

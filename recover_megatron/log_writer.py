@@ -1,0 +1,332 @@
+"""Files that are written for people: by a thread of their own, so that no disk ends, stops or slows a run.
+
+    put --> queue (bounded) --> thread: open, write
+                                  | OSError: said once; tried again every ``RETRY_SECONDS``, the others wait
+                                  | a write that does not return (a frozen file system): said after ``STALL_SECONDS``
+
+Nobody who decides or trains touches the disk: ``put`` takes microseconds and raises nothing.  What does not fit into
+the queue any more is dropped and counted.  When the disk takes data again the file goes on where it stopped, whole line
+after whole line.  The price: the last lines of a process that is killed may be lost.  Who must not lose them waits for
+them with ``settle`` or ``flush``, both for a bounded time.
+
+A kernel does not end a process while one of its threads is inside a write to a file system that was frozen
+(``fsfreeze``): such a process ends when it thaws, and whoever waits for it sees that end then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+RETRY_SECONDS = 2.0
+STALL_SECONDS = 10.0
+"""A job that takes so long is told of: nothing else would, while the queue has room."""
+QUIET_SECONDS = 60.0
+"""A disk that fails and recovers in turn is told of once in this time."""
+PATIENCE_SECONDS = 0.1
+"""``settle`` waits no longer; and not at all while the thread is behind."""
+FLUSH_SECONDS = 3.0
+MOST_BYTES = 4 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Say = Callable[[str], None]
+Job = Callable[[], None]
+"""May be called several times: again after an OSError."""
+
+
+def say_on_stderr(text: str) -> None:
+    """A warning of a worker; lost where even that cannot be written."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"recover: warning: {text}", file=sys.stderr, flush=True)
+
+
+class Aside:
+    """Carries out jobs in their order, in a thread that starts with the first one.
+
+    ``what`` names them in messages, ``say`` (called in any thread) tells of trouble; ``most_bytes`` bounds the queue.
+    """
+
+    def __init__(self, what: str, say: Say = say_on_stderr, most_bytes: int = MOST_BYTES) -> None:
+        self._what = what
+        self._say = say
+        self._most_bytes = most_bytes
+        self._jobs: deque[tuple[int, Job]] = deque()  # the first one is being carried out
+        self._bytes = 0
+        self._done = 0
+        self._failures = 0
+        self._hurry = False
+        """Somebody waits: try again at once."""
+        self._dropped = 0
+        self._trouble = ""
+        self._told_at = -QUIET_SECONDS
+        self._told = False
+        self._since = 0.0
+        self._behind = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+
+    def submit(self, job: Job, size: int) -> bool:
+        """Have ``job`` carried out; it keeps ``size`` bytes of memory until then.  False: it was dropped."""
+        with self._changed:
+            full = self._bytes > 0 and self._bytes + size > self._most_bytes
+            taken = not full and not self._closed
+            if not taken:
+                self._dropped += 1
+            else:
+                self._jobs.append((size, job))
+                self._bytes += size
+                self._run_thread()
+                self._changed.notify_all()
+            waits = time.monotonic() - self._since if len(self._jobs) > 1 else 0.0
+        if waits > STALL_SECONDS:
+            self._tell(f"has not been taken by the disk for {waits:.0f} s")
+        elif full:
+            self._tell("grows faster than the disk takes it")
+        return taken
+
+    def settle(self) -> None:
+        """Wait until all is done, for a moment at most; not at all while the thread is behind."""
+        if not self._behind:
+            self._behind = not self._wait(PATIENCE_SECONDS, in_all=PATIENCE_SECONDS)
+
+    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
+        """Wait until all is done.
+
+        Give up (False) when the disk refuses, nothing gets done for ``seconds``, or after ten times that.
+        """
+        return self._wait(seconds, in_all=10 * seconds)
+
+    def discard(self) -> None:
+        """Forget all jobs but the one that is being carried out."""
+        with self._changed:
+            while len(self._jobs) > 1:
+                self._bytes -= self._jobs.pop()[0]
+
+    def close(self) -> None:
+        """No more jobs; returns at once.  The thread ends when the queue is empty, or at the next error."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def left(self) -> int:
+        """Bytes that are not written yet."""
+        return self._bytes
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is closed, with nothing left to do."""
+        return self._closed and not self._jobs
+
+    def _wait(self, seconds: float, in_all: float) -> bool:
+        end = time.monotonic() + in_all
+        with self._changed:
+            failures = self._failures
+            self._hurry = True
+            self._changed.notify_all()
+            while self._jobs and self._failures == failures:
+                done, until = self._done, min(time.monotonic() + seconds, end)
+                while self._jobs and self._done == done and self._failures == failures:
+                    if (left := until - time.monotonic()) <= 0:
+                        return False
+                    self._changed.wait(left)
+            return not self._jobs
+
+    def _run_thread(self) -> None:
+        if self._thread is None:
+            self._since = time.monotonic()
+            self._thread = threading.Thread(target=self._run, name=f"recover-write-{self._what}", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs:
+                    self._behind = False
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                job = self._jobs[0][1]
+                self._since = time.monotonic()
+            try:
+                job()
+            except OSError as error:
+                if not self._failed(error):
+                    return
+            else:
+                self._succeeded()
+
+    def _failed(self, error: OSError) -> bool:
+        """Wait until it is time for the next attempt; False: there will be none."""
+        with self._changed:
+            self._trouble = error.strerror or str(error)
+            self._failures += 1
+            self._hurry = False
+            self._changed.notify_all()
+        self._tell(f"cannot be written ({self._trouble})")
+        with self._changed:
+            if not self._closed:
+                self._changed.wait_for(lambda: self._closed or self._hurry, RETRY_SECONDS)
+                return True
+            self._jobs.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+            return False
+
+    def _succeeded(self) -> None:
+        with self._changed:
+            size, _ = self._jobs.popleft()
+            self._bytes -= size
+            self._done += 1
+            recovered, self._told = self._told, False
+            self._trouble = ""
+            dropped = self._dropped
+            if recovered:
+                self._dropped = 0
+            self._changed.notify_all()
+        if recovered:
+            lost = f"; {dropped} lines were dropped" if dropped else "; nothing was lost"
+            self._say(f"{self._what} is written again{lost}")
+
+    def _tell(self, trouble: str) -> None:
+        now = time.monotonic()
+        with self._changed:
+            if self._told or now - self._told_at < QUIET_SECONDS:
+                return
+            self._told, self._told_at = True, now
+        self._say(f"{self._what} {trouble}; the run goes on without it")
+
+
+def open_to_append(path: Path) -> int:
+    """A descriptor for adding lines to ``path``, whose folder is made; a last line that was cut gets its end.
+
+    Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        info = os.fstat(descriptor)
+        if stat.S_ISREG(info.st_mode) and info.st_size and os.pread(descriptor, 1, info.st_size - 1) != b"\n":
+            os.write(descriptor, b"\n")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class LogWriter:
+    """Adds lines to one file, which is opened with the first one.
+
+    ``opening`` gives the descriptor, in the thread, and again when the file has to be opened anew (its folder was
+    removed, the server has forgotten it).  ``gap(n)`` is written where n lines were dropped.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        say: Say = say_on_stderr,
+        opening: Callable[[Path], int] = open_to_append,
+        gap: Callable[[int], bytes] | None = None,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._path = path
+        self._opening = opening
+        self._gap = gap
+        self._dropped = 0
+        self._descriptor: int | None = None
+        self._aside = Aside(str(path), say, most_bytes)
+
+    def make(self) -> None:
+        """Open the file now, so that it is there before the first line."""
+        self._aside.submit(self._make, 0)
+
+    def put(self, line: bytes, wanted: Callable[[], bool] | None = None) -> None:
+        """Add ``line``, with its end, as soon as the disk takes it.
+
+        ``wanted`` is asked in the thread, when the file is open: whether it is still to be written.
+        """
+        if self._dropped and self._gap is not None:
+            line = self._gap(self._dropped) + line
+        if self._aside.submit(_Append(self, line, wanted), len(line)):
+            self._dropped = 0
+        else:
+            self._dropped += 1
+
+    def settle(self) -> None:
+        """As ``Aside.settle``: a line that was put is on the disk now, if the disk is well."""
+        self._aside.settle()
+
+    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
+        """As ``Aside.flush``."""
+        return self._aside.flush(seconds)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is closed, with nothing left to write."""
+        return self._aside.finished
+
+    def discard(self) -> None:
+        """As ``Aside.discard``."""
+        self._aside.discard()
+
+    def close(self) -> None:
+        """No more lines; returns at once, what was put is still written."""
+        self._aside.submit(self._close, 0)
+        self._aside.close()
+
+    def _make(self) -> None:
+        self._add(b"", 0, None)
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def _add(self, line: bytes, written: int, wanted: Callable[[], bool] | None) -> int:
+        """In the thread: write ``line``, of which ``written`` bytes are in the file.
+
+        Returns how many are now, fewer than all where the disk is full; raises OSError where not one more was written.
+        """
+        try:
+            if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
+                self._close()  # removed, perhaps with its folder
+            if self._descriptor is None:
+                self._descriptor, written = self._opening(self._path), 0
+            if not written and wanted is not None and not wanted():
+                return len(line)
+            return written + os.write(self._descriptor, memoryview(line)[written:])
+        except OSError as error:
+            if error.errno not in _FULL:
+                with contextlib.suppress(OSError):
+                    self._close()
+            raise
+
+
+def flush_all(files: Iterable[LogWriter | Aside], seconds: float = FLUSH_SECONDS) -> None:
+    """Flush all of them; when one gives up, the others, on the same disk perhaps, have no such time more."""
+    for file in files:
+        if not file.flush(seconds):
+            seconds = PATIENCE_SECONDS
+
+
+class _Append:
+    """One line on its way into a file; called again after an error it goes on where the disk was full."""
+
+    def __init__(self, file: LogWriter, line: bytes, wanted: Callable[[], bool] | None) -> None:
+        self._file = file
+        self._line = line
+        self._written = 0
+        self._wanted = wanted
+
+    def __call__(self) -> None:
+        while self._written < len(self._line):
+            self._written = self._file._add(self._line, self._written, self._wanted)

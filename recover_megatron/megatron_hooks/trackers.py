@@ -1,0 +1,166 @@
+"""What Megatron adds up over microbatches for its log alone, beside the losses that a forward step returns.
+
+    MoE     per layer: load balancing losses, z-loss
+    MTP     per depth of multi-token prediction: loss, correct and all predictions
+    DSA     per layer: loss of the sparse attention's indexer
+    THD     of packed sequences: tokens, squares of their lengths, of which floating-point operations are counted
+
+Each worker has sums over the microbatches that it ran, and Megatron's log averages or adds these over the workers.
+After a death that is wrong: sums of the dead are missing, and who is left ran more than its share.  So they travel in
+the step's tail, where every microbatch is counted once (``read``); when the step is committed each worker is given what
+it would have if all of the launch had run equal shares of them (``write``): their average, however many it is taken
+over.  What Megatron would add over the workers it is given as a whole.  Nothing is left to be asked of other replicas,
+so no such operation is made for it, by all stages of a pipeline or by some.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.training import training
+
+from recover_megatron.megatron_hooks import seams
+
+EXPERT_TRACKER = "megatron.core.transformer.moe.moe_logging"
+HAS_EXPERT_TRACKER = importlib.util.find_spec(EXPERT_TRACKER) is not None
+"""0.17 has a dictionary instead; its averages are taken over the living, which changes nothing in them."""
+
+BALANCING = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Megatron's --moe-router-load-balancing-type -> name in its log."""
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Some numbers of one kind.  ``find``: the tensor that they are added up in; None as long as there is none."""
+
+    size: int
+    find: Callable[[], torch.Tensor | None]
+    added: bool = False
+    """Whether Megatron adds them over the workers, and does not take their average."""
+
+
+class Trackers:
+    """See the module's text.  ``args``: Megatron's; ``ranks``: how many workers the tail sums over, at launch."""
+
+    def __init__(self, args: Any, ranks: int) -> None:
+        self._ranks = ranks
+        self._experts = _names_of_experts(args)
+        self._layers = args.num_layers + (getattr(args, "mtp_num_layers", None) or 0)
+        experts = [_Sums(self._layers, _expert_sums(name)) for name in self._experts]
+        self._every = [*experts, *_of_prediction(args), *_of_indexer(args), *_of_packing()]
+
+    @property
+    def size(self) -> int:
+        """How many numbers ``read`` gives; the same on all workers, from the start."""
+        return sum(sums.size for sums in self._every)
+
+    def begin(self) -> None:
+        """A step begins: what was left of one that this worker did not finish is dropped."""
+        for sums in self._every:
+            if (tensor := sums.find()) is not None:
+                tensor.zero_()
+
+    def read(self) -> torch.Tensor:
+        """What this worker's microbatches of the step have added up; float64, flat, on the host."""
+        parts = []
+        for sums in self._every:
+            tensor = sums.find()
+            parts.append(torch.zeros(sums.size) if tensor is None else tensor.detach().flatten())
+        return torch.cat([part.double().cpu() for part in parts]) if parts else torch.zeros(0, dtype=torch.float64)
+
+    def write(self, whole: torch.Tensor) -> None:
+        """``whole``: the sum of what all have read, of the whole batch."""
+        at = 0
+        for sums in self._every:
+            its, at = whole[at : at + sums.size], at + sums.size
+            if (tensor := sums.find()) is not None:
+                tensor.copy_((its if sums.added else its / self._ranks).view_as(tensor))
+        prediction = MTPLossLoggingHelper.tracker
+        if "avg_group" in prediction:
+            prediction["avg_group"] = None
+        if self._experts and HAS_EXPERT_TRACKER:
+            self._stay_in_the_replica()
+
+    def _stay_in_the_replica(self) -> None:
+        """Let the numbers of the experts be averaged over this replica's tensor ranks alone, which differ."""
+        tracker = importlib.import_module(EXPERT_TRACKER).get_moe_metrics_tracker()
+        for name in self._experts:
+            tracker.ensure_initialized(name, self._layers)  # as Megatron does later in a stage that has no experts
+            entry = tracker.metrics[name]
+            entry.needs_dp_avg = False
+            if entry.avg_group is not None:
+                entry.avg_group = parallel_state.get_tensor_and_context_parallel_group()
+
+
+def _names_of_experts(args: Any) -> list[str]:
+    if not getattr(args, "num_experts", None):
+        return []
+    given = args.moe_router_load_balancing_type
+    kinds = [given] if isinstance(given, str) else given
+    names = [name for kind, name in BALANCING.items() if kind in kinds]
+    return [*names, *["z_loss"] * (getattr(args, "moe_z_loss_coeff", None) is not None)]
+
+
+def _expert_sums(name: str) -> Callable[[], torch.Tensor | None]:
+    if HAS_EXPERT_TRACKER:
+        tracker = importlib.import_module(EXPERT_TRACKER).get_moe_metrics_tracker
+        return lambda: getattr(tracker().metrics.get(name), "values", None)
+    known = importlib.import_module("megatron.core.transformer.moe.moe_utils").get_moe_layer_wise_logging_tracker
+    return lambda: known().get(name, {}).get("values")
+
+
+def _of_prediction(args: Any) -> list[_Sums]:
+    depth = getattr(args, "mtp_num_layers", None) or 0
+    names = {
+        "loss_values": False,
+        "values": False,
+        "correct_values": True,
+        "total_values": True,
+    }  # "values": 0.17, 0.18
+    return [_Sums(depth, _held(MTPLossLoggingHelper.tracker, name), added) for name, added in names.items() if depth]
+
+
+def _of_indexer(args: Any) -> list[_Sums]:
+    if not getattr(args, "dsa_indexer_loss_coeff", None):
+        return []
+    return [_Sums(args.num_layers, _held(DSAIndexerLossLoggingHelper.tracker, "values"))]
+
+
+def _held(tracker: dict[str, Any], name: str) -> Callable[[], torch.Tensor | None]:
+    return lambda: tracker.get(name)
+
+
+def _of_packing() -> list[_Sums]:
+    return [_Sums(2, lambda: getattr(training, "_seqlen_stats_in_iteration", None), added=True)]
+
+
+def install(begun: Callable[[], bool]) -> None:
+    """Wrap the seam, where this Megatron has it (0.18 on); ``begun``: whether steps are ours already."""
+
+    def not_added(original: Callable[..., Any]) -> Callable[..., Any]:
+        def consume_seqlen_stats_in_iteration() -> Any:
+            if not begun() or not training._seqlen_stats_active:
+                return original()
+            whole = training._seqlen_stats_in_iteration
+            # The tail sums over context-parallel ranks, too, which have counted the same.
+            tokens, squares = (whole / parallel_state.get_context_parallel_world_size()).tolist()
+            whole.zero_()
+            training._seqlen_stats_active = False
+            return tokens, squares
+
+        return consume_seqlen_stats_in_iteration
+
+    if hasattr(training, "consume_seqlen_stats_in_iteration"):
+        seams.wrap(training, "consume_seqlen_stats_in_iteration", (), not_added)

@@ -1,0 +1,121 @@
+"""Training on hosts of which two cannot talk to each other, while both hear everybody else.
+
+It equals training on whole roads.  Where a ring can go round the broken road everybody goes on;
+else the smallest number of replicas is left out.  A road that comes back in time costs nobody its place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.drawn import some
+from tests.forkserver import ForkServer
+from tests.instep.conftest import Reference
+from tests.instep.conftest import reference as reference
+from tests.instep.runs import LAYOUTS, Case, Layout, Result, check
+
+from .hosts import SWITCH, Hosts
+
+pytestmark = pytest.mark.slow
+LAYOUT = {layout.name: layout for layout in [*LAYOUTS, Layout("dp3", 3)]}
+ITERATIONS = 30
+AT = 5
+"""After so many iterations roads break."""
+EPOCHS = 12
+"""More than any of these runs may need; without a bound there were thousands."""
+
+
+def run(hosts: Hosts, each: int, case: Case, server: ForkServer, out: Path, spoil: Callable[[], None]) -> Result:
+    """Run a case with ``each`` workers on every host; ``spoil`` does something to the roads in the middle."""
+    ranks = [1 + rank // each for rank in range(case.layout.grid.world)]
+    networks = [(hosts.network(host), hosts.address(host)) for host in [*ranks, SWITCH]]
+    over = threading.Event()
+
+    def watch() -> None:
+        steps = out / "steps.jsonl"
+        while not (steps.exists() and steps.read_text().count("\n") >= AT):
+            if over.is_set():
+                return
+            time.sleep(0.02)
+        spoil()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        return case.run(server, out, networks)
+    finally:
+        over.set()
+        watcher.join()
+
+
+def said(result: Result) -> str:
+    return "".join(log.read_text() for log in result.ended.logs)
+
+
+def last_plan(result: Result) -> dict[str, object]:
+    return result.plans[max(result.plans)]
+
+
+@pytest.mark.parametrize(
+    ("name", "each", "count", "how", "left"),
+    some(
+        "roads",
+        [
+            pytest.param("dp3", 1, 3, "part", 2, id="a replica on each host, packets vanish"),
+            pytest.param("pp2-dp3", 2, 3, "refuse", 2, id="replicas over two hosts each, connections are refused"),
+            pytest.param("dp4", 1, 4, "refuse", 4, id="a ring can go round"),
+        ],
+        2,
+    ),
+)
+def test_two_hosts_that_cannot_talk_to_each_other_do_not_stop_the_run(
+    can_have_hosts: None,
+    forkserver: ForkServer,
+    reference: Reference,
+    tmp_path: Path,
+    name: str,
+    each: int,
+    count: int,
+    how: str,
+    left: int,
+) -> None:
+    case = Case(LAYOUT[name], iterations=ITERATIONS)
+    with Hosts(count) as hosts:
+        result = run(hosts, each, case, forkserver, tmp_path, lambda: getattr(hosts, how)(2, 3))
+    check(result, reference(case))
+    assert len(result.plans) <= EPOCHS
+    assert len(last_plan(result)["replicas"]) == left, result.told()  # type: ignore[arg-type]
+    text = said(result)
+    assert f"({hosts.address(2)}) and worker" in text
+    assert f"({hosts.address(3)})" in text
+    assert ("is put out for it" in text) == (left < case.layout.replicas), result.told()
+    if left == case.layout.replicas:
+        order = last_plan(result)["order"]
+        assert isinstance(order, list)
+        assert abs(order.index(1) - order.index(2)) == 2
+    assert any("asks for it" in str(event["reason"]) for event in result.events if event["event"] == "revoke")
+
+
+@pytest.mark.parametrize("how", some("short breaks", ["refuse", "cable"], 1))
+def test_a_road_that_comes_back_costs_nobody_its_place(
+    three_hosts: Hosts, forkserver: ForkServer, reference: Reference, tmp_path: Path, how: str
+) -> None:
+    hosts, case = three_hosts, Case(LAYOUT["dp3"], iterations=ITERATIONS)
+
+    def spoil() -> None:
+        if how == "refuse":
+            hosts.refuse(2, 3)
+        else:
+            hosts.cable(3, up=False)
+        time.sleep(2)
+        hosts.mend()
+
+    result = run(hosts, 1, case, forkserver, tmp_path, spoil)
+    check(result, reference(case))
+    assert set(result.replicas) == {3}
+    assert len(result.plans) <= EPOCHS

@@ -1,0 +1,114 @@
+"""Folders of attempts at a checkpoint: renamed once, whoever does it how often and how late, and removed when old."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.instep import attempts
+from recover_megatron.instep.attempts import Attempt, clean, publish
+
+FIRST = Attempt(8, term=0x1ABCDEF01, epoch=3, decision=17)
+SECOND = Attempt(8, term=0x1ABCDEF01, epoch=4, decision=17)
+
+
+def written(parent: Path, attempt: Attempt, text: str) -> tuple[str, str]:
+    """The folder of an attempt, with a file, and what it is to be."""
+    final = str(parent / "iter_0000008")
+    folder = Path(attempt.folder(final))
+    (folder / "mp_rank_00").mkdir(parents=True)
+    (folder / "mp_rank_00" / "model.pt").write_text(text)
+    return str(folder), final
+
+
+def content(final: str) -> str:
+    return (Path(final) / "mp_rank_00" / "model.pt").read_text()
+
+
+def test_a_complete_attempt_gets_its_name_once(tmp_path: Path) -> None:
+    folder, final = written(tmp_path, FIRST, "new")
+    publish(folder, final)
+    publish(folder, final)  # another worker, or the same one that has slept
+    assert os.listdir(tmp_path) == ["iter_0000008"]
+    assert content(final) == "new"
+
+
+def test_what_an_earlier_run_has_left_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000008").mkdir()
+    (tmp_path / "iter_0000008" / "old").touch()
+    folder, final = written(tmp_path, FIRST, "new")
+    publish(folder, final)
+    assert os.listdir(tmp_path) == ["iter_0000008"]
+    assert os.listdir(final) == ["mp_rank_00"]
+
+
+def test_a_link_to_another_disk_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "old").touch()
+    (tmp_path / "iter_0000008").symlink_to("elsewhere")
+    folder, final = written(tmp_path, FIRST, "new")
+    publish(folder, final)
+    assert content(final) == "new"
+    assert not os.path.islink(final)
+    assert os.listdir(tmp_path / "elsewhere") == ["old"]
+
+
+def test_an_attempt_that_is_gone_leaves_the_checkpoint_of_the_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two do it at once, where there is an older checkpoint: the slower one is stopped between its two renames."""
+    (tmp_path / "iter_0000008").mkdir()
+    (tmp_path / "iter_0000008" / "old").touch()
+    folder, final = written(tmp_path, FIRST, "new")
+    rename, stopped = os.rename, []
+
+    def stopping(source: str, target: str) -> None:
+        if target.endswith(".replaced") and not stopped:
+            stopped.append(source)
+            publish(folder, final)
+        rename(source, target)
+
+    monkeypatch.setattr(attempts.os, "rename", stopping)
+    publish(folder, final)
+    assert stopped
+    assert content(final) == "new"
+    assert os.listdir(tmp_path) == ["iter_0000008"]
+
+
+def test_nothing_is_taken_for_a_checkpoint_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        publish(FIRST.folder(str(tmp_path / "iter_0000008")), str(tmp_path / "iter_0000008"))
+
+
+def test_a_file_system_that_renames_no_folders_gets_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, final = written(tmp_path, FIRST, "new")
+
+    def refuse(source: str, target: str) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(attempts.os, "rename", refuse)
+    publish(folder, final)
+    assert content(final) == "new"
+    assert os.listdir(tmp_path) == ["iter_0000008"]
+
+
+def test_what_attempts_before_this_one_have_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    later = Attempt(12, FIRST.term, 9, 40)
+    under_way = Attempt(4, FIRST.term, 2, 9)
+    for attempt in (FIRST, SECOND, later, under_way, Attempt(6, 7, 1, 1)):
+        written(tmp_path, attempt, "part")
+    Path(f"{FIRST.folder(str(tmp_path / 'x'))}.replaced").mkdir()
+    (tmp_path / "attempt_of_mine").mkdir()
+    (tmp_path / "iter_0000004").mkdir()
+    clean(str(tmp_path), SECOND, [under_way])
+    left = {Path(attempt.folder(str(tmp_path / "x"))).name for attempt in (SECOND, later, under_way)}
+    assert set(os.listdir(tmp_path)) == {*left, "attempt_of_mine", "iter_0000004"}
+    clean(str(tmp_path / "not there yet"), SECOND, [])
+
+
+def test_no_late_attempt_removes_a_newer_one(tmp_path: Path) -> None:
+    written(tmp_path, SECOND, "part")
+    clean(str(tmp_path), FIRST, [])
+    assert len(os.listdir(tmp_path)) == 1

@@ -1,0 +1,194 @@
+"""Broken edges between live workers: what they tell, what the plan makes of it, and that no run repeats for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recover_megatron.instep.edges import MOST, TRUSTED, Edges, describe
+from recover_megatron.instep.grid import LaunchGrid, launch_grid
+from recover_megatron.instep.plan import Decision, Rules, Status, decide
+from recover_megatron.workload.edges import between, edge, inside
+
+PAIRS = launch_grid(6, tensor=2, context=1, pipeline=1, lanes=1)
+"""Three replicas of two: a host each."""
+STAGES = launch_grid(6, tensor=1, context=1, pipeline=2, lanes=1)
+"""Three replicas (0, 3), (1, 4), (2, 5), on hosts of two workers each."""
+
+
+def in_step(grid: LaunchGrid, unreached: Mapping[int, Collection[int]] = {}, **fields: object) -> dict[int, Status]:
+    """All of the launch, in step 7, with the nominal share of 12 microbatches in their gradients."""
+    statuses = {}
+    for replica, workers in enumerate(grid.replicas):
+        ran = tuple(range(replica, 12, len(grid.replicas)))
+        for position, worker in enumerate(workers):
+            statuses[worker] = Status(
+                replica, position, at=7, step=True, total=12, ran=ran, iteration=7, board=f"10.0.0.{worker} 1",
+                node=f"h{worker // 2}", unreached=tuple(unreached.get(worker, ())),
+            )  # fmt: skip
+    return {worker: replace(status, **fields) for worker, status in statuses.items()}  # type: ignore[arg-type]
+
+
+def counted(decision: Decision, statuses: Mapping[int, Status]) -> list[int]:
+    """What is in the gradients once the plan is carried out."""
+    ran = [j for workers in decision.grid.values() for j in statuses[workers[0]].ran]
+    return sorted(ran + [j for lanes in decision.rerun.values() for lane in lanes for j in lane])
+
+
+def test_two_hosts_that_do_not_hear_each_other_cost_one_replica_and_no_microbatch() -> None:
+    statuses = in_step(PAIRS, {2: (4, 5), 3: (4, 5), 4: (2, 3), 5: (2, 3)})
+    decision = decide(3, statuses, PAIRS)
+    assert decision.replicas == (0, 1)
+    assert decision.put_out == {2: ((2, 4), (2, 5), (3, 4), (3, 5))}
+    assert decision.spares == (4, 5)
+    assert counted(decision, statuses) == list(range(12))
+    text = "\n".join(describe(decision, statuses))
+    assert "worker 2 on h1 (10.0.0.2) and worker 4 on h2 (10.0.0.4)" in text
+    assert "replica 2 is put out" in text
+
+
+def test_one_ends_word_is_enough() -> None:
+    assert decide(3, in_step(PAIRS, {5: (2,)}), PAIRS).replicas == (0, 1)
+
+
+def test_where_an_order_avoids_the_edge_nobody_is_out() -> None:
+    grid = launch_grid(4, tensor=1, context=1, pipeline=1, lanes=1)
+    statuses = in_step(grid, {0: (1,)})
+    decision = decide(3, statuses, grid)
+    assert decision.replicas == (0, 1, 2, 3)
+    assert not decision.put_out
+    at = {replica: place for place, replica in enumerate(decision.order)}
+    assert abs(at[0] - at[1]) == 2
+    assert decide(3, statuses, grid, Rules(mesh=True)).replicas == (0, 2, 3)
+
+
+def test_a_replica_that_cannot_talk_inside_is_none_and_is_not_put_together_again_over_the_same_edge() -> None:
+    hosts = {worker: worker // 2 for worker in range(6)}
+    deaf = {w: [o for o in range(6) if {hosts[w], hosts[o]} == {1, 2}] for w in range(6)}
+    first = decide(3, in_step(STAGES, deaf), STAGES)
+    assert first.replicas == (0,)
+    assert set(first.put_out) == {1, 2}  # 2 is torn, and 1 cannot talk to 0 on all positions
+    # At the boundary they are ready: 1 and 2 hear everybody that works, 4 and 5 do not hear worker 3.
+    spares = {
+        worker: replace(status, replica=None, ready=True, step=False, ran=())
+        for worker, status in in_step(STAGES, deaf, at=8, version=7).items()
+    }
+    working = {w: replace(spares[w], replica=0, ready=False, boundary=True) for w in (0, 3)}
+    second = decide(4, {**spares, **working}, STAGES)
+    assert second.replicas == (0,)
+    assert second.rebuild in ({1: 1}, {2: 1})  # one of those two is to become a second stage
+    moved = min(second.rebuild)
+    third = decide(5, {**spares, **working, moved: replace(spares[moved], position=1)}, STAGES)
+    assert third.replicas == (0, 1)
+    assert sorted(third.grid[1]) == [1, 2]
+    assert not inside(third.grid, third.broken)
+
+
+@given(st.sampled_from([PAIRS, STAGES, launch_grid(6, tensor=1, context=1, pipeline=1, lanes=1)]), st.data())
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_broken_who_works_together_can_and_every_microbatch_counts_once(
+    grid: LaunchGrid, data: st.DataObject
+) -> None:
+    pairs = [(one, other) for one in range(6) for other in range(6) if one != other]
+    told = data.draw(st.lists(st.sampled_from(pairs), unique=True, max_size=8))
+    unreached = {w: [other for one, other in told if one == w] for w in range(6)}
+    statuses = in_step(grid, unreached)
+    decision = decide(3, statuses, grid)
+    broken = {edge(*pair) for pair in told}
+    assert not inside(decision.grid, broken)
+    order = decision.order or decision.replicas
+    assert sorted(order) == list(decision.replicas)
+    gaps = [edge(*pair) for pair in zip(order, [*order[1:], order[0]], strict=True)] if len(order) > 1 else []
+    assert not set(gaps) & between(decision.grid, broken)
+    if decision.grid:
+        assert counted(decision, statuses) == list(range(12))
+    assert decision == decide(3, dict(reversed(statuses.items())), grid)
+
+
+# ---- how a worker comes to tell
+
+
+class Road:
+    """Stands in for trying: who cannot be reached, and whom was asked for."""
+
+    def __init__(self, broken: set[int]) -> None:
+        self.broken = broken
+        self.tried: list[set[int]] = []
+
+    def __call__(self, addresses: Mapping[int, str], seconds: float, gone: Callable[[], Collection[int]]) -> set[int]:
+        self.tried.append(set(addresses))
+        return self.broken & set(addresses)
+
+
+def epochs(edges: Edges, road: Road, count: int) -> list[tuple[int, ...]]:
+    """So many epochs at step 7 that end without a death; what was told for each."""
+    told = []
+    for number in range(count):
+        told.append(edges.look(7, lambda: frozenset(range(6))))
+        statuses = in_step(PAIRS)
+        edges.told(decide(number, statuses, PAIRS), statuses, committed=6)
+    return told
+
+
+def test_after_the_second_epoch_at_one_decision_everybody_is_tried() -> None:
+    road = Road({4})
+    edges = Edges(2, road, pause=lambda seconds: None)
+    statuses = in_step(PAIRS, at=5)
+    edges.told(decide(1, statuses, PAIRS), statuses, committed=4)
+    assert epochs(edges, road, 3) == [(), (), (4,)]
+    assert road.tried == [{0, 1, 3, 4, 5}]
+
+
+def test_with_whom_a_connection_failed_is_tried_at_once() -> None:
+    road = Road({4})
+    edges = Edges(2, road, pause=lambda seconds: None)
+    statuses = in_step(PAIRS, at=5)
+    edges.told(decide(1, statuses, PAIRS), statuses, committed=4)
+    edges.noticed(4)
+    assert epochs(edges, road, 1) == [(4,)]
+    assert road.tried == [{4}]
+
+
+def test_who_was_not_reached_is_tried_again_and_a_mended_road_is_used() -> None:
+    road = Road({4})
+    edges = Edges(2, road, pause=lambda seconds: None)
+    assert epochs(edges, road, 3)[-1] == (4,)
+    road.broken = set()
+    statuses = in_step(PAIRS, at=9)
+    edges.told(decide(5, statuses, PAIRS), statuses, committed=8)
+    assert edges.look(11, lambda: frozenset(range(6))) == ()
+
+
+def test_a_road_that_lets_connections_be_made_but_no_more_is_left_out_after_some_epochs() -> None:
+    """Trying finds nothing: what the connections themselves failed with counts in the end."""
+    road = Road(set())
+    edges = Edges(2, road, pause=lambda seconds: None)
+    edges.noticed(4)
+    told = []
+    for _ in range(TRUSTED + 3):
+        told += epochs(edges, road, 1)
+        edges.noticed(4)
+    assert told[: TRUSTED + 1] == [()] * (TRUSTED + 1)
+    assert told[-1] == (4,)
+
+
+def test_epochs_at_one_decision_are_counted_to_a_bound_and_any_progress_begins_again() -> None:
+    road = Road(set())
+    edges = Edges(2, road, pause=lambda seconds: None)
+    epochs(edges, road, MOST + 1)
+    assert edges.tries == MOST
+    statuses = in_step(PAIRS, at=8)
+    edges.told(decide(99, statuses, PAIRS), statuses, committed=7)
+    assert edges.tries == 0
+
+
+def test_who_dies_meanwhile_is_tried_by_nobody() -> None:
+    road = Road({4})
+    edges = Edges(2, road, pause=lambda seconds: None)
+    epochs(edges, road, 1)
+    edges.noticed(4)
+    assert edges.look(7, lambda: frozenset({0, 1, 2, 3, 5})) == ()
+    assert not any(4 in tried for tried in road.tried)

@@ -1,0 +1,202 @@
+"""One run at a time in a log folder, and no cleaning up after one that was killed."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+from dataclasses import replace
+
+import pytest
+
+from recover_megatron.launch import folder_lock
+from recover_megatron.launch.folder_lock import Claim, FolderLock
+
+from .conftest import eventually
+from .test_store import free_port
+
+MINE = Claim(100, "here", 1.0, "first", nnodes=2, master_addr="a", master_port=29500, world_size=4)
+OTHER = replace(MINE, pid=200, run_id="second")
+
+WAITS = """
+    import os, time
+    print("STARTED", flush=True)
+    while not os.path.exists("end"):
+        time.sleep(0.01)
+    """
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", 0.2)
+    monkeypatch.setattr(folder_lock, "_LOOK_SECONDS", 0.01)
+    return lambda claim, say=pytest.fail: FolderLock(tmp_path, claim, say)
+
+
+def die(lock):
+    """As a killed launcher: the kernel closes its files."""
+    os.close(lock._descriptor)
+
+
+def test_a_folder_that_is_held_is_refused_with_pid_and_host_until_its_holders_are_gone(lock):
+    first = lock(MINE)
+    assert first.take() is None
+    for attempt in (
+        lock(OTHER).take,
+        lambda: lock(OTHER).share("second"),
+        lambda: lock(replace(OTHER, master_addr="b")).join("second"),
+    ):
+        assert "in use by another run (recover-run with pid 100 on host here, started 1970-" in attempt()
+    mate = lock(replace(MINE, pid=101))
+    assert mate.share("first") is None
+    die(first)
+    assert "with pid 100 on host here" in lock(OTHER).take()
+    die(mate)
+    assert lock(OTHER).take() is None
+
+
+def test_nodes_of_a_launch_that_has_not_begun_wait_for_it_and_others_are_refused_at_once(lock):
+    assert lock(replace(MINE, pid=3)).check() is None
+    first = lock(MINE)
+    assert first.take() is None
+    assert lock(replace(MINE, pid=3, run_id="not known yet")).check() is None
+    assert "in use" in lock(replace(OTHER, master_port=29501)).check()
+    assert "in use" in lock(replace(OTHER, nnodes=3)).check()
+
+
+def test_nodes_that_share_a_folder_of_their_own_may_come_at_the_same_time(lock):
+    second, third = lock(replace(MINE, pid=2)), lock(replace(MINE, pid=3))
+    assert second.share("of node 0") is None
+    assert third.share("of node 0") is None
+    assert second.share("of node 0") is None
+    assert "in use" in lock(OTHER).take()
+
+
+def test_who_joins_a_run_shares_its_folder_and_takes_another_for_itself(lock):
+    joiner = lock(replace(MINE, pid=7, nnodes=1, run_id="joined"))
+    assert joiner.join("joined") is None
+    assert joiner.run_id == "joined"
+    die(joiner)
+    first = lock(MINE)
+    assert first.take() is None
+    joiner = lock(replace(MINE, pid=7, nnodes=1, run_id="joined"))
+    assert joiner.join("joined") is None
+    assert joiner.run_id == "first"
+    assert "in use" in lock(replace(MINE, world_size=8, run_id="joined")).join("joined")
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_run_of_another_host_is_watched_where_its_lock_is_not_seen(lock, lives, monkeypatch):
+    first = lock(MINE)
+    assert first.take() is None
+    die(first)  # its lock is gone here, but it may live on its host
+    said = []
+    second = lock(replace(OTHER, host="there"), said.append)
+    if lives:
+        monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: os.utime(second._folder / folder_lock.NAME))
+    reason = second.take()
+    assert (reason is not None) == lives
+    assert "was used by recover-run with pid 100 on host here" in said[0]
+
+
+def test_a_run_that_has_ended_is_not_watched(lock):
+    first = lock(MINE)
+    assert first.take() is None
+    first.end()
+    die(first)
+    assert lock(replace(OTHER, host="there")).take() is None
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_without_locks_the_file_tells_who_lives(lock, lives, monkeypatch):
+    def no_locks(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "fcntl", no_locks)
+    first = lock(MINE)
+    assert first.take() is None
+    if lives:
+        monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: first.beat())
+    said = []
+    assert (lock(OTHER, said.append).take() is not None) == lives
+    assert said
+    assert (lock(replace(OTHER, run_id="third", nnodes=9), said.append).check() is not None) == lives
+
+
+def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_leaves_nothing_to_clean_up(bench):
+    script = bench.script(WAITS)
+    first = bench.start("--log-dir", "logs", script)
+    first.wait_for("STARTED")
+    logs = bench.folder / "logs"
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in logs.iterdir()}
+    code, second = bench.run("--log-dir", "logs", script)
+    assert code == 2
+    who = rf"recover-run with pid {first.pid} on host {socket.gethostname()}, "
+    assert re.search(rf"logs is in use by another run \({who}", second.err)
+    assert "STARTED" not in second.out
+    for path, (number, content) in before.items():
+        assert path.stat().st_ino == number or path.name == "workers.json"
+        assert path.read_bytes().startswith(content)
+    assert not list(logs.glob("*.old"))
+    first.send(signal.SIGKILL)
+    first.wait()
+    third = bench.start("--log-dir", "logs", script)
+    third.wait_for("STARTED")
+    (bench.folder / "end").touch()
+    assert third.wait() == 0
+    assert bench.workers()[0]["state"] == "finished"
+
+
+def test_a_launcher_may_join_in_the_folder_of_the_run(bench):
+    secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
+    script = bench.script(
+        """
+        import os, time
+        from recover_megatron.membership.worker import connect
+
+        session = connect()
+        if "RECOVER_JOIN" in os.environ:
+            print("JOINER", flush=True)
+        else:
+            session.join({})
+            print("STARTED", flush=True)
+        while not os.path.exists("end"):
+            time.sleep(0.01)
+        session.leave()
+        """
+    )
+    first = bench.start("--log-dir", "logs", script, "--recover", environment=secret)
+    first.wait_for("STARTED")
+    (how,) = re.findall(r"recover-run (--join .*)", first.err)
+    second = bench.start(*how.split(), "--log-dir", "logs", script, "--recover", environment=secret)
+    second.wait_for("JOINER")
+    eventually(lambda: len(bench.workers()) == 2, "both launchers' workers in one file")
+    assert not (bench.folder / "logs" / "worker-0.log.old").exists()
+    (bench.folder / "end").touch()
+    assert first.wait() == 0
+    second.wait()
+    assert json.loads((bench.folder / "logs" / "launch.lock").read_text())["ended"]
+
+
+@pytest.mark.slow
+def test_nodes_share_a_folder_and_a_second_launch_of_several_is_refused_there(bench):
+    secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
+    waits = bench.script(WAITS)
+
+    def start(node, port):
+        options = ["--nnodes", 2, "--master-port", port, "--node-rank", node, "--log-dir", "logs"]
+        return bench.start(*options, waits, environment=secret)
+
+    port = free_port()
+    nodes = [start(1, port), start(0, port)]
+    for node in nodes:
+        node.wait_for("STARTED")
+    for node in (0, 1):
+        launch = start(node, free_port())
+        assert launch.wait() == 2
+        assert "in use by another run" in launch.err
+    (bench.folder / "end").touch()
+    assert [node.wait() for node in nodes] == [0, 0]
+    assert len(bench.workers()) == 2

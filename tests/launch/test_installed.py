@@ -1,0 +1,89 @@
+"""From an installed wheel, outside of the checkout: recover-run finds the training script that comes with it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from recover_megatron.launch import script
+
+from .conftest import DEADLINE, REPOSITORY
+
+NAME = "pretrain_gpt_recover.py"
+REFUSED = ["--recover", "--recover-heartbeat-interval", "soon"]
+"""The script refuses it before it imports Megatron."""
+REFUSAL = f"{NAME}: error: argument --recover-heartbeat-interval"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the installed wheel, and nothing of the checkout."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("setup.py", "pyproject.toml", "README.md", NAME):
+        shutil.copy(REPOSITORY / name, source)
+    shutil.copytree(REPOSITORY / "recover_megatron", source / "recover_megatron")
+    target = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "install", *offline, "--target", target, source], check=True, cwd=source)
+    return target
+
+
+def recover_run(site: Path, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, site / "bin" / "recover-run", *argv],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [[NAME], ["--warm", NAME], ["-m", "pretrain_gpt_recover"], ["--module", "pretrain_gpt_recover"]],
+)
+def test_an_installed_recover_run_finds_its_script_in_any_folder(site: Path, tmp_path: Path, words: list[str]) -> None:
+    run = recover_run(site, tmp_path, "--nproc-per-node", "2", *words, *REFUSED, "--recover-device", "cpu")
+    assert run.returncode == 2, run.stderr
+    assert REFUSAL in run.stderr  # by the script itself, which has run
+    assert "does not exist" not in run.stderr
+    if NAME in words:
+        assert f"no {NAME} in this folder: the installed one, {site / NAME}" in run.stderr
+
+
+@pytest.mark.slow
+def test_a_file_in_the_current_folder_is_what_is_run(site: Path, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text("print('of this folder')")
+    run = recover_run(site, tmp_path, NAME, *REFUSED)
+    assert run.returncode == 0, run.stderr
+    assert "of this folder" in run.stdout
+    assert "installed" not in run.stderr
+
+
+def test_only_the_bare_name_means_the_installed_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    assert script.installed_module(NAME) == ("pretrain_gpt_recover", str(REPOSITORY / NAME))
+    assert script.installed_module(f"./{NAME}") is None
+    assert script.installed_module("setup.py") is None
+    (tmp_path / NAME).symlink_to(tmp_path / "gone")  # a mistake that is to be said
+    assert script.installed_module(NAME) is None
+
+
+@pytest.mark.parametrize("version", ["2.11.0a0+eb65b36914.nv26.02", "2.11.0", "2.13.0+cpu", "2.15.1"])
+def test_the_torch_of_nvidias_containers_is_accepted(version: str) -> None:
+    text = (REPOSITORY / "setup.py").read_text()
+    (wanted,) = [line.strip().strip('",') for line in text.splitlines() if '"torch>' in line]
+    accepted = SpecifierSet(wanted.removeprefix("torch"))
+    assert accepted.contains(Version(version))
+    assert not accepted.contains(Version("2.16.0"))
+    assert not accepted.contains(Version("2.10.0a0+nv25.12"), prereleases=True)

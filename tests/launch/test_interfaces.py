@@ -1,0 +1,92 @@
+"""Over which interface workers talk: that by which their hosts reach each other, whatever names resolve to."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from recover_megatron.launch.interfaces import interface_of, interfaces, variables_for
+from tests.hosts.conftest import can_have_hosts
+from tests.hosts.hosts import Hosts
+
+from .conftest import REPOSITORY, Bench
+from .test_start_up import SECRET
+
+__all__ = ["can_have_hosts"]  # a fixture
+
+FOUND = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "10.0.0.2": "eth0", "172.17.0.1": "docker0", "fd00::1": "eth1"}
+SHOW = """
+    import os
+    print("SET", os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME"))
+    """
+MEET = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(total)
+print("TOTAL", total.item(), os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("10.0.0.2", "eth0"),
+        ("127.0.0.1", "lo"),
+        ("fd00::1", "eth1"),
+        ("10.0.0.9", None),
+        ("no-such-host.invalid", None),
+    ],
+)
+def test_the_interface_is_that_of_the_address(host: str, name: str | None) -> None:
+    assert interface_of(host, FOUND) == name
+
+
+def test_this_host_has_a_loopback() -> None:
+    assert interfaces()["127.0.0.1"] == "lo"
+    assert variables_for("127.0.0.1", {})[0] == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+def test_what_the_user_has_set_stands() -> None:
+    assert variables_for("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"})[0] == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert variables_for("127.0.0.1", {"NCCL_SOCKET_IFNAME": "", "GLOO_SOCKET_IFNAME": "eth9"}) == ({}, "")
+
+
+def test_an_address_that_no_interface_has_is_left_to_torch_and_said() -> None:
+    variables, about = variables_for("192.0.2.77", {})
+    assert variables == {}
+    assert "no interface of this host has the address 192.0.2.77" in about
+
+
+@pytest.mark.parametrize("start", [[], ["--warm"]])
+def test_the_workers_of_one_node_talk_over_the_loopback(bench: Bench, start: list[str]) -> None:
+    code, launch = bench.run(*start, bench.script(SHOW), environment={"GLOO_SOCKET_IFNAME": "mine"})
+    assert code == 0
+    assert "SET mine =lo" in launch.out
+
+
+@pytest.mark.slow
+def test_hosts_whose_names_do_not_resolve_find_each_other(can_have_hosts: None, bench: Bench) -> None:
+    bench.script(MEET, "meet.py")
+    with Hosts(2, resolve=False) as hosts:
+        outs = [bench.folder / f"host{host}.out" for host in hosts]
+        runs = [
+            hosts.start(
+                host,
+                [
+                    *(sys.executable, "-m", "recover_megatron.launch", "--nnodes", 2, "--node-rank", host - 1),
+                    *("--master-addr", hosts.address(1), "--nproc-per-node", 1, bench.folder / "meet.py"),
+                ],
+                outs[host - 1],
+                environment={**SECRET, "PYTHONPATH": str(REPOSITORY)},
+            )
+            for host in hosts
+        ]
+        assert [run.wait(120) for run in runs] == [0, 0], [out.read_text() for out in outs]
+        for host, out in zip(hosts, outs, strict=True):
+            assert "TOTAL 3 e0" in out.read_text()
+            assert f"workers talk over the interface e0 ({hosts.address(host)})" in out.read_text()

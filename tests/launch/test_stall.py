@@ -1,0 +1,53 @@
+"""What the launcher says when most of its workers stall together, and when they are given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from .conftest import REPOSITORY
+
+AGREEING = REPOSITORY / "tests" / "agreeing.py"
+TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", 2, "--recover-hang-timeout", 2]
+
+pytestmark = pytest.mark.slow
+
+
+def stalled(bench, iterations: int, *flags: object):
+    """A launch of four workers, of which three are stopped in the middle of it."""
+    options = ["--nproc-per-node", 4, "--log-dir", "logs"]
+    launch = bench.start(*options, AGREEING, iterations, 0.05, "--recover", *TIMES, *flags)
+    launch.wait_for('"event": "plan"', times=4)
+    pids = [worker["pid"] for worker in bench.workers()[:3]]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    launch.wait_for("STALLED")
+    return launch, pids
+
+
+def test_a_stall_is_told_of_on_the_console_and_all_finish(bench):
+    launch, pids = stalled(bench, 60)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert launch.wait() == 0, launch.err
+    said = next(line for line in launch.err.splitlines() if "STALLED" in line)
+    assert "STALLED: worker 0 on " in said
+    assert "no progress for" in said
+    assert "worker 1 on " in said
+    assert "worker 2 on " in said
+    assert "s more at most (--recover-stall-timeout)" in said
+    assert "the stall is over after" in launch.err
+    assert "is out of the run" not in launch.err
+    assert [worker["state"] for worker in bench.workers()] == ["finished"] * 4
+
+
+def test_of_workers_that_are_killed_together_none_is_said_to_go_on(bench):
+    launch, _ = stalled(bench, 60, "--recover-stall-timeout", 1)
+    assert launch.wait() == 0, launch.err
+    killed = [line for line in launch.err.splitlines() if "was killed by SIGKILL" in line]
+    assert len(killed) == 3
+    assert ["the other worker here goes on" in line for line in killed] == [True] * 3
+    assert sum("more workers are being killed" in line for line in killed) <= 1
+    assert [worker["state"] for worker in bench.workers()] == ["killed"] * 3 + ["finished"]

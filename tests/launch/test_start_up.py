@@ -1,0 +1,153 @@
+"""A worker, or a launcher, is lost before the training has begun: the launch ends, on all nodes, and says why."""
+
+import os
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.launch.exit_codes import start_exit_code
+
+from .conftest import Bench, Launch, eventually
+from .test_exit_codes import KILLED, ends
+from .test_store import free_port
+
+SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}
+ENDLESS = """
+    import os, sys, time
+    print("UP", os.environ["RANK"], flush=True)
+    if sys.argv[1] == os.environ["RANK"]:
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+        if sys.argv[2] == "raise":
+            raise ValueError("no such token")
+        sys.exit(int(sys.argv[2]))
+    time.sleep(1000)
+    """
+CONNECTED = """
+    import os, time
+    from recover_megatron.membership.worker import connect
+
+    session = connect()
+    if "RANK" in os.environ and os.environ["RANK"] == "0":
+        session.join({})  # it has come to the training; the others have not
+    time.sleep(1000)
+    """
+
+
+@pytest.mark.parametrize(
+    ("statuses", "plain", "fault_tolerant"),
+    [
+        ((KILLED, 0, 0), 137, 10),
+        ((KILLED, KILLED), 137, 10),
+        ((1, 10, 10), 10, 1),
+        ((10, 1, KILLED), 10, 1),
+        ((3, KILLED, 1), 3, 3),
+        ((KILLED, 10, 10), 10, 10),
+        ((11, 13), 11, 10),
+        ((2, 2), 2, 2),
+    ],
+)
+def test_the_exit_code_is_that_of_a_fault_of_the_work_if_there_is_one(statuses, plain, fault_tolerant):
+    assert start_exit_code(ends(*statuses), fault_tolerant=False) == plain
+    assert start_exit_code(ends(*statuses), fault_tolerant=True) == fault_tolerant
+
+
+def lines_about(launch: Launch, worker: int) -> list[str]:
+    return [line for line in launch.err.splitlines() if f"worker {worker} on " in line]
+
+
+@pytest.mark.parametrize("victims", [[1], [0, 2]])
+@pytest.mark.parametrize("start", ["cold", "warm"])
+def test_workers_that_are_killed_end_the_launch_with_a_code_that_is_requeued(bench: Bench, start: str, victims) -> None:
+    guarded = "if __name__ == '__main__':\n" + textwrap.indent(textwrap.dedent(ENDLESS), "    ")
+    warm = ["--warm"] * (start == "warm")
+    argv = [*warm, bench.script(guarded), "-", 0, "--recover", "--recover-device", "cpu"]
+    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", *argv)
+    launch.wait_for("UP", times=3)
+    for victim in victims:
+        os.kill(bench.workers()[victim]["pid"], signal.SIGKILL)
+    assert launch.wait() == 10
+    first = next(line for line in launch.err.splitlines() if "was killed by SIGKILL" in line)
+    record = bench.workers()[victims[0]]
+    assert any(f"worker {victim} on {record['host']}" in first for victim in victims)
+    assert "the training has not begun, and needs all workers: the launch ends with exit code 10" in first
+    assert str(bench.folder / "logs" / "worker-") in first
+    assert "go on" not in launch.err
+    assert launch.left() == []
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause"), [("raise", 1, "ValueError: no such token"), ("7", 7, ""), ("10", 10, "")]
+)
+def test_a_worker_that_fails_by_itself_ends_the_launch_with_its_code_and_cause(bench: Bench, how, code, cause) -> None:
+    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(ENDLESS), 1, how, "--recover")
+    launch.wait_for("UP", times=3)
+    (bench.folder / "go").touch()
+    assert launch.wait() == code
+    for line in lines_about(launch, 1):
+        assert f"worker 1 on {bench.workers()[1]['host']}" in line
+        assert cause in line
+    assert f"the launch ends with exit code {code}" in launch.err
+    assert [worker["state"] for worker in bench.workers()] == ["killed", "failed", "killed"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_has_a_session_already_ends_the_launch_too(bench: Bench, victim: int) -> None:
+    """The coordinator leads, and could do without it; what the others wait in could not."""
+    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(CONNECTED), "--recover")
+    events = bench.folder / "logs" / "events-0.jsonl"
+    wait_for_text(events, '"attached"', 3)
+    os.kill(bench.workers()[victim]["pid"], signal.SIGKILL)
+    assert launch.wait() == 10
+    assert f"worker {victim} on" in launch.err
+
+
+def wait_for_text(path: Path, text: str, times: int) -> None:
+    eventually(lambda: path.exists() and path.read_text().count(text) >= times, f"{text} in {path}")
+
+
+def test_without_recover_our_script_needs_all_workers_at_any_time(bench: Bench) -> None:
+    script = bench.script(ENDLESS, "pretrain_gpt_recover.py")
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", script, "-", 0)
+    launch.wait_for("UP", times=2)
+    os.kill(bench.workers()[1]["pid"], signal.SIGKILL)
+    assert launch.wait() == 137
+    assert "a training without --recover needs all workers" in launch.err
+
+
+def nodes(bench: Bench, *script: object) -> list[Launch]:
+    options = ["--nnodes", 2, "--nproc-per-node", 2, "--master-port", free_port(), "--log-dir", "logs"]
+    return [bench.start(*options, "--node-rank", node, *script, environment=SECRET) for node in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "how"), [(1, "kill"), (3, "kill"), (2, "raise")])
+def test_all_nodes_end_at_once_with_the_same_code(bench: Bench, victim: int, how: str) -> None:
+    started = nodes(bench, bench.script(ENDLESS), victim if how == "raise" else "-", how, "--recover")
+    for launch in started:
+        launch.wait_for("UP", times=2)
+    started[0].wait_for("all 2 nodes take part")
+    (bench.folder / "go").touch()
+    if how == "kill":
+        os.kill(bench.workers()[victim]["pid"], signal.SIGKILL)
+    code = 10 if how == "kill" else 1
+    assert [launch.wait() for launch in started] == [code, code], started[0].err + started[1].err
+    for launch in started:
+        (said,) = {line.partition("worker ")[2] for line in lines_about(launch, victim) if "the launch ends" in line}
+        assert "SIGKILL" in said if how == "kill" else "ValueError: no such token" in said
+        assert "logs/worker-" in said
+        assert launch.left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_launcher_that_is_lost_before_the_training_has_begun_ends_the_others(bench: Bench, victim: int) -> None:
+    started = nodes(bench, bench.script(CONNECTED), "--recover")
+    wait_for_text(bench.folder / "logs" / "events-0.jsonl", '"attached"', 4)
+    started[victim].send(signal.SIGKILL)
+    other = started[1 - victim]
+    assert other.wait() == 10, other.err
+    assert "lost; the training has not begun" in other.err
+    assert other.left() == []

@@ -1,0 +1,28 @@
+"""A coordinator that is killed while it tells of the commit of iteration 5: one member has heard of it, no other.
+
+As ``python -m recover_megatron.membership`` else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from recover_megatron.membership import __main__ as program
+from recover_megatron.membership.server import CoordinatorServer
+
+
+class Dying(CoordinatorServer):
+    def _send(self, sessions: tuple[int, ...], message: Mapping[str, Any]) -> None:
+        if message["type"] == "commit" and message["iteration"] == 5:
+            super()._send(sessions[:1], message)
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._send(sessions, message)
+
+
+if __name__ == "__main__":
+    program.CoordinatorServer = Dying  # type: ignore[misc]
+    sys.exit(program.main())

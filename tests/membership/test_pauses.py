@@ -1,0 +1,164 @@
+"""A control-plane process that is kept from running, for however long, costs no worker: simulated, and with SIGSTOP."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, check_one_lineage, cluster
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from simulation import SETTINGS, World
+
+from recover_megatron.membership.member import Stage
+
+PAUSES = st.lists(
+    st.tuples(
+        st.sampled_from(["c0", "c1", "node0", "node1"]),
+        st.sampled_from([1.0, 3.0, 4.1, 4.3, 4.5, 4.7, 4.9, 5.1, 5.5, 6.0, 9.0, 20.0, 35.0]),
+        st.sampled_from([0.0, 0.2, 3.0, 12.0]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+"""Who is stopped, for how long, and how long all run then."""
+
+
+def started(workers: int, candidates: int, witnesses: bool, nodes: int = 2) -> World:
+    """A run whose members speak at different times, as real ones do."""
+    world = World(workers, candidates, nodes, witnesses)
+    for name in world.members:
+        world.frozen.add(name)
+    for name in world.members:
+        world.advance(0.23)
+        world.frozen.discard(name)
+        world.run_fairly(0.01, step=0.01)
+    world.run_fairly(3.0, step=0.1)
+    assert world.order == [1]
+    return world
+
+
+def nobody_is_lost(world: World, pauses: list[tuple[str, float, float]]) -> None:
+    workers = list(world.node_of)
+    for who, seconds, rest in pauses:
+        world.frozen.add(who)
+        world.run_fairly(seconds, step=0.25)
+        world.frozen.discard(who)
+        world.run_fairly(rest, step=0.25)
+    world.run_fairly(30.0)
+    before = {w: world.worker(w).committed for w in workers}
+    world.run_fairly(5.0)
+    assert [w for w in workers if world.worker(w).stage is Stage.OUT or world.worker(w).committed <= before[w]] == []
+    assert [record for record in world.log if record["event"] in ("fault", "stop")] == []
+    assert all(members == frozenset(workers) for _, members in world.formed.values())
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(2, 5), st.booleans(), PAUSES)
+@example(4, True, [("c0", 4.7, 0.0)])
+@example(2, True, [("c0", 4.5, 0.0), ("c1", 35.0, 0.0)])
+def test_no_pause_of_one_process_after_the_other_costs_a_worker(
+    workers: int, witnesses: bool, pauses: list[tuple[str, float, float]]
+) -> None:
+    nobody_is_lost(started(workers, 2, witnesses), [p for p in pauses if witnesses or p[0].startswith("c")])
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(1, 4), st.booleans(), PAUSES)
+@example(3, True, [("c0", 6.0, 0.0)])
+@example(3, False, [("c0", 35.0, 0.0)])
+def test_no_pause_of_the_only_candidate_costs_a_worker(
+    workers: int, witnesses: bool, pauses: list[tuple[str, float, float]]
+) -> None:
+    nobody_is_lost(started(workers, 1, witnesses), [("c0", seconds, rest) for _, seconds, rest in pauses])
+
+
+def lose_host(world: World, node: int) -> None:
+    """A host loses power, and the coordinator with it if it is the first: no end of any connection is seen."""
+    for worker, where in world.node_of.items():
+        if where == node:
+            world.kill_worker(worker, silently=True)
+    world.dead.add(f"node{node}")
+    if node == 0:
+        world.frozen.add("c0")
+    world.blocked |= {(f"node{other}", 0) for other in range(3) if node == 0}
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_the_silent_loss_of_any_host_costs_the_heartbeat_timeout_and_a_second(node: int) -> None:
+    """In the simulation's own time."""
+    world = started(6, 3, True, nodes=3)
+    lose_host(world, node)
+    lost_at = world.now
+    while len(world.order) == 1:
+        world.run_fairly(0.1, step=0.1)
+    assert world.now - lost_at <= SETTINGS.heartbeat_timeout + SETTINGS.heartbeat_interval + 0.5
+    left = {worker for worker, where in world.node_of.items() if where != node}
+    assert world.formed[world.order[-1]][1] == left
+    world.run_fairly(60.0)
+    assert [w for w in left if world.worker(w).stage is Stage.OUT] == []
+    assert len(world.order) == 2
+
+
+def test_a_worker_that_is_deaf_when_the_coordinator_is_lost_is_waited_for_if_its_launcher_speaks_for_it() -> None:
+    world = started(4, 2, True)
+    world.frozen |= {"w3", "c0"}
+    world.run_fairly(15.0, step=0.25)
+    world.frozen.discard("w3")
+    world.run_fairly(10.0)
+    assert [record["event"] for record in world.log].count("lead") == 2
+    assert all(members == {0, 1, 2, 3} for _, members in world.formed.values())
+    assert world.worker(3).committed > 0
+    assert len(world.order) > 1
+
+
+TIMES = {"heartbeat_interval": 0.4, "heartbeat_timeout": 2.0, "hang_timeout": 20.0, "start_timeout": 60.0}
+
+
+def pause(run: Cluster, candidate: int, seconds: float) -> None:
+    """Stop a coordinator, and see that every worker goes on commits after it runs again, whoever leads by then."""
+    run.coordinators[candidate].kill(signal.SIGSTOP)
+    time.sleep(seconds)
+    run.coordinators[candidate].kill(signal.SIGCONT)
+    starts = {number: process.says() for number, process in run.workers.items()}
+    for _ in range(2):
+        for number, process in run.workers.items():
+            starts[number] = process.lines.index(process.event("commit", start=starts[number])) + 1
+
+
+def nobody_was_put_out(run: Cluster, candidates: int) -> None:
+    assert [process.popen.poll() for process in [*run.workers.values(), *run.coordinators]] == [None] * (
+        len(run.workers) + candidates
+    )
+    for candidate in range(candidates):
+        assert [event for event in run.events(candidate) if event["event"] in ("fault", "stop")] == []
+    for process in run.workers.values():
+        assert {tuple(line["members"]) for line in process.lines if line["event"] == "plan"} == {(0, 1, 2, 3)}
+    check_one_lineage(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [True, False])
+def test_a_stopped_only_coordinator_costs_no_worker(tmp_path: Path, launcher: bool) -> None:
+    """Just below the heartbeat timeout, above it, and for longer than members look for another coordinator."""
+    with cluster(tmp_path, **TIMES) as run:
+        run.start_coordinators(4)
+        if launcher:
+            run.start_witness()
+        run.start_workers(4, step=0.7)
+        for seconds in (1.8, 9.0) if launcher else (2.4,):
+            pause(run, 0, seconds)
+        nobody_was_put_out(run, 1)
+
+
+@pytest.mark.slow
+def test_a_stopped_leader_costs_no_worker_however_many_had_turned_away(tmp_path: Path) -> None:
+    with cluster(tmp_path, **TIMES) as run:
+        run.start_coordinators(4, count=2)
+        run.start_witness()
+        run.start_workers(4, step=0.7)
+        for candidate, seconds in ((0, 1.8), (1, 1.95), (0, 2.4), (1, 2.4)):
+            pause(run, candidate, seconds)
+        nobody_was_put_out(run, 2)

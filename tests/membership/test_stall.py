@@ -1,0 +1,291 @@
+"""A stall that many share is waited for; one worker that hangs is put out as fast as ever."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, check_one_lineage, cluster
+from simulation import SETTINGS as SHORT
+from simulation import World
+
+from recover_megatron.membership.stall import SAY_SECONDS, Answer, Stall, many_share
+
+SETTINGS = replace(SHORT, stall_timeout=100.0)
+FOUR = {0: 0, 1: 1, 2: 2, 3: 3}
+PAIRS = {0: 0, 1: 0, 2: 1, 3: 1}
+LATE = "no progress"
+
+
+def test_more_than_half_of_the_replicas_and_more_than_one_share_a_stall() -> None:
+    assert many_share([0, 1, 2], FOUR)
+    assert not many_share([0, 1], FOUR)
+    assert not many_share([0, 1], PAIRS)
+    assert many_share([0, 2], PAIRS)
+    assert not many_share([0], {0: 0})
+    assert not many_share([7, 8, 9], FOUR), "spares are no replicas"
+
+
+def consider(
+    stall: Stall, now: float, *late: int, suspected: tuple[int, ...] = (), slow: tuple[int, ...] = ()
+) -> Answer:
+    return stall.consider(dict.fromkeys(late, LATE), dict.fromkeys(slow, LATE), suspected, FOUR, now)
+
+
+def test_one_that_is_late_is_put_out_at_once() -> None:
+    assert consider(Stall(SETTINGS), 50.0, 3) == Answer(frozenset({3}))
+
+
+def test_the_first_to_be_late_is_not_put_out_while_others_that_may_share_its_stall_have_used_up_half_their_time() -> (
+    None
+):
+    stall = Stall(SETTINGS)
+    assert consider(stall, 50.0, 3, suspected=(1, 2)) == Answer()
+    assert consider(stall, 52.0, 1, 2, 3) == Answer(say=True)
+    # The same, but the others were only slow: it gets half of its time again.
+    stall = Stall(SETTINGS)
+    assert consider(stall, 50.0, 3, suspected=(1, 2)) == Answer()
+    assert consider(stall, 51.0, 3) == Answer()
+    assert stall.fresh == 51.0 - SETTINGS.hang_timeout / 2
+    assert consider(stall, 61.0, 3) == Answer(frozenset({3}))
+
+
+def test_who_was_put_out_lately_counts() -> None:
+    stall = Stall(SETTINGS)
+    assert consider(stall, 50.0, 3) == Answer(frozenset({3}))
+    assert consider(stall, 55.0, 1, 2) == Answer(say=True)
+    stall = Stall(SETTINGS)
+    assert consider(stall, 50.0, 3) == Answer(frozenset({3}))
+    assert consider(stall, 51.0 + SETTINGS.hang_timeout, 1, 2) == Answer(frozenset({1, 2}))
+
+
+def test_a_stall_is_told_of_every_ten_seconds_and_ends_whole_or_after_its_timeout() -> None:
+    stall = Stall(SETTINGS)
+    said = [now for now in range(50, 100) if consider(stall, now, 0, 1, 2).say]
+    assert said == list(range(50, 100, int(SAY_SECONDS)))
+    assert consider(stall, 100.0, 1, 2) == Answer(over=50.0), "the others come a moment later"
+    assert stall.fresh == 100.0
+    assert consider(stall, 100.5) == Answer()
+    assert consider(stall, 200.0, 0, 1, 2).say
+    assert consider(stall, 200.0 + SETTINGS.stall_timeout, 0, 1, 2) == Answer(frozenset({0, 1, 2}))
+
+
+def test_a_mate_of_who_waited_for_storage_comes_back_a_moment_after_it() -> None:
+    stall, waits = Stall(SETTINGS), {2: "data", 3: "its mate"}
+    four = {worker: worker // 2 for worker in range(4)}
+    assert stall.consider({}, waits, (), four, 50.0) == Answer(say=True)
+    assert stall.consider({3: "its mate"}, {}, (), four, 50.1) == Answer(over=pytest.approx(0.1))
+    assert stall.fresh == 50.1
+    assert stall.consider({3: "still late"}, {}, (), four, 61.0) == Answer(frozenset({3}))
+    # Whose time for storage is over is no such mate.
+    stall = Stall(SETTINGS)
+    assert stall.consider({}, waits, (), four, 50.0) == Answer(say=True)
+    assert stall.consider(waits, {}, (), four, 60.0).put_out == frozenset({2, 3})
+
+
+def test_who_waits_for_storage_is_told_of_and_not_put_out() -> None:
+    stall = Stall(SETTINGS)
+    assert consider(stall, 50.0, slow=(2,)) == Answer(say=True)
+    assert consider(stall, 51.0, 1, slow=(2,)) == Answer(frozenset({1})), "a single hang is none of its business"
+    assert consider(stall, 52.0) == Answer(over=2.0)
+
+
+# -- the state machines over a simulated network -----------------------------------------------------------------------
+
+
+def running(workers: int = 4, **more: object) -> World:
+    world = World(workers, settings=SETTINGS, **more)  # type: ignore[arg-type]
+    world.run_fairly(10)
+    assert world.commits
+    return world
+
+
+def fates(world: World) -> list[str]:
+    return [worker.fate.value for _, worker in sorted(world.coordinators[0].workers.items())]
+
+
+def told(world: World, event: str) -> list[dict[str, object]]:
+    return [record for record in world.log if record["event"] == event]
+
+
+def freeze(world: World, *names: str) -> None:
+    world.frozen |= set(names)
+
+
+def goes_on(world: World) -> None:
+    before = max(world.commits)
+    world.run_fairly(20)
+    assert max(world.commits) > before
+
+
+@pytest.mark.parametrize("witnesses", [True, False], ids=["launchers", "no launchers"])
+@pytest.mark.parametrize("seconds", [15, 30, 90])
+def test_three_of_four_that_stop_and_go_on_are_waited_for(witnesses: bool, seconds: int) -> None:
+    world = running(witnesses=witnesses)
+    freeze(world, "w0", "w1", "w2")
+    world.run_fairly(seconds)
+    world.frozen.clear()
+    world.run_fairly(15)
+    goes_on(world)
+    assert fates(world) == ["live"] * 4
+    assert not told(world, "fault")
+    assert bool(told(world, "stalled")) == bool(told(world, "stall_over")) == (seconds > 20 or not witnesses)
+
+
+@pytest.mark.parametrize("witnesses", [True, False], ids=["launchers", "no launchers"])
+@pytest.mark.parametrize("stopped", [1, 2])
+def test_half_of_them_or_fewer_are_put_out_as_fast_as_a_single_one(witnesses: bool, stopped: int) -> None:
+    world = running(witnesses=witnesses)
+    freeze(world, *(f"w{n}" for n in range(stopped)))
+    world.run_fairly(SETTINGS.hang_timeout + 2 if witnesses else SETTINGS.heartbeat_timeout + 2)
+    assert "live" not in fates(world)[:stopped]
+    goes_on(world)
+    assert not told(world, "stalled")
+
+
+def test_who_stopped_while_it_waited_counts_too() -> None:
+    world = running()
+    freeze(world, "w0", "w1")
+    world.run_fairly(1)
+    world.worker(2).mark(99, "reduce", None, True, 0.0)
+    world.run_fairly(2)
+    freeze(world, "w2")
+    world.run_fairly(50)
+    assert not told(world, "fault")
+    world.frozen.clear()
+    world.run_fairly(15)
+    goes_on(world)
+    assert fates(world) == ["live"] * 4
+
+
+def test_after_the_timeout_the_stalled_are_put_out() -> None:
+    world = running()
+    freeze(world, "w0", "w1", "w2")
+    world.run_fairly(SETTINGS.hang_timeout + SETTINGS.stall_timeout - 5)
+    assert not told(world, "fault")
+    world.run_fairly(10)
+    assert fates(world) == ["dead"] * 3 + ["live"]
+    goes_on(world)
+
+
+def test_a_death_during_a_stall_is_handled_at_once_and_those_stalled_come_back() -> None:
+    world = running(5)
+    freeze(world, "w0", "w1", "w2")
+    world.run_fairly(30)
+    world.kill_worker(3)
+    world.kill_worker(2)
+    world.run_fairly(5)
+    assert fates(world) == ["live", "live", "dead", "dead", "live"]
+    world.frozen.clear()
+    world.run_fairly(15)
+    goes_on(world)
+    assert fates(world) == ["live", "live", "dead", "dead", "live"]
+
+
+def test_hosts_that_freeze_as_a_whole_come_back_whole() -> None:
+    """Three of four hosts with their launchers; nothing reaches them or comes from them meanwhile."""
+    world = running(4, candidates=2, nodes=4)
+    frozen = [name for node in (1, 2, 3) for name in (f"node{node}", f"w{node}")]
+    for seconds in (12, 40):
+        freeze(world, *frozen)
+        world.run_fairly(seconds)
+        assert world.coordinators[0].stall.told
+        world.frozen.clear()
+        world.run_fairly(15)
+        goes_on(world)
+    assert fates(world) == ["live"] * 4
+    assert len(world.coordinators[0].formed.members) == 4
+
+
+def test_who_did_not_run_holds_its_own_silence_against_nobody() -> None:
+    """Neither workers nor launchers turn to another coordinator, though their clocks say that this one was silent."""
+    world = running(4, candidates=2, nodes=4)
+    frozen = [name for node in (1, 2, 3) for name in (f"node{node}", f"w{node}")]
+    freeze(world, *frozen)
+    for connection in world.connections.values():
+        connection.down.clear()
+    world.run_fairly(30)
+    for connection in world.connections.values():  # what was on the way comes later than the first look at the clock
+        connection.down.clear()
+    world.frozen.clear()
+    world.advance(0.1)
+    world.run_fairly(20)
+    goes_on(world)
+    assert fates(world) == ["live"] * 4
+    assert not told(world, "abandoned")
+    assert not told(world, "lead")[1:]
+
+
+def test_a_connection_that_breaks_during_a_stall_is_made_again() -> None:
+    world = running(witnesses=False)
+    freeze(world, "w0", "w1", "w2")
+    world.run_fairly(10)
+    lost = [c for c in world.connections.values() if c.owner == "w1" and c.coordinator_uses]
+    for connection in lost:
+        world.break_up(connection)
+    world.run_fairly(10)
+    assert fates(world) == ["live"] * 4
+    world.frozen.clear()
+    world.run_fairly(20)
+    goes_on(world)
+    assert fates(world) == ["live"] * 4
+
+
+def test_a_worker_that_waits_for_storage_holds_the_run_up_and_is_told_of() -> None:
+    world = running()
+    world.worker(2).mark(99, "data", 5, False, SETTINGS.stall_timeout)
+    world.busy.add(2)
+    world.run_fairly(60)
+    assert not told(world, "fault")
+    assert "data" in str(told(world, "stalled")[0]["reason"])
+    world.busy.clear()
+    goes_on(world)
+    assert fates(world) == ["live"] * 4
+
+
+# -- real processes and signals ----------------------------------------------------------------------------------------
+
+QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "hang_timeout": 2.0, "start_timeout": 60.0}
+
+
+def stop(run: Cluster, *numbers: int) -> None:
+    for number in numbers:
+        run.workers[number].kill(signal.SIGSTOP)
+
+
+def cont(run: Cluster, *numbers: int) -> None:
+    for number in numbers:
+        run.workers[number].kill(signal.SIGCONT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [True, False], ids=["launcher", "no launcher"])
+def test_three_of_four_processes_that_are_stopped_for_a_while_all_go_on(tmp_path: Path, launcher: bool) -> None:
+    with cluster(tmp_path, **QUICK) as run:
+        run.start_coordinators(4)
+        if launcher:
+            run.start_witness()
+        run.start_workers(4)
+        stop(run, 0, 1, 2)
+        run.wait_event("stalled")
+        cont(run, 0, 1, 2)
+        run.wait_event("stall_over")
+        starts = [process.says() for process in run.workers.values()]
+        for process, start in zip(run.workers.values(), starts, strict=True):
+            process.event("commit", start=start)
+        assert not [event for event in run.events() if event["event"] == "fault"]
+        check_one_lineage(run)
+
+
+@pytest.mark.slow
+def test_processes_that_stay_stopped_are_put_out_after_the_stall_timeout(tmp_path: Path) -> None:
+    with cluster(tmp_path, **QUICK, stall_timeout=2.0) as run:
+        run.start_coordinators(4)
+        run.start_witness()
+        run.start_workers(4)
+        stop(run, 0, 1, 2)
+        run.wait_event("stalled")
+        run.go_on_without(0, 1, 2)
+        assert [run.workers[n].exit_code() for n in (0, 1, 2)] == [-9] * 3

@@ -1,0 +1,41 @@
+"""pretrain_gpt_recover.py at a walking pace; slower while SOAK_FOLDER/awaits is there, until SOAK_FOLDER/hurry is.
+
+A newcomer takes seconds to build its model; nothing is gained if the others run hundreds of iterations meanwhile.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pretrain_gpt_recover import main, preload
+from recover_megatron.arguments import config_from_argv
+from recover_megatron.megatron_hooks.program import load
+
+__all__ = ["preload"]
+
+PAUSE_SECONDS = 0.2
+AWAITING_SECONDS = 1.0
+
+
+def pace(folder: Path) -> None:
+    """Every step begins with a pause."""
+    from megatron.training import training
+
+    train_step = training.train_step
+
+    def paced_train_step(*args: Any, **kwargs: Any) -> Any:
+        if not (folder / "hurry").exists():
+            time.sleep(AWAITING_SECONDS if (folder / "awaits").exists() else PAUSE_SECONDS)
+        return train_step(*args, **kwargs)
+
+    # What --recover wraps is checked by its parameters: keep those of the original.
+    paced_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
+    training.train_step = paced_train_step
+
+
+if __name__ == "__main__":
+    load(config_from_argv(sys.argv[1:]))
+    pace(Path(os.environ["SOAK_FOLDER"]))
+    main()

@@ -1,0 +1,93 @@
+"""What the processes of a launch hold, from /proc, and whether that grows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TICKS = os.sysconf("SC_CLK_TCK")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at one process."""
+
+    process: str
+    """What it is to the run."""
+    pid: int
+    kills: int
+    """How many there had been."""
+    iteration: int
+    memory: int
+    """Resident, in bytes."""
+    descriptors: int
+    threads: int
+    seconds: float
+    """Of processor time, so far."""
+
+
+def sample(process: str, pid: int, kills: int, iteration: int) -> Sample:
+    """Raises OSError (ProcessLookupError, FileNotFoundError) for a process that has ended."""
+    folder = Path(f"/proc/{pid}")
+    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    pages = int((folder / "statm").read_text().split()[1])
+    return Sample(
+        process,
+        pid,
+        kills,
+        iteration,
+        pages * os.sysconf("SC_PAGE_SIZE"),
+        len(os.listdir(folder / "fd")),
+        int(fields[17]),
+        (int(fields[11]) + int(fields[12])) / TICKS,
+    )
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Pid -> command line of all living processes below ``pid``."""
+    parents, commands = {}, {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    parents[int(name)] = int(fields[1])
+                    commands[int(name)] = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    found, new = set[int](), {pid}
+    while new:
+        found |= new
+        new = {child for child, parent in parents.items() if parent in new} - found
+    return {child: commands[child] for child in found - {pid}}
+
+
+def growth(samples: Sequence[Sample]) -> list[str]:
+    """What one process has more of late in a run than early, in words; empty: nothing.
+
+    The first tenth is left out: what is allocated once is there by then. Of what follows the first and the last
+    quarter are compared, by their medians: a sample may fall into the middle of a recovery.
+    """
+    told = samples[len(samples) // 10 :]
+    if len(told) < 8:
+        return []
+    quarter = len(told) // 4
+    early, late = told[:quarter], told[-quarter:]
+    found = []
+    for what, slack in (("descriptors", 2.0), ("threads", 1.0), ("memory", 6.0 * MIB)):
+        before, after = (statistics.median(getattr(one, what) for one in part) for part in (early, late))
+        if after > 1.03 * before + slack:
+            found.append(f"{samples[0].process}: {what} {before:.0f} -> {after:.0f}")
+    before, after = (_work(part) for part in (early, late))
+    if len(told) >= 100 and after > 1.5 * before + 0.02:
+        found.append(f"{samples[0].process}: processor seconds between two kills {before:.3f} -> {after:.3f}")
+    return found
+
+
+def _work(part: Sequence[Sample]) -> float:
+    """Processor seconds from one kill to the next: how long a recovery takes, whatever else the machine does."""
+    return statistics.median(after.seconds - before.seconds for before, after in itertools.pairwise(part))

@@ -1,0 +1,276 @@
+"""One long run whose workers are killed one after the other, each replaced; its coordinators stop and die beside them.
+
+    python -m tests.soak.soak FOLDER KILLS [SEED]
+
+Real: recover-run --warm --max-restarts, its two coordinators, SIGKILL and SIGSTOP. A worker is killed at a random time
+after the run is whole again; worker 0 never, so that it has seen every recovery by the end. Coordinators are stopped at
+any time, for less than the heartbeat timeout; the leading one is killed half-way.
+
+    FOLDER/run/...          the log folder of the run
+    FOLDER/reference/...    that of the same run without any of this
+    FOLDER/samples.jsonl    what the processes held, once after each recovery
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recover_megatron.membership.auth import Secret
+from recover_megatron.membership.errors import MembershipError
+from recover_megatron.membership.observer import Observer
+from recover_megatron.report.audit import violations
+from recover_megatron.report.steps import read_steps
+from recover_megatron.status.model import Status, read
+from tests.forkserver import REPOSITORY
+from tests.instep.runs import GRAD_NORM, LOSS, MODEL
+from tests.soak.processes import Sample, descendants, growth, sample
+
+WORKERS, BATCH = 3, 6
+HEARTBEAT_TIMEOUT = 5.0
+ITERATIONS_PER_KILL = 40
+"""Enough: a kill and the rejoin take some fifteen, on a busy machine thirty."""
+ASK_SECONDS = 0.5
+STUCK_SECONDS = 300.0
+SCRIPT = str(REPOSITORY / "tests" / "soak" / "paced.py")
+FLAGS = [*MODEL, "--log-interval", "100", "--eval-interval", "1000000", "--eval-iters", "0"]
+FLAGS += ["--lr", "0.001", "--min-lr", "0.001", "--hidden-dropout", "0", "--attention-dropout", "0"]
+FLAGS += ["--global-batch-size", str(BATCH)]
+
+
+class Stuck(AssertionError):
+    """The run does not become whole again, or has ended."""
+
+
+@dataclass
+class Report:
+    """What a soak did, and what it found."""
+
+    kills: int = 0
+    pauses: int = 0
+    coordinators_killed: int = 0
+    iterations: int = 0
+    seconds: float = 0.0
+    """From a kill to the run being whole again, the median of the last tenth of them."""
+    problems: list[str] = field(default_factory=list)
+
+
+class Launch:
+    """One recover-run."""
+
+    def __init__(self, folder: Path, iterations: int, restarts: int, secret: str) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        command = [sys.executable, "-m", "recover_megatron.launch", "--warm", "--nproc-per-node", str(WORKERS)]
+        command += ["--log-dir", str(folder), "--max-restarts", str(restarts)]
+        command += [SCRIPT, *FLAGS, "--train-iters", str(iterations), "--recover"]
+        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "SOAK_FOLDER": str(folder), "RECOVER_SECRET": secret}
+        with (folder / "console.log").open("wb") as console:
+            self.process = subprocess.Popen(
+                command, stdout=console, stderr=console, env=environment, start_new_session=True
+            )
+        self.secret = Secret(secret.encode())
+
+    @property
+    def console(self) -> str:
+        return (self.folder / "console.log").read_text(errors="replace")
+
+    def workers(self) -> dict[int, int]:
+        """Worker -> pid, of those that live."""
+        rows = json.loads((self.folder / "workers.json").read_text())
+        return {row["worker_id"]: row["pid"] for row in rows if row["state"] == "running"}
+
+    def candidates(self) -> list[int]:
+        """The pids of the coordinators."""
+        below = descendants(self.process.pid)
+        return sorted(pid for pid, command in below.items() if "recover_megatron.membership.__main__" in command)
+
+    def others(self) -> dict[str, int]:
+        """The processes that last as long as the run."""
+        found = {"launcher": self.process.pid}
+        found |= {f"coordinator {pid}": pid for pid in self.candidates()}
+        workers = self.workers()
+        return {**found, "worker 0": workers[0]} if 0 in workers else found
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(60)
+
+
+class Eyes:
+    """What the coordinator that leads tells of the run; the connection is kept from one look to the next."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._observer: Observer | None = None
+        self._addresses: list[tuple[str, int]] = []
+
+    def look(self) -> Status | None:
+        """None: nobody leads just now, or answers."""
+        if not self._addresses:
+            said = self._launch.console.partition("--recover-coordinator ")[2].split(" ")[0]
+            pairs = [address.rpartition(":") for address in said.split(",") if address]
+            self._addresses = [(host, int(port)) for host, _, port in pairs]
+        if self._observer is not None:
+            if (status := self._ask(self._observer)) is not None:
+                return status
+            self._observer.close()
+            self._observer = None
+        for address in self._addresses:
+            with contextlib.suppress(MembershipError):
+                observer = Observer(address, self._launch.secret, 2.0)
+                if (status := self._ask(observer)) is not None:
+                    self._observer = observer
+                    return status
+                observer.close()
+        return None
+
+    @staticmethod
+    def _ask(observer: Observer) -> Status | None:
+        try:
+            status = read(observer.ask(), observer.name)
+        except MembershipError:
+            return None
+        return status if status.state in ("rendezvous", "steady") else None
+
+
+class Soak:
+    """Made once per run; ``run`` returns what it found."""
+
+    def __init__(self, folder: Path, kills: int, seed: int) -> None:
+        self._folder, self._kills = folder, kills
+        self._random = random.Random(f"soak {seed}")
+        self._iterations = ITERATIONS_PER_KILL * (kills + 2)
+        self._samples: dict[str, list[Sample]] = defaultdict(list)
+        self._seconds: list[float] = []
+        self.report = Report()
+
+    def run(self) -> Report:
+        """Raises Stuck where the run does not go on."""
+        secret = "of this soak alone, and of no use elsewhere"
+        launch = Launch(self._folder / "run", self._iterations, self._kills + 8, secret)
+        try:
+            self._strike_all(launch)
+            (launch.folder / "hurry").touch()
+            if launch.process.wait(3600) != 0:
+                raise Stuck(f"exit code {launch.process.returncode}\n{launch.console[-3000:]}")
+        finally:
+            launch.end()
+        reference = Launch(self._folder / "reference", self._iterations, 0, secret)
+        try:
+            (reference.folder / "hurry").touch()
+            assert reference.process.wait(3600) == 0, reference.console[-3000:]
+        finally:
+            reference.end()
+        self._judge(launch.folder, reference.folder)
+        return self.report
+
+    def _strike_all(self, launch: Launch) -> None:
+        eyes = Eyes(launch)
+        self._wait_whole(launch, eyes)
+        while self.report.kills < self._kills:
+            iteration = self._wait_whole(launch, eyes).iteration
+            if iteration + 2 * ITERATIONS_PER_KILL > self._iterations:
+                raise Stuck(f"{self._iterations} iterations are not enough for {self._kills} kills")
+            self._note(launch, iteration)
+            pauses = self._pause(launch) if self._random.random() < 0.4 else None
+            time.sleep(self._random.uniform(0.0, 1.0))
+            if self.report.kills == self._kills // 2:
+                os.kill(launch.candidates()[0], signal.SIGKILL)
+                self.report.coordinators_killed += 1
+            victim = self._random.choice([worker for worker in launch.workers() if worker != 0])
+            struck = time.monotonic()
+            (launch.folder / "awaits").touch()
+            os.kill(launch.workers()[victim], signal.SIGKILL)
+            self.report.kills += 1
+            self._wait_whole(launch, eyes, without=victim)
+            self._seconds.append(time.monotonic() - struck)
+            (launch.folder / "awaits").unlink()
+            if pauses is not None:
+                pauses.join()
+        self._note(launch, 0)
+
+    def _pause(self, launch: Launch) -> threading.Thread:
+        """Stop a coordinator, from some time before the kill to some time after it."""
+        pid, seconds = self._random.choice(launch.candidates()), self._random.uniform(0.05, 0.5 * HEARTBEAT_TIMEOUT)
+
+        def pause() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(seconds)
+                os.kill(pid, signal.SIGCONT)
+
+        self.report.pauses += 1
+        thread = threading.Thread(target=pause)
+        thread.start()
+        return thread
+
+    def _wait_whole(self, launch: Launch, eyes: Eyes, without: int | None = None) -> Status:
+        """Until every replica is there again, and the killed worker is in none."""
+        until = time.monotonic() + STUCK_SECONDS
+        while time.monotonic() < until:
+            if launch.process.poll() is not None:
+                raise Stuck(f"the run has ended: {launch.console[-3000:]}")
+            status = eyes.look()
+            if status is not None and status.state == "steady" and len(status.grid) == WORKERS:
+                placed = {worker.worker for replica in status.grid for worker in replica.workers}
+                if without not in placed:
+                    return status
+            time.sleep(ASK_SECONDS)
+        raise Stuck(f"not whole within {STUCK_SECONDS:.0f} s after {self.report.kills} kills: {launch.console[-3000:]}")
+
+    def _note(self, launch: Launch, iteration: int) -> None:
+        for process, pid in launch.others().items():
+            with contextlib.suppress(OSError):
+                one = sample(process, pid, self.report.kills, iteration)
+                self._samples[process].append(one)
+                with (self._folder / "samples.jsonl").open("a") as file:
+                    file.write(json.dumps(asdict(one)) + "\n")
+
+    def _judge(self, run: Path, reference: Path) -> None:
+        report = self.report
+        steps = list(read_steps(run / "steps.jsonl"))
+        report.iterations = len(steps)
+        if [step.iteration for step in steps] != list(range(1, self._iterations + 1)):
+            report.problems.append("an iteration is missing, or is there twice")
+        report.problems += [str(problem) for problem in violations(steps, BATCH)]
+        for ours, theirs in zip(steps, read_steps(reference / "steps.jsonl"), strict=True):
+            if not same(ours.__dict__, theirs.__dict__):
+                report.problems.append(
+                    f"iteration {ours.iteration}: {ours.loss} {ours.grad_norm}, not {theirs.loss} ..."
+                )
+                break
+        for samples in self._samples.values():
+            report.problems += growth(samples)
+        last = sorted(self._seconds[-max(1, len(self._seconds) // 10) :])
+        report.seconds = last[len(last) // 2]
+
+
+def same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Loss and gradient norm of a step, but for rounding."""
+    near = math.isclose(ours["loss"], theirs["loss"], rel_tol=LOSS)
+    return near and math.isclose(ours["grad_norm"], theirs["grad_norm"], rel_tol=GRAD_NORM)
+
+
+if __name__ == "__main__":
+    soak = Soak(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1)
+    try:
+        soak.run()
+    finally:
+        print(json.dumps(asdict(soak.report), indent=1))

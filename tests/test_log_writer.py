@@ -1,0 +1,190 @@
+"""Files for people: whatever the disk does, nobody waits for it, and what it takes again goes on whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recover_megatron import log_writer
+from recover_megatron.log_writer import Aside, LogWriter
+from tests.forkserver import REPOSITORY
+
+LINE = b"x" * 99 + b"\n"
+
+
+def eventually(condition: object, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def read_all(pipe: int) -> bytes:
+    data = b""
+    while block := os.read(pipe, 1 << 16):
+        data += block
+    return data
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "RETRY_SECONDS", 0.01)
+
+
+def gap(lines: int) -> bytes:
+    return f"dropped {lines}\n".encode()
+
+
+class Disk:
+    """Opens a file in which at most ``room`` bytes fit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room = room
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").endswith("/log"):
+            return self._write(descriptor, data)
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        written = self._write(descriptor, data[: self.room])
+        self.room -= written
+        return written
+
+
+def test_lines_are_on_the_disk_when_it_is_well(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = LogWriter(tmp_path / "new" / "log", said.append)
+    for _ in range(3):
+        file.put(LINE)
+    assert file.flush()
+    assert (tmp_path / "new" / "log").read_bytes() == 3 * LINE
+    assert said == []
+
+
+def test_a_full_disk_is_told_of_once_and_the_file_goes_on_whole_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, room=250)
+    said: list[str] = []
+    file = LogWriter(tmp_path / "log", said.append, gap=gap, most_bytes=500)
+    for _ in range(5):
+        file.put(LINE)
+    assert not file.flush()  # two lines and a half are in the file
+    for _ in range(4):
+        file.put(LINE)  # two have room in the queue
+    assert not file.flush()
+    assert said == [f"{tmp_path}/log cannot be written (No space left on device); the run goes on without it"]
+    disk.room = 10**6
+    assert file.flush()
+    file.put(LINE)
+    assert file.flush()
+    assert (tmp_path / "log").read_bytes() == 7 * LINE + gap(2) + LINE
+    eventually(lambda: len(said) == 2, "the end of the trouble")
+    assert said[1] == f"{tmp_path}/log is written again; 2 lines were dropped"
+
+
+@pytest.mark.parametrize("trouble", ["a folder in its place", "a folder that is a file", "/dev/full", "no permission"])
+def test_a_file_that_cannot_be_opened_or_written_costs_a_warning(tmp_path: Path, trouble: str) -> None:
+    path = tmp_path / "folder" / "log"
+    if trouble == "a folder in its place":
+        path.mkdir(parents=True)
+    elif trouble == "a folder that is a file":
+        path.parent.write_text("")
+    elif trouble == "/dev/full":
+        path = Path(trouble)
+    else:
+        path = Path("/proc/self/log")  # not even for root
+    said: list[str] = []
+    file = LogWriter(path, said.append)
+    file.put(LINE)
+    assert not file.flush()
+    file.put(LINE)
+    assert not file.flush()
+    eventually(lambda: said, "a warning")
+    assert len(said) == 1
+    assert str(path) in said[0]
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    file = LogWriter(tmp_path / "folder" / "log", pytest.fail)
+    file.put(LINE)
+    assert file.flush()
+    (tmp_path / "folder" / "log").unlink()
+    (tmp_path / "folder").rmdir()
+    file.put(LINE)
+    assert file.flush()
+    assert (tmp_path / "folder" / "log").read_bytes() == LINE
+
+
+def test_a_line_that_was_cut_gets_its_end_before_the_next(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(LINE + b"cut")
+    file = LogWriter(tmp_path / "log", pytest.fail)
+    file.put(LINE)
+    assert file.flush()
+    assert (tmp_path / "log").read_bytes() == LINE + b"cut\n" + LINE
+
+
+def test_a_disk_that_blocks_stops_nobody_and_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_writer, "STALL_SECONDS", 0.0)
+    pipe = tmp_path / "log"
+    os.mkfifo(pipe)
+    said: list[str] = []
+    file = LogWriter(pipe, said.append, gap=gap, most_bytes=1 << 20)
+    for _ in range(20_000):  # two megabytes: one in the queue, 64 KiB in the pipe, which nobody reads
+        file.put(LINE)
+        file.settle()
+    assert not file.flush(0.2)
+    assert len(said) == 1
+    assert "has not been taken by the disk" in said[0]
+    reader = os.open(pipe, os.O_RDONLY)
+    file.close()
+    lines = read_all(reader).splitlines(keepends=True)
+    assert len(lines) > 10_000
+    assert set(lines) == {LINE}
+    eventually(lambda: len(said) == 2, "the end of the trouble")
+    assert f"{20_000 - len(lines)} lines were dropped" in said[1]
+
+
+def test_a_process_ends_though_its_disk_blocks(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    program = (
+        "import sys, pathlib\n"
+        "from recover_megatron.log_writer import LogWriter\n"
+        "file = LogWriter(pathlib.Path(sys.argv[1]))\n"
+        "for _ in range(2000): file.put(b'x' * 99 + b'\\n')\n"
+        "assert not file.flush(0.2)\n"
+        "file.close()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "log")]
+    assert subprocess.run(command, cwd=REPOSITORY, check=False, timeout=60).returncode == 0
+
+
+def test_what_was_given_up_is_not_written_later(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    file = LogWriter(tmp_path / "log")
+    file.put(b"y" * (1 << 17) + b"\n")  # more than the pipe takes
+    file.put(LINE)
+    file.discard()
+    reader = os.open(tmp_path / "log", os.O_RDONLY)
+    file.close()
+    assert read_all(reader) == b"y" * (1 << 17) + b"\n"
+
+
+def test_a_closed_aside_gives_up_what_the_disk_refuses() -> None:
+    def refused() -> None:
+        raise OSError(28, "No space left on device")
+
+    said: list[str] = []
+    aside = Aside("it", said.append)
+    aside.submit(refused, 1)
+    assert not aside.flush()
+    aside.close()
+    eventually(lambda: aside.left == 0, "the end of the thread")
+    assert said == ["it cannot be written (No space left on device); the run goes on without it"]
