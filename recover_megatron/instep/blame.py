@@ -26,7 +26,7 @@ class Blame:
     def of_mates(self, error: BaseException, recovery: Recovery) -> bool:
         """Whether ``error`` is no fault of this worker and its work: its replica is broken, or seems to be.
 
-        May wait for the news of a death, once for an error.  Raises as ``Session.wait_revoked`` does.
+        May wait for the news of a death, once for an error.  Raises as ``Session.wait_lost`` does.
         """
         if self._judged[0] is not error:
             self._judged = error, self._is_of_mates(error, recovery)
@@ -39,8 +39,8 @@ class Blame:
             return False
         if self._iteration != recovery.hooks.iteration() or self._unexplained < UNEXPLAINED:
             return True
-        recovery.session.wait_revoked(BLAME_SECONDS)
-        return bool(recovery.lost_mates)
+        # Not until an epoch is revoked: that may be for others' sake, and before the news of a mate's death.
+        return recovery.session.wait_lost(recovery.mates, BLAME_SECONDS)
 
     def left(self, recovery: Recovery) -> None:
         """This worker has left the training because of such an error, and has waited for the news of a death."""

@@ -437,8 +437,12 @@ class Recovery(Standing):
     @property
     def lost_mates(self) -> list[int]:
         """Workers of the replica that I had or have a place in, that the newest epoch does without."""
-        mine = set(self.decision.grid[self.replica]) if self.placed else set()
-        return sorted(mine - self.session.opened_members)
+        return sorted(self.mates - self.session.opened_members)
+
+    @property
+    def mates(self) -> frozenset[int]:
+        """The workers of the replica that I had or have a place in, this one with them; empty without a place."""
+        return frozenset(self.decision.grid[self.replica]) if self.placed else frozenset()
 
     def _revoked(self, epoch: int, reason: str) -> None:
         """In the session's thread: an epoch has ended, or (epoch 0) this worker's part in the run."""

@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address, Client
@@ -290,6 +290,18 @@ class Session:
             self._client.condition.wait_for(lambda: self.revoked, timeout)
             self._raise_if_out()
             return self._core.revoked
+
+    def wait_lost(self, workers: Collection[int], timeout: float) -> bool:
+        """Wait until the run does not count on one of ``workers`` any more (True), at most ``timeout`` seconds.
+
+        Raises ``Fenced`` or ``CoordinatorLost`` when this worker is out.
+        """
+        with self._client.condition:
+            self._client.condition.wait_for(
+                lambda: self._core.out is not None or not self.opened_members.issuperset(workers), timeout
+            )
+            self._raise_if_out()
+            return not self.opened_members.issuperset(workers)
 
     def give_up(self, code: int, reason: str) -> None:
         """Say that the run must end for all, with exit code ``code`` (1 to 255); the first to say so wins.

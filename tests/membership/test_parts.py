@@ -221,3 +221,28 @@ def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_r
         with pytest.raises(CoordinatorLost):
             session.join({})
         coordinator.sock.close()
+
+
+def test_the_loss_of_a_worker_is_waited_for_through_rendezvous_that_others_have_caused() -> None:
+    secret = Secret(b"x" * 32)
+
+    def revoke(epoch: int, members: list[list[int]], dead: list[list[int]]) -> dict[str, Any]:
+        told = {"type": "revoke", "epoch": epoch, "term": 1 << 32, "members": members, "dead": dead}
+        return {**told, "left": [], "committed": 0, "reason": "a test"}
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        session = Session.connect([listener.getsockname()[:2]], 0, secret)
+        coordinator = ByHand(listener, secret)
+        coordinator.say(revoke(1, [[0, 2]], []))
+        assert session.wait_revoked(30)
+        assert not session.wait_lost({0, 1}, 0.05)  # an epoch is revoked, but for others
+        lost: list[bool] = []
+        waiter = threading.Thread(target=lambda: lost.append(session.wait_lost({0, 1}, 30)), daemon=True)
+        waiter.start()
+        coordinator.say(revoke(2, [[0, 0], [2, 2]], [[1, 1]]))
+        waiter.join(30)
+        assert lost == [True]
+        coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 1})
+        with pytest.raises(CoordinatorLost):
+            session.wait_lost({0}, 30)
+        coordinator.sock.close()
