@@ -233,16 +233,22 @@ def test_the_loss_of_a_worker_is_waited_for_through_rendezvous_that_others_have_
     with socket.create_server(("127.0.0.1", 0)) as listener:
         session = Session.connect([listener.getsockname()[:2]], 0, secret)
         coordinator = ByHand(listener, secret)
+        joiner = threading.Thread(target=lambda: session.join({}), daemon=True)
+        joiner.start()
         coordinator.say(revoke(1, [[0, 2]], []))
+        coordinator.hear("join")
+        coordinator.say({"type": "plan", "epoch": 1, "committed": 0, "term": 1 << 32, "members": [[0, 2]]})
+        joiner.join(30)
+        coordinator.say(revoke(2, [[0, 2]], []))
         assert session.wait_revoked(30)
         assert not session.wait_lost({0, 1}, 0.05)  # an epoch is revoked, but for others
         lost: list[bool] = []
         waiter = threading.Thread(target=lambda: lost.append(session.wait_lost({0, 1}, 30)), daemon=True)
         waiter.start()
-        coordinator.say(revoke(2, [[0, 0], [2, 2]], [[1, 1]]))
+        coordinator.say(revoke(3, [[0, 0], [2, 2]], [[1, 1]]))
         waiter.join(30)
         assert lost == [True]
-        coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 1})
+        coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 3})
         with pytest.raises(CoordinatorLost):
             session.wait_lost({0}, 30)
         coordinator.sock.close()
