@@ -1,0 +1,140 @@
+"""README.md and docs/: what they name exists, links lead somewhere, lines are short, each page says what it tells."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+TEXTS = [*sorted(ROOT.glob("*.md")), *PAGES]
+WIDTH = 120
+EXTENSIONS = r"(?:py|sh|sbatch|pml|patch|md|toml)"
+OF_MEGATRON = {"pretrain_gpt.py", "pretrain_mamba.py"}
+"""Scripts at the top of a Megatron-LM checkout, which its wheel lacks."""
+
+
+def each(texts: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", texts, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"(?ms)^```.*?^```$", "", page.read_text(encoding="utf-8"))
+
+
+def code_spans(page: Path) -> Iterator[str]:
+    for span in re.findall(r"`([^`]+)`", prose(page)):
+        yield " ".join(span.split())
+
+
+@cache
+def files() -> frozenset[str]:
+    """The repository's files and folders, relative to its root; what set-up and runs leave there is not among them."""
+    skipped = {".git", ".venv", "__pycache__", "build", "dist", "data", "runs"}
+    names: set[str] = set()
+    for folder, folders, inside in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in skipped]
+        names |= {str((Path(folder) / name).relative_to(ROOT)) for name in (*folders, *inside)}
+    return frozenset(names)
+
+
+def in_the_repository(name: str) -> bool:
+    """Whether a file or folder is at ``name``, or ends with it: docs leave out the folders that go without saying."""
+    name = name.rstrip("/")
+    return any(path == name or path.endswith(f"/{name}") for path in files())
+
+
+def in_megatron(name: str) -> bool:
+    if name in OF_MEGATRON:
+        return True
+    folder, _, rest = name.removeprefix("megatron/").partition("/")
+    found = importlib.util.find_spec(f"megatron.{folder}") if rest else None
+    return found is not None and any((Path(place) / rest).exists() for place in found.submodule_search_locations or ())
+
+
+@each(TEXTS)
+def test_lines_are_short(page: Path) -> None:
+    """A row of a table and a single word (a URL, say) cannot be broken; everything else can, output of programs too."""
+    long = []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        indent = len(line) - len(line.lstrip())
+        unbreakable = indent + max(map(len, line.split()), default=0)
+        if len(line) > WIDTH and not line.lstrip().startswith("|") and unbreakable <= WIDTH:
+            long.append(f"{page.name}:{number}: {len(line)} columns")
+    assert not long, "\n".join(long)
+
+
+@each(PAGES)
+def test_a_page_begins_with_a_summary(page: Path) -> None:
+    """A title, then a quote of three to six lines: what the page tells, and for whom."""
+    title, empty, *lines = page.read_text(encoding="utf-8").splitlines()
+    summary = [line for line in lines[: lines.index("")] if line.startswith("> ")]
+    assert title.startswith("# ")
+    assert not empty
+    assert len(summary) == lines.index(""), "the summary is one quote"
+    assert 3 <= len(summary) <= 6, summary
+
+
+@each(TEXTS)
+def test_files_that_are_named_exist(page: Path) -> None:
+    ours = {Path(path).parts[0] for path in files() if "/" in path}
+    ours |= {f"{path.name}" for path in (ROOT / "recover_megatron").iterdir() if path.is_dir()}
+    missing = []
+    for name in code_spans(page):
+        a_file = re.fullmatch(rf"[\w./-]+\.{EXTENSIONS}", name)
+        a_folder = re.fullmatch(r"[\w.-]+/[\w./-]*", name) and name.split("/")[0] in ours
+        if (a_file or a_folder) and not (in_the_repository(name) or in_megatron(name)):
+            missing.append(name)
+    assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+@each(TEXTS)
+def test_files_in_commands_exist(page: Path) -> None:
+    folders = "scripts|benchmarks|examples|tests|models|patches"
+    named = re.findall(rf"(?<![\w./-])(?:{folders})/[\w./-]+\.{EXTENSIONS}\b", page.read_text(encoding="utf-8"))
+    missing = [name for name in named if name not in files()]
+    assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+@each(TEXTS)
+def test_modules_that_are_named_exist(page: Path) -> None:
+    """Dotted names, and the first column of tables whose head says ``module of `PACKAGE/```."""
+    text = page.read_text(encoding="utf-8")
+    missing = [
+        dotted
+        for dotted in re.findall(r"\brecover_megatron\.\w+", text)
+        if not {f"{dotted.replace('.', '/')}.py", dotted.replace(".", "/")} & files()
+    ]
+    for package, rows in re.findall(r"(?m)^\| module of `([\w/]+)/` \|.*\n\|[-:| ]+\n((?:\|.*\n?)+)", text):
+        for row in rows.splitlines():
+            for module in re.findall(r"`(\w+)`", row.split("|")[1]):
+                if not in_the_repository(f"recover_megatron/{package}/{module}.py"):
+                    missing.append(f"{package}/{module}")
+    assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    heads = re.findall(r"(?m)^#+ +(.*)$", prose(page))
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head) for head in heads)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in plain}
+
+
+@each(TEXTS)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?://", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken, f"{page.name} links to {broken}"
