@@ -20,7 +20,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from recover_megatron.report.steps import read_steps  # noqa: E402
+from recover_megatron.run_log.steps import read_steps  # noqa: E402
 from recover_megatron.workload import quotas  # noqa: E402
 from tests.forkserver import ForkServer  # noqa: E402
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT  # noqa: E402

@@ -48,7 +48,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, load_average  # noqa: E402
 from recover_megatron.instep.grid import launch_grid  # noqa: E402
-from recover_megatron.report.events import EVENTS_FILE, Event, read_events  # noqa: E402
+from recover_megatron.run_log.events import EVENTS_FILE, Event, read_events  # noqa: E402
 from tests.forkserver import ForkServer, Run  # noqa: E402
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")

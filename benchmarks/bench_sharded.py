@@ -44,7 +44,7 @@ from benchmarks.bench_overhead import WARM_UP, compare, ratios, spread  # noqa: 
 from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, SCRIPT, load_average  # noqa: E402
 from recover_megatron.collectives.bucket import Bucket  # noqa: E402
 from recover_megatron.collectives.group import Group  # noqa: E402
-from recover_megatron.report.events import EVENTS_FILE, read_events  # noqa: E402
+from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
 from tests.collectives.together import together  # noqa: E402
 from tests.forkserver import ForkServer  # noqa: E402
 

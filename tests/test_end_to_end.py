@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.steps import audit_problem, read_steps
+from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.forkserver import REPOSITORY
 from tests.launch.test_store import free_port
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE

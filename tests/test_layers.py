@@ -21,16 +21,17 @@ ALLOWED: dict[str, set[str]] = {
     "log_writer": set(),
     "membership": set(),
     "workload": set(),
-    "report": {"matplotlib"},
-    "status": {"membership", "rich"},
+    "run_log": set(),
+    "report": {"run_log", "matplotlib"},
+    "status": {"membership", "run_log", "rich"},
     "collectives": {"membership", "torch"},
     "instep": {"membership", "workload", "collectives", "torch"},
     "hostdevice": {"torch"},
     "launch": {"membership"},
     "launch.store": {"torch"},
-    "chaos": {"membership", "report"},
+    "chaos": {"membership", "run_log"},
     "megatron_hooks": {
-        "membership", "workload", "collectives", "instep", "hostdevice", "report", "chaos", "torch", "megatron",
+        "membership", "workload", "collectives", "instep", "hostdevice", "run_log", "chaos", "torch", "megatron",
     },
 }  # fmt: skip
 
@@ -70,6 +71,12 @@ def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
 def test_only_the_megatron_hooks_import_megatron() -> None:
     importers = {path.parent.name for path in modules() if "megatron" in imported(path)}
     assert importers == {"megatron_hooks"}
+
+
+@pytest.mark.parametrize("viewer", ["report", "status"])
+def test_nobody_imports_a_viewer(viewer: str) -> None:
+    importers = {str(path.relative_to(REPOSITORY / PACKAGE).parts[0]) for path in modules() if viewer in imported(path)}
+    assert importers == {viewer}
 
 
 def test_every_layer_has_a_rule() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from recover_megatron.chaos.draws import Draw, draws
 from recover_megatron.chaos.victims import Held, NoWorkers, Victims
-from recover_megatron.report.events import CHAOS_FILE, EventsFile
+from recover_megatron.run_log.events import CHAOS_FILE, EventsFile
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _LOOK_AGAIN = 0.5

@@ -22,8 +22,8 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
-from recover_megatron.report.events import EVENTS_FILE, EventsFile
-from recover_megatron.report.steps import Step, StepsFile
+from recover_megatron.run_log.events import EVENTS_FILE, EventsFile
+from recover_megatron.run_log.steps import STEPS_FILE, Step, StepsFile
 
 KEPT_BYTES = 2 << 20
 """Lines of steps that a candidate remembers, in bytes: less than its queue takes at once."""
@@ -139,7 +139,7 @@ class Records:
         if self._folder is None:
             return
         if self._file is None:
-            path = self._folder / "steps.jsonl"
+            path = self._folder / STEPS_FILE
             may_write = partial(_still_in, recovery)
             if self._first:
                 self._file = StepsFile(path, self._lines[-1][0], may_write)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recover_megatron.report.audit import violations
 from recover_megatron.report.run_dir import NotARun, Run, read_run
+from recover_megatron.run_log.audit import violations
 
 _SHOWN = 20
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from recover_megatron.report.steps import Step
+from recover_megatron.run_log.steps import Step
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from recover_megatron.report.steps import Step
+from recover_megatron.run_log.steps import Step
 
 
 class Follower:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.report.events import Event, read_run_events
+from recover_megatron.run_log.events import Event, read_run_events
 
 PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
 """Of a recovery, in their order.  ``detect``: from the strike (where fault injection noted it) to the coordinator."""

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from time import gmtime, strftime
 
-from recover_megatron.report.audit import microbatches_per_iteration
 from recover_megatron.report.compare import Comparison, Difference
 from recover_megatron.report.history import PHASES, History, Recovery
 from recover_megatron.report.run_dir import Run
 from recover_megatron.report.throughput import levels
+from recover_megatron.run_log.audit import microbatches_per_iteration
 
 _MAX_ROWS = 500
 """Of a table; a run with more faults shows the longest recoveries."""

@@ -16,8 +16,8 @@ from typing import Any
 from recover_megatron.report.compare import Comparison
 from recover_megatron.report.history import PHASES, Recovery
 from recover_megatron.report.run_dir import Run
-from recover_megatron.report.steps import Step
 from recover_megatron.report.throughput import rates
+from recover_megatron.run_log.steps import Step
 
 MAX_BARS = 30
 _MAX_COLUMNS = 600

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.report.steps import Step, read_steps
-
-STEPS_FILE = "steps.jsonl"
+from recover_megatron.run_log.steps import STEPS_FILE, Step, read_steps
 
 # Megatron prints it; no file has it in a better form.
 _EVALUATION = re.compile(

@@ -8,9 +8,9 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from recover_megatron.report.audit import microbatches_per_iteration
 from recover_megatron.report.run_dir import Run
-from recover_megatron.report.steps import Step
+from recover_megatron.run_log.audit import microbatches_per_iteration
+from recover_megatron.run_log.steps import Step
 
 _LAST = 10
 """The training loss of one iteration is noisy: the summary gives the mean over so many."""

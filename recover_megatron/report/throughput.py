@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from recover_megatron.report.audit import samples_per_microbatch
-from recover_megatron.report.steps import Step
+from recover_megatron.run_log.audit import samples_per_microbatch
+from recover_megatron.run_log.steps import Step
 
 
 def samples(steps: Sequence[Step]) -> dict[int, int]:

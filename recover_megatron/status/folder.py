@@ -14,10 +14,10 @@ from typing import Any
 
 from recover_megatron.membership.auth import SECRET_FILE
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY
+from recover_megatron.run_log import tail
+from recover_megatron.run_log.events import COORDINATOR_FILES
+from recover_megatron.run_log.steps import STEPS_FILE
 from recover_megatron.status.model import Gone, Status, read
-
-_TAIL = 1 << 22
-"""Bytes of steps.jsonl that hold its last line for certain: a line names each microbatch once."""
 
 
 def candidates(folder: Path) -> str:
@@ -43,7 +43,7 @@ def ending(folder: Path) -> Status | None:
     # Of two sides of a partition, the one that stopped for it is not the run.
     stop, launch = max(stops, key=lambda told: (told[0].get("code") != EXIT_LOST_MAJORITY, told[0].get("time", 0.0)))
     answer = {"type": "stop", "code": stop.get("code"), "reason": stop.get("reason")}
-    return replace(read(answer, str(folder)), iteration=_last_iteration(folder / "steps.jsonl"), **_told(launch, stop))
+    return replace(read(answer, str(folder)), iteration=_last_iteration(folder / STEPS_FILE), **_told(launch, stop))
 
 
 def _told(launch: Sequence[Mapping[str, Any]], stop: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,21 +69,14 @@ def _last_iteration(steps: Path) -> int:
     """The newest that was committed; 0: none is known."""
     try:
         with steps.open("rb") as file:
-            file.seek(max(0, steps.stat().st_size - _TAIL))
-            lines = file.read().splitlines()
+            return tail.read_last(file.fileno())
     except OSError:
         return 0
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["iteration"])
-        except (ValueError, TypeError, KeyError):
-            continue  # cut short
-    return 0
 
 
 def _launches(folder: Path) -> list[list[Mapping[str, Any]]]:
     """Of each candidate, in order: its records of its last launch."""
-    paths = [path for path in folder.glob("events-*.jsonl") if path.stem.removeprefix("events-").isdecimal()]
+    paths = [path for path in folder.glob(COORDINATOR_FILES) if path.stem.removeprefix("events-").isdecimal()]
     launches = []
     for path in sorted(paths, key=lambda path: int(path.stem.removeprefix("events-"))):
         launch: list[Mapping[str, Any]] = []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from statistics import fmean
 
-from recover_megatron.report.steps import Step
+from recover_megatron.run_log.steps import Step
 
 _ROWS = 25
 _BAR_WIDTH = 30

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.report.events import EVENTS_FILE
+from recover_megatron.run_log.events import EVENTS_FILE
 
 
 class Recoveries:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from recover_megatron.chaos.__main__ import main
 from recover_megatron.chaos.draws import draws
 from recover_megatron.chaos.victims import Victims, hold
-from recover_megatron.report.events import read_events
+from recover_megatron.run_log.events import read_events
 from tests.launch.conftest import DEADLINE, REPOSITORY, Bench, alive, bench, eventually
 
 __all__ = ["bench"]  # a fixture

@@ -23,8 +23,8 @@ import torch
 
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.membership.errors import EXIT_FENCED
-from recover_megatron.report.audit import violations
-from recover_megatron.report.steps import Step, read_steps
+from recover_megatron.run_log.audit import violations
+from recover_megatron.run_log.steps import Step, read_steps
 from tests.forkserver import ForkServer
 from tests.forkserver import Run as Ended
 from tests.megatron_hooks.tiny import OURS

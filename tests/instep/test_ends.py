@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.membership.errors import EXIT_NO_REPLICA, EXIT_SAME_FAULT
-from recover_megatron.report.steps import read_steps
+from recover_megatron.run_log.steps import read_steps
 from tests.drawn import EVERYTHING
 from tests.forkserver import ForkServer
 from tests.instep.conftest import Reference

@@ -14,8 +14,8 @@ import numpy
 import pytest
 import torch
 
-from recover_megatron.report.audit import violations
-from recover_megatron.report.steps import read_steps
+from recover_megatron.run_log.audit import violations
+from recover_megatron.run_log.steps import read_steps
 from tests.drawn import SEED, some
 from tests.forkserver import ForkServer, Run
 from tests.instep.layouts import RECIPES, Recipe, faults_of

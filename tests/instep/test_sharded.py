@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from recover_megatron.membership.errors import EXIT_STATE_LOST
-from recover_megatron.report.events import read_events
+from recover_megatron.run_log.events import read_events
 from tests.drawn import EVERYTHING, SEED, some
 from tests.forkserver import ForkServer
 from tests.instep.cells import (

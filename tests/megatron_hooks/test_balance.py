@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.events import read_events
-from recover_megatron.report.steps import audit_problem, read_steps
+from recover_megatron.run_log.events import read_events
+from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE
 

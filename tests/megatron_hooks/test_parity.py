@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.steps import audit_problem, read_steps
+from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.drawn import some
 from tests.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, STOCK, losses

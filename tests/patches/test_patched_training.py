@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.megatron_hooks import patched, program
-from recover_megatron.report.steps import audit_problem, read_steps
+from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.forkserver import REPOSITORY, ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE, losses
 from tests.patches.trees import apply, copy_of

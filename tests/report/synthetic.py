@@ -6,8 +6,8 @@ import json
 import math
 from pathlib import Path
 
-from recover_megatron.report.events import Event
-from recover_megatron.report.steps import Step
+from recover_megatron.run_log.events import Event
+from recover_megatron.run_log.steps import Step
 
 REPLICAS, M, SIZE = 4, 16, 2
 T0 = 1_700_000_000.0

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.report.__main__ import main
-from recover_megatron.report.audit import microbatches_per_iteration, violations
 from recover_megatron.report.follow import Follower
-from recover_megatron.report.steps import Step
+from recover_megatron.run_log.audit import microbatches_per_iteration, violations
+from recover_megatron.run_log.steps import Step
 
 M = 6
 

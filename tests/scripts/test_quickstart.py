@@ -21,7 +21,7 @@ import quickstart
 from lib.progress import Progress
 from lib.recoveries import Recoveries, describe
 
-from recover_megatron.report.steps import Step
+from recover_megatron.run_log.steps import Step
 
 SCRIPTS = Path(quickstart.__file__).parent
 

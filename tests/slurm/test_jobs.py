@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.steps import Step, audit_problem
+from recover_megatron.run_log.steps import Step, audit_problem
 from tests.slurm.cluster import Cluster, wait_until, why_not
 from tests.slurm.demo import Job
 

@@ -32,8 +32,8 @@ from typing import Any
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.errors import MembershipError
 from recover_megatron.membership.observer import Observer
-from recover_megatron.report.audit import violations
-from recover_megatron.report.steps import read_steps
+from recover_megatron.run_log.audit import violations
+from recover_megatron.run_log.steps import read_steps
 from recover_megatron.status.model import Status, read
 from tests.forkserver import REPOSITORY
 from tests.instep.runs import GRAD_NORM, LOSS, MODEL

@@ -19,6 +19,12 @@ def cut_and_read_last(descriptor: int) -> int:
     end = whole(descriptor)
     if end < os.fstat(descriptor).st_size:
         os.ftruncate(descriptor, end)
+    return read_last(descriptor)
+
+
+def read_last(descriptor: int) -> int:
+    """The iteration of the last whole line, 0 if there is none.  Raises OSError."""
+    end = whole(descriptor)
     while end:
         start = _before(descriptor, end - 1)
         if (iteration := _iteration(_read(descriptor, start, end))) is not None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from recover_megatron.report.steps import Step, audit_problem
+from recover_megatron.run_log.steps import Step, audit_problem
 
 
 def microbatches_per_iteration(steps: Sequence[Step]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.events import EventsFile, read_events, read_run_events
+from recover_megatron.run_log.events import EventsFile, read_events, read_run_events
 
 
 def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.steps import Step, StepsFile, audit_problem, read_steps
+from recover_megatron.run_log.steps import Step, StepsFile, audit_problem, read_steps
 from tests.forkserver import REPOSITORY
 
 
@@ -42,7 +42,7 @@ def test_a_step_is_read_as_it_was_written_to_the_last_digit(tmp_path: Path) -> N
 def test_every_appended_line_outlives_a_kill_of_its_writer(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     code = (
-        "import os, signal, sys, pathlib; from tests.report.test_steps import write\n"
+        "import os, signal, sys, pathlib; from tests.run_log.test_steps import write\n"
         "write(pathlib.Path(sys.argv[1]), range(1, 6)); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=REPOSITORY, check=False, timeout=60)

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron.log_writer import LogWriter
-from recover_megatron.report import tail
+from recover_megatron.run_log import tail
+
+STEPS_FILE = "steps.jsonl"
 
 
 @dataclass(frozen=True)
