@@ -1,12 +1,20 @@
 """Layer 2, in-step recovery: an iteration finishes with exactly its microbatches, whoever dies.  No Megatron in here.
 
 step.py           the state machine of one iteration: start here
-recovery.py       a worker's part in the run: epochs, decisions tried again, boundaries, what becomes of an orphan
+recovery.py       a worker's part in the run: puts the following ones together
+progress_reports.py   the number of its decision, and what it does in it
+assignment.py     the present epoch's decision, and its place in it: groups, mates, microbatches
+planner.py        joins an epoch, and works out what it decides
+rendezvous.py     meets the others and takes up their plan
+orphan.py         leaves the training when its replica is broken, waits, comes back
 spare.py          a live worker without a place, and what can become of it
+sections.py       decisions other than steps, run again after a loss
+boundary.py       before a step: where new replicas come in
+announcements.py  what others are told of operations between decisions
 plan.py           what an epoch decides, from what its members joined with (pure): who stands where, who runs what
+edges.py          whom this worker can reach
 shares.py         which microbatches each replica runs in a step
 losses.py         who was lost when
-marks.py          progress marks: what a worker does
 gradients.py      buckets on their way through the rings, and the tail that carries losses and the audit
 transfer.py       a worker's state on its way to another one
 generation.py     the groups that live and die with one epoch

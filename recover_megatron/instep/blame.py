@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from recover_megatron.instep.errors import Orphaned
 from recover_megatron.instep.faults import is_communication
-from recover_megatron.instep.recovery import BLAME_SECONDS, Recovery
+from recover_megatron.instep.orphan import BLAME_SECONDS
+from recover_megatron.instep.recovery import Recovery
 
 UNEXPLAINED = 2
 """How often in one iteration a replica's communication may fail while all of its workers live."""
@@ -33,19 +34,19 @@ class Blame:
         return self._judged[1]
 
     def _is_of_mates(self, error: BaseException, recovery: Recovery) -> bool:
-        if recovery.orphaned or isinstance(error, Orphaned):
+        if recovery.orphan.orphaned or isinstance(error, Orphaned):
             return True
-        if len(recovery.grid.replicas[0]) == 1 or not is_communication(error):
+        if len(recovery.assignment.grid.replicas[0]) == 1 or not is_communication(error):
             return False
         if self._iteration != recovery.hooks.iteration() or self._unexplained < UNEXPLAINED:
             return True
         # Not until an epoch is revoked: that may be for others' sake, and before the news of a mate's death.
-        return recovery.session.wait_lost(recovery.mates, BLAME_SECONDS)
+        return recovery.session.wait_lost(recovery.assignment.mates, BLAME_SECONDS)
 
     def left(self, recovery: Recovery) -> None:
         """This worker has left the training because of such an error, and has waited for the news of a death."""
         iteration = recovery.hooks.iteration()
         if self._iteration != iteration:
             self._iteration, self._unexplained = iteration, 0
-        if not recovery.lost_mates:
+        if not recovery.assignment.lost_mates:
             self._unexplained += 1

@@ -28,11 +28,9 @@ over.  No wait can become a circle by it: the operation waits for what its membe
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -40,12 +38,15 @@ from recover_megatron.collectives.board import Pinned
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.gloo import GlooBackend
 from recover_megatron.collectives.round import RoundBackend
-from recover_megatron.instep.edges import roads_of
+from recover_megatron.instep.announcements import HERE, OVER, Announcements, key, left_key
+from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.edges import Edges, roads_of
 from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.generation import Failure, Generation, name_of
-
-if TYPE_CHECKING:
-    from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.generation import Fabric, Failure, Generation, name_of
+from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.orphan import Orphan
+from recover_megatron.instep.planner import Planner
+from recover_megatron.instep.progress_reports import ProgressReports
 
 AnyBackend = GlooBackend | RoundBackend
 Perform = Callable[[AnyBackend, Sequence[int]], None]
@@ -61,22 +62,33 @@ UNREACHED_SECONDS = 5.0
 RETRY_SECONDS = 0.25
 """How long somebody who lives is tried, and how often."""
 
-OVER, HERE, GO, UNREACHED = "over", "here", "go", "unreached"
+GO, UNREACHED = "go", "unreached"
 
 
 class Exchange:
-    """See the module's text.  ``recovery``: whose operations these are; its main thread calls ``run``."""
+    """Of one worker, whose main thread calls ``run``."""
 
-    def __init__(self, recovery: Recovery) -> None:
-        self._recovery = recovery
-        self._news = threading.Condition()
-        self._opened, self._counted_on = 0, frozenset[int]()
-        self._over: dict[str, str] = {}
-        """Group -> the last operation on it that is over for this worker."""
+    def __init__(
+        self,
+        hooks: Hooks,
+        fabric: Fabric,
+        progress: ProgressReports,
+        assignment: Assignment,
+        planner: Planner,
+        edges: Edges,
+        orphan: Orphan,
+        announcements: Announcements,
+    ) -> None:
+        self._hooks = hooks
+        self._fabric = fabric
+        self._progress = progress
+        self._assignment = assignment
+        self._planner = planner
+        self._edges = edges
+        self._orphan = orphan
+        self._announcements = announcements
         self._at = -1
         self._counts: dict[str, int] = {}
-        self._repeats: Generation | None = None
-        """The groups in which operations are repeated while the present rendezvous is open."""
 
     def run(self, label: str, workers: Sequence[int], members: Sequence[int], perform: Perform) -> None:
         """Have an operation carried out, once, by ``members`` (slots, in rank order) or those of them that live.
@@ -84,53 +96,16 @@ class Exchange:
         ``label`` and ``workers`` (the slots of the launch) say which group it is.  ``perform`` may be called more than
         once; the result is that of its last call that returned.  Raises ``Orphaned``, ``Fenced``, ``CoordinatorLost``.
         """
-        recovery, group = self._recovery, name_of(label, workers)
+        group = name_of(label, workers)
         operation = self._next(group)
         performed = _Performed(perform)
-        with recovery.waiting(f"{label} operation"):
+        with self._progress.waiting(f"{label} operation"):
             try:
-                self._together(recovery.generation, group, members, performed)
+                self._together(self._assignment.generation, group, members, performed)
             except EpochRevoked:
-                recovery.stay()
+                self._orphan.stay()
                 self._settle(group, operation, members, performed)
-        with self._news:
-            self._over[group] = operation
-            if self._opened > recovery.decision.epoch:
-                self._tell(group, operation, OVER)
-
-    # ---- what others tell this worker, in other threads
-
-    def opened(self, rendezvous: int, workers: frozenset[int]) -> None:
-        """A rendezvous was opened, which counts on these; quick, for the session's thread."""
-        with self._news:
-            self._opened, self._counted_on = rendezvous, workers
-            repeats = self._repeats
-            for group, operation in self._over.items():
-                self._tell(group, operation, OVER)
-            self._news.notify_all()
-        if repeats is not None and repeats.number < rendezvous:
-            repeats.end(f"rendezvous {rendezvous} was opened")
-
-    def wake(self) -> None:
-        """This worker has become an orphan, or is out: whoever waits here looks at that."""
-        with self._news:
-            repeats = self._repeats
-            self._news.notify_all()
-        if repeats is not None:
-            repeats.end("this worker has no place any more")
-
-    def leave(self) -> None:
-        """This worker has no place any more, and makes none of the operations that others of its column make."""
-        if self._recovery.started:
-            self._recovery.fabric.board.put(_left(self._recovery.decision.epoch), "left")
-        self.wake()
-
-    def settled(self) -> None:
-        """A new epoch: nobody repeats anything any more."""
-        with self._news:
-            repeats, self._repeats = self._repeats, None
-        if repeats is not None:
-            repeats.close()
+        self._announcements.over(group, operation)
 
     # ---- one operation
 
@@ -139,8 +114,8 @@ class Exchange:
 
         All members pass the same decisions, and a worker that gets a place begins with a decision.
         """
-        if self._at != self._recovery.at:
-            self._at = self._recovery.at
+        if self._at != self._progress.at:
+            self._at = self._progress.at
             self._counts.clear()
         self._counts[group] = self._counts.get(group, 0) + 1
         return f"{self._at}.{self._counts[group]}"
@@ -157,14 +132,14 @@ class Exchange:
 
     def _settle(self, group: str, operation: str, members: Sequence[int], performed: _Performed) -> None:
         """The epoch has ended in the middle: find out whether the operation is over, or repeat it until it is."""
-        recovery = self._recovery
-        recovery.session.ask(*recovery.failure())  # nothing, if the end is known
-        tried = recovery.generation.number
+        mine, orphan = self._assignment, self._orphan
+        self._planner.ask()  # nothing, if the end is known
+        tried = mine.generation.number
         while True:
             rendezvous, workers = self._await_rendezvous(tried)
             tried = rendezvous
-            recovery.stay()  # its own replica may be the one that is broken
-            recovery.mark(recovery.phase, waiting=True, allow=ALLOW_SECONDS)
+            orphan.stay()  # its own replica may be the one that is broken
+            self._progress.mark(self._progress.phase, waiting=True, allow=ALLOW_SECONDS)
             here = [slot for slot in members if self._counted(slot, workers)]
             with self._boards() as boards:
                 found = self._agreed(boards, rendezvous, group, operation, here)
@@ -172,9 +147,9 @@ class Exchange:
                 performed.check(group)
                 return
             if found:
-                recovery.hooks.log("again", what=recovery.phase)
+                self._hooks.log("again", what=self._progress.phase)
                 present = [int(slot) for slot in found.split()[1:]]
-                if recovery.slot not in present:
+                if mine.slot not in present:
                     raise PeerLost(
                         "the others go on without this worker, which some of them could not reach", road=True
                     )
@@ -182,59 +157,54 @@ class Exchange:
                     self._together(self._repeating(rendezvous), f"repeated {group}", present, performed)
                     return
                 except EpochRevoked:
-                    recovery.stay()
+                    orphan.stay()
 
     def _await_rendezvous(self, after: int) -> tuple[int, frozenset[int]]:
         """The rendezvous that is open, when there is one beyond ``after``; raises as ``run`` does."""
-        recovery = self._recovery
         while True:
-            recovery.stay()
-            with self._news:
-                if self._news.wait_for(lambda: self._opened > after, 1.0):
-                    return self._opened, self._counted_on
+            self._orphan.stay()
+            if (opened := self._announcements.await_rendezvous(after, 1.0)) is not None:
+                return opened
 
     def _counted(self, slot: int, workers: frozenset[int]) -> bool:
         """Whether nobody of the replica in which ``slot`` is has gone."""
-        recovery = self._recovery
-        replica, _ = recovery.grid.place(slot)
-        return workers.issuperset(recovery.decision.grid[replica])
+        replica, _ = self._assignment.grid.place(slot)
+        return workers.issuperset(self._assignment.decision.grid[replica])
 
     def _agreed(self, boards: _Boards, rendezvous: int, group: str, operation: str, members: Sequence[int]) -> str:
         """``OVER``; ``GO`` and who repeats it; or empty, when another rendezvous must say."""
-        me = self._recovery.slot
-        key = _key(rendezvous, group, operation)
-        with self._news:
-            if self._opened == rendezvous:
-                self._tell(group, operation, HERE)
+        me = self._assignment.slot
+        name = key(rendezvous, group, operation)
+        self._announcements.here(rendezvous, group, operation)
         for leader in members[: members.index(me)]:
-            answer = self._ask(boards, leader, f"{key}/found", rendezvous)
+            answer = self._ask(boards, leader, f"{name}/found", rendezvous)
             if answer == UNREACHED:
-                worker = self._recovery.standing[leader]
-                self._recovery.edges.suspect([worker])
+                worker = self._assignment.standing[leader]
+                self._edges.suspect([worker])
                 raise PeerLost(f"worker {worker}, which lives, cannot be reached in an operation of {group}", road=True)
             if answer != "left":
                 return answer
         others = [slot for slot in members if slot > me]
         for slot in others:
-            boards.ask(slot, key)  # all at once
-        answers = {slot: self._ask(boards, slot, key, rendezvous) for slot in others}
+            boards.ask(slot, name)  # all at once
+        answers = {slot: self._ask(boards, slot, name, rendezvous) for slot in others}
         if "" in answers.values():
             return ""
         present = [me, *(slot for slot in others if answers[slot] == HERE)]
         found = OVER if OVER in answers.values() else f"{GO} {' '.join(map(str, present))}"
-        self._recovery.fabric.board.put(f"{key}/found", found, rendezvous)
+        self._announcements.answer(rendezvous, group, operation, found)
         return found
 
-    def _ask(self, boards: _Boards, slot: int, key: str, rendezvous: int) -> str:
-        """What a member's board says: the value of ``key``, "left", or empty when that rendezvous is open no more.
+    def _ask(self, boards: _Boards, slot: int, name: str, rendezvous: int) -> str:
+        """What a member's board says: the value of ``name``, "left", or empty when that rendezvous is open no more.
 
         ``UNREACHED``: it lives, and its board was not reached for ``UNREACHED_SECONDS``.
         """
         until, pause = time.monotonic() + UNREACHED_SECONDS, LOOK_SECONDS
-        left = _left(self._recovery.decision.epoch)
+        left = left_key(self._assignment.decision.epoch)
         while True:
             try:
-                for wanted in (key, left):
+                for wanted in (name, left):
                     if (said := boards.look(slot, wanted)) is not None:
                         return said
             except PeerLost as lost:
@@ -244,40 +214,26 @@ class Exchange:
                     return UNREACHED
                 boards.hang_up(slot)
                 pause = RETRY_SECONDS
-            self._recovery.stay()
-            with self._news:
-                if self._opened != rendezvous:
-                    return ""
-                self._news.wait(pause)
-
-    def _tell(self, group: str, operation: str, what: str) -> None:
-        """Put on my board how far I am with an operation, for those who are interrupted in it."""
-        key = _key(self._opened, group, operation)
-        board = self._recovery.fabric.board
-        board.put(key, what, self._opened)
-        if what == OVER:
-            board.put(f"{key}/found", OVER, self._opened)
+            self._orphan.stay()
+            if not self._announcements.wait(rendezvous, pause):
+                return ""
 
     def _repeating(self, rendezvous: int) -> Generation:
-        recovery = self._recovery
-        if self._repeats is not None and self._repeats.number == rendezvous:
-            return self._repeats
-        self.settled()
-        boards = recovery.decision.boards_by_slot(recovery.grid)
-        repeats = Generation(
-            rendezvous, recovery.slot, recovery.fabric, boards, roads_of(recovery.decision, recovery.grid)
-        )
-        with self._news:
-            self._repeats = repeats
-            over = self._opened != rendezvous
-        if over or recovery.orphaned:
+        """The groups in which operations are repeated while this rendezvous is open."""
+        if (known := self._announcements.repeating(rendezvous)) is not None:
+            return known
+        self._announcements.settled()
+        mine = self._assignment
+        boards, roads = mine.decision.boards_by_slot(mine.grid), roads_of(mine.decision, mine.grid)
+        repeats = Generation(rendezvous, mine.slot, self._fabric, boards, roads)
+        still_open = self._announcements.repeat(repeats)
+        if not still_open or self._orphan.orphaned:
             repeats.end("the rendezvous is open no more")
         return repeats
 
     @contextmanager
     def _boards(self) -> Iterator[_Boards]:
-        recovery = self._recovery
-        boards = _Boards(recovery.decision.boards_by_slot(recovery.grid), recovery.fabric.secret)
+        boards = _Boards(self._assignment.decision.boards_by_slot(self._assignment.grid), self._fabric.secret)
         try:
             yield boards
         finally:
@@ -329,11 +285,3 @@ class _Boards:
     def close(self) -> None:
         for client in self._clients.values():
             client.close()
-
-
-def _key(rendezvous: int, group: str, operation: str) -> str:
-    return f"open/{rendezvous}/{group}/{operation}"
-
-
-def _left(epoch: int) -> str:
-    return f"open/{epoch}/left"

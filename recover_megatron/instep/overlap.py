@@ -114,9 +114,9 @@ class Overlap:
         self._missing = dict.fromkeys(reversed(range(len(self._parts))))
         for _, bucket in self._parts:
             bucket.ledger.clear()
-        if recovery.committed(update):
+        if recovery.assignment.committed(update):
             return
-        generation, live = recovery.generation, recovery.live
+        generation, live = recovery.assignment.generation, recovery.assignment.live
         try:
             for number in self._missing:
                 column, bucket = self._parts[number]
@@ -134,7 +134,7 @@ class Overlap:
         """
         if number not in self._missing:
             return
-        with suppress(EpochRevoked), self._recovery().waiting("param-gather"):
+        with suppress(EpochRevoked), self._recovery().progress.waiting("param-gather"):
             if self._arrived(number):
                 return
         self._fetch()
@@ -165,7 +165,7 @@ class Overlap:
         """Get all that the ring has not brought, from one holder after the other; then nothing is missing."""
         recovery, began = self._recovery(), time.monotonic()
         came: dict[int, int] = {}
-        with recovery.waiting("param-gather"):
+        with recovery.progress.waiting("param-gather"):
             for number in list(self._missing):
                 with suppress(EpochRevoked):
                     self._arrived(number)
@@ -185,7 +185,7 @@ class Overlap:
                 self._fill(request, data)
                 came[worker] = came.get(worker, 0) + len(data)
         for number, span in wanted:
-            self._parts[number][1].ledger.mark(span, self._recovery().decision.epoch)
+            self._parts[number][1].ledger.mark(span, self._recovery().assignment.decision.epoch)
 
     def _tell(self, came: dict[int, int], seconds: float) -> None:
         size = sum(came.values())
@@ -244,7 +244,7 @@ class Overlap:
                 if data is not None:
                     return worker, data
                 refused.add(worker)
-            self._recovery().stay()
+            self._recovery().orphan.stay()
             left = [worker for worker in holders if worker not in refused and not self._is_gone(worker)]
             if not left:
                 self._lose(unit)
@@ -257,18 +257,18 @@ class Overlap:
     def _ask(self, worker: int, what: Sequence[int]) -> bytes | None:
         if worker not in self._fetchers:
             recovery = self._recovery()
-            address, secret = recovery.decision.boards[worker], recovery.fabric.secret
+            address, secret = recovery.assignment.decision.boards[worker], recovery.fabric.secret
             self._fetchers[worker] = Fetcher(address, secret, lambda: self._wait_for(worker))
         return self._fetchers[worker].fetch(what)
 
     def _wait_for(self, worker: int) -> None:
-        self._recovery().stay()
+        self._recovery().orphan.stay()
         if self._is_gone(worker):
             raise PeerLost(f"worker {worker} is gone")
 
     def _is_gone(self, worker: int) -> bool:
         recovery = self._recovery()
-        return worker not in recovery.session.opened_members or worker not in recovery.decision.boards
+        return worker not in recovery.session.opened_members or worker not in recovery.assignment.decision.boards
 
 
 def _requests(parts: Sequence[Part], bytes_each: Callable[[int], int]) -> Iterator[list[Part]]:

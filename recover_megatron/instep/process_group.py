@@ -80,25 +80,29 @@ class Traffic:
 
     def members(self, group: EpochGroup) -> tuple[int, ...]:
         """The slots of a group in which somebody stands now, in its order."""
-        if self.recovery is None or not self.recovery.started:
+        if self.recovery is None or not self.recovery.assignment.started:
             return group.workers
-        return group.among(self.recovery.live)
+        return group.among(self.recovery.assignment.live)
 
     @property
     def me(self) -> int:
         """This worker's slot."""
-        return self.slot if self.recovery is None or not self.recovery.started else self.recovery.slot
+        return (
+            self.slot
+            if self.recovery is None or not self.recovery.assignment.started
+            else self.recovery.assignment.slot
+        )
 
     def is_mate(self, slot: int) -> bool:
         """Whether that slot is in this worker's replica; before the first epoch everybody is there."""
         recovery = self.recovery
-        return recovery is None or recovery.grid.place(slot)[0] == recovery.replica
+        return recovery is None or recovery.assignment.grid.place(slot)[0] == recovery.assignment.replica
 
     def agreement_is_enough(self, group: EpochGroup) -> bool:
         """Carry out a barrier of all workers outside sections: that all have reported one more decision is one."""
         if self.mode is not Mode.OPEN or self.recovery is None or group.label != WORLD:
             return False
-        self.recovery.section("barrier", lambda: None)
+        self.recovery.sections.run("barrier", lambda: None)
         return True
 
     def run(self, group: EpochGroup, operation: Operation, alone: Callable[[], None]) -> None:
@@ -115,7 +119,7 @@ class Traffic:
             alone()
         elif self.mode is Mode.OPEN:
             self._once(group, operation)
-        elif self.mode is Mode.DEFERRED and self.recovery is not None and self.recovery.generation.over:
+        elif self.mode is Mode.DEFERRED and self.recovery is not None and self.recovery.assignment.generation.over:
             alone()
         else:
             try:
@@ -142,7 +146,7 @@ class Traffic:
         assert recovery is not None
 
         def perform(backend: AnyBackend, present: Sequence[int]) -> None:
-            recovery.strike("traffic")
+            recovery.progress.strike("traffic")
             among = Among(members, tuple(present))
             backend.wait(backend.call(lambda on: operation(staged.to(on), among)))
 
@@ -152,14 +156,14 @@ class Traffic:
     def _inside(self, group: EpochGroup, operation: Operation) -> None:
         """In a section: a second run of it finds its tensors as the first one did."""
         assert self.recovery is not None
-        generation, members = self.recovery.generation, self.members(group)
-        self.recovery.strike("traffic")
+        generation, members = self.recovery.assignment.generation, self.members(group)
+        self.recovery.progress.strike("traffic")
         try:
-            with self.recovery.waiting(f"{group.label} operation"):
+            with self.recovery.progress.waiting(f"{group.label} operation"):
                 backend = generation.control(group.label, members)
                 staged = Staged()
                 backend.wait(backend.call(lambda on: operation(staged.to(on), Among(members, members))))
-                self.recovery.kept.keep(staged.spoiled)
+                self.recovery.sections.kept.keep(staged.spoiled)
                 staged.bring_back()
         except PeerLost as lost:
             generation.fail(Failure(str(lost), lost.peer, lost.road))

@@ -19,10 +19,10 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from recover_megatron.instep.errors import NoReplica, StateLost
 from recover_megatron.instep.plan import Decision, Status
+from recover_megatron.instep.planner import Planner
 from recover_megatron.membership.errors import (
     EXIT_FENCED,
     EXIT_NO_REPLICA,
@@ -31,9 +31,7 @@ from recover_megatron.membership.errors import (
     EpochRevoked,
     Fenced,
 )
-
-if TYPE_CHECKING:
-    from recover_megatron.instep.recovery import Recovery
+from recover_megatron.membership.session import Session
 
 LINGER_SECONDS = 10.0
 """How long a worker that is out of the run, or whose run has ended, waits for its main thread; then it just ends."""
@@ -78,10 +76,12 @@ Outcome = Placed | Rebuild | Mirror | Over
 
 
 class Spare:
-    """``status``: what the worker joins with until its main thread arrives."""
+    """Of worker ``me``.  ``status``: what it joins with until its main thread arrives."""
 
-    def __init__(self, recovery: Recovery, status: Status) -> None:
-        self._recovery = recovery
+    def __init__(self, planner: Planner, session: Session, me: int, status: Status) -> None:
+        self._planner = planner
+        self._session = session
+        self._me = me
         self._status = status
         self._since = time.perf_counter()
         self._outcome: Outcome | None = None
@@ -116,7 +116,7 @@ class Spare:
             self._changed.notify_all()
         with suppress(CoordinatorLost, Fenced):  # the thread is told, too, and says how it ends
             self._let_them_begin()
-            self._recovery.session.ask(f"worker {self._recovery.me} is a spare, and ready")
+            self._session.ask(f"worker {self._me} is a spare, and ready")
         with self._changed:
             self._changed.wait_for(lambda: self._outcome is not None)
             outcome = self._outcome
@@ -147,11 +147,11 @@ class Spare:
 
     def _take_part(self) -> Outcome | None:
         """One epoch; how it ends for this worker, if it does."""
-        recovery, session = self._recovery, self._recovery.session
+        me, planner, session = self._me, self._planner, self._session
         with self._changed:
             self._changed.wait_for(lambda: self._here, self._grace)
             sent, told = self._status, self._here
-        decision, _ = recovery.meet(sent, f"worker {recovery.me} is a spare: {sent.note}")
+        decision, _ = planner.meet(sent, f"worker {me} is a spare: {sent.note}")
         with self._changed:
             news = self._here and not told
             # Should nobody else be left, the last words are this worker's: it remembers what the others told.
@@ -161,19 +161,19 @@ class Spare:
                 iteration=max(self._status.iteration, decision.iteration),
                 checkpoint=decision.checkpoint,
             )
-        if decision.place(recovery.me) is not None:
+        if decision.place(me) is not None:
             return Placed(decision)
         if not decision.replicas and session.left:
             session.leave()
             return Over(0, "the training is over")
-        recovery.give_up_unless_enough(decision)
+        planner.give_up_unless_enough(decision)
         self._last = decision
         session.idle()
-        if sent.ready and recovery.me in decision.rebuild:
-            position = decision.rebuild[recovery.me]
+        if sent.ready and me in decision.rebuild:
+            position = decision.rebuild[me]
             self._away, self._grace = BUILD_SECONDS, 0.0
             self._have(Rebuild(position), position=position, version=None, digest="")
-        elif sent.ready and recovery.me in decision.mirrors:
+        elif sent.ready and me in decision.mirrors:
             self._have(Mirror(decision))
         if news:
             self._let_them_begin()
@@ -191,7 +191,7 @@ class Spare:
         last = self._last
         if last is not None and last.fresh:
             with suppress(EpochRevoked):
-                self._recovery.session.wait_committed(last.at, last.epoch)
+                self._session.wait_committed(last.at, last.epoch)
 
     def _have(self, task: Rebuild | Mirror, **fields: object) -> None:
         """Give the main thread something to do; until it has come back, this worker has no place to take."""

@@ -85,10 +85,17 @@ class Outcome:
 
 
 class Step:
-    """One iteration of one worker.  ``column``: that of the dense parameters; ``share``: see ``Tail.fill``."""
+    """One iteration of one worker.
+
+    ``total``: microbatches of the step, over all replicas.  ``tail``: the bucket that is summed last (`gradients`).
+    ``share``: 1 / how many workers of the dense parameters' column stand in one replica (see ``Tail.fill``).
+    """
 
     def __init__(self, recovery: Recovery, trainer: Trainer, total: int, tail: Tail, share: float) -> None:
-        self._recovery = recovery
+        self._progress = recovery.progress
+        self._assignment = recovery.assignment
+        self._orphan = recovery.orphan
+        self._rendezvous = recovery.rendezvous
         self._trainer = trainer
         self._total = total
         self._tail = tail
@@ -103,19 +110,11 @@ class Step:
     def run(self) -> Outcome:
         """Return when the step is committed.
 
-        Raises ``Orphaned`` and ``NoReplica`` (see ``Recovery``), ``Disagreement``, and what ``Trainer.compute`` raises.
+        Raises ``Orphaned`` and ``NoReplica`` (see ``Rendezvous.meet``), ``Disagreement``, and what ``Trainer.compute``
+        raises.
         """
-        recovery = self._recovery
-        self._number = recovery.begin()
-        self._trainer.gradients.begin()
-        self._open()
-        state, recovering = State.COMPUTE, False
-        decision = recovery.pending(self._number)
-        if decision is None:
-            self._todo = recovery.share(self._total)
-        else:  # others have begun this step already, in an epoch that this worker joined before it began
-            self._todo = decision.rerun.get(recovery.replica, [])
-            state, recovering = State.RERUN, True
+        state = self._begin()
+        recovering = state is State.RERUN
         while state is not State.COMMITTED:
             started = time.perf_counter()
             try:
@@ -126,41 +125,111 @@ class Step:
                 self._took(state.value, time.perf_counter() - started)
             recovering = recovering or following is State.RENDEZVOUS
             state = following
-        recovery.tried.clear()  # what ends this worker from here on is no fault of a microbatch
+        self._progress.tried.clear()  # what ends this worker from here on is no fault of a microbatch
         self._outcome.counted = self._tail.verify()
         self._outcome.extras = self._tail.extras
         self._outcome.speeds = self._tail.seconds
         return self._outcome
 
     def _advance(self, state: State) -> State:
-        recovery = self._recovery
+        """Do what ``state`` is for; the one that follows.  Raises ``EpochRevoked``."""
         match state:
             case State.COMPUTE:
-                recovery.mark("forward")
-                if not recovery.generation.over:
-                    self._trainer.gradients.stream(recovery.generation, recovery.live)
-                self._compute()
-                return State.REDUCE
+                return self._compute()
             case State.REDUCE:
-                recovery.mark("reduce-scatter", waiting=True)
-                recovery.check()
-                self._tail.fill(recovery.replica, self._ran, self._trainer.extras(), self._share, self._pace)
-                self._trainer.gradients.reduce(recovery.generation, recovery.live, self._tail)
-                self._tail.verify()
-                return State.AGREE
+                return self._reduce()
             case State.AGREE:
-                recovery.agree(self._number)
-                return State.COMMITTED
+                return self._agree()
             case State.RENDEZVOUS:
-                return self._rendezvous()
+                return self._meet()
             case State.RERUN:
-                self._rerun()
-                return State.REDUCE
+                return self._rerun()
         raise AssertionError(state)
 
-    def _compute(self) -> None:
-        mine = self._todo[self._recovery.lane] if self._todo else []
-        self._recovery.tried.update(j for lane in self._todo if lane is not mine for j in lane)
+    # ---- without a death
+
+    def _begin(self) -> State:
+        self._number = self._progress.begin()
+        self._trainer.gradients.begin()
+        self._open_rings()
+        decision = self._assignment.pending(self._number)
+        if decision is None:
+            self._todo = self._assignment.share(self._total)
+            return State.COMPUTE
+        # Others have begun this step already, in an epoch that this worker joined before it began.
+        self._todo = decision.rerun.get(self._assignment.replica, [])
+        return State.RERUN
+
+    def _compute(self) -> State:
+        """My replica's share of the microbatches; buckets that are complete are summed meanwhile."""
+        mine = self._assignment
+        self._progress.mark("forward")
+        if not mine.generation.over:
+            self._trainer.gradients.stream(mine.generation, mine.live)
+        self._run_microbatches()
+        return State.REDUCE
+
+    def _reduce(self) -> State:
+        """Sum the gradients over the column, and with them who ran what."""
+        mine = self._assignment
+        self._progress.mark("reduce-scatter", waiting=True)
+        self._orphan.check()
+        self._tail.fill(mine.replica, self._ran, self._trainer.extras(), self._share, self._pace)
+        self._trainer.gradients.reduce(mine.generation, mine.live, self._tail)
+        self._tail.verify()
+        return State.AGREE
+
+    def _agree(self) -> State:
+        """Wait until all have every sum: then nobody needs another replica for this step any more."""
+        self._progress.agree(self._number)
+        return State.COMMITTED
+
+    # ---- after a death
+
+    def _meet(self) -> State:
+        """Meet whoever is left; their plan says what my replica runs in place of the lost ones."""
+        mine = self._assignment
+        if self._rendezvous.committed_before_the_end(self._number):
+            return State.COMMITTED
+        self._rendezvous.in_step(self._number, self._total, self._ran)
+        if mine.committed(self._number):
+            self._outcome.by_plan = True
+            return State.COMMITTED
+        for replica, lanes in mine.decision.rerun.items():
+            if lost := [j for lane in lanes for j in lane]:
+                self._outcome.reran.setdefault(replica, []).extend(lost)
+        self._todo = mine.decision.rerun.get(mine.replica, [])
+        return State.RERUN
+
+    def _rerun(self) -> State:
+        """Take over what is finished anywhere, then run the lost microbatches into what is not."""
+        mine, gradients = self._assignment, self._trainer.gradients
+        with self._phase("regroup"):
+            gradients.hold()
+            self._open_rings()
+        # If it is revoked: other columns may have finished and be running already, so this one runs, and tells later.
+        with self._phase("pull"), suppress(EpochRevoked):
+            gradients.pull(mine.generation, mine.live, self._tail)
+        self._progress.strike("recovery")
+        with self._phase("rerun"):
+            kept = gradients.set_aside()
+            self._outcome.aside_bytes = max(self._outcome.aside_bytes, sum(aside.nbytes for aside in kept))
+            self._run_microbatches()
+            for aside in kept:
+                aside.put_back()
+        return State.REDUCE
+
+    # ---- parts of the above
+
+    def _open_rings(self) -> None:
+        """Open the rings of this epoch before anything depends on them."""
+        with suppress(EpochRevoked):  # raised again in REDUCE
+            for column in dict.fromkeys([*self._trainer.gradients.columns, self._tail.column]):
+                self._assignment.generation.ring(alive(column, self._assignment.live))
+
+    def _run_microbatches(self) -> None:
+        mine = self._todo[self._assignment.lane] if self._todo else []
+        self._progress.tried.update(j for lane in self._todo if lane is not mine for j in lane)
         if mine:
             started = time.perf_counter()
             self._trainer.compute(mine, again=self._again)
@@ -170,44 +239,6 @@ class Step:
         self._ran += [j for lane in self._todo for j in lane]
         self._todo = []
         self._trainer.settle()
-
-    def _rendezvous(self) -> State:
-        recovery = self._recovery
-        if recovery.committed_before_the_end(self._number):
-            return State.COMMITTED
-        recovery.rendezvous_in_step(self._number, self._total, self._ran)
-        if recovery.committed(self._number):
-            self._outcome.by_plan = True
-            return State.COMMITTED
-        decision = recovery.decision
-        for replica, lanes in decision.rerun.items():
-            if lost := [j for lane in lanes for j in lane]:
-                self._outcome.reran.setdefault(replica, []).extend(lost)
-        self._todo = decision.rerun.get(recovery.replica, [])
-        return State.RERUN
-
-    def _rerun(self) -> None:
-        recovery, gradients = self._recovery, self._trainer.gradients
-        with self._phase("regroup"):
-            gradients.hold()
-            self._open()
-        # If it is revoked: other columns may have finished and be running already, so this one runs, and tells later.
-        with self._phase("pull"), suppress(EpochRevoked):
-            gradients.pull(recovery.generation, recovery.live, self._tail)
-        recovery.strike("recovery")
-        with self._phase("rerun"):
-            kept = gradients.set_aside()
-            self._outcome.aside_bytes = max(self._outcome.aside_bytes, sum(aside.nbytes for aside in kept))
-            self._compute()
-            for aside in kept:
-                aside.put_back()
-
-    def _open(self) -> None:
-        """Open the rings of this epoch before anything depends on them."""
-        recovery = self._recovery
-        with suppress(EpochRevoked):  # told again where the step reduces
-            for column in dict.fromkeys([*self._trainer.gradients.columns, self._tail.column]):
-                recovery.generation.ring(alive(column, recovery.live))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

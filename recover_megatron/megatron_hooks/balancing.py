@@ -23,19 +23,19 @@ def rebalance(recovery: Recovery, outcome: Outcome, total: int) -> None:
     """
     if outcome.by_plan:
         return
-    replicas = recovery.decision.replicas
-    current = recovery.shares.counts(recovery.decision, total)
+    replicas = recovery.assignment.decision.replicas
+    current = recovery.assignment.shares.counts(recovery.assignment.decision, total)
     paces = {replica: outcome.speeds[replica] for replica in replicas if replica in outcome.speeds}
     wanted = current
     if len(paces) == len(replicas):
-        wanted = balance(current, paces, total, multiple_of=recovery.shares.granularity)
+        wanted = balance(current, paces, total, multiple_of=recovery.assignment.shares.granularity)
     group = parallel_state.get_model_parallel_group()
     if group.size() > 1:
         counts = torch.tensor([wanted[replica] for replica in replicas], device=torch.cuda.current_device())
         torch.distributed.broadcast(counts, group=group, group_src=0)
         wanted = dict(zip(replicas, counts.tolist(), strict=True))
     if wanted != current:
-        recovery.shares.rebalance(wanted)
+        recovery.assignment.shares.rebalance(wanted)
         recovery.hooks.log(
             "quotas",
             quotas={str(replica): count for replica, count in wanted.items()},

@@ -78,7 +78,7 @@ class Buckets:
         self.overlap: Overlap | None = None
         self.shards: Shards | None = None
         if sharded:
-            self.shards = Shards(columns, shadows, me, lambda: self.recovery().standing, self.instances)
+            self.shards = Shards(columns, shadows, me, lambda: self.recovery().assignment.standing, self.instances)
         self.gradients = Gradients(parts, self.shards)
         self._parts = parts
         self.committed = False

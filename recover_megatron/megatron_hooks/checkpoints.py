@@ -89,8 +89,8 @@ class Checkpoints:
 
             def run() -> Any:
                 nonlocal begun
-                recovery.mark("checkpoint", allow=CHECKPOINT_SECONDS)
-                recovery.strike("checkpoint")
+                recovery.progress.mark("checkpoint", allow=CHECKPOINT_SECONDS)
+                recovery.progress.strike("checkpoint")
                 if begun:  # what the last attempt has left here is not to be taken for a part of this one
                     self._abandon(recovery)
                 begun = True
@@ -108,8 +108,8 @@ class Checkpoints:
                     self._attempt = None
 
             self._before()
-            result = recovery.section("checkpoint", run)
-            self._writers = recovery.decision.workers
+            result = recovery.sections.run("checkpoint", run)
+            self._writers = recovery.assignment.decision.workers
             self._records.saved(iteration)
             self._tell_now()
             return result
@@ -125,9 +125,9 @@ class Checkpoints:
 
             def run() -> Any:
                 nonlocal begun
-                recovery.mark("checkpoint", allow=CHECKPOINT_SECONDS)
+                recovery.progress.mark("checkpoint", allow=CHECKPOINT_SECONDS)
                 # Who runs this again may have finalized a call that others have not, and could not do it with them.
-                if begun or recovery.decision.workers != self._writers:
+                if begun or recovery.assignment.decision.workers != self._writers:
                     self._abandon(recovery)
                 begun = True
                 try:
@@ -140,7 +140,7 @@ class Checkpoints:
                     self._explain(error, "the checkpoint under way")
                     raise
 
-            result = recovery.section("asynchronous checkpoint", run)
+            result = recovery.sections.run("asynchronous checkpoint", run)
             self._tell_now()
             return result
 
@@ -149,7 +149,9 @@ class Checkpoints:
     # ---- attempts
 
     def _begin(self, recovery: Recovery, iteration: int) -> None:
-        self._attempt = Attempt(iteration, recovery.session.term, recovery.decision.epoch, recovery.at)
+        self._attempt = Attempt(
+            iteration, recovery.session.term, recovery.assignment.decision.epoch, recovery.progress.at
+        )
         self._folders = {}
         self._told.clear()
 
@@ -189,7 +191,7 @@ class Checkpoints:
                 self._under_way.append((attempt, folders))
                 # Megatron counts the calls, and compares the numbers: a worker that came late, or that an attempt was
                 # over for before it came so far, has counted fewer.
-                _queue().call_idx = 2 * recovery.at
+                _queue().call_idx = 2 * recovery.progress.at
             for at, function in enumerate(async_request.finalize_fns):
                 if recovery is not None and getattr(function, "__name__", "") == "iter_finalize_fn":
                     async_request.finalize_fns.insert(at, lambda: self._publish(recovery, folders))

@@ -178,25 +178,25 @@ class FaultTolerance:
         self._training.recovery = self._make_recovery(args, grid)
         self._records.joined_late()
         print(f"recover: worker {self._me} waits for a place", file=sys.stderr, flush=True)
-        self._training.recovery.wait_as_spare()
+        self._training.recovery.orphan.wait()
 
     def _build_for(self, position: int) -> None:
         """Forget what was built, and see to it that the next pretrain() builds for ``position``, alone."""
         recovery = self._training.recovery
-        slot = recovery.grid.replicas[0][position]
+        slot = recovery.assignment.grid.replicas[0][position]
         print(f"recover: worker {self._me} builds the model of position {position}", file=sys.stderr, flush=True)
         if not self._newcomer or self._training.state is not None:
             self._training.forget()
             alone.forget_megatron()
         os.environ["RANK"] = str(slot)
-        recovery.position = position
+        recovery.assignment.position = position
         self._groups.again(slot)
 
     # ---- how it ends
 
     def _ended_by(self, error: BaseException) -> NoReturn:
         recovery = self._training.recovery if self._training.begun else None
-        started = recovery is not None and recovery.started
+        started = recovery is not None and recovery.assignment.started
         if isinstance(error, NoReplica):
             self._end(EXIT_NO_REPLICA, f"the run ends: {error}")
         if isinstance(error, StateLost):
@@ -222,15 +222,15 @@ class FaultTolerance:
             assert recovery is not None
             self._session.last_words(
                 self._iteration_now(),
-                recovery.microbatch,
+                recovery.progress.microbatch,
                 signature(error),
                 text,
-                recovery.replica,
-                phase=recovery.phase,
-                tried=recovery.tried,
+                recovery.assignment.replica,
+                phase=recovery.progress.phase,
+                tried=recovery.progress.tried,
                 own=is_own(error) or any(isinstance(each, OF_ONE_WORKER) for each in (error, error.__cause__)),
             )
-            if isinstance(error, CheckpointFailed) and len(recovery.decision.replicas) == 1:
+            if isinstance(error, CheckpointFailed) and len(recovery.assignment.decision.replicas) == 1:
                 self._session.give_up(EXIT_SAME_FAULT, str(error))  # there is nobody left to try it
                 with suppress(CoordinatorLost, Fenced):
                     self._session.wait_revoked(LAST_WORDS_SECONDS)
@@ -241,7 +241,7 @@ class FaultTolerance:
     def _be_spare(self, recovery: Recovery, error: BaseException) -> NoReturn:
         reason = str(error)
         if not isinstance(error, Orphaned):
-            recovery.replica_failed(error)
+            recovery.orphan.replica_failed(error)
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = None
         print(
@@ -251,7 +251,7 @@ class FaultTolerance:
         )
         try:
             # The training is over for it: it has no position to come back to.
-            recovery.wait_as_spare(position=None, ready=False)
+            recovery.orphan.wait(position=None, ready=False)
         except RunOver as over:
             self._end(over.code, f"the run has ended; spare worker {self._me} ends with it: {over}")
         raise AssertionError("a worker that cannot come back was given a place")
@@ -342,7 +342,7 @@ class FaultTolerance:
             self._records.log(
                 recovery,
                 "start",
-                world=recovery.grid.world,
+                world=recovery.assignment.grid.world,
                 shape=shape,
                 replicas=list(decision.replicas),
                 microbatches=_microbatches(),
@@ -350,8 +350,11 @@ class FaultTolerance:
 
     def _describe(self, decision: Decision) -> dict[str, Any]:
         recovery = self._training.recovery
-        quotas = {str(replica): count for replica, count in recovery.shares.counts(decision, _microbatches()).items()}
-        return {"quotas": quotas, "phase": recovery.phase}
+        quotas = {
+            str(replica): count
+            for replica, count in recovery.assignment.shares.counts(decision, _microbatches()).items()
+        }
+        return {"quotas": quotas, "phase": recovery.progress.phase}
 
     def _mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
         assert self._training.places is not None
@@ -366,11 +369,11 @@ class FaultTolerance:
         if not self._injector.active:
             return
         if phase == "traffic":  # an operation inside a section: a further visit of its phase
-            phase = SECTIONS.get(self._training.recovery.section_kind, "")
+            phase = SECTIONS.get(self._training.recovery.sections.kind, "")
         self._injector.at(phase, self._iteration_now() if iteration is None else iteration)
 
     def _ring_hook(self, boundary: str, hop: int) -> None:
-        phase = self._training.recovery.phase
+        phase = self._training.recovery.progress.phase
         if boundary == "gather":  # with --overlap-param-gather in the next iteration already
             self._strike("param-gather", self._training.updated)
             return

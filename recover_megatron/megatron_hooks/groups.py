@@ -164,23 +164,27 @@ class Groups:
         assert self.grid is not None
         default = dist.distributed_c10d._get_default_group()
         assert isinstance(default, EpochGroup)
-        slots = self.grid.replicas[recovery.replica]
+        slots = self.grid.replicas[recovery.assignment.replica]
         if self._mates is None:
             # The default group's messages inside the replica need a carrier: see EpochGroup.
             everyone = range(self.grid.size)
             alone = EpochGroup(self.traffic, None, slots, "mates")
-            self._mates = ReplicaGroup(alone, everyone, recovery.position or 0, "mates", str(dist.get_backend(default)))
+            self._mates = ReplicaGroup(
+                alone, everyone, recovery.assignment.position or 0, "mates", str(dist.get_backend(default))
+            )
             self.inside.keep(self._mates)
         # The groups outlive the epoch, so their board is one that lives as long as the replica.
-        board = recovery.decision.boards[recovery.decision.grid[recovery.replica][0]]
+        board = recovery.assignment.decision.boards[recovery.assignment.decision.grid[recovery.assignment.replica][0]]
         store = Pinned(board, fabric.secret)
-        self.inside.rebuild(recovery.generation, recovery.replica, store, fabric.host, fabric.device)
+        self.inside.rebuild(
+            recovery.assignment.generation, recovery.assignment.replica, store, fabric.host, fabric.device
+        )
         default.mates = (self._mates, slots)
         moved = dict(zip(self.grid.replicas[self._replica], slots, strict=True))
         for group in self._own:
             stands_in(group, [slots[position] for position in group.positions])
         self._lists = {name: _moved(value, moved) for name, value in self._lists.items()}
-        self._replica = recovery.replica
+        self._replica = recovery.assignment.replica
 
     def planned(self, decision: Decision) -> None:
         """Take up the ranks of a new plan."""

@@ -43,24 +43,24 @@ class Places:
 
         Raises ``Orphaned`` if its state should have been replaced and was not: it must not compute with it.
         """
-        decision = self._recovery.decision
+        decision = self._recovery.assignment.decision
         if decision.mirrors and not decision.transfers:
             self._feed_mirrors(decision)
         if decision.epoch == self._served or not decision.transfers:
             return
         self._served = decision.epoch
-        me = self._recovery.me
+        me = self._recovery.assignment.me
         if me in decision.mended:
             _say(f"the state of worker {me} differs from that of its column: it takes over one that does not")
             try:
                 self._receive(decision)
             except INTERRUPTED as error:
-                self._recovery.displaced(f"its state differs from that of its column, and no other came: {error}")
+                self._recovery.orphan.leave(f"its state differs from that of its column, and no other came: {error}")
                 raise Orphaned(f"worker {me} holds a state that is not to be computed with") from error
         mine = [receiver for receiver, donor in decision.transfers.items() if donor == me]
         if mine:
             tree = self._state.tree()
-            self._recovery.strike("transfer", _first(decision))
+            self._recovery.progress.strike("transfer", _first(decision))
             for receiver in mine:
                 self._give(decision, receiver, tree)
 
@@ -71,14 +71,15 @@ class Places:
         ``Disagreement`` for a state that cannot be right.
         """
         recovery, started = self._recovery, time.perf_counter()
-        recovery.come_back(decision)
-        recovery.mark("regroup", waiting=True)
+        mine = recovery.assignment
+        recovery.orphan.come_back(decision)
+        recovery.progress.mark("regroup", waiting=True)
         self._groups.traffic.recovery = recovery
         self._groups.regroup(recovery, self._fabric)
-        recovery.strike("regroup", _first(decision))
+        recovery.progress.strike("regroup", _first(decision))
         grouped = time.perf_counter()
         size = 0
-        if recovery.me in decision.transfers:
+        if mine.me in decision.transfers:
             size = self._receive(decision)
         elif self._state.version is not None:
             self._state.resume()
@@ -86,32 +87,34 @@ class Places:
         if version is None or version != decision.version:
             raise Disagreement(f"a state of iteration {version} came, not of {decision.version}")
         self._served = decision.epoch
-        recovery.strike("regroup", _first(decision))
+        recovery.progress.strike("regroup", _first(decision))
         recovery.hooks.planned(decision)
         # Where a replica goes on, that one tells of the plan; this one only where all are new.
-        recovery.log_plan(decision, None, 0.0)
+        recovery.planner.log(decision, None, 0.0)
         ended = time.perf_counter()
         _say(
-            f"worker {recovery.me} takes position {recovery.position} of replica {recovery.replica} from iteration "
+            f"worker {mine.me} takes position {mine.position} of replica {mine.replica} from iteration "
             f"{version + 1} on: groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, "
             f"{size} bytes"
         )
 
     def _feed_mirrors(self, decision: Decision) -> None:
         """Not from a thread: a worker that dies in the step must have left its state behind."""
-        for spare in [spare for spare, donor in decision.mirrors.items() if donor == self._recovery.me]:
+        for spare in [spare for spare, donor in decision.mirrors.items() if donor == self._recovery.assignment.me]:
             try:
-                with self._recovery.waiting("mirror"):
-                    send(self._state.tree(), self._mirror_pair(decision, spare, self._recovery.generation), 1)
+                with self._recovery.progress.waiting("mirror"):
+                    send(
+                        self._state.tree(), self._mirror_pair(decision, spare, self._recovery.assignment.generation), 1
+                    )
             except EpochRevoked:
                 return  # told again where the step reduces
             except (PeerLost, TimeoutError) as error:
-                self._recovery.generation.end(f"worker {spare} could not be given a state: {error}")
+                self._recovery.assignment.generation.end(f"worker {spare} could not be given a state: {error}")
 
     def mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
         """Keep another worker's state until the epoch ends; what this spare can offer then."""
         with suppress(*INTERRUPTED):
-            pair = self._mirror_pair(decision, self._recovery.me, generation)
+            pair = self._mirror_pair(decision, self._recovery.assignment.me, generation)
             while True:
                 tree, _ = receive(pair, 0)  # what is interrupted here has changed nothing
                 self._state.load(tree)
@@ -119,17 +122,17 @@ class Places:
         return {"version": version, "digest": "" if version is None else self._state.digest()}
 
     def _mirror_pair(self, decision: Decision, spare: int, generation: Generation) -> Any:
-        slots = {worker: slot for slot, worker in decision.slots(self._recovery.grid).items()}
+        slots = {worker: slot for slot, worker in decision.slots(self._recovery.assignment.grid).items()}
         return generation.control("mirror", (slots[decision.mirrors[spare]], -1 - spare))
 
     def _receive(self, decision: Decision) -> int:
-        pair = self._pair(decision, self._recovery.me)
-        tree, size = receive(pair, 0, lambda: self._recovery.mark("state"))
+        pair = self._pair(decision, self._recovery.assignment.me)
+        tree, size = receive(pair, 0, lambda: self._recovery.progress.mark("state"))
         self._state.load(tree)
         return size
 
     def _give(self, decision: Decision, receiver: int, tree: dict[str, Any]) -> None:
-        generation = self._recovery.generation
+        generation = self._recovery.assignment.generation
 
         def give() -> None:
             try:
@@ -143,9 +146,9 @@ class Places:
 
     def _pair(self, decision: Decision, receiver: int) -> Any:
         """The group of a donor (rank 0) and a receiver (rank 1) in this epoch."""
-        slots = {worker: slot for slot, worker in decision.slots(self._recovery.grid).items()}
+        slots = {worker: slot for slot, worker in decision.slots(self._recovery.assignment.grid).items()}
         members = slots[decision.transfers[receiver]], slots[receiver]
-        return self._recovery.generation.control("state", members)
+        return self._recovery.assignment.generation.control("state", members)
 
 
 def _first(decision: Decision) -> int:

@@ -60,7 +60,7 @@ class Records:
             loss=None if loss is None else float(loss),
             grad_norm=None if grad_norm is None else float(grad_norm),
             consumed_samples=args.consumed_train_samples + total * args.micro_batch_size,
-            epoch=recovery.decision.epoch,
+            epoch=recovery.assignment.decision.epoch,
             replicas=len(outcome.counted),
             seconds=seconds,
             microbatches=outcome.counted,
@@ -85,11 +85,16 @@ class Records:
 
     def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
         """Add an event, if this worker is the writer."""
-        if self._folder is None or not recovery.started or not self._candidate(recovery) or not self._writes(recovery):
+        if (
+            self._folder is None
+            or not recovery.assignment.started
+            or not self._candidate(recovery)
+            or not self._writes(recovery)
+        ):
             return
         if self._events is None:
             self._events = EventsFile(self._folder / EVENTS_FILE)
-        self._events.append(event, worker=recovery.me, iteration=get_args().curr_iteration + 1, **fields)
+        self._events.append(event, worker=recovery.assignment.me, iteration=get_args().curr_iteration + 1, **fields)
 
     def saved(self, iteration: int) -> None:
         """A checkpoint of ``iteration`` is complete (one saved asynchronously: is being written)."""
@@ -113,13 +118,15 @@ class Records:
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0
-            and recovery.lane == 0
+            and recovery.assignment.lane == 0
         )
 
     def _writes(self, recovery: Recovery) -> bool:
         # Not a fresh replica, if there is another: it does not know what was committed before.
-        decision = recovery.decision
-        return recovery.replica == next((r for r in decision.replicas if r not in decision.fresh), decision.replicas[0])
+        decision = recovery.assignment.decision
+        return recovery.assignment.replica == next(
+            (r for r in decision.replicas if r not in decision.fresh), decision.replicas[0]
+        )
 
     def close(self) -> None:
         """This worker ends: write what is left, as long as the disk takes it."""
@@ -168,9 +175,9 @@ def _still_in(recovery: Recovery) -> bool:
 def _to_megatrons_writers(recovery: Recovery, outcome: Outcome) -> None:
     """Scalars for TensorBoard and W&B, on the rank that has Megatron's writers."""
     scalars = {
-        "recover/replicas": float(len(recovery.decision.replicas)),
-        "recover/spares": float(len(recovery.decision.spares)),
-        "recover/epoch": float(recovery.decision.epoch),
+        "recover/replicas": float(len(recovery.assignment.decision.replicas)),
+        "recover/spares": float(len(recovery.assignment.decision.spares)),
+        "recover/epoch": float(recovery.assignment.decision.epoch),
         "recover/recovery-seconds": sum(outcome.seconds.values()),
     }
     iteration = get_args().curr_iteration + 1

@@ -162,7 +162,7 @@ class ShardedOptimizer:
     def _lose(self, *units: int) -> None:
         names = ", ".join(map(str, units))
         whose = "workers" if self._buckets.instances == 1 else "shards"
-        self._recovery.lose_state(f"the optimizer state of {whose} {names} had no other copy")
+        self._recovery.planner.lose_state(f"the optimizer state of {whose} {names} had no other copy")
 
     def complete(self) -> None:
         """See to it that the model and the shadows are those of the last update: who reads them next does not ask."""
@@ -178,7 +178,7 @@ class ShardedOptimizer:
     def due(self) -> bool:
         """Whether state must change hands before the next step: not yet where somebody takes a place with that step."""
         recovery = self._recovery
-        return self.shards.stale() and not recovery.joining_next
+        return self.shards.stale() and not recovery.boundary.joining_next
 
     def renew(self) -> None:
         """Have the state change hands, for who is there now; a section: all or nobody."""
@@ -190,25 +190,25 @@ class ShardedOptimizer:
 
         def run() -> None:
             nonlocal came
-            recovery.strike("repartition")
-            recovery.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
+            recovery.progress.strike("repartition")
+            recovery.progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
             layouts.clear()
             layouts.update({column: shards.wanted(column) for column in shards.columns})
             held[:] = [self._make(pieces, layouts) for pieces in self._pieces]
             came = shards.exchange(
-                recovery.generation,
+                recovery.assignment.generation,
                 self._portions(layouts),
                 self._give,
                 lambda portions, tree: self._take(portions, tree, held),
-                lambda: recovery.mark("repartition", waiting=True, allow=REPARTITION_SECONDS),
+                lambda: recovery.progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS),
             )
-            recovery.strike("repartition")
+            recovery.progress.strike("repartition")
 
-        recovery.section("repartition", run)
+        recovery.sections.run("repartition", run)
         for pieces, its in zip(self._pieces, held, strict=True):
             pieces.install(its)
         shards.take_up(layouts)
-        seconds, epoch = round(time.monotonic() - began, 6), recovery.decision.epoch
+        seconds, epoch = round(time.monotonic() - began, 6), recovery.assignment.decision.epoch
         recovery.hooks.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
         self.check()
 
@@ -226,12 +226,12 @@ class ShardedOptimizer:
         ]
 
         def run() -> tuple[list[int], bool]:
-            recovery.mark("verify", waiting=True)
-            ring = recovery.generation.ring(alive(self._tail, recovery.live))
+            recovery.progress.mark("verify", waiting=True)
+            ring = recovery.assignment.generation.ring(alive(self._tail, recovery.assignment.live))
             found = differing(ring.exchange(mine))
-            return found, recovery.generation.any(bool(found), tuple(sorted(recovery.live)))
+            return found, recovery.assignment.generation.any(bool(found), tuple(sorted(recovery.assignment.live)))
 
-        different, anywhere = recovery.section("verify shadows", run)
+        different, anywhere = recovery.sections.run("verify shadows", run)
         if different:
             recovery.hooks.log("shadows differ", units=different)
             _say(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
@@ -239,7 +239,7 @@ class ShardedOptimizer:
             shards.distrust_shadows()
 
     def _make(self, pieces: Pieces, layouts: Mapping[Column, Any]) -> dict[int, list[Piece]]:
-        me, (column, _) = self._recovery.me, self._buckets.part(next(iter(pieces.buckets)))
+        me, (column, _) = self._recovery.assignment.me, self._buckets.part(next(iter(pieces.buckets)))
         return {
             unit: pieces.make(unit, self._parts(pieces, unit, layouts), shadow=place > 0)
             for place, unit in enumerate(layouts[column].held(me))
@@ -303,26 +303,26 @@ class ShardedOptimizer:
 
         def run() -> None:
             nonlocal begun
-            recovery.strike("norm")
-            recovery.mark("norm", waiting=True)
+            recovery.progress.strike("norm")
+            recovery.progress.mark("norm", waiting=True)
             norm, zeros, again = self._exchange(sums, begun)
             if not done:
-                recovery.strike("update")
+                recovery.progress.strike("update")
                 done.append(self._update(original, norm, zeros))
-                recovery.strike("update")
+                recovery.progress.strike("update")
             if overlap is not None:
-                overlap.publish(recovery.at)
+                overlap.publish(recovery.progress.at)
                 return
             self._speak_for_the_lost()
-            recovery.mark("param-gather", waiting=True)
+            recovery.progress.mark("param-gather", waiting=True)
             begun = True
-            parameters.gather(recovery.generation, recovery.live, again=again)
+            parameters.gather(recovery.assignment.generation, recovery.assignment.live, again=again)
 
         self._updated = recovery.hooks.iteration()
-        recovery.section("update", run)
+        recovery.sections.run("update", run)
         if overlap is not None:
-            with recovery.waiting("param-gather"):
-                overlap.start(recovery.at)
+            with recovery.progress.waiting("param-gather"):
+                overlap.start(recovery.progress.at)
         return done[0]
 
     def _update(self, original: Callable[[], Any], norm: float, zeros: float) -> Any:
@@ -371,7 +371,7 @@ class ShardedOptimizer:
                 unit = held[place] if place < len(held) else -1
                 speaks = unit >= 0 and shards.speaks_for(column, unit)
                 row += [float(unit), float(speaks), *sums[at, place].tolist()]
-        rows = recovery.generation.ring(alive(self._tail, recovery.live)).exchange_doubles(row)
+        rows = recovery.assignment.generation.ring(alive(self._tail, recovery.assignment.live)).exchange_doubles(row)
         found: list[tuple[float, float]] = []
         for its in rows:
             for at in range(1, len(its), 4):

@@ -159,7 +159,7 @@ class MegatronTrainer:
             source = source_of(of)
             if source is None:
                 return None
-            return Microbatches(source, ids, lambda: self._recovery.storage("data"))
+            return Microbatches(source, ids, lambda: self._recovery.progress.storage("data"))
 
         return [iterator(one) for one in given] if isinstance(given, list) else iterator(given)
 
@@ -172,8 +172,8 @@ class MegatronTrainer:
         def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             j = ids[calls[id(model)]]
             calls[id(model)] += 1
-            self._recovery.mark("forward", microbatch=j)
-            self._recovery.strike("forward")
+            self._recovery.progress.mark("forward", microbatch=j)
+            self._recovery.progress.strike("forward")
             self._seeds.seed(self._iteration, j, chunks[id(model)])
             return original(data_iterator, model, *args, **kwargs)
 

@@ -175,7 +175,9 @@ class TrainingHooks:
             if self._recovery is None:
                 self._recovery = self._make_recovery()
             recovery = self._recovery
-            self._buckets = Buckets(model, recovery.grid, lambda: self.recovery, self._shadows, recovery.me)
+            self._buckets = Buckets(
+                model, recovery.assignment.grid, lambda: self.recovery, self._shadows, recovery.assignment.me
+            )
             self._trackers = Trackers(get_args(), len(self._buckets.tail))
             writers.stand_in()
             if self._buckets.shards is not None:
@@ -187,7 +189,7 @@ class TrainingHooks:
             if late:
                 self._come_back()
             else:
-                recovery.start()
+                recovery.rendezvous.start()
                 self._traffic.recovery = recovery
                 self._traffic.mode = Mode.OPEN
                 if self._sharded is not None:
@@ -227,14 +229,15 @@ class TrainingHooks:
     def _leave(self, error: BaseException) -> None:
         """Out of the training: see to it that all others know, and forget what it was in the middle of."""
         if not isinstance(error, Orphaned):
-            self.recovery.replica_failed(error)
+            self.recovery.orphan.replica_failed(error)
             self._blame.left(self.recovery)
             if not is_communication(error):
                 traceback.print_exception(error)
         self._traffic.mode = Mode.ALONE
+        seconds = self.recovery.orphan.spare_seconds
         print(
-            f"recover: worker {self.recovery.me} has no place any more ({str(error)[:120]}); it waits as a spare, "
-            f"out of the training {self.recovery.spare_seconds:.3f} s after its replica broke",
+            f"recover: worker {self.recovery.assignment.me} has no place any more ({str(error)[:120]}); it waits as a "
+            f"spare, out of the training {seconds:.3f} s after its replica broke",
             file=sys.stderr,
             flush=True,
         )
@@ -254,12 +257,12 @@ class TrainingHooks:
                 self._sharded.forget()
                 state.version = None
             digest = "" if state.version is None else state.digest()
-            decision = self.recovery.wait_as_spare(version=state.version, digest=digest)
+            decision = self.recovery.orphan.wait(version=state.version, digest=digest)
             try:
                 places.take(decision)
                 return
             except INTERRUPTED as error:
-                self.recovery.displaced(f"it could not take its place: {error}")
+                self.recovery.orphan.leave(f"it could not take its place: {error}")
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(
@@ -269,7 +272,7 @@ class TrainingHooks:
             started = time.perf_counter()
             with self._traffic.during(Mode.STEP):
                 result = original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
-            self.recovery.strike("optimizer")
+            self.recovery.progress.strike("optimizer")
             assert self._outcome is not None
             self._records.step(self.recovery, self._outcome, result, time.perf_counter() - started)
             return result
@@ -294,12 +297,12 @@ class TrainingHooks:
         assert self._places is not None
         self._traffic.mode = Mode.OPEN
         self._state.begin()
-        self.recovery.boundary(self._before_meeting)
-        if self.recovery.decision.transfers:
+        self.recovery.boundary.meet_if_wanted(self._before_meeting)
+        if self.recovery.assignment.decision.transfers:
             self._complete()
         self._places.at_boundary()
         self._settle()
-        if self._sharded is not None and self.recovery.verifying and not self.recovery.joining_next:
+        if self._sharded is not None and self.recovery.boundary.verifying and not self.recovery.boundary.joining_next:
             self._sharded.verify()
             self._settle()
 
@@ -346,11 +349,11 @@ class TrainingHooks:
         nominal = get_num_microbatches()
         total = nominal * args.data_parallel_size
         recovery = self.recovery
-        recovery.show(total)
+        recovery.assignment.show(total)
         column = self._buckets.tail
-        mates = set(recovery.grid.replicas[recovery.replica])
+        mates = set(recovery.assignment.grid.replicas[recovery.assignment.replica])
         for source in _sources(call["data_iterator"]):
-            source.begin(args.consumed_train_samples, recovery.share(total)[recovery.lane], total)
+            source.begin(args.consumed_train_samples, recovery.assignment.share(total)[recovery.assignment.lane], total)
         self._trackers.begin()
         trainer = MegatronTrainer(
             schedule,
@@ -363,7 +366,7 @@ class TrainingHooks:
             args.curr_iteration + 1,
         )
         room = EXTRAS + self._trackers.size
-        tail = Tail(column, total, len(recovery.grid.replicas), self._device, room=room)
+        tail = Tail(column, total, len(recovery.assignment.grid.replicas), self._device, room=room)
         self._nominal.count = nominal
         try:
             outcome = Step(recovery, trainer, total, tail, 1 / len(mates & set(column))).run()
@@ -373,8 +376,8 @@ class TrainingHooks:
         if self._balance:
             rebalance(recovery, outcome, total)
         losses = trainer.finish(outcome.extras)
-        recovery.mark("optimizer")
-        recovery.strike("optimizer")
+        recovery.progress.mark("optimizer")
+        recovery.progress.strike("optimizer")
         return losses
 
     # ---- evaluation
@@ -396,7 +399,7 @@ class TrainingHooks:
                 for source, position in starts:
                     source.position = position
 
-            return self.recovery.section("eval", run, reset=reset, together=True)
+            return self.recovery.sections.run("eval", run, reset=reset, together=True)
 
         return evaluate
 
@@ -405,7 +408,7 @@ class TrainingHooks:
         args = get_args()
         recovery = self.recovery
         total = call["num_microbatches"] * args.data_parallel_size
-        mine = recovery.share(total)[recovery.lane]
+        mine = recovery.assignment.share(total)[recovery.assignment.lane]
         chunks = call["data_iterator"] if isinstance(call["data_iterator"], list) else [call["data_iterator"]]
         iterators: list[Any] = []
         for chunk in chunks:
@@ -414,13 +417,13 @@ class TrainingHooks:
                 source.begin(source.position, mine, total)
                 source.position += total * call["micro_batch_size"]
             iterators.append(
-                None if source is None else Microbatches(source, mine, lambda: recovery.storage("eval-data"))
+                None if source is None else Microbatches(source, mine, lambda: recovery.progress.storage("eval-data"))
             )
-        recovery.strike("eval")
+        recovery.progress.strike("eval")
         forward_step_func = call["forward_step_func"]
 
         def forward_step(*args: Any, **kwargs: Any) -> Any:
-            recovery.mark("eval")
+            recovery.progress.mark("eval")
             return forward_step_func(*args, **kwargs)
 
         given = iterators if isinstance(call["data_iterator"], list) else iterators[0]

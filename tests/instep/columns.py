@@ -61,11 +61,11 @@ class Worker:
         self.me = me
 
     def run(self) -> None:
-        self.recovery.start()
+        self.recovery.rendezvous.start()
         self.traffic.recovery, self.traffic.mode = self.recovery, Mode.OPEN
         for self.iteration in range(1, ITERATIONS + 1):
             self.inside("begin")
-            self.recovery.section("step", lambda: None)
+            self.recovery.sections.run("step", lambda: None)
             if self.stage:
                 self.sum("first", self.column)
                 self.gather("second", self.column)
@@ -80,7 +80,7 @@ class Worker:
         (FOLDER / f"{self.iteration}-{where}-{self.me}").touch()
         for mate in self.mates:
             while not (FOLDER / f"{self.iteration}-{where}-{mate}").exists():
-                self.recovery.stay()
+                self.recovery.orphan.stay()
                 time.sleep(0.001)
 
     def sum(self, name: str, group: EpochGroup) -> None:
@@ -138,7 +138,7 @@ def main() -> None:
         worker.run()
     except Orphaned:
         try:
-            worker.recovery.wait_as_spare(position=None, ready=False)
+            worker.recovery.orphan.wait(position=None, ready=False)
         except RunOver as over:
             sys.exit(over.code)
 

@@ -11,8 +11,9 @@ import time
 from typing import Any
 
 import pretrain_gpt_recover
-from recover_megatron.instep.marks import Marks
-from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.progress_reports import ProgressReports
+from recover_megatron.instep.rendezvous import Rendezvous
 from recover_megatron.membership.session import Session
 
 pauses: dict[str, float] = {}
@@ -21,7 +22,9 @@ for part in sys.argv.pop(1).split(","):
     place, worker = where.split("@")
     if worker == os.environ["RANK"]:
         pauses[place] = float(seconds)
-join, rendezvous, strike, mark = Session.join, Recovery.rendezvous, Marks.strike, Marks.mark
+assignments: list[Assignment] = []
+join, meet, strike, mark = Session.join, Rendezvous.meet, ProgressReports.strike, ProgressReports.mark
+make = Assignment.__init__
 
 
 def slow_join(self: Session, *args: Any) -> Any:
@@ -30,24 +33,30 @@ def slow_join(self: Session, *args: Any) -> Any:
     return plan
 
 
-def slow_rendezvous(self: Recovery, *args: Any) -> None:
-    rendezvous(self, *args)
+def slow_meet(self: Rendezvous, *args: Any) -> None:
+    meet(self, *args)
     time.sleep(pauses.get("met", 0))
 
 
-def slow_strike(self: Marks, phase: str, *args: Any) -> None:
+def slow_strike(self: ProgressReports, phase: str, *args: Any) -> None:
     time.sleep(pauses.get(phase, 0))
     strike(self, phase, *args)
 
 
-def slow_mark(self: Recovery, phase: str, **how: Any) -> None:
+def noted_init(self: Assignment, *args: Any, **kwargs: Any) -> None:
+    assignments.append(self)
+    make(self, *args, **kwargs)
+
+
+def slow_mark(self: ProgressReports, phase: str, **how: Any) -> None:
     mark(self, phase, **how)
-    if phase == "reduce-scatter" and self.generation.number > 1:
+    if phase == "reduce-scatter" and assignments[-1].generation.number > 1:
         time.sleep(pauses.pop("again", 0))
 
 
-Recovery.mark = slow_mark  # type: ignore[method-assign]
+Assignment.__init__ = noted_init  # type: ignore[method-assign]
+ProgressReports.mark = slow_mark  # type: ignore[method-assign]
 Session.join = slow_join  # type: ignore[method-assign]
-Recovery.rendezvous = slow_rendezvous  # type: ignore[method-assign]
-Marks.strike = slow_strike  # type: ignore[method-assign]
+Rendezvous.meet = slow_meet  # type: ignore[method-assign]
+ProgressReports.strike = slow_strike  # type: ignore[method-assign]
 pretrain_gpt_recover.main()

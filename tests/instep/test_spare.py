@@ -48,10 +48,11 @@ class Session:
 def test_news_are_told_when_the_first_step_of_the_fresh_replicas_is_over(revoked: bool) -> None:
     session = Session()
     session.over = revoked
-    recovery: Any = SimpleNamespace(
-        me=4, session=session, meet=lambda status, reason: (FRESH, None), give_up_unless_enough=lambda decision: None
+    planner: Any = SimpleNamespace(
+        meet=lambda status, reason: (FRESH, None), give_up_unless_enough=lambda decision: None
     )
-    spare = Spare(recovery, Status(None, position=0))
+    played: Any = session
+    spare = Spare(planner, played, 4, Status(None, position=0))
     spare.start()
     assert session.idled.wait(30)
     outcomes: list[Any] = []

@@ -32,9 +32,10 @@ class Session:
 @pytest.fixture
 def traffic() -> Traffic:
     """Of worker 1 in three replicas of one worker, inside a step; it knows of nothing."""
-    traffic, recovery = Traffic(1, Mode.STEP), SimpleNamespace(session=Session(), started=False)
-    recovery.grid, recovery.replica = launch_grid(3, tensor=1, context=1, pipeline=1, lanes=1), 1
-    traffic.recovery = recovery  # type: ignore[assignment]
+    grid = launch_grid(3, tensor=1, context=1, pipeline=1, lanes=1)
+    assignment = SimpleNamespace(started=False, grid=grid, replica=1)
+    traffic = Traffic(1, Mode.STEP)
+    traffic.recovery = SimpleNamespace(session=Session(), assignment=assignment)  # type: ignore[assignment]
     return traffic
 
 

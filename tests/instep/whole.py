@@ -40,15 +40,15 @@ def noted_init(self: Recovery, *args: Any, **kwargs: Any) -> None:
 
 
 def in_turn(self: injector.Injector, phase: str, iteration: int) -> None:
-    if self.active and (before := len(struck())) < len(order) and recoveries[-1].me == order[before]:
-        decision = recoveries[-1].decision
+    if self.active and (before := len(struck())) < len(order) and recoveries[-1].assignment.me == order[before]:
+        decision = recoveries[-1].assignment.decision
         if len(decision.replicas) == replicas and all(epoch < decision.epoch for epoch, _ in struck()):
             at(self, phase, iteration)
 
 
 def noted_strike(fault: Any) -> None:
     scratch = folder / "scratch"
-    scratch.write_text(f"{recoveries[-1].decision.epoch} {fault.iteration}")
+    scratch.write_text(f"{recoveries[-1].assignment.decision.epoch} {fault.iteration}")
     scratch.rename(folder / f"struck-{len(struck())}")
     strike(fault)
 
@@ -62,7 +62,7 @@ def patient_train_step(*args: Any, **kwargs: Any) -> Any:
 
 def telling_build(*args: Any, **kwargs: Any) -> Any:
     result = build(*args, **kwargs)  # the last thing before the training
-    (folder / f"ready-{recoveries[-1].me}").touch()
+    (folder / f"ready-{recoveries[-1].assignment.me}").touch()
     return result
 
 

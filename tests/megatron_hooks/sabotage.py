@@ -13,7 +13,7 @@ import time
 from megatron.core.pipeline_parallel import schedules
 
 import pretrain_gpt_recover
-from recover_megatron.instep import recovery
+from recover_megatron.instep import assignment
 from recover_megatron.megatron_hooks import data, gpt_script
 
 what = sys.argv.pop(1)
@@ -31,8 +31,8 @@ if os.environ["RANK"] == "1":
     elif what == "other-samples":
         data.TaggedDataset.__getitem__ = lambda self, index: {**self._dataset[index], data.SAMPLE: int(index) - 2}
     elif what == "same-share":
-        share = recovery.Recovery.share
-        recovery.Recovery.share = lambda self, total: [[j - 1 for j in lane] for lane in share(self, total)]
+        share = assignment.Assignment.share
+        assignment.Assignment.share = lambda self, total: [[j - 1 for j in lane] for lane in share(self, total)]
     elif what == "slow":
         forward_step = gpt_script.forward_step
 

@@ -1,4 +1,8 @@
-"""Progress marks of a worker: what it does, so that who hangs is known, and where faults are injected."""
+"""Where a worker is in the training, told to the coordinator: so who hangs is known, and where faults are injected.
+
+Decisions are numbered by every worker in the same way (`sections`); the number counts steps, evaluations, checkpoints
+and barriers of all together.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +16,49 @@ FIRST_SECONDS = 600.0
 """What a worker's first decision may take beyond the hang timeout between two marks: kernels are compiled in it."""
 
 
-class Marks:
-    """See the module's text."""
+class ProgressReports:
+    """The decision that this worker works on, and what it does in it.  Written by the main thread."""
 
     def __init__(self, session: Session, hooks: Hooks) -> None:
-        self.session = session
-        self.hooks = hooks
+        self._session = session
+        self._hooks = hooks
+        self.at = 0
+        """The number of the decision under way, or of the last one; 0: there was none."""
         self.microbatch: int | None = None
         """The one that this worker has begun last."""
         self.tried: set[int] = set()
         """Those of the step under way that its replica has begun, as far as it knows, until the step is committed."""
         self.phase = ""
         """What it was doing when it last said so."""
-        self.warm = False
+        self._warm = False
         """Whether this worker has done all that is done for the first time only."""
         self._allow = 0.0
 
+    def begin(self) -> int:
+        """The number of the next decision, which begins."""
+        self.at += 1
+        self.tried.clear()
+        return self.at
+
+    def agree(self, number: int) -> None:
+        """Report the decision done and wait for all; raises as ``Session.agree`` does."""
+        self.strike("agree")
+        self.mark("agree", waiting=True)
+        self._session.agree(number)
+        self._warm = True
+
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
-        """Report progress: see ``Session.mark``."""
+        """Report progress: see ``Session.mark``.  ``allow``: seconds beyond the hang timeout until the next mark."""
         self.microbatch, self.phase, self._allow = microbatch, phase, allow
         if microbatch is not None:
             self.tried.add(microbatch)
-        if not self.warm:
+        if not self._warm:
             allow += FIRST_SECONDS
-        self.session.mark(self.hooks.iteration(), phase, microbatch, waiting, allow)
+        self._session.mark(self._hooks.iteration(), phase, microbatch, waiting, allow)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Wait for others in the middle of a phase: so who hangs meanwhile is known by the wait."""
+        """Mark as waiting for others, within a phase: a hang is then blamed on whom this worker waits for."""
         phase, microbatch, allow = self.phase, self.microbatch, self._allow
         self.mark(what, microbatch=microbatch, waiting=True)
         try:
@@ -49,13 +68,13 @@ class Marks:
 
     @contextmanager
     def storage(self, phase: str) -> Iterator[None]:
-        """Wait for storage, in ``phase``: that is no computation, and what others wait for may take longer there."""
+        """Mark as waiting for storage, in ``phase``: the stall timeout is allowed on top of the hang timeout."""
         before, microbatch, allow = self.phase, self.microbatch, self._allow
-        self.mark(phase, microbatch=microbatch, allow=self.session.settings.stall_timeout)
+        self.mark(phase, microbatch=microbatch, allow=self._session.settings.stall_timeout)
         self.strike(phase)
         yield
         self.mark(before, microbatch=microbatch, allow=allow)
 
     def strike(self, phase: str, iteration: int | None = None) -> None:
-        """Fault injection; ``iteration`` None: that under way."""
-        self.hooks.strike(phase, iteration)
+        """Inject a fault if one is due in this phase of ``iteration``; None: of that under way."""
+        self._hooks.strike(phase, iteration)

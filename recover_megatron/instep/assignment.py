@@ -1,0 +1,172 @@
+"""What the present epoch decided, and this worker's place in it: its slot, its groups, its mates, its microbatches.
+
+slot       a place of the launch grid: (replica, position); workers come and go, slots stay
+decision   what the epoch's plan says of all slots; the same on all of its members
+"""
+
+from __future__ import annotations
+
+import threading
+
+from recover_megatron.instep.edges import roads_of
+from recover_megatron.instep.generation import Fabric, Generation
+from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.plan import Decision
+from recover_megatron.instep.shares import Shares
+from recover_megatron.membership.session import Session
+
+
+class Assignment:
+    """The place of worker ``me``.  Changed by its main thread, read by the session's and the spare's threads, too."""
+
+    def __init__(self, session: Session, me: int, grid: LaunchGrid, fabric: Fabric, shares: Shares) -> None:
+        self._session = session
+        self.me = me
+        self.grid = grid
+        self._fabric = fabric
+        self.shares = shares
+        self.lock = threading.Lock()
+        """Held while the assignment changes, and while this worker becomes a spare or ceases to be one (`orphan`)."""
+        self.slot, self.replica, self.lane = -1, -1, 0
+        self.position: int | None = None
+        """What this worker's model is built for; None: for nothing yet."""
+        self.taken_up: Decision | None = None
+        """The plan in which this worker had a place last; None: the first epoch was not joined yet."""
+        self.committed_by_plan = 0
+        """The last decision that was over when the last epoch was made."""
+        self._generation: Generation | None = None
+        self._pending: Decision | None = None
+        self._live: tuple[Decision, dict[int, int], frozenset[int]] | None = None
+        self._shown = (0, False, 0)
+
+    # ---- the present epoch
+
+    @property
+    def generation(self) -> Generation:
+        """The groups of the present epoch."""
+        assert self._generation is not None, "start() was not called"
+        return self._generation
+
+    @property
+    def decision(self) -> Decision:
+        """What the present epoch decided."""
+        assert self.taken_up is not None, "start() was not called"
+        return self.taken_up
+
+    @property
+    def started(self) -> bool:
+        """Whether the first epoch was joined: before it a death ends the run."""
+        return self.taken_up is not None
+
+    def present(self) -> tuple[Generation | None, bool]:
+        """The groups of the present epoch, if there is one, and whether the first epoch was joined; at one moment."""
+        with self.lock:
+            return self._generation, self.started
+
+    def end(self, reason: str) -> None:
+        """Make every operation of the present epoch's groups fail, if there are any; from any thread."""
+        if self._generation is not None:
+            self._generation.end(reason)
+
+    def committed(self, number: int) -> bool:
+        """Whether a decision was over when the present epoch was made: all of the epoch say the same.
+
+        The session may have heard more since, and others not yet: they would begin again without those who have.
+        """
+        return self.committed_by_plan >= number
+
+    def pending(self, number: int) -> Decision | None:
+        """The plan of step ``number``, if the present epoch was made when others had begun it and this worker not.
+
+        It is given once.
+        """
+        pending, self._pending = self._pending, None
+        return pending if pending is not None and pending.at == number else None
+
+    def begun_by_others(self, number: int) -> bool:
+        """Whether ``pending`` would give the plan of step ``number``."""
+        return self._pending is not None and self._pending.at == number
+
+    # ---- who stands where
+
+    @property
+    def live(self) -> frozenset[int]:
+        """The slots in which somebody stands; the same object as long as the decision is."""
+        return self._slots()[2]
+
+    @property
+    def standing(self) -> dict[int, int]:
+        """Slot -> worker that stands there; the same object as long as the decision is."""
+        return self._slots()[1]
+
+    def _slots(self) -> tuple[Decision, dict[int, int], frozenset[int]]:
+        decision = self.decision
+        if self._live is None or self._live[0] is not decision:
+            slots = decision.slots(self.grid)
+            self._live = decision, slots, frozenset(slots)
+        return self._live
+
+    @property
+    def placed(self) -> bool:
+        """Whether this worker has a place in the present epoch."""
+        return self.taken_up is not None and self.taken_up.place(self.me) is not None
+
+    @property
+    def mates(self) -> frozenset[int]:
+        """The workers of the replica that I had or have a place in, this one with them; empty without a place."""
+        return frozenset(self.decision.grid[self.replica]) if self.placed else frozenset()
+
+    @property
+    def lost_mates(self) -> list[int]:
+        """Those of ``mates`` that the newest epoch, which may be about to begin, does without; ascending."""
+        return sorted(self.mates - self._session.opened_members)
+
+    # ---- the microbatches
+
+    def share(self, total: int) -> list[list[int]]:
+        """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
+        return self.shares.of(self.decision, self.replica, total)
+
+    def show(self, total: int) -> None:
+        """Tell people where this worker stands, and how much of a step of ``total`` microbatches its replica runs."""
+        shown = self.decision.epoch, self.shares.easing, total
+        if self._shown != shown:
+            self._shown = shown
+            quota = self.shares.counts(self.decision, total).get(self.replica, 0)
+            self._session.show((self.replica, self.position or 0, quota))
+
+    # ---- a new epoch
+
+    def stand(self, replica: int, position: int) -> None:
+        """Have this place."""
+        self.replica, self.position = replica, position
+        self.slot = self.grid.replicas[replica][position]
+        self.lane = self.grid.lane_of[position]
+
+    def take_up(self, decision: Decision) -> None:
+        """Stand where the decision says, with groups that live as long as its epoch."""
+        place = decision.place(self.me)
+        assert place is not None
+        self.shares.forget()
+        with self.lock:
+            self.stand(*place)
+            self.taken_up = decision
+            boards, roads = decision.boards_by_slot(self.grid), roads_of(decision, self.grid)
+            self._generation = Generation(decision.epoch, self.slot, self._fabric, boards, roads)
+        self._end_if_over(decision)
+
+    def wait_for_step(self, decision: Decision | None) -> None:
+        """Have ``pending`` give this plan for the step that others have begun; None: nobody has."""
+        self._pending = decision
+
+    def look_on(self, decision: Decision) -> Generation:
+        """A spare's groups in an epoch in which it keeps another worker's state: it stands in a slot of nobody."""
+        with self.lock:
+            boards = decision.boards_by_slot(self.grid)
+            self._generation = Generation(decision.epoch, -1 - self.me, self._fabric, boards)
+        self._end_if_over(decision)
+        return self._generation
+
+    def _end_if_over(self, decision: Decision) -> None:
+        if self._session.revoked or self._session.epoch != decision.epoch:
+            self.generation.end("the epoch was over before its groups were opened")

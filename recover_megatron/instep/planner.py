@@ -1,0 +1,155 @@
+"""Joins an epoch in a worker's name and works out what it decides: for the main thread and for that of a spare.
+
+    status (where I stand, what I hold, whom I cannot reach) --Session.join--> the statuses of all --decide--> Decision
+
+Here it is decided, too, that the run cannot go on: the same way on every worker, which has the same plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.edges import MOST, Edges, explanation, news
+from recover_megatron.instep.errors import NoReplica, StateLost
+from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.losses import Loss, Losses
+from recover_megatron.instep.plan import Decision, Rules, Status, decide
+from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, EXIT_STATE_LOST, CoordinatorLost
+from recover_megatron.membership.session import Session
+
+
+class Planner:
+    """Of one worker.  ``node``, ``board``: told in its status.  Called by one thread at a time.
+
+    ``min_replicas``: with fewer the run ends.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        hooks: Hooks,
+        assignment: Assignment,
+        edges: Edges,
+        rules: Rules,
+        *,
+        node: str,
+        board: str,
+        min_replicas: int,
+    ) -> None:
+        self._session = session
+        self._hooks = hooks
+        self._assignment = assignment
+        self._edges = edges
+        self._rules = rules
+        self._node = node
+        self._board = board
+        self._min_replicas = min_replicas
+        self._losses = Losses(assignment.grid)
+        self._statuses: dict[int, Status] = {}
+        self._explained = ""
+        self.why = ""
+        """Why the last epoch ended, as the coordinator told."""
+
+    def status(self, **fields: Any) -> Status:
+        """What this worker joins with; ``fields`` are added to what holds wherever it is."""
+        hooks, mine = self._hooks, self._assignment
+        told = {
+            "position": mine.position,
+            "version": hooks.version(),
+            "node": self._node,
+            "board": self._board,
+            **fields,
+        }
+        return Status(mine.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **told)
+
+    def meet(self, status: Status, reason: str) -> tuple[Decision, Loss | None]:
+        """Join the next epoch: what it decided, and whom it found missing.
+
+        ``reason``: why, if this worker is the first to ask for the epoch.  Raises ``Fenced``, ``CoordinatorLost``,
+        ``Disagreement``.
+        """
+        mine = self._assignment
+        status = replace(status, unreached=self._edges.look(status.at, lambda: self._session.opened_members))
+        plan = self._session.join(status.to_json(), reason)
+        statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
+        decision = decide(plan.epoch, statuses, mine.grid, self._rules)
+        self._edges.told(decision, statuses, plan.committed)
+        self._statuses = statuses
+        note = explanation(decision, mine.me, mine.replica if mine.placed else None, self._explained)
+        if note != self._explained:
+            self._explained = note
+            self._session.note(note)
+        with mine.lock:
+            mine.committed_by_plan = plan.committed
+            return decision, self._losses.note(decision, mine.taken_up)
+
+    def tell_news(self, before: Decision | None, decision: Decision) -> None:
+        """On the console of one worker: of an epoch that nobody's death has made."""
+        if self._assignment.me == min(decision.workers, default=self._assignment.me):
+            for line in news(before, decision, self._statuses, self._edges.tries, self.why):
+                print(f"recover: {line}", file=sys.stderr, flush=True)
+
+    def log(self, decision: Decision, lost: Loss | None, seconds: float) -> None:
+        """Write the plan's event; ``seconds``: what it took to meet."""
+        self._hooks.log(
+            "plan",
+            epoch=decision.epoch,
+            replicas=list(decision.replicas),
+            spares=list(decision.spares),
+            lost_workers=lost.workers if lost else [],
+            lost_replicas=lost.replicas if lost else [],
+            grid={str(replica): list(workers) for replica, workers in decision.grid.items()},
+            fresh=list(decision.fresh),
+            mended=list(decision.mended),
+            disputed=list(decision.disputed),
+            broken=[list(pair) for pair in sorted(decision.broken)],
+            order=list(decision.order),
+            put_out={str(replica): [list(pair) for pair in its] for replica, its in decision.put_out.items()},
+            seconds={"rendezvous": round(seconds, 6)},
+            **self._hooks.describe(decision),
+        )
+
+    # ---- why an epoch cannot go on
+
+    def ask(self) -> None:
+        """Ask for the next epoch, and say why, as far as this worker knows; nothing if the present one is over."""
+        self._session.ask(*self._failure())
+
+    def _failure(self) -> tuple[str, int | None]:
+        """What this worker has found, and with whom it failed, if that is known."""
+        mine = self._assignment
+        failure = mine.generation.failure
+        if failure is None:
+            return "an operation of the epoch has failed", None
+        worker = None if failure.slot is None else mine.standing.get(failure.slot)
+        if worker is not None and failure.road:
+            self._edges.noticed(worker)
+        elif failure.road:
+            self._edges.suspect(mine.decision.workers)
+        return failure.reason + ("" if worker is None else f" (with worker {worker})"), worker
+
+    # ---- why the run cannot go on
+
+    def give_up_unless_enough(self, decision: Decision) -> None:
+        """End the run, for all, if too few replicas are left or may come; raises ``NoReplica`` or ``StateLost``.
+
+        Both say who was lost when.  Also if the run does not get any further: raises ``CoordinatorLost``.
+        """
+        if self._edges.tries >= MOST:
+            reason = f"{self._edges.tries + 1} epochs at one point, and nobody was lost; the last one ended: {self.why}"
+            self._session.give_up(EXIT_LOST_MAJORITY, reason)
+            raise CoordinatorLost(reason, EXIT_LOST_MAJORITY)
+        if decision.enough >= self._min_replicas:
+            return
+        message = self._losses.last_words(decision, self._min_replicas)
+        self._session.give_up(EXIT_STATE_LOST if decision.state_lost else EXIT_NO_REPLICA, message)
+        raise StateLost(message) if decision.state_lost else NoReplica(message)
+
+    def lose_state(self, what: str) -> NoReturn:
+        """End the run, for all: something of the training's state was lost with those who are gone."""
+        message = self._losses.last_words(replace(self._assignment.decision, state_lost=what), self._min_replicas)
+        self._session.give_up(EXIT_STATE_LOST, message)
+        raise StateLost(message)
