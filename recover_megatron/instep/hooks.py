@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.plan import Decision
 
 
-def nothing(*unused: Any) -> None:
-    pass
+class Hooks(Protocol):
+    """What the training framework does at turning points.
 
+    Called in the main thread where that is said, else in the session's or the spare's thread, too: then quick, and
+    without waiting for other workers.
+    """
 
-@dataclass
-class Hooks:
-    """What the training framework does at turning points.  All but ``planned`` may be called from another thread."""
+    def abort_replica(self) -> None:
+        """End all communication inside this worker's replica: whoever waits in it, here, gets an error."""
 
-    abort_replica: Callable[[], None] = nothing
-    """End all communication inside this worker's replica."""
-    planned: Callable[[Decision], None] = nothing
-    """A new epoch: ranks and roles may have moved.  In the main thread."""
-    last_checkpoint: Callable[[], str] = lambda: "none was written"
-    strike: Callable[[str, int | None], None] = nothing
-    """Fault injection: a phase was reached, of an iteration; None: of that under way."""
-    describe: Callable[[Decision], dict[str, Any]] = lambda decision: {}
-    """What else the event of a new plan should say."""
-    log: Callable[..., None] = nothing
-    """``log(event, **fields)``: into events.jsonl."""
-    version: Callable[[], int | None] = lambda: None
-    """How many iterations the parameters and the optimizer's state have seen; None: in the middle of one."""
-    digest: Callable[[], str] = lambda: ""
-    """Of that state, in the main thread."""
-    mirror: Callable[[Decision, Generation], dict[str, Any]] = lambda decision, generation: {}
-    """A spare keeps another's state until the epoch ends; what of its status has changed.  In the main thread."""
-    iteration: Callable[[], int] = lambda: 0
-    """The training iteration under way, from 1."""
+    def planned(self, decision: Decision) -> None:
+        """A new epoch, in which this worker has a place: ranks and roles may have moved.  In the main thread."""
+
+    def last_checkpoint(self) -> str:
+        """The last checkpoint that this worker knows of, in words for people."""
+
+    def strike(self, phase: str, iteration: int | None) -> None:
+        """Inject a fault if one is due: a phase was reached, of ``iteration``; None: of that under way."""
+
+    def describe(self, decision: Decision) -> dict[str, Any]:
+        """What else the event of a new plan should say, by name; JSON values."""
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Write a line of events.jsonl, if this worker is the one that does; ``fields``: JSON values."""
+
+    def version(self) -> int | None:
+        """How many iterations the parameters and the optimizer's state have seen; None: they are of no use."""
+
+    def digest(self) -> str:
+        """A digest of that state: equal strings in a column mean equal states; empty: there is none.
+
+        In the main thread.
+        """
+
+    def mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
+        """This worker, a spare, keeps the state of the one that ``decision`` names until the epoch ends.
+
+        Returns what of its ``Status`` has changed by it.  In the main thread.
+        """
+
+    def iteration(self) -> int:
+        """The training iteration under way, from 1; 0: the training has not begun."""

@@ -58,7 +58,7 @@ class Overlap:
         self,
         parts: Sequence[tuple[Column, torch.Tensor]],
         shards: Shards,
-        recovery: Callable[[], Recovery],
+        recovery: Recovery,
         lose: Callable[[int], None],
     ) -> None:
         self._parts = [(column, Bucket(tensor)) for column, tensor in parts]
@@ -82,7 +82,7 @@ class Overlap:
     def publish(self, update: int) -> None:
         """What this worker holds has been updated: from now on it is given to others.  Before it reports that."""
         self._published = update
-        self._recovery().fabric.board.source = self.give
+        self._recovery.fabric.board.source = self.give
 
     def withdraw(self) -> None:
         """What this worker holds is going to change."""
@@ -109,7 +109,7 @@ class Overlap:
         If that was learnt from the plan of a later epoch others may be in the next step already: then the ring is not
         theirs any more, and everything is fetched.
         """
-        recovery = self._recovery()
+        recovery = self._recovery
         self._update = update
         self._missing = dict.fromkeys(reversed(range(len(self._parts))))
         for _, bucket in self._parts:
@@ -134,7 +134,7 @@ class Overlap:
         """
         if number not in self._missing:
             return
-        with suppress(EpochRevoked), self._recovery().progress.waiting("param-gather"):
+        with suppress(EpochRevoked), self._recovery.progress.waiting("param-gather"):
             if self._arrived(number):
                 return
         self._fetch()
@@ -163,7 +163,7 @@ class Overlap:
 
     def _fetch(self) -> None:
         """Get all that the ring has not brought, from one holder after the other; then nothing is missing."""
-        recovery, began = self._recovery(), time.monotonic()
+        recovery, began = self._recovery, time.monotonic()
         came: dict[int, int] = {}
         with recovery.progress.waiting("param-gather"):
             for number in list(self._missing):
@@ -185,11 +185,11 @@ class Overlap:
                 self._fill(request, data)
                 came[worker] = came.get(worker, 0) + len(data)
         for number, span in wanted:
-            self._parts[number][1].ledger.mark(span, self._recovery().assignment.decision.epoch)
+            self._parts[number][1].ledger.mark(span, self._recovery.assignment.decision.epoch)
 
     def _tell(self, came: dict[int, int], seconds: float) -> None:
         size = sum(came.values())
-        self._recovery().hooks.log("parameters fetched", bytes=size, seconds=round(seconds, 6))
+        self._recovery.hooks.log("parameters fetched", bytes=size, seconds=round(seconds, 6))
         print(
             f"recover: {size} bytes of parameters were fetched from workers {sorted(came)} in {seconds:.3f} s: "
             "an epoch had ended before they had come",
@@ -244,30 +244,30 @@ class Overlap:
                 if data is not None:
                     return worker, data
                 refused.add(worker)
-            self._recovery().orphan.stay()
+            self._recovery.orphan.stay()
             left = [worker for worker in holders if worker not in refused and not self._is_gone(worker)]
             if not left:
                 self._lose(unit)
             if all(time.monotonic() - unreached.get(worker, math.inf) > UNREACHED_SECONDS for worker in left):
                 # They live, and others may hear them: this worker's replica cannot go on, theirs can.
-                self._recovery().edges.suspect(left)
+                self._recovery.edges.suspect(left)
                 raise PeerLost(f"workers {left} hold parameters that this one needs, and cannot be reached", road=True)
             time.sleep(RETRY_SECONDS)  # it is dead, and the run does not know yet
 
     def _ask(self, worker: int, what: Sequence[int]) -> bytes | None:
         if worker not in self._fetchers:
-            recovery = self._recovery()
+            recovery = self._recovery
             address, secret = recovery.assignment.decision.boards[worker], recovery.fabric.secret
             self._fetchers[worker] = Fetcher(address, secret, lambda: self._wait_for(worker))
         return self._fetchers[worker].fetch(what)
 
     def _wait_for(self, worker: int) -> None:
-        self._recovery().orphan.stay()
+        self._recovery.orphan.stay()
         if self._is_gone(worker):
             raise PeerLost(f"worker {worker} is gone")
 
     def _is_gone(self, worker: int) -> bool:
-        recovery = self._recovery()
+        recovery = self._recovery
         return worker not in recovery.session.opened_members or worker not in recovery.assignment.decision.boards
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.ledger import Span
+from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.transfer import receive, send
@@ -68,23 +69,23 @@ class Portion:
 class Shards:
     """The layouts of this worker's columns, and what follows from them in the present epoch.
 
-    ``columns``: each in the ring's order -> in Megatron's, that of the shards, instance by instance.  ``standing``:
-    slot -> worker, now.  ``instances``: Megatron's optimizer instances; if there are several, they are the copies.
+    ``columns``: each in the ring's order -> in Megatron's, that of the shards, instance by instance.
+    ``assignment``: who stands where now.  ``instances``: Megatron's optimizer instances; if there are several, they are
+    the copies.
     """
 
     def __init__(
         self,
         columns: Mapping[Column, Sequence[int]],
         shadows: int,
-        me: int,
-        standing: Callable[[], Mapping[int, int]],
+        assignment: Assignment,
         instances: int = 1,
     ) -> None:
         self._instances = instances
         self._columns = dict(columns)
         self._shadows = shadows
-        self._me = me
-        self._standing = standing
+        self._me = assignment.me
+        self._assignment = assignment
         self._layouts: dict[Column, AnyLayout] = {}
         self._cuts: dict[tuple[Column, int], tuple[list[list[Span]], int]] = {}
         self._gone: set[int] = set()
@@ -120,7 +121,7 @@ class Shards:
 
     def planned(self) -> None:
         """A new epoch: others may stand where they did not."""
-        standing = set(self._standing().values())
+        standing = set(self._assignment.standing.values())
         self._gone |= {worker for layout in self._layouts.values() for worker in layout.workers} - standing
         self._cuts.clear()
 
@@ -152,7 +153,7 @@ class Shards:
         self._gone |= {*value["gone"], self._me}
 
     def _layout_with(self, column: Column, shadows: int) -> AnyLayout:
-        standing = self._standing()
+        standing = self._assignment.standing
         if self._instances > 1:
             slots = self._columns[column]
             shards = len(slots) // self._instances
@@ -165,7 +166,7 @@ class Shards:
     @property
     def live(self) -> frozenset[int]:
         """Who stands somewhere and has made all updates since the layouts were made."""
-        return frozenset(self._standing().values()) - self._gone
+        return frozenset(self._assignment.standing.values()) - self._gone
 
     def lost(self) -> list[int]:
         """Workers whose part of the state nobody has any more."""
@@ -185,7 +186,7 @@ class Shards:
         ``numel``: elements of the bucket.  The second is a number of hops: that to the farthest holder.
         """
         if (column, numel) not in self._cuts:
-            standing, live, layout = self._standing(), self.live, self._layouts[column]
+            standing, live, layout = self._assignment.standing, self.live, self._layouts[column]
             members = [standing[slot] for slot in column if slot in standing]
             spans = [[Span(*part) for part in parts] for parts in chunks(layout, members, live, numel)]
             self._cuts[column, numel] = spans, hops(layout, members, live)
@@ -212,7 +213,7 @@ class Shards:
         order from a thread, and receives from them in ascending order, so nobody waits in a circle.  Raises
         ``EpochRevoked``; what was taken until then is incomplete.
         """
-        slots = {worker: slot for slot, worker in self._standing().items()}
+        slots = {worker: slot for slot, worker in self._assignment.standing.items()}
         me = self._me
 
         def pair(source: int, target: int) -> Any:

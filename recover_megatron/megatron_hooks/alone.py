@@ -21,20 +21,21 @@ from megatron.training import get_args, training
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks.groups import Groups
 
 
-def install(alone: Callable[[], bool]) -> None:
-    """Wrap the seams; ``alone``: whether this worker is building without the others."""
+def install(groups: Groups) -> None:
+    """Wrap the seams; ``groups`` know whether this worker is building without the others."""
 
     def no_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            return (0, 0) if alone() else original(*args, **kwargs)
+            return (0, 0) if groups.alone else original(*args, **kwargs)
 
         return load_checkpoint
 
     def data_is_there(original: Callable[..., Any]) -> Callable[..., Any]:
         def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
-            if alone():
+            if groups.alone:
                 get_args().do_train = True
             return original(*args, **kwargs)
 
@@ -42,7 +43,7 @@ def install(alone: Callable[[], bool]) -> None:
 
     def no_job_begins(original: Callable[..., Any]) -> Callable[..., Any]:
         def append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
-            return None if alone() else original(*args, **kwargs)
+            return None if groups.alone else original(*args, **kwargs)
 
         return append_to_progress_log
 

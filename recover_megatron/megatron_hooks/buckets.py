@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
+from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.gradients import Column, Gradients
-from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.overlap import Overlap
-from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Shards, ring_order
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.groups import column_of
@@ -32,14 +31,11 @@ from recover_megatron.megatron_hooks.groups import column_of
 class Buckets:
     """The bucket groups of this worker's model chunks, by the numbers that ``gradients`` knows them by.
 
-    ``recovery`` is called once training has begun.  ``shadows``: how many other workers have a copy of each part of a
-    distributed optimizer's state.
+    ``shadows``: how many other workers have a copy of each part of a distributed optimizer's state.
     """
 
-    def __init__(
-        self, model: Sequence[Any], grid: LaunchGrid, recovery: Callable[[], Recovery], shadows: int, me: int
-    ) -> None:
-        self.recovery = recovery
+    def __init__(self, model: Sequence[Any], assignment: Assignment, shadows: int) -> None:
+        grid = assignment.grid
         sharded = bool(model[0].ddp_config.use_distributed_optimizer)
         self.instances = int(getattr(model[0].ddp_config, "num_distributed_optimizer_instances", 1)) if sharded else 1
         # The order of the backward pass: the last chunk first, and in a chunk as Megatron made them.
@@ -78,7 +74,7 @@ class Buckets:
         self.overlap: Overlap | None = None
         self.shards: Shards | None = None
         if sharded:
-            self.shards = Shards(columns, shadows, me, lambda: self.recovery().assignment.standing, self.instances)
+            self.shards = Shards(columns, shadows, assignment, self.instances)
         self.gradients = Gradients(parts, self.shards)
         self._parts = parts
         self.committed = False
@@ -151,12 +147,25 @@ class Buckets:
         group.grad_reduce_finished = True
 
 
-def install(current: Callable[[], Buckets | None]) -> None:
-    """Wrap the methods; ``current`` gives the buckets once a step has begun."""
+class BucketSeams:
+    """What Megatron calls on its bucket groups, of which those of ``buckets`` are ours; None: none are yet."""
 
-    def start(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self) -> None:
+        self.buckets: Buckets | None = None
+
+    def install(self) -> None:
+        """Wrap the methods; raises UserError if this Megatron's are not the ones we know."""
+        seams.wrap(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), self._start_gathering)
+        waits = ("self", "skip_next_bucket_dispatch")
+        seams.wrap(_ParamAndGradBucketGroup, "finish_param_sync", waits, self._finish_gathering)
+        seams.wrap(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), self._start)
+        seams.wrap(_ParamAndGradBucketGroup, "finish_grad_sync", ("self", "force_all_reduce"), self._finish)
+
+    def _start(self, original: Callable[..., None]) -> Callable[..., None]:
+        ours = self
+
         def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            buckets = current()
+            buckets = ours.buckets
             if buckets is None or not buckets.knows(self):
                 original(self, *args, **kwargs)
             elif not buckets.committed:
@@ -164,9 +173,11 @@ def install(current: Callable[[], Buckets | None]) -> None:
 
         return start_grad_sync
 
-    def finish(original: Callable[..., None]) -> Callable[..., None]:
+    def _finish(self, original: Callable[..., None]) -> Callable[..., None]:
+        ours = self
+
         def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            buckets = current()
+            buckets = ours.buckets
             if buckets is None or not buckets.knows(self):
                 original(self, *args, **kwargs)
             elif buckets.committed:
@@ -174,9 +185,11 @@ def install(current: Callable[[], Buckets | None]) -> None:
 
         return finish_grad_sync
 
-    def start_gathering(original: Callable[..., None]) -> Callable[..., None]:
+    def _start_gathering(self, original: Callable[..., None]) -> Callable[..., None]:
+        ours = self
+
         def start_param_sync(self: Any, force_sync: bool = False, *args: Any, **kwargs: Any) -> None:
-            buckets = current()
+            buckets = ours.buckets
             if buckets is None or buckets.shards is None or not buckets.knows(self):
                 original(self, force_sync, *args, **kwargs)
             elif force_sync:
@@ -184,18 +197,14 @@ def install(current: Callable[[], Buckets | None]) -> None:
 
         return start_param_sync
 
-    def finish_gathering(original: Callable[..., None]) -> Callable[..., None]:
+    def _finish_gathering(self, original: Callable[..., None]) -> Callable[..., None]:
+        ours = self
+
         def finish_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            buckets = current()
+            buckets = ours.buckets
             if buckets is None or buckets.shards is None or not buckets.knows(self):
                 original(self, *args, **kwargs)
             else:
                 buckets.need(self)
 
         return finish_param_sync
-
-    seams.wrap(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), start_gathering)
-    waits = ("self", "skip_next_bucket_dispatch")
-    seams.wrap(_ParamAndGradBucketGroup, "finish_param_sync", waits, finish_gathering)
-    seams.wrap(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), start)
-    seams.wrap(_ParamAndGradBucketGroup, "finish_grad_sync", ("self", "force_all_reduce"), finish)

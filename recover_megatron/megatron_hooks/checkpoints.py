@@ -44,20 +44,17 @@ _WRITERS = (
 
 
 class Checkpoints:
-    """See the module's text.  ``recovery``: None as long as the training has not begun.
-
-    ``before``: called before a checkpoint is begun, outside of its section.
-    """
+    """The checkpoints of one worker.  ``before``: called before a checkpoint is begun, outside of its section."""
 
     def __init__(
         self,
-        recovery: Callable[[], Recovery | None],
         groups: Groups,
         records: Records,
         before: Callable[[], None],
     ) -> None:
         self._before = before
-        self._recovery = recovery
+        self.recovery: Recovery | None = None
+        """None as long as the training has not begun: then checkpoints are Megatron's own."""
         self._groups = groups
         self._records = records
         self._writers: list[int] = []
@@ -81,7 +78,7 @@ class Checkpoints:
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-            recovery = self._recovery()
+            recovery = self.recovery
             if recovery is None:
                 return original(iteration, *args, **kwargs)
 
@@ -118,7 +115,7 @@ class Checkpoints:
 
     def _finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
-            recovery = self._recovery()
+            recovery = self.recovery
             if recovery is None or async_utils.is_empty_async_queue():
                 return original(*args, **kwargs)
             begun = False
@@ -176,7 +173,7 @@ class Checkpoints:
 
     def _tracker(self, original: Callable[..., str]) -> Callable[..., str]:
         def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
-            recovery = self._recovery()
+            recovery = self.recovery
             complete = self._attempt is not None and dist.get_rank() == 0 and not get_args().async_save
             if complete and recovery is not None:
                 self._publish(recovery, self._folders)
@@ -186,7 +183,7 @@ class Checkpoints:
 
     def _schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def schedule_async_save(async_request: Any) -> Any:
-            attempt, folders, recovery = self._attempt, self._folders, self._recovery()
+            attempt, folders, recovery = self._attempt, self._folders, self.recovery
             if attempt is not None and recovery is not None and (attempt, folders) not in self._under_way:
                 self._under_way.append((attempt, folders))
                 # Megatron counts the calls, and compares the numbers: a worker that came late, or that an attempt was
@@ -215,7 +212,7 @@ class Checkpoints:
                     publish(folder, final)
 
     def _in_touch(self) -> None:
-        if (recovery := self._recovery()) is not None:
+        if (recovery := self.recovery) is not None:
             recovery.session.be_in_touch()
 
     def _tell(self, original: Callable[..., Any]) -> Callable[..., Any]:

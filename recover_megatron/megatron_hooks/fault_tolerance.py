@@ -29,8 +29,6 @@ from contextlib import suppress
 from typing import Any, NoReturn, cast
 
 import torch
-from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.pipeline_parallel import schedules
 from megatron.training import get_args
 
 from recover_megatron import hostdevice
@@ -50,15 +48,16 @@ from recover_megatron.instep.errors import (
     UnknownOperation,
 )
 from recover_megatron.instep.faults import is_communication, is_own, signature
-from recover_megatron.instep.generation import Fabric, Generation
+from recover_megatron.instep.generation import Fabric
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.plan import Decision, Rules
+from recover_megatron.instep.plan import Rules
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.megatron_hooks import alone, data, seams
+from recover_megatron.megatron_hooks import alone, data
+from recover_megatron.megatron_hooks.fault_injection import FaultInjection
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.training import TrainingHooks
+from recover_megatron.megatron_hooks.turning_points import TurningPoints
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import (
     EXIT_FENCED,
@@ -81,12 +80,6 @@ NO_COORDINATOR = (
 OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt)
 """What is never a fault of the work."""
 
-HALVES = {"add": "reduce-scatter", "finish": "reduce-scatter", "store": "all-gather"}
-"""Boundaries of the ring's messages -> the phase of a fault specification."""
-
-SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint": "checkpoint"}
-"""Kinds of sections -> the phase of a fault specification."""
-
 
 def survive(config: RecoverConfig, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
     """Train with --recover to the end: ``FaultTolerance.install`` and ``run``, of which see both."""
@@ -104,8 +97,6 @@ class FaultTolerance:
         self._config = config
         self._me = int(os.environ.get("RECOVER_WORKER", os.environ["RANK"]))
         self._newcomer = os.environ.get("RECOVER_JOIN") == "1"
-        self._first_plan = not self._newcomer
-        self._injector = Injector(parse_spec(config.inject) if config.inject else [], self._me)
         self._groups = Groups(int(os.environ["RANK"]), alone=self._newcomer)
         self._records = Records(config.log_dir)
         self._device = _device()
@@ -118,6 +109,11 @@ class FaultTolerance:
             shadows=config.shadow_shards,
             shadow_device=torch.device("cpu") if config.shadow_device == "cpu" else None,
         )
+        injector = Injector(parse_spec(config.inject) if config.inject else [], self._me)
+        self._faults = FaultInjection(injector, self._training)
+        self._turning_points = TurningPoints(
+            self._groups, self._training, self._records, self._faults, newcomer=self._newcomer
+        )
         self._session = self._connect()
 
     def install(self) -> None:
@@ -127,9 +123,8 @@ class FaultTolerance:
         self._groups.install()
         data.install()
         self._training.install()
-        alone.install(lambda: self._groups.alone)
-        if self._injector.active:
-            seams.wrap(schedules, "backward_step", ("input_tensor", "output_tensor"), self._striking_backward)
+        alone.install(self._groups)
+        self._faults.install()
 
     def run(self, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
         """Train to the end.  Returns when the training is over; does not return from any other end.
@@ -221,7 +216,7 @@ class FaultTolerance:
         if started:
             assert recovery is not None
             self._session.last_words(
-                self._iteration_now(),
+                self._training.iteration,
                 recovery.progress.microbatch,
                 signature(error),
                 text,
@@ -292,19 +287,7 @@ class FaultTolerance:
             collective=cast(Any, config.collective),
             # NCCL refuses workers that share a GPU, and whoever asks Megatron for gloo does not want it.
             carrier="tcp" if self._device.type == "cuda" and args.distributed_backend == "gloo" else None,
-            hook=self._ring_hook if self._injector.active else None,
-        )
-        hooks = Hooks(
-            abort_replica=lambda: self._groups.inside.end(),
-            planned=self._planned,
-            last_checkpoint=self._records.last_checkpoint,
-            strike=self._strike,
-            describe=self._describe,
-            log=lambda event, **fields: self._records.log(self._training.recovery, event, **fields),
-            iteration=self._iteration_now,
-            version=lambda: None if self._training.state is None else self._training.state.version,
-            mirror=self._mirror,
-            digest=lambda: "" if self._training.state is None else self._training.state.digest(),
+            hook=self._faults.in_ring if self._faults.active else None,
         )
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
         return Recovery(
@@ -312,7 +295,7 @@ class FaultTolerance:
             self._me,
             grid,
             fabric,
-            hooks,
+            self._turning_points,
             slot=slot,
             node=os.environ.get("RECOVER_NODE_NAME") or os.environ.get("RECOVER_NODE") or socket.gethostname(),
             rules=Rules(
@@ -325,70 +308,6 @@ class FaultTolerance:
             min_replicas=config.min_replicas,
             verify_interval=config.verify_interval,
         )
-
-    def _planned(self, decision: Decision) -> None:
-        self._groups.planned(decision)
-        self._training.planned(decision)
-        self._records.planned(self._training.recovery)
-        if self._first_plan:
-            self._first_plan = False
-            args, recovery = get_args(), self._training.recovery
-            shape = {
-                "tp": args.tensor_model_parallel_size,
-                "pp": args.pipeline_model_parallel_size,
-                "cp": args.context_parallel_size,
-                "ep": getattr(args, "expert_model_parallel_size", 1) or 1,
-            }
-            self._records.log(
-                recovery,
-                "start",
-                world=recovery.assignment.grid.world,
-                shape=shape,
-                replicas=list(decision.replicas),
-                microbatches=_microbatches(),
-            )
-
-    def _describe(self, decision: Decision) -> dict[str, Any]:
-        recovery = self._training.recovery
-        quotas = {
-            str(replica): count
-            for replica, count in recovery.assignment.shares.counts(decision, _microbatches()).items()
-        }
-        return {"quotas": quotas, "phase": recovery.progress.phase}
-
-    def _mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
-        assert self._training.places is not None
-        return self._training.places.mirror(decision, generation)
-
-    def _iteration_now(self) -> int:
-        return 0 if self._training.state is None else getattr(get_args(), "curr_iteration", -1) + 1
-
-    # ---- fault injection
-
-    def _strike(self, phase: str, iteration: int | None = None) -> None:
-        if not self._injector.active:
-            return
-        if phase == "traffic":  # an operation inside a section: a further visit of its phase
-            phase = SECTIONS.get(self._training.recovery.sections.kind, "")
-        self._injector.at(phase, self._iteration_now() if iteration is None else iteration)
-
-    def _ring_hook(self, boundary: str, hop: int) -> None:
-        phase = self._training.recovery.progress.phase
-        if boundary == "gather":  # with --overlap-param-gather in the next iteration already
-            self._strike("param-gather", self._training.updated)
-            return
-        if phase in ("norm", "param-gather") or boundary not in HALVES:
-            return
-        self._strike(HALVES[boundary])
-        if boundary == "store" and self._training.sharded:
-            self._strike("shadow")
-
-    def _striking_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward_step(*args: Any, **kwargs: Any) -> Any:
-            self._strike("backward")
-            return original(*args, **kwargs)
-
-        return backward_step
 
 
 def _device() -> torch.device:
@@ -403,11 +322,6 @@ def _device() -> torch.device:
 
 def _warn(message: str) -> None:
     print(f"recover: warning: {message}", file=sys.stderr, flush=True)
-
-
-def _microbatches() -> int:
-    """Of one iteration, over all replicas."""
-    return get_num_microbatches() * get_args().data_parallel_size
 
 
 def _my_address() -> str:

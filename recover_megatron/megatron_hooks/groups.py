@@ -57,9 +57,9 @@ class Groups:
 
     def __init__(self, slot: int, *, alone: bool = False) -> None:
         self.traffic = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known)
+        self.alone = alone
         self.inside = InsideGroups(store_port=int(os.environ["MASTER_PORT"]))
         self.grid: LaunchGrid | None = None
-        self.alone = alone
         self._replica = -1
         self._own: list[ReplicaGroup] = []
         self._mates: ReplicaGroup | None = None
@@ -80,8 +80,11 @@ class Groups:
             seams.wrap(progress_log, "safe_get_world_size", (), lambda original: lambda: get_args().world_size)
 
     def again(self, slot: int) -> None:
-        """Everything is built once more, for another slot, alone."""
-        self.__init__(slot, alone=True)  # type: ignore[misc]
+        """Everything is built once more, for another slot, alone: forget the groups that there are."""
+        self.traffic, self.alone = Traffic(slot, Mode.ALONE, is_known), True
+        self.inside = InsideGroups(store_port=int(os.environ["MASTER_PORT"]))
+        self.grid, self._replica = None, -1
+        self._own, self._mates, self._lists = [], None, {}
 
     def _initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:

@@ -82,16 +82,25 @@ def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
 
 
 class ShardedOptimizer:
-    """See the module's text.  One per worker; ``buckets``: with their shards; ``tail``: the column of the norm."""
+    """The optimizer of one worker, all of Megatron's.  ``buckets``: with their shards.
+
+    ``shadows``: how many copies of each part there are beside the owner's; ``shadow_device``: where, None: as its own.
+    """
 
     def __init__(
-        self, optimizer: Any, buckets: Buckets, tail: Column, shadows: int, shadow_device: torch.device | None
+        self,
+        optimizer: Any,
+        buckets: Buckets,
+        recovery: Recovery,
+        shadows: int,
+        shadow_device: torch.device | None,
     ) -> None:
         assert buckets.shards is not None
         self._optimizer = optimizer
         self._buckets = buckets
         self.shards = buckets.shards
-        self._tail = tail
+        self._recovery = recovery
+        self._tail = buckets.tail
         self._width = shadows + 1
         chained = getattr(optimizer, "chained_optimizers", [optimizer])
         self._pieces = [
@@ -106,7 +115,7 @@ class ShardedOptimizer:
         self._aside = HostShadows(self._pieces, float(optimizer.config.clip_grad))
         self._overlap: Overlap | None = None
         if self._pieces and buckets.overlaps and shadow_device is None:
-            self._overlap = Overlap(buckets.parameters, self.shards, buckets.recovery, self._lose)
+            self._overlap = Overlap(buckets.parameters, self.shards, recovery, self._lose)
         buckets.overlap = self._overlap
         self._zeros = bool(optimizer.config.log_num_zeros_in_grad)
         for one, pieces in zip((one for one in chained if not one.is_stub_optimizer), self._pieces, strict=True):
@@ -121,10 +130,6 @@ class ShardedOptimizer:
 
     def _buckets_of(self, one: Any) -> dict[int, Any]:
         return {self._buckets.number(bucket): bucket for buffer in one.buffers for bucket in buffer.buckets}
-
-    @property
-    def _recovery(self) -> Recovery:
-        return self._buckets.recovery()
 
     # ---- who holds what
 

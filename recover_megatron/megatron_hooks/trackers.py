@@ -146,12 +146,20 @@ def _of_packing() -> list[_Sums]:
     return [_Sums(2, lambda: getattr(training, "_seqlen_stats_in_iteration", None), added=True)]
 
 
-def install(begun: Callable[[], bool]) -> None:
-    """Wrap the seam, where this Megatron has it (0.18 on); ``begun``: whether steps are ours already."""
+class TrackerSeam:
+    """Where Megatron adds up what ``Trackers`` has added up already, once steps are ours: when it is ``active``."""
 
-    def not_added(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self) -> None:
+        self.active = False
+
+    def install(self) -> None:
+        """Wrap the seam, where this Megatron has it (0.18 on)."""
+        if hasattr(training, "consume_seqlen_stats_in_iteration"):
+            seams.wrap(training, "consume_seqlen_stats_in_iteration", (), self._not_added)
+
+    def _not_added(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def consume_seqlen_stats_in_iteration() -> Any:
-            if not begun() or not training._seqlen_stats_active:
+            if not self.active or not training._seqlen_stats_active:
                 return original()
             whole = training._seqlen_stats_in_iteration
             # The tail sums over context-parallel ranks, too, which have counted the same.
@@ -161,6 +169,3 @@ def install(begun: Callable[[], bool]) -> None:
             return tokens, squares
 
         return consume_seqlen_stats_in_iteration
-
-    if hasattr(training, "consume_seqlen_stats_in_iteration"):
-        seams.wrap(training, "consume_seqlen_stats_in_iteration", (), not_added)

@@ -31,11 +31,10 @@ from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.process_group import Mode, Traffic
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome, Step
-from recover_megatron.megatron_hooks import buckets as buckets_module
-from recover_megatron.megatron_hooks import seams, sharded_optimizer, trackers, writers
+from recover_megatron.megatron_hooks import seams, sharded_optimizer, writers
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
-from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.buckets import Buckets, BucketSeams
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.data import Microbatches, Source, source_of
 from recover_megatron.megatron_hooks.groups import Groups
@@ -44,7 +43,7 @@ from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
 from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
-from recover_megatron.megatron_hooks.trackers import Trackers
+from recover_megatron.megatron_hooks.trackers import Trackers, TrackerSeam
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
 
@@ -88,11 +87,12 @@ class TrainingHooks:
         self._seeds = MicrobatchSeeds(device)
         self._nominal = NominalCount()
         self._accumulated = Accumulated()
-        self._buckets: Buckets | None = None
+        self._bucket_seams = BucketSeams()
+        self._tracker_seam = TrackerSeam()
         self._trackers: Trackers | None = None
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
-        self._checkpoints = Checkpoints(lambda: self._recovery, groups, records, self._before_checkpoint)
+        self._checkpoints = Checkpoints(groups, records, self._before_checkpoint)
         self._sharded: ShardedOptimizer | None = None
         self._state: TrainingState | None = None
         self._places: Places | None = None
@@ -118,12 +118,22 @@ class TrainingHooks:
 
     @recovery.setter
     def recovery(self, recovery: Recovery) -> None:
-        """That of a newcomer, which waits before it has anything to train."""
-        self._recovery = recovery
+        """For a newcomer set from outside: it waits before it has anything to train."""
+        self._recovery = self._checkpoints.recovery = recovery
+
+    @property
+    def _buckets(self) -> Buckets | None:
+        return self._bucket_seams.buckets
+
+    @property
+    def iteration(self) -> int:
+        """The one under way, from 1; 0 before ``train`` has been entered."""
+        return 0 if self._state is None else getattr(get_args(), "curr_iteration", -1) + 1
 
     def forget(self) -> None:
         """The model is to be built again for another position."""
-        self._buckets = self._trackers = self._state = self._places = self._outcome = self._sharded = None
+        self._bucket_seams.buckets, self._tracker_seam.active = None, False
+        self._trackers = self._state = self._places = self._outcome = self._sharded = None
 
     def planned(self, decision: Decision) -> None:
         """A new epoch.  Raises ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
@@ -151,9 +161,9 @@ class TrainingHooks:
         step = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config")
         self._nominal.install()
         self._accumulated.install()
-        buckets_module.install(lambda: self._buckets)
+        self._bucket_seams.install()
         sharded_optimizer.install()
-        trackers.install(lambda: self._trackers is not None)
+        self._tracker_seam.install()
         loop = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
         seams.wrap(training, "train", (*loop, "valid_data_iterator"), self._train)
         seams.wrap(training, "train_step", step, self._train_step)
@@ -173,16 +183,14 @@ class TrainingHooks:
         ) -> Any:  # fmt: skip
             late = self._recovery is not None  # it waited, without a model, for somebody to want it
             if self._recovery is None:
-                self._recovery = self._make_recovery()
-            recovery = self._recovery
-            self._buckets = Buckets(
-                model, recovery.assignment.grid, lambda: self.recovery, self._shadows, recovery.assignment.me
-            )
-            self._trackers = Trackers(get_args(), len(self._buckets.tail))
+                self.recovery = self._make_recovery()
+            recovery = self.recovery
+            buckets = self._bucket_seams.buckets = Buckets(model, recovery.assignment, self._shadows)
+            self._trackers = Trackers(get_args(), len(buckets.tail))
+            self._tracker_seam.active = True
             writers.stand_in()
-            if self._buckets.shards is not None:
-                tail = self._buckets.tail
-                self._sharded = ShardedOptimizer(optimizer, self._buckets, tail, self._shadows, self._shadow_device)
+            if buckets.shards is not None:
+                self._sharded = ShardedOptimizer(optimizer, buckets, recovery, self._shadows, self._shadow_device)
             self._state = TrainingState(model, optimizer, scheduler, validation, blank=late, sharded=self._sharded)
             self._count_versions(optimizer)
             self._places = Places(recovery, self._groups, recovery.fabric, self._state)

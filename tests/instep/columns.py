@@ -30,9 +30,10 @@ from recover_megatron.collectives.board import Board
 from recover_megatron.collectives.gloo import GlooBackend
 from recover_megatron.instep import exchange
 from recover_megatron.instep.errors import Orphaned, RunOver
-from recover_megatron.instep.generation import Fabric
+from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.process_group import WORLD, EpochGroup, Mode, Traffic
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.membership.records import Settings
@@ -50,8 +51,7 @@ class Worker:
         self.grid = launch_grid(world, tensor=1, context=1, pipeline=2, lanes=1)
         fabric = Fabric(Board("127.0.0.1", SECRET), SECRET, torch.device("cpu"))
         self.iteration, self.operation = 0, ""
-        hooks = Hooks(iteration=lambda: self.iteration, log=lambda event, **fields: None)
-        self.recovery = Recovery(connect(settings), me, self.grid, fabric, hooks, slot=me)
+        self.recovery = Recovery(connect(settings), me, self.grid, fabric, NoModel(self), slot=me)
         self.traffic = Traffic(me)
         replica, self.stage = self.grid.place(me)
         self.mates = self.grid.replicas[replica]
@@ -107,6 +107,43 @@ class Worker:
     def strike(self, where: str) -> None:
         if (self.me, self.iteration, self.operation, where) in STRIKES:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class NoModel(Hooks):
+    """A framework that trains nothing."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def abort_replica(self) -> None:
+        pass
+
+    def planned(self, decision: Decision) -> None:
+        pass
+
+    def last_checkpoint(self) -> str:
+        return "none was written"
+
+    def strike(self, phase: str, iteration: int | None) -> None:
+        pass
+
+    def describe(self, decision: Decision) -> dict[str, Any]:
+        return {}
+
+    def log(self, event: str, **fields: Any) -> None:
+        pass
+
+    def version(self) -> int | None:
+        return None
+
+    def digest(self) -> str:
+        return ""
+
+    def mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
+        return {}
+
+    def iteration(self) -> int:
+        return self._worker.iteration
 
 
 def watch(worker: Worker) -> None:

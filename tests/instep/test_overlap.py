@@ -25,7 +25,7 @@ def overlap() -> Overlap:
     buckets = [torch.arange(10, dtype=torch.float32), torch.arange(6, dtype=torch.bfloat16)]
     recovery = SimpleNamespace(fabric=SimpleNamespace(board=SimpleNamespace(source=None)))
     parts = [((0, 1), bucket) for bucket in buckets]
-    return Overlap(parts, cast(Any, None), lambda: cast(Any, recovery), nobody)
+    return Overlap(parts, cast(Any, None), cast(Any, recovery), nobody)
 
 
 def test_parts_of_several_buckets_come_one_behind_the_other(overlap: Overlap) -> None:

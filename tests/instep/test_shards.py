@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.shards import Shards, ring_order
@@ -9,8 +12,12 @@ from recover_megatron.instep.shards import Shards, ring_order
 COLUMN = (0, 1, 2, 3)
 
 
+def assignment_of(me: int, standing: dict[int, int]) -> Any:
+    return SimpleNamespace(me=me, standing=standing)
+
+
 def shards_of(me: int, standing: dict[int, int], shadows: int = 1) -> Shards:
-    shards = Shards({COLUMN: COLUMN}, shadows, me, lambda: standing)
+    shards = Shards({COLUMN: COLUMN}, shadows, assignment_of(me, standing))
     shards.take_up({COLUMN: shards.wanted(COLUMN)})
     return shards
 
@@ -67,7 +74,7 @@ def test_a_newcomer_is_told_the_layout_and_has_no_part_in_it() -> None:
     donor.planned()
     standing[1] = 7
     donor.planned()
-    newcomer = Shards({COLUMN: COLUMN}, 1, 7, lambda: standing)
+    newcomer = Shards({COLUMN: COLUMN}, 1, assignment_of(7, standing))
     assert not newcomer.known
     newcomer.from_json(donor.to_json())
     assert newcomer.held(COLUMN) == ()
@@ -97,7 +104,7 @@ def test_with_instances_those_that_hold_one_shard_follow_each_other() -> None:
     assert ring_order(COLUMN, grid, 2) == (0, 2, 1, 3)
     standing = everyone()
     column = (0, 2, 1, 3)
-    shards = Shards({column: COLUMN}, 1, 2, lambda: standing, 2)
+    shards = Shards({column: COLUMN}, 1, assignment_of(2, standing), 2)
     shards.take_up({column: shards.wanted(column)})
     assert shards.held(column) == (0,)
     assert shards.cut(column, 8) == ([[Span(0, 4)], [], [Span(4, 8)], []], 1)
@@ -105,7 +112,7 @@ def test_with_instances_those_that_hold_one_shard_follow_each_other() -> None:
     shards.planned()
     assert shards.speaks_for(column, 0)
     assert shards.cut(column, 8) == ([[Span(0, 4)], [Span(4, 8)], []], 1)
-    told = Shards({column: COLUMN}, 1, 7, lambda: standing, 2)
+    told = Shards({column: COLUMN}, 1, assignment_of(7, standing), 2)
     told.from_json(shards.to_json())
     assert told.layout(column) == shards.layout(column)
     assert told.held(column) == ()

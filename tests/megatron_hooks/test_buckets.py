@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ def test_gradients_are_scaled_before_the_sum_and_local_ones_back_for_lost_microb
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grid = launch_grid(4, tensor=1, context=1, pipeline=1, lanes=1)
+    assignment: Any = SimpleNamespace(grid=grid, me=0)
     monkeypatch.setattr(module, "column_of", lambda group: (0, 1, 2, 3))
     gradients = torch.arange(1.0, 9.0)
     its_own = gradients.clone()
@@ -32,7 +34,7 @@ def test_gradients_are_scaled_before_the_sum_and_local_ones_back_for_lost_microb
         dp_cp_group=None,
         expt_dp_group=None,
     )
-    buckets = Buckets([chunk], grid, lambda: pytest.fail("not yet"), 1, 0)
+    buckets = Buckets([chunk], assignment, 1)
     buckets.new_pass(again=False)
     buckets.ready(group)
     buckets.settle()

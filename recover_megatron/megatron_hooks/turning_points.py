@@ -1,0 +1,100 @@
+"""What Megatron does at the turning points of in-step recovery: ``instep.hooks.Hooks``, of one worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args
+
+from recover_megatron.instep.generation import Generation
+from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.plan import Decision
+from recover_megatron.megatron_hooks.fault_injection import FaultInjection
+from recover_megatron.megatron_hooks.groups import Groups
+from recover_megatron.megatron_hooks.records import Records
+from recover_megatron.megatron_hooks.training import TrainingHooks
+
+
+class TurningPoints(Hooks):
+    """See ``Hooks`` for its methods.  ``newcomer``: this worker was not launched with the run."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        training: TrainingHooks,
+        records: Records,
+        faults: FaultInjection,
+        *,
+        newcomer: bool,
+    ) -> None:
+        self._groups = groups
+        self._training = training
+        self._records = records
+        self._faults = faults
+        self._first_plan = not newcomer
+
+    def abort_replica(self) -> None:
+        self._groups.inside.end()
+
+    def planned(self, decision: Decision) -> None:
+        self._groups.planned(decision)
+        self._training.planned(decision)
+        self._records.planned(self._training.recovery)
+        if self._first_plan:
+            self._first_plan = False
+            self._log_start(decision)
+
+    def _log_start(self, decision: Decision) -> None:
+        args = get_args()
+        shape = {
+            "tp": args.tensor_model_parallel_size,
+            "pp": args.pipeline_model_parallel_size,
+            "cp": args.context_parallel_size,
+            "ep": getattr(args, "expert_model_parallel_size", 1) or 1,
+        }
+        self.log(
+            "start",
+            world=self._training.recovery.assignment.grid.world,
+            shape=shape,
+            replicas=list(decision.replicas),
+            microbatches=_microbatches(),
+        )
+
+    def last_checkpoint(self) -> str:
+        return self._records.last_checkpoint()
+
+    def strike(self, phase: str, iteration: int | None = None) -> None:
+        self._faults.strike(phase, iteration)
+
+    def describe(self, decision: Decision) -> dict[str, Any]:
+        recovery = self._training.recovery
+        counts = recovery.assignment.shares.counts(decision, _microbatches())
+        return {
+            "quotas": {str(replica): count for replica, count in counts.items()},
+            "phase": recovery.progress.phase,
+        }
+
+    def log(self, event: str, **fields: Any) -> None:
+        self._records.log(self._training.recovery, event, **fields)
+
+    def version(self) -> int | None:
+        state = self._training.state
+        return None if state is None else state.version
+
+    def digest(self) -> str:
+        state = self._training.state
+        return "" if state is None else state.digest()
+
+    def mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
+        places = self._training.places
+        assert places is not None
+        return places.mirror(decision, generation)
+
+    def iteration(self) -> int:
+        return self._training.iteration
+
+
+def _microbatches() -> int:
+    """Of one iteration, over all replicas."""
+    return get_num_microbatches() * get_args().data_parallel_size
