@@ -56,6 +56,7 @@ from recover_megatron.megatron_hooks import alone, data
 from recover_megatron.megatron_hooks.fault_injection import FaultInjection
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
 from recover_megatron.megatron_hooks.records import Records
+from recover_megatron.megatron_hooks.rejoin import build_elsewhere
 from recover_megatron.megatron_hooks.training import TrainingHooks
 from recover_megatron.megatron_hooks.turning_points import TurningPoints
 from recover_megatron.membership.auth import find_secret
@@ -177,15 +178,10 @@ class FaultTolerance:
 
     def _build_for(self, position: int) -> None:
         """Forget what was built, and see to it that the next pretrain() builds for ``position``, alone."""
-        recovery = self._training.recovery
-        slot = recovery.assignment.grid.replicas[0][position]
-        print(f"recover: worker {self._me} builds the model of position {position}", file=sys.stderr, flush=True)
-        if not self._newcomer or self._training.state is not None:
+        built = not self._newcomer or self._training.state is not None
+        if built:
             self._training.forget()
-            alone.forget_megatron()
-        os.environ["RANK"] = str(slot)
-        recovery.assignment.position = position
-        self._groups.again(slot)
+        build_elsewhere(self._training.recovery, self._groups, position, built=built)
 
     # ---- how it ends
 

@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from megatron.training import get_args, initialize
 
 from recover_megatron.collectives.board import Pinned
+from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.generation import Fabric
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.inside import InsideGroups
@@ -39,7 +40,6 @@ from recover_megatron.instep.process_group import (
     renumber,
     stands_in,
 )
-from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.replica_group import ReplicaGroup
 from recover_megatron.megatron_hooks import seams, writers
 from recover_megatron.megatron_hooks.known import is_known
@@ -159,7 +159,7 @@ class Groups:
         self.inside.keep(outside)
         return outside
 
-    def regroup(self, recovery: Recovery, fabric: Fabric) -> None:
+    def regroup(self, mine: Assignment, fabric: Fabric) -> None:
         """This worker has a place in a replica with other workers: make the groups inside it anew, among them.
 
         Every worker of that replica calls it.  Raises ``EpochRevoked`` and ``PeerLost``.
@@ -167,27 +167,23 @@ class Groups:
         assert self.grid is not None
         default = dist.distributed_c10d._get_default_group()
         assert isinstance(default, EpochGroup)
-        slots = self.grid.replicas[recovery.assignment.replica]
+        slots = self.grid.replicas[mine.replica]
         if self._mates is None:
             # The default group's messages inside the replica need a carrier: see EpochGroup.
             everyone = range(self.grid.size)
             alone = EpochGroup(self.traffic, None, slots, "mates")
-            self._mates = ReplicaGroup(
-                alone, everyone, recovery.assignment.position or 0, "mates", str(dist.get_backend(default))
-            )
+            self._mates = ReplicaGroup(alone, everyone, mine.position or 0, "mates", str(dist.get_backend(default)))
             self.inside.keep(self._mates)
         # The groups outlive the epoch, so their board is one that lives as long as the replica.
-        board = recovery.assignment.decision.boards[recovery.assignment.decision.grid[recovery.assignment.replica][0]]
+        board = mine.decision.boards[mine.decision.grid[mine.replica][0]]
         store = Pinned(board, fabric.secret)
-        self.inside.rebuild(
-            recovery.assignment.generation, recovery.assignment.replica, store, fabric.host, fabric.device
-        )
+        self.inside.rebuild(mine.generation, mine.replica, store, fabric.host, fabric.device)
         default.mates = (self._mates, slots)
         moved = dict(zip(self.grid.replicas[self._replica], slots, strict=True))
         for group in self._own:
             stands_in(group, [slots[position] for position in group.positions])
         self._lists = {name: _moved(value, moved) for name, value in self._lists.items()}
-        self._replica = recovery.assignment.replica
+        self._replica = mine.replica
 
     def planned(self, decision: Decision) -> None:
         """Take up the ranks of a new plan."""

@@ -1,40 +1,36 @@
-"""A worker changes its place: it gives its state to another, gets one, or comes back into the training.
+"""States change hands at the boundary before a step: to fresh replicas, to who holds another one, to mirrors.
 
 boundary   a plan has put a new replica together, or found a state that differs from its column's:
                donors       send theirs from a thread, while their replica computes (give)
                the differing   take one over, on the spot (mend)
                the last replica's workers send theirs to spares, before every step (mirror)
-spare      its plan has a place for it: new groups inside the replica, a state, and Megatron's loop from there (take)
+spare      its plan has a place for it: it gets a state (fetch_state), or goes on with its own (`rejoin`)
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 from contextlib import suppress
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.instep.errors import Disagreement, Orphaned
-from recover_megatron.instep.generation import Fabric, Generation
+from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.transfer import receive, send
-from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.state import TrainingState
 
 INTERRUPTED = (EpochRevoked, PeerLost, TimeoutError)
-"""What ends the taking of a place: an epoch that is over, or somebody who is gone."""
+"""What ends the transfer of a state and the taking of a place: an epoch that is over, or somebody who is gone."""
 
 
 class Places:
-    """See the module's text."""
+    """The state of one worker, ``state``, given and got.  Called by its main thread."""
 
-    def __init__(self, recovery: Recovery, groups: Groups, fabric: Fabric, state: TrainingState) -> None:
+    def __init__(self, recovery: Recovery, state: TrainingState) -> None:
         self._recovery = recovery
-        self._groups = groups
-        self._fabric = fabric
         self._state = state
         self._served = 0
 
@@ -60,26 +56,18 @@ class Places:
         mine = [receiver for receiver, donor in decision.transfers.items() if donor == me]
         if mine:
             tree = self._state.tree()
-            self._recovery.progress.strike("transfer", _first(decision))
+            self._recovery.progress.strike("transfer", first_iteration(decision))
             for receiver in mine:
                 self._give(decision, receiver, tree)
 
-    def take(self, decision: Decision) -> None:
-        """Take the place that ``decision`` has for this spare; afterwards train() can be entered.
+    def fetch_state(self, decision: Decision) -> int:
+        """Have the state that ``decision`` begins with: from a donor, or this worker's own; the bytes that came.
 
-        Raises what is in ``INTERRUPTED``: the caller is a spare again then, with the state that it had.  Raises
-        ``Disagreement`` for a state that cannot be right.
+        Raises what is in ``INTERRUPTED``: the state is then the one that it was.  Raises ``Disagreement`` for a state
+        that cannot be right.
         """
-        recovery, started = self._recovery, time.perf_counter()
-        mine = recovery.assignment
-        recovery.orphan.come_back(decision)
-        recovery.progress.mark("regroup", waiting=True)
-        self._groups.traffic.recovery = recovery
-        self._groups.regroup(recovery, self._fabric)
-        recovery.progress.strike("regroup", _first(decision))
-        grouped = time.perf_counter()
         size = 0
-        if mine.me in decision.transfers:
+        if self._recovery.assignment.me in decision.transfers:
             size = self._receive(decision)
         elif self._state.version is not None:
             self._state.resume()
@@ -87,16 +75,7 @@ class Places:
         if version is None or version != decision.version:
             raise Disagreement(f"a state of iteration {version} came, not of {decision.version}")
         self._served = decision.epoch
-        recovery.progress.strike("regroup", _first(decision))
-        recovery.hooks.planned(decision)
-        # Where a replica goes on, that one tells of the plan; this one only where all are new.
-        recovery.planner.log(decision, None, 0.0)
-        ended = time.perf_counter()
-        _say(
-            f"worker {mine.me} takes position {mine.position} of replica {mine.replica} from iteration "
-            f"{version + 1} on: groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, "
-            f"{size} bytes"
-        )
+        return size
 
     def _feed_mirrors(self, decision: Decision) -> None:
         """Not from a thread: a worker that dies in the step must have left its state behind."""
@@ -151,7 +130,7 @@ class Places:
         return self._recovery.assignment.generation.control("state", members)
 
 
-def _first(decision: Decision) -> int:
+def first_iteration(decision: Decision) -> int:
     """The iteration that the fresh replicas begin with."""
     return (decision.version or 0) + 1
 

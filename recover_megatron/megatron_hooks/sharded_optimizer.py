@@ -88,12 +88,7 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        buckets: Buckets,
-        recovery: Recovery,
-        shadows: int,
-        shadow_device: torch.device | None,
+        self, optimizer: Any, buckets: Buckets, recovery: Recovery, shadows: int, shadow_device: torch.device | None
     ) -> None:
         assert buckets.shards is not None
         self._optimizer = optimizer
@@ -182,8 +177,7 @@ class ShardedOptimizer:
 
     def due(self) -> bool:
         """Whether state must change hands before the next step: not yet where somebody takes a place with that step."""
-        recovery = self._recovery
-        return self.shards.stale() and not recovery.boundary.joining_next
+        return self.shards.stale() and not self._recovery.boundary.joining_next
 
     def renew(self) -> None:
         """Have the state change hands, for who is there now; a section: all or nobody."""

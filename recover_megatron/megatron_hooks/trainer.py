@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from recover_megatron.instep.gradients import Gradients
-from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.buckets import Buckets
@@ -63,7 +63,7 @@ class MegatronTrainer:
         schedule: Callable[..., Any],
         call: dict[str, Any],
         buckets: Buckets,
-        recovery: Recovery,
+        progress: ProgressReports,
         seeds: MicrobatchSeeds,
         accumulated: Accumulated,
         trackers: Trackers,
@@ -73,7 +73,7 @@ class MegatronTrainer:
         self._call = call
         self._model = call["model"] if isinstance(call["model"], list) else [call["model"]]
         self._buckets = buckets
-        self._recovery = recovery
+        self._progress = progress
         self._seeds = seeds
         self._accumulated = accumulated
         self._trackers = trackers
@@ -159,7 +159,7 @@ class MegatronTrainer:
             source = source_of(of)
             if source is None:
                 return None
-            return Microbatches(source, ids, lambda: self._recovery.progress.storage("data"))
+            return Microbatches(source, ids, lambda: self._progress.storage("data"))
 
         return [iterator(one) for one in given] if isinstance(given, list) else iterator(given)
 
@@ -172,8 +172,8 @@ class MegatronTrainer:
         def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             j = ids[calls[id(model)]]
             calls[id(model)] += 1
-            self._recovery.progress.mark("forward", microbatch=j)
-            self._recovery.progress.strike("forward")
+            self._progress.mark("forward", microbatch=j)
+            self._progress.strike("forward")
             self._seeds.seed(self._iteration, j, chunks[id(model)])
             return original(data_iterator, model, *args, **kwargs)
 

@@ -1,21 +1,19 @@
 """Megatron's training loop, hooked: the one place that knows where in the loop what happens.
 
 train()                         joins the first epoch; from here on deaths are survived.  Left by an exception where
-                                the replica is broken, and entered again when there is a place (`places`)
+                                the replica is broken, and entered again when there is a place (`rejoin`)
   train_step()                  before it, the boundary where new replicas come in
     forward_backward_func()     --> instep.step: COMPUTE .. COMMITTED, then finalize_model_grads
     optimizer.step()            inside a replica: needs nobody else; a distributed one: `sharded_optimizer`
   training_log()                barriers: sections of their own
-  evaluate()                    a section: its microbatches are shared out, too
+  evaluate()                    `evaluation`: a section, whose microbatches are shared out, too
   save_checkpoint()             a section: written again from the start by whoever is left
 """
 
 from __future__ import annotations
 
-import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +22,7 @@ from megatron.training import get_args, training
 
 from recover_megatron.errors import UserError
 from recover_megatron.instep.blame import Blame
-from recover_megatron.instep.errors import NoReplica, Orphaned, OtherPosition, RunOver, StateLost, UnknownOperation
-from recover_megatron.instep.faults import is_communication
+from recover_megatron.instep.errors import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.process_group import Mode, Traffic
@@ -36,10 +33,11 @@ from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets, BucketSeams
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
-from recover_megatron.megatron_hooks.data import Microbatches, Source, source_of
+from recover_megatron.megatron_hooks.evaluation import Evaluation, sources
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.places import INTERRUPTED, Places
+from recover_megatron.megatron_hooks.places import Places
 from recover_megatron.megatron_hooks.records import Records
+from recover_megatron.megatron_hooks.rejoin import Rejoin
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
 from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
@@ -92,6 +90,7 @@ class TrainingHooks:
         self._trackers: Trackers | None = None
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
+        self._evaluation = Evaluation(groups)
         self._checkpoints = Checkpoints(groups, records, self._before_checkpoint)
         self._sharded: ShardedOptimizer | None = None
         self._state: TrainingState | None = None
@@ -119,7 +118,7 @@ class TrainingHooks:
     @recovery.setter
     def recovery(self, recovery: Recovery) -> None:
         """For a newcomer set from outside: it waits before it has anything to train."""
-        self._recovery = self._checkpoints.recovery = recovery
+        self._recovery = self._checkpoints.recovery = self._evaluation.recovery = recovery
 
     @property
     def _buckets(self) -> Buckets | None:
@@ -171,7 +170,7 @@ class TrainingHooks:
             training, "training_log", ("loss_dict", "total_loss_dict", "learning_rate", "iteration"), self._training_log
         )
         seams.wrap(training, "get_forward_backward_func", (), self._schedule)
-        seams.wrap(training, "evaluate", ("forward_step_func", "data_iterator", "model"), self._evaluate)
+        self._evaluation.install()
         self._checkpoints.install()
 
     # ---- the loop
@@ -191,11 +190,13 @@ class TrainingHooks:
             writers.stand_in()
             if buckets.shards is not None:
                 self._sharded = ShardedOptimizer(optimizer, buckets, recovery, self._shadows, self._shadow_device)
-            self._state = TrainingState(model, optimizer, scheduler, validation, blank=late, sharded=self._sharded)
+            state = TrainingState(model, optimizer, scheduler, validation, blank=late, sharded=self._sharded)
+            self._state = state
             self._count_versions(optimizer)
-            self._places = Places(recovery, self._groups, recovery.fabric, self._state)
+            places = self._places = Places(recovery, state)
+            rejoin = Rejoin(recovery, self._groups, state, places, self._checkpoints, self._sharded, self._blame)
             if late:
-                self._come_back()
+                rejoin.come_back()
             else:
                 recovery.rendezvous.start()
                 self._traffic.recovery = recovery
@@ -210,8 +211,8 @@ class TrainingHooks:
                 except BaseException as error:
                     if isinstance(error, FINAL) or not self.replica_broken(error):
                         raise
-                    self._leave(error)
-                self._come_back()
+                    rejoin.leave(error)
+                rejoin.come_back()
 
         return train
 
@@ -233,44 +234,6 @@ class TrainingHooks:
     def replica_broken(self, error: BaseException) -> bool:
         """Whether the training was left because this worker's replica is broken: what it raises then is no fault."""
         return self._blame.of_mates(error, self.recovery)
-
-    def _leave(self, error: BaseException) -> None:
-        """Out of the training: see to it that all others know, and forget what it was in the middle of."""
-        if not isinstance(error, Orphaned):
-            self.recovery.orphan.replica_failed(error)
-            self._blame.left(self.recovery)
-            if not is_communication(error):
-                traceback.print_exception(error)
-        self._traffic.mode = Mode.ALONE
-        seconds = self.recovery.orphan.spare_seconds
-        print(
-            f"recover: worker {self.recovery.assignment.me} has no place any more ({str(error)[:120]}); it waits as a "
-            f"spare, out of the training {seconds:.3f} s after its replica broke",
-            file=sys.stderr,
-            flush=True,
-        )
-        # The frames of the training hold its tensors, and connections that others wait to see closed.
-        error.__traceback__ = error.__context__ = error.__cause__ = None
-        self._checkpoints.forget()
-
-    def _come_back(self) -> None:
-        """Wait as a spare until there is a place, and take it.  Raises ``OtherPosition`` and ``RunOver``."""
-        state, places = self._state, self._places
-        assert state is not None
-        assert places is not None
-        self._traffic.mode = Mode.ALONE  # until the first boundary nothing is sent: the others are not where it is
-        while True:
-            state.tidy()
-            if self._sharded is not None:  # what others have updated meanwhile is of no use
-                self._sharded.forget()
-                state.version = None
-            digest = "" if state.version is None else state.digest()
-            decision = self.recovery.orphan.wait(version=state.version, digest=digest)
-            try:
-                places.take(decision)
-                return
-            except INTERRUPTED as error:
-                self.recovery.orphan.leave(f"it could not take its place: {error}")
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(
@@ -343,7 +306,7 @@ class TrainingHooks:
                 if not self.begun:
                     return schedule(**call)
                 if call.get("forward_only"):
-                    return self._forward_only(schedule, call)
+                    return self._evaluation.forward_only(schedule, call)
                 return self._step(schedule, call)
 
             return forward_backward_func
@@ -351,94 +314,39 @@ class TrainingHooks:
         return get_forward_backward_func
 
     def _step(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
-        args = get_args()
+        args, recovery = get_args(), self.recovery
+        mine, progress = recovery.assignment, recovery.progress
         assert self._buckets is not None
         assert self._trackers is not None
         nominal = get_num_microbatches()
         total = nominal * args.data_parallel_size
-        recovery = self.recovery
-        recovery.assignment.show(total)
+        mine.show(total)
         column = self._buckets.tail
-        mates = set(recovery.assignment.grid.replicas[recovery.assignment.replica])
-        for source in _sources(call["data_iterator"]):
-            source.begin(args.consumed_train_samples, recovery.assignment.share(total)[recovery.assignment.lane], total)
+        in_column = set(column) & set(mine.grid.replicas[mine.replica])
+        for source in sources(call["data_iterator"]):
+            source.begin(args.consumed_train_samples, mine.share(total)[mine.lane], total)
         self._trackers.begin()
         trainer = MegatronTrainer(
             schedule,
             call,
             self._buckets,
-            recovery,
+            progress,
             self._seeds,
             self._accumulated,
             self._trackers,
             args.curr_iteration + 1,
         )
         room = EXTRAS + self._trackers.size
-        tail = Tail(column, total, len(recovery.assignment.grid.replicas), self._device, room=room)
+        tail = Tail(column, total, len(mine.grid.replicas), self._device, room=room)
         self._nominal.count = nominal
         try:
-            outcome = Step(recovery, trainer, total, tail, 1 / len(mates & set(column))).run()
+            outcome = Step(recovery, trainer, total, tail, 1 / len(in_column)).run()
         finally:
             self._nominal.count = None
         self._outcome = outcome
         if self._balance:
             rebalance(recovery, outcome, total)
         losses = trainer.finish(outcome.extras)
-        recovery.progress.mark("optimizer")
-        recovery.progress.strike("optimizer")
+        progress.mark("optimizer")
+        progress.strike("optimizer")
         return losses
-
-    # ---- evaluation
-
-    def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.begun:
-                return original(forward_step_func, data_iterator, model, *args, **kwargs)
-            megatron_args = get_args()
-            consumed = megatron_args.consumed_valid_samples
-            starts = [(source, source.position) for source in _sources(data_iterator)]
-
-            def run() -> Any:
-                with self._traffic.during(Mode.DEFERRED):
-                    return original(forward_step_func, data_iterator, model, *args, **kwargs)
-
-            def reset() -> None:
-                megatron_args.consumed_valid_samples = consumed
-                for source, position in starts:
-                    source.position = position
-
-            return self.recovery.sections.run("eval", run, reset=reset, together=True)
-
-        return evaluate
-
-    def _forward_only(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
-        """One evaluation step: its microbatches are those of a full launch, shared out over the replicas there are."""
-        args = get_args()
-        recovery = self.recovery
-        total = call["num_microbatches"] * args.data_parallel_size
-        mine = recovery.assignment.share(total)[recovery.assignment.lane]
-        chunks = call["data_iterator"] if isinstance(call["data_iterator"], list) else [call["data_iterator"]]
-        iterators: list[Any] = []
-        for chunk in chunks:
-            source = source_of(chunk)
-            if source is not None:
-                source.begin(source.position, mine, total)
-                source.position += total * call["micro_batch_size"]
-            iterators.append(
-                None if source is None else Microbatches(source, mine, lambda: recovery.progress.storage("eval-data"))
-            )
-        recovery.progress.strike("eval")
-        forward_step_func = call["forward_step_func"]
-
-        def forward_step(*args: Any, **kwargs: Any) -> Any:
-            recovery.progress.mark("eval")
-            return forward_step_func(*args, **kwargs)
-
-        given = iterators if isinstance(call["data_iterator"], list) else iterators[0]
-        mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(mine)}
-        return schedule(**{**call, **mine_only})
-
-
-def _sources(iterators: Any) -> Sequence[Source]:
-    several = iterators if isinstance(iterators, list) else [iterators]
-    return [source for source in map(source_of, several) if source is not None]

@@ -1,0 +1,138 @@
+"""An orphan's way back into the training, from top to bottom.
+
+    leave            out of the training: the others need not wait, and what it was in the middle of is forgotten
+    come_back        until it has a place:
+      wait             as a spare, with the state that it has to offer
+      take_place       in the replica that a plan has put together: groups, state, ranks
+    build_elsewhere  where a model for another position is wanted: Megatron is forgotten, pretrain() is called once
+                     more, alone, and comes to ``come_back``
+
+What the others do meanwhile: they meet at the boundary before a step (`places`), and begin that step with this worker.
+The parts of ``leave``, ``wait`` and ``take_place`` that have no Megatron in them are `instep.orphan`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+
+from recover_megatron.instep.blame import Blame
+from recover_megatron.instep.errors import Orphaned
+from recover_megatron.instep.faults import is_communication
+from recover_megatron.instep.plan import Decision
+from recover_megatron.instep.process_group import Mode
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.megatron_hooks import alone
+from recover_megatron.megatron_hooks.checkpoints import Checkpoints
+from recover_megatron.megatron_hooks.groups import Groups
+from recover_megatron.megatron_hooks.places import INTERRUPTED, Places, first_iteration
+from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer
+from recover_megatron.megatron_hooks.state import TrainingState
+
+
+class Rejoin:
+    """The way of one worker, with the model that it has.  Called by its main thread."""
+
+    def __init__(
+        self,
+        recovery: Recovery,
+        groups: Groups,
+        state: TrainingState,
+        places: Places,
+        checkpoints: Checkpoints,
+        sharded: ShardedOptimizer | None,
+        blame: Blame,
+    ) -> None:
+        self._recovery = recovery
+        self._groups = groups
+        self._state = state
+        self._places = places
+        self._checkpoints = checkpoints
+        self._sharded = sharded
+        self._blame = blame
+
+    def leave(self, error: BaseException) -> None:
+        """Out of the training, which ``error`` has ended: see to it that all others know, and forget what was begun."""
+        recovery = self._recovery
+        if not isinstance(error, Orphaned):
+            recovery.orphan.replica_failed(error)
+            self._blame.left(recovery)
+            if not is_communication(error):
+                traceback.print_exception(error)
+        self._groups.traffic.mode = Mode.ALONE
+        _say(
+            f"worker {recovery.assignment.me} has no place any more ({str(error)[:120]}); it waits as a spare, "
+            f"out of the training {recovery.orphan.spare_seconds:.3f} s after its replica broke"
+        )
+        # The frames of the training hold its tensors, and connections that others wait to see closed.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._checkpoints.forget()
+
+    def come_back(self) -> None:
+        """Wait as a spare until there is a place, and take it: train() can be entered.
+
+        Raises ``OtherPosition`` and ``RunOver``, and ``Disagreement`` for a state that cannot be right.
+        """
+        self._groups.traffic.mode = Mode.ALONE  # nothing is sent before the first boundary: the others are elsewhere
+        while True:
+            decision = self._wait()
+            try:
+                self._take_place(decision)
+                return
+            except INTERRUPTED as error:
+                self._recovery.orphan.leave(f"it could not take its place: {error}")
+
+    def _wait(self) -> Decision:
+        """The plan that has a place for this worker."""
+        state = self._state
+        state.tidy()
+        if self._sharded is not None:  # what others have updated meanwhile is of no use
+            self._sharded.forget()
+            state.version = None
+        digest = "" if state.version is None else state.digest()
+        return self._recovery.orphan.wait(version=state.version, digest=digest)
+
+    def _take_place(self, decision: Decision) -> None:
+        """Take the place that ``decision`` has for this spare.
+
+        Raises what is in ``INTERRUPTED``: it is a spare again then, with the state that it had.
+        """
+        recovery, started = self._recovery, time.perf_counter()
+        mine, progress, first = recovery.assignment, recovery.progress, first_iteration(decision)
+        recovery.orphan.come_back(decision)
+        progress.mark("regroup", waiting=True)
+        self._groups.traffic.recovery = recovery
+        self._groups.regroup(mine, recovery.fabric)
+        progress.strike("regroup", first)
+        grouped = time.perf_counter()
+        size = self._places.fetch_state(decision)
+        progress.strike("regroup", first)
+        recovery.hooks.planned(decision)
+        # Where a replica goes on, that one tells of the plan; this one only where all are new.
+        recovery.planner.log(decision, None, 0.0)
+        ended = time.perf_counter()
+        _say(
+            f"worker {mine.me} takes position {mine.position} of replica {mine.replica} from iteration {first} on: "
+            f"groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, {size} bytes"
+        )
+
+
+def build_elsewhere(recovery: Recovery, groups: Groups, position: int, *, built: bool) -> None:
+    """See to it that the next pretrain() builds the model of ``position``, alone.
+
+    ``built``: whether there is a model, which nobody holds any more but Megatron.
+    """
+    mine = recovery.assignment
+    slot = mine.grid.replicas[0][position]
+    _say(f"worker {mine.me} builds the model of position {position}")
+    if built:
+        alone.forget_megatron()
+    os.environ["RANK"] = str(slot)
+    mine.position = position
+    groups.again(slot)
+
+
+def _say(message: str) -> None:
+    print(f"recover: {message}", file=sys.stderr, flush=True)
