@@ -15,6 +15,10 @@ looked at where replicas meet: in REDUCE and AGREE.  A worker whose own replica 
 error of its replica's communication, from wherever it is.
 
 Nothing before COMMITTED changes a parameter, and after it no worker of another replica is needed for this step.
+
+Who does the parts: `gradients` sums, pulls and sets aside; `progress_reports` agrees; `rendezvous` meets the others;
+`assignment` knows the place, the groups and the microbatches; `orphan` looks whether the own replica is broken; what
+COMPUTE runs is the training framework's (``Trainer``).
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from recover_megatron.instep.recovery import Recovery
 
 
 class State(Enum):
-    """See the drawing above."""
+    """As drawn above; the values name the phases of ``Outcome.seconds``."""
 
     COMPUTE = "compute"
     REDUCE = "reduce"
@@ -113,12 +117,19 @@ class Step:
         Raises ``Orphaned`` and ``NoReplica`` (see ``Rendezvous.meet``), ``Disagreement``, and what ``Trainer.compute``
         raises.
         """
+        parts = {
+            State.COMPUTE: self._compute,
+            State.REDUCE: self._reduce,
+            State.AGREE: self._agree,
+            State.RENDEZVOUS: self._meet,
+            State.RERUN: self._rerun,
+        }
         state = self._begin()
         recovering = state is State.RERUN
         while state is not State.COMMITTED:
             started = time.perf_counter()
             try:
-                following = self._advance(state)
+                following = parts[state]()
             except EpochRevoked:
                 following = State.RENDEZVOUS
             if recovering and state is not State.RERUN:  # which tells its parts
@@ -130,21 +141,6 @@ class Step:
         self._outcome.extras = self._tail.extras
         self._outcome.speeds = self._tail.seconds
         return self._outcome
-
-    def _advance(self, state: State) -> State:
-        """Do what ``state`` is for; the one that follows.  Raises ``EpochRevoked``."""
-        match state:
-            case State.COMPUTE:
-                return self._compute()
-            case State.REDUCE:
-                return self._reduce()
-            case State.AGREE:
-                return self._agree()
-            case State.RENDEZVOUS:
-                return self._meet()
-            case State.RERUN:
-                return self._rerun()
-        raise AssertionError(state)
 
     # ---- without a death
 
