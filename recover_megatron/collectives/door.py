@@ -7,48 +7,37 @@ epoch needs no store: with the plan everybody has been told all addresses, and n
 from __future__ import annotations
 
 import os
-import socket
-import weakref
 
 from recover_megatron.collectives.slots import Slots, machine
+from recover_megatron.network.addresses import listen
+from recover_megatron.network.forks import close_in_children, forget
 
 _BACKLOG = 128
-
-_open: weakref.WeakSet[Door] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """A process forked from a worker (a loader of data) must not keep the door of a dead worker open."""
-    for door in list(_open):
-        door.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Door:
     """``host``: the address of this machine that the others can reach.  ``slots``: their number and bytes, if any."""
 
     def __init__(self, host: str, slots: tuple[int, int] | None) -> None:
-        self.listener = socket.create_server((host, 0), family=family_of(host), backlog=_BACKLOG)
+        self.listener, address = listen(host, _BACKLOG)
         self._slots = Slots.make(*slots) if slots else None
         offer = f"{machine()}:{os.getpid()}:{self._slots.descriptor}" if self._slots else "-"
-        self.address = f"{host} {self.listener.getsockname()[1]} {offer}"
+        self.address = f"{address} {offer}"
         """For the predecessor: one line of text."""
-        _open.add(self)
+        close_in_children(self)
 
     def take_slots(self) -> Slots | None:
         """The shared memory, which is the caller's from now on."""
         slots, self._slots = self._slots, None
         return slots
 
+    def close_in_child(self) -> None:
+        """A process forked from a worker (a loader of data) must not keep the door of a dead worker open."""
+        self.close()
+
     def close(self) -> None:
         """Idempotent."""
-        _open.discard(self)
+        forget(self)
         self.listener.close()
         if (slots := self.take_slots()) is not None:
             slots.close()
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

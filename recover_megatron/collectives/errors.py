@@ -7,9 +7,8 @@ every segment is either the untouched local gradient or the finished sum, as its
 
 from __future__ import annotations
 
-import errno
-
 from recover_megatron.membership.errors import EpochRevoked
+from recover_megatron.network.client import is_of_the_road
 
 __all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost", "is_of_the_road"]
 
@@ -25,16 +24,6 @@ class PeerLost(ConnectionError):
         super().__init__(text)
         self.peer = peer
         self.road = road
-
-
-_ROAD = {
-    errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES, errno.EPERM,
-}  # fmt: skip
-
-
-def is_of_the_road(error: OSError | None) -> bool:
-    """Whether what a connection that was made failed with speaks of the way, not of who is at its other end."""
-    return error is not None and (isinstance(error, TimeoutError) or error.errno in _ROAD)
 
 
 class CollectiveMismatch(RuntimeError):

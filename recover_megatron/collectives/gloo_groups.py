@@ -29,7 +29,7 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import PeerLost
 from recover_megatron.collectives.rendezvous import await_key
-from recover_megatron.collectives.silence import watch
+from recover_megatron.network.silence import watch
 
 Address = tuple[str, int]
 

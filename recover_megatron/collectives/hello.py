@@ -12,7 +12,6 @@ nobody up: all candidates are served side by side until the right one is there; 
 
 from __future__ import annotations
 
-import hmac
 import os
 import select
 import socket
@@ -20,6 +19,7 @@ import time
 
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.network import proof
 
 NONCE, MAC = 16, 32
 CONNECT_SECONDS = 5.0
@@ -35,8 +35,8 @@ class Refused(Exception):
     """The other side of a connection does not belong to this ring."""
 
 
-def _mac(secret: bytes, role: bytes, nonces: bytes, ring: bytes) -> bytes:
-    return hmac.digest(secret, role + b"\0" + nonces + ring, "sha256")
+def _mac(secret: bytes, role: str, nonces: bytes, ring: bytes) -> bytes:
+    return proof.mac(secret, "ring", role, nonces.hex(), ring.hex())
 
 
 class _Conversation:
@@ -78,9 +78,9 @@ class _Accepting(_Conversation):
         if not self._hear(NONCE + MAC):
             return False
         nonces = self._mine + self._heard[:NONCE]
-        if not hmac.compare_digest(self._heard[NONCE:], _mac(self._secret, b"send", nonces, self._ring)):
+        if not proof.proves(self._heard[NONCE:], _mac(self._secret, "send", nonces, self._ring)):
             raise Refused("it does not know the secret, or belongs to another ring")
-        self._say(_mac(self._secret, b"receive", nonces, self._ring))
+        self._say(_mac(self._secret, "receive", nonces, self._ring))
         return True
 
 
@@ -92,10 +92,10 @@ class _Connecting(_Conversation):
             if not self._hear(NONCE):
                 return False
             self._nonces, self._heard = self._heard + self._mine, b""
-            self._say(self._mine + _mac(self._secret, b"send", self._nonces, self._ring))
+            self._say(self._mine + _mac(self._secret, "send", self._nonces, self._ring))
         if not self._hear(MAC):
             return False
-        if not hmac.compare_digest(self._heard, _mac(self._secret, b"receive", self._nonces, self._ring)):
+        if not proof.proves(self._heard, _mac(self._secret, "receive", self._nonces, self._ring)):
             raise Refused("it does not know the secret, or belongs to another ring")
         return True
 

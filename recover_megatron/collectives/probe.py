@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from recover_megatron.collectives.door import family_of
+from recover_megatron.network.addresses import family_of
 
 SECONDS = 4.0
 AT_ONCE = 256

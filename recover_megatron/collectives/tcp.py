@@ -25,21 +25,23 @@ import select
 import socket
 import struct
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 
 import torch
 
-from recover_megatron.collectives.door import Door, family_of
+from recover_megatron.collectives.door import Door
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import CollectiveMismatch, PeerLost, is_of_the_road
 from recover_megatron.collectives.hello import Meeting
 from recover_megatron.collectives.rendezvous import KeyValue, await_key
 from recover_megatron.collectives.scratch import Scratch
-from recover_megatron.collectives.silence import SECONDS, is_silent, watch
 from recover_megatron.collectives.slots import Slots, machine
 from recover_megatron.collectives.transport import Arrival, Pending, Transport
+from recover_megatron.network.addresses import family_of
+from recover_megatron.network.forks import close_in_children
+from recover_megatron.network.forks import forget as unregister
+from recover_megatron.network.silence import SECONDS, is_silent, watch
 
 _HEADER = struct.Struct("<IiQ")
 _INLINE, _SHARED = b"i", b"s"
@@ -50,17 +52,6 @@ _FROM_SUCCESSOR = select.POLLIN | select.POLLRDHUP
 _FROM_SUCCESSOR_OR_END = _FROM_SUCCESSOR | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _WORTH_WAKING = 128 << 10
 """Bytes of a payload that may collect before a waiting thread is woken."""
-
-_open: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """A process forked from a worker (a loader of data) must not keep the worker's connections open after its death."""
-    for transport in list(_open):
-        transport.forget()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -142,7 +133,7 @@ class TcpTransport(Transport):
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = select.poll()
         self._poller.register(self._wake, select.POLLIN)
-        _open.add(self)
+        close_in_children(self)
         revocation.on_throw(self.abort)
         if size > 1:
             try:
@@ -415,9 +406,13 @@ class TcpTransport(Transport):
         with self._descriptors:
             self.forget()
 
+    def close_in_child(self) -> None:
+        """A process forked from a worker must not keep the worker's connections open after its death."""
+        self.forget()
+
     def forget(self) -> None:
         """Close this process's descriptors without a word to the neighbours."""
-        _open.discard(self)
+        unregister(self)
         for sock in (self._out, self._in):
             if sock is not None:
                 sock.close()

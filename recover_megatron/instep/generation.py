@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.board import Board, Neighbours, Pinned
+from recover_megatron.collectives.board import Neighbours, Pinned
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.gloo import GlooBackend
@@ -31,6 +31,7 @@ from recover_megatron.collectives.rendezvous import KeyValue
 from recover_megatron.collectives.reordered import Reordered
 from recover_megatron.collectives.ring import Hook
 from recover_megatron.collectives.round import RoundBackend
+from recover_megatron.network.store import Board
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.gloo_groups import GlooGroups
 from recover_megatron.collectives.nccl import abort_beside
-from recover_megatron.collectives.silence import watch
 from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.guard import Guard
 from recover_megatron.instep.replica_group import ReplicaGroup
+from recover_megatron.network.silence import watch
 
 
 def _connections() -> dict[int, tuple[int, ...]]:

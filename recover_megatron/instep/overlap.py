@@ -27,7 +27,6 @@ from contextlib import suppress
 
 import torch
 
-from recover_megatron.collectives.board import MOST_BYTES
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.fetch import Fetcher
@@ -36,6 +35,7 @@ from recover_megatron.collectives.progress import Handle
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Shards
+from recover_megatron.network.store import MOST_BYTES
 from recover_megatron.workload.shards import owned
 
 Part = tuple[int, Span]

@@ -65,7 +65,7 @@ class Status:
     note: str = ""
     """Why it is a spare, for the log."""
     board: str = ""
-    """Where it keeps what the members of an epoch tell each other (``collectives.board``)."""
+    """Where it keeps what the members of an epoch tell each other (``network.store``)."""
     unreached: Sequence[int] = ()
     """Live workers that it has tried to reach, and could not (``instep.edges``)."""
 

@@ -10,12 +10,11 @@ Launchers of several nodes that share no secret have nothing to tell a stranger'
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 from typing import Any
 
 from recover_megatron.membership.auth import Secret
+from recover_megatron.network import proof
 
 _LONGEST = 1024 * 1024
 
@@ -49,7 +48,7 @@ class Seal:
             text, mac = wrapped["text"], wrapped["mac"]
             if not isinstance(text, str) or not isinstance(mac, str):
                 raise ValueError("not a launcher's value")
-            if self._key is not None and not hmac.compare_digest(mac.encode(), self._mac(key, run_id, text).encode()):
+            if self._key is not None and not proof.proves(mac, self._mac(key, run_id, text)):
                 raise Unproved("it does not prove the job's secret")
             return json.loads(text)
         except (TypeError, KeyError, RecursionError, UnicodeDecodeError, UnicodeEncodeError) as error:
@@ -62,4 +61,4 @@ class Seal:
     def _mac(self, key: str, run_id: str, text: str) -> str:
         if self._key is None:
             return ""
-        return hmac.new(self._key, f"{key}|{run_id}|{text}".encode(), hashlib.sha256).hexdigest()
+        return proof.mac(self._key, key, run_id, text).hex()

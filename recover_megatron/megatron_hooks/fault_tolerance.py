@@ -36,7 +36,6 @@ from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.injector import InjectedExit, InjectedFault, Injector
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.collectives import nccl
-from recover_megatron.collectives.board import Board
 from recover_megatron.errors import UserError
 from recover_megatron.instep.errors import (
     CheckpointFailed,
@@ -72,6 +71,7 @@ from recover_megatron.membership.errors import (
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.session import LAST_WORDS_SECONDS
 from recover_megatron.membership.worker import HOST_VARIABLE, connect
+from recover_megatron.network.store import Board
 
 NO_COORDINATOR = (
     "--recover needs a coordinator: start the workers with recover-run, which brings one, or start "

@@ -12,15 +12,13 @@ signed: the control network is trusted not to change packets in flight (docs/mem
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from recover_megatron.membership.errors import SecretError
+from recover_megatron.network import proof
 
 SECRET_VARIABLE = "RECOVER_SECRET"
 SECRET_FILE_VARIABLE = "RECOVER_SECRET_FILE"
@@ -45,21 +43,15 @@ class Secret:
 
     def mac(self, role: str, coordinator_nonce: str, member_nonce: str) -> str:
         """The proof of ``role`` ("member" or "coordinator") for one pair of nonces, in hex."""
-        text = f"recover-membership|{role}|{coordinator_nonce}|{member_nonce}"
-        return hmac.new(self._value, text.encode(), hashlib.sha256).hexdigest()
+        return proof.mac(self._value, "recover-membership", role, coordinator_nonce, member_nonce).hex()
 
     def proves(self, mac: str, role: str, coordinator_nonce: str, member_nonce: str) -> bool:
         """Whether ``mac`` is that proof, compared in constant time."""
-        return hmac.compare_digest(mac, self.mac(role, coordinator_nonce, member_nonce))
+        return proof.proves(mac, self.mac(role, coordinator_nonce, member_nonce))
 
     def key(self, purpose: str) -> bytes:
         """A key derived from the secret for another protocol of the run, such as the ring's."""
-        return hmac.digest(self._value, f"recover-key|{purpose}".encode(), "sha256")
-
-
-def nonce() -> str:
-    """32 fresh random bytes, in hex."""
-    return secrets.token_hex(32)
+        return proof.mac(self._value, "recover-key", purpose)
 
 
 def read_secret_file(path: Path) -> Secret:

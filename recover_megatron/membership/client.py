@@ -19,12 +19,11 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.auth import Secret, nonce
+from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.errors import AuthenticationError, MembershipError
 from recover_megatron.membership.events import (
     Abandon,
@@ -40,15 +39,14 @@ from recover_megatron.membership.events import (
     Tick,
 )
 from recover_megatron.membership.member import Follower, Stage
+from recover_megatron.network.forks import close_in_children
+from recover_megatron.network.proof import nonce
 
 Address = tuple[str, int]
 MAX_REJECTIONS = 10
 """So many refused proofs in a row, with none ever accepted, mean that the secret is wrong."""
 
 MAX_SLEEP = 60.0
-
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
-_held: list[Client] = []
 
 
 class Client:
@@ -78,7 +76,7 @@ class Client:
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_in, selectors.EVENT_READ)
-        _clients.add(self)
+        close_in_children(self, self.condition)
         self._thread = threading.Thread(target=self._run, name="recover-session", daemon=True)
         self._thread.start()
 
@@ -317,7 +315,8 @@ class Client:
 
     # -- fork ---------------------------------------------------------------------------------------------------------
 
-    def _close_in_child(self) -> None:
+    def close_in_child(self) -> None:
+        """The session is the parent's."""
         self._forked = True
         self.condition = threading.Condition(threading.RLock())
         for sock in [*self._abandoned, *([self._sock] if self._sock else [])]:
@@ -325,23 +324,3 @@ class Client:
         self._selector.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
-
-
-def _before_fork() -> None:
-    for client in list(_clients):
-        client.condition.acquire()
-        _held.append(client)
-
-
-def _after_fork_in_parent() -> None:
-    while _held:
-        _held.pop().condition.release()
-
-
-def _after_fork_in_child() -> None:
-    while _held:
-        _held.pop()._close_in_child()
-    _clients.clear()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

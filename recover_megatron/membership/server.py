@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.auth import Secret, nonce
+from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.coordinator import Coordinator, State
 from recover_megatron.membership.events import (
     Acknowledged,
@@ -40,7 +40,8 @@ from recover_megatron.membership.events import (
     Tick,
 )
 from recover_megatron.membership.journal import EventSink, Limited
-from recover_megatron.membership.kernel import unacknowledged, use_all_descriptors
+from recover_megatron.network.kernel import unacknowledged, use_all_descriptors
+from recover_megatron.network.proof import nonce
 
 HANDSHAKE_SECONDS = 5.0
 DRAIN_SECONDS = 2.0

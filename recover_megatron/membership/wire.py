@@ -1,19 +1,20 @@
-"""Messages on the wire: a 4-byte big-endian length and a JSON object, checked against a schema before anyone sees it.
+"""Messages of the control plane: frames (``network.frames``) checked against a schema before anyone sees them.
 
-Nothing that arrives is trusted: the length is checked before a byte of the body is kept, a body is parsed only when it
-is complete, every field has a type and a bound, unknown types and unknown fields are errors. An error is a
-``WireError``, and the only thing it ever costs is the connection it came from.
+Nothing that arrives is trusted: every field has a type and a bound, unknown types and unknown fields are errors. An
+error is a ``WireError``, and the only thing it ever costs is the connection it came from.
 """
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from recover_megatron.membership.records import MAX_WORKERS
 from recover_megatron.membership.words import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED
+from recover_megatron.network import frames
+from recover_megatron.network.frames import WireError
+
+__all__ = ["WireError"]
 
 PROTOCOL_VERSION = 4
 
@@ -23,13 +24,6 @@ MAX_TO_COORDINATOR = 16 << 20
 """Bytes of one message of a member: a status, or the last plan presented to a new coordinator."""
 MAX_TO_MEMBER = 64 << 20
 """Bytes of one message to a member: a plan."""
-
-_HEADER = struct.Struct(">I")
-
-
-class WireError(Exception):
-    """The other side sent something that is no message of this protocol."""
-
 
 Check = Callable[[Any], bool]
 Schema = Mapping[str, tuple[Check, bool]]
@@ -220,25 +214,13 @@ TO_MEMBER: Mapping[str, Schema] = {
 
 
 def encode(message: Mapping[str, Any], limit: int = MAX_TO_MEMBER) -> bytes:
-    """The frame of one message. ``ValueError`` if it is no JSON or longer than ``limit`` bytes."""
-    body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
-    if len(body) > limit:
-        raise ValueError(f"message {message.get('type')!r} has {len(body)} bytes, more than the limit of {limit}")
-    return _HEADER.pack(len(body)) + body
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise WireError(f"{name} is no JSON")
+    """As ``frames.encode``."""
+    return frames.encode(message, limit)
 
 
 def parse(body: bytes, schemas: Mapping[str, Schema]) -> dict[str, Any]:
     """One checked message. ``WireError`` for anything else."""
-    try:
-        message = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"no JSON: {type(error).__name__}") from error
-    if type(message) is not dict:
-        raise WireError("not a JSON object")
+    message = frames.parse(body)
     kind = message.get("type")
     schema = schemas.get(kind) if type(kind) is str else None
     if schema is None:
@@ -265,27 +247,19 @@ class Decoder:
     def __init__(self, limit: int, schemas: Mapping[str, Schema]) -> None:
         self.limit = limit
         self.schemas = schemas
-        self._buffer = bytearray()
+        self._frames = frames.Decoder(limit)
 
     @property
     def pending(self) -> int:
         """Bytes of an incomplete message that are held."""
-        return len(self._buffer)
+        return self._frames.pending
 
     def feed(self, data: bytes) -> None:
         """Add received bytes."""
-        self._buffer += data
+        self._frames.feed(data)
 
     def next(self) -> dict[str, Any] | None:
         """The next complete message, None if there is none yet. ``WireError`` ends the stream."""
-        if len(self._buffer) < _HEADER.size:
-            return None
-        (length,) = _HEADER.unpack_from(self._buffer)
-        if length > self.limit:
-            raise WireError(f"a message of {length} bytes is longer than the limit of {self.limit}")
-        end = _HEADER.size + length
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[_HEADER.size : end])
-        del self._buffer[:end]
-        return parse(body, self.schemas)
+        self._frames.limit = self.limit
+        body = self._frames.next()
+        return None if body is None else parse(body, self.schemas)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from recover_megatron.arguments import COORDINATOR_VARIABLE, parse_addresses
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.client import Address
-from recover_megatron.membership.kernel import use_all_descriptors
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.session import RevokeCallback, Session
+from recover_megatron.network.kernel import use_all_descriptors
 
 NODE_VARIABLE = "RECOVER_NODE"
 """The name under which the launcher of this worker's node is a witness; not set: there is none."""

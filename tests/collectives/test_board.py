@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any, BinaryIO
 
 import pytest
 import torch.distributed as dist
 
-from recover_megatron.collectives import board as board_module
-from recover_megatron.collectives.board import Board, Pinned
+from recover_megatron.collectives.board import Pinned
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.rendezvous import await_key
+from recover_megatron.network import frames
+from recover_megatron.network import store as store_module
+from recover_megatron.network.proof import Challenge
+from recover_megatron.network.store import Board
 
 SECRET = b"what the workers of the test share"
 HOST = "127.0.0.1"
@@ -91,7 +95,7 @@ def test_a_revocation_ends_the_wait(two: tuple[Pinned, Pinned]) -> None:
 
 SERVES = """
 import sys, time
-from recover_megatron.collectives.board import Board
+from recover_megatron.network.store import Board
 board = Board("127.0.0.1", sys.argv[1].encode())
 print(board.address, flush=True)
 sys.stdin.read()
@@ -143,14 +147,23 @@ def test_a_board_of_another_run_is_not_believed() -> None:
     end(process)
 
 
-@pytest.mark.parametrize("said", [b"{}\n", b"nonsense\n", b'{"nonce": "a", "mac": "b"}\n', b'["set"]\n', b""])
-def test_a_stranger_is_sent_away_and_hurts_nobody(board: Board, two: tuple[Pinned, Pinned], said: bytes) -> None:
+def framed(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
+
+def next_frame(stream: BinaryIO) -> dict[str, Any]:
+    (length,) = struct.unpack(">I", stream.read(4))
+    return frames.parse(stream.read(length))
+
+
+@pytest.mark.parametrize("said", [b"{}", b"nonsense", b'{"nonce": "a", "mac": "b"}', b'["set"]', None])
+def test_a_stranger_is_sent_away_and_hurts_nobody(board: Board, two: tuple[Pinned, Pinned], said: bytes | None) -> None:
     host, port = board.address.split(" ")
-    with socket.create_connection((host, int(port))) as stranger, stranger.makefile("rb") as lines:
-        assert set(json.loads(lines.readline())) == {"nonce"}
-        stranger.sendall(said + json.dumps({"set": "poison", "value": "x"}).encode() + b"\n")
+    with socket.create_connection((host, int(port))) as stranger, stranger.makefile("rb") as stream:
+        assert set(next_frame(stream)) == {"nonce"}
+        stranger.sendall((b"" if said is None else framed(said)) + framed(b'{"set": "poison", "value": "x"}'))
         stranger.shutdown(socket.SHUT_WR)
-        assert lines.read() == b""
+        assert stream.read() == b""
     two[0].set(f"after {said!r}", "fine")
     assert two[1].get(f"after {said!r}") == b"fine"
     assert not two[1].check(["poison"])
@@ -189,8 +202,8 @@ def works(board: Board) -> bool:
 def test_silent_connections_are_dropped_the_oldest_first_and_after_a_while_all(
     board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board_module, "HANDSHAKE_SECONDS", 3.0)
-    strangers = [connect(board) for _ in range(board_module.MOST_UNPROVED + 20)]
+    monkeypatch.setattr(store_module, "HANDSHAKE_SECONDS", 3.0)
+    strangers = [connect(board) for _ in range(store_module.MOST_UNPROVED + 20)]
     try:
         assert all(hung_up(stranger) for stranger in strangers[:20])
         assert works(board)
@@ -202,8 +215,16 @@ def test_silent_connections_are_dropped_the_oldest_first_and_after_a_while_all(
 
 @pytest.mark.parametrize(
     "line",
-    [b"x" * 5000, b"[" * 900 + b"\n", b"{" * 900 + b"\n", b"17\n", b'{"nonce": [], "mac": {}}\n', b"\xff\n"],
-    ids=["no end", "deep list", "deep object", "number", "wrong types", "no text"],
+    [
+        b"x" * 5000,
+        framed(b"[" * 900),
+        framed(b"{" * 900),
+        framed(b"17"),
+        framed(b'{"nonce": [], "mac": {}}'),
+        framed(b"\xff"),
+        framed(b"x" * 1025)[:100],
+    ],
+    ids=["no frame", "deep list", "deep object", "number", "wrong types", "no text", "too long"],
 )
 def test_a_stranger_costs_its_own_connection_and_no_traceback(
     board: Board, line: bytes, capfd: pytest.CaptureFixture[str]
@@ -218,11 +239,12 @@ def test_a_stranger_costs_its_own_connection_and_no_traceback(
 def test_deep_nesting_of_one_who_knows_the_secret_is_an_error_of_its_connection(
     board: Board, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with connect(board) as sock, sock.makefile("rb") as lines:
-        nonce = json.loads(lines.readline())["nonce"]
-        sock.sendall(json.dumps(board_module.prove(SECRET, "mine", nonce)).encode() + b"\n")
-        lines.readline()
-        sock.sendall(b"[" * 200_000 + b"\n")
+    with connect(board) as sock, sock.makefile("rb") as stream:
+        nonce = next_frame(stream)["nonce"]
+        mac = Challenge(SECRET, store_module.PURPOSE).of_client(nonce, "mine")
+        sock.sendall(frames.encode({"nonce": "mine", "mac": mac}, 1 << 10))
+        next_frame(stream)
+        sock.sendall(framed(b"[" * 200_000))
         assert hung_up(sock)
     assert works(board)
     assert "Traceback" not in capfd.readouterr().err
@@ -230,9 +252,9 @@ def test_deep_nesting_of_one_who_knows_the_secret_is_an_error_of_its_connection(
 
 WITHOUT_DESCRIPTORS = """
 import resource, socket, sys, threading, time
-from recover_megatron.collectives import board as module
-from recover_megatron.collectives import board as board_module
-from recover_megatron.collectives.board import Board, Pinned
+from recover_megatron.network import store as module
+from recover_megatron.collectives.board import Pinned
+from recover_megatron.network.store import Board
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.rendezvous import await_key
 module.HANDSHAKE_SECONDS = 600.0

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from recover_megatron.collectives.board import MOST_BYTES, Board, Pinned
+from recover_megatron.collectives.board import Pinned
 from recover_megatron.collectives.errors import PeerLost
 from recover_megatron.collectives.fetch import Fetcher
+from recover_megatron.network import frames
+from recover_megatron.network.store import MOST_BYTES, Board
 
 SECRET = b"what the workers of the test share"
 HOST = "127.0.0.1"
@@ -88,9 +90,9 @@ def test_an_answer_of_somebody_who_does_not_know_the_secret_is_not_taken() -> No
         child.start()
         connection, _ = stranger.accept()
         with connection:
-            connection.sendall(b'{"nonce": "n"}\n')
+            connection.sendall(frames.encode({"nonce": "n"}, 100))
             connection.recv(1 << 16)
-            connection.sendall(b'{"mac": "made up"}\n')
+            connection.sendall(frames.encode({"mac": "made up"}, 100))
             child.join(60)
         assert child.exitcode == 0
 

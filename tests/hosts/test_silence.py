@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from recover_megatron.collectives.probe import unreached
-from recover_megatron.collectives.silence import Watch
+from recover_megatron.network.silence import Watch
 
 from .hosts import Hosts
 

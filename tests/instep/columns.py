@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.arguments import config_from_argv
-from recover_megatron.collectives.board import Board
 from recover_megatron.collectives.gloo import GlooBackend
 from recover_megatron.instep import exchange
 from recover_megatron.instep.errors import Orphaned, RunOver
@@ -38,6 +37,7 @@ from recover_megatron.instep.process_group import WORLD, EpochGroup, Mode, Traff
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.worker import connect
+from recover_megatron.network.store import Board
 
 ITERATIONS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 SECRET = b"the boards' secret"

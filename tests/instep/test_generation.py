@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from recover_megatron.collectives.board import Board
 from recover_megatron.instep.generation import Fabric
+from recover_megatron.network.store import Board
 
 
 def test_the_key_of_the_rings_shows_itself_in_no_traceback() -> None:

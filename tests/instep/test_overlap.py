@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.collectives.board import MOST_BYTES
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep import overlap as module
 from recover_megatron.instep.overlap import MOST_PARTS, Overlap, _requests
+from recover_megatron.network.store import MOST_BYTES
 
 
 def nobody(unit: int) -> None:

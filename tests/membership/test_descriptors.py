@@ -14,9 +14,9 @@ from typing import Any
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import CoordinatorEffect, CoordinatorEvent, Tick
-from recover_megatron.membership.kernel import use_all_descriptors
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.server import CoordinatorServer
+from recover_megatron.network.kernel import use_all_descriptors
 
 TICKS = 6
 
@@ -70,7 +70,7 @@ def test_a_coordinator_without_descriptors_does_not_spin_and_goes_on_later() -> 
 
 def test_a_process_of_a_run_may_have_as_many_files_as_its_host_allows() -> None:
     code = (
-        "import resource; from recover_megatron.membership.kernel import use_all_descriptors; use_all_descriptors();"
+        "import resource; from recover_megatron.network.kernel import use_all_descriptors; use_all_descriptors();"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.membership import CoordinatorLost, MembershipError, Session, wire
-from recover_megatron.membership.auth import Secret, nonce, read_secret_file
+from recover_megatron.membership.auth import Secret, read_secret_file
 from recover_megatron.membership.detect import Judgement, Progress, judge
 from recover_megatron.membership.events import Verdict
 from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.quorum import may_go_on
+from recover_megatron.network.proof import nonce
 
 SETS = st.frozensets(st.integers(0, 5))
 

@@ -14,8 +14,9 @@ import pytest
 from cluster import ROOT, Cluster, cluster
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.auth import Secret, find_secret, nonce, read_secret_file
+from recover_megatron.membership.auth import Secret, find_secret, read_secret_file
 from recover_megatron.membership.errors import SecretError
+from recover_megatron.network.proof import nonce
 
 pytestmark = pytest.mark.slow
 

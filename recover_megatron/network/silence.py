@@ -13,13 +13,13 @@ The other kernel answers whatever its process does: one that is stopped, or that
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
 import weakref
 
-from recover_megatron.membership.kernel import unacknowledged
+from recover_megatron.network.forks import close_in_children
+from recover_megatron.network.kernel import unacknowledged
 
 SECONDS = 5.0
 INTERVAL = 1.0
@@ -31,6 +31,9 @@ class Watch:
     """See the module's text; there is one, ``watch`` and ``is_silent`` are its methods."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._since: weakref.WeakKeyDictionary[socket.socket, float | None] = weakref.WeakKeyDictionary()
         """By connection: since when it is silent, for all that was seen."""
@@ -48,6 +51,10 @@ class Watch:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="recover-silence", daemon=True)
                 self._thread.start()
+
+    def close_in_child(self) -> None:
+        """A forked process has no such thread, and its parent's connections are none of its own."""
+        self._begin()
 
     def is_silent(self, sock: socket.socket) -> bool:
         """Whether it was shut because nothing was acknowledged."""
@@ -80,15 +87,7 @@ class Watch:
 
 
 _watch = Watch()
-
-
-def _renew_in_child() -> None:
-    """A forked process has no such thread, and its parent's connections are none of its own."""
-    global _watch
-    _watch = Watch()
-
-
-os.register_at_fork(after_in_child=_renew_in_child)
+close_in_children(_watch)
 
 
 def watch(sock: socket.socket) -> None:
