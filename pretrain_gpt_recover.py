@@ -18,14 +18,6 @@ from recover_megatron.megatron_hooks.program import choose_device, load
 PROGRAM = "pretrain_gpt_recover.py"
 
 
-def preload(argv: list[str]) -> None:
-    """Import everything and check the flags, once for all workers of a warm start (recover-run --warm)."""
-    try:
-        load(config_from_argv(argv)).check()
-    except UserError as error:
-        refuse(PROGRAM, error.reasons)
-
-
 def main() -> None:
     """Train; refuse with EXIT_USAGE, all reasons at once, what cannot run."""
     try:

@@ -1,4 +1,4 @@
-"""Seconds from the launch command to the end of the first iteration: recover-run cold, --warm, and torchrun.
+"""Seconds from the launch command to the end of the first iteration: recover-run and torchrun.
 
     python benchmarks/bench_startup.py --workers 1 4 8 --repeat 3
 
@@ -33,7 +33,6 @@ FLAGS = (
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "{workers}"],
     "recover-run": ["-m", "recover_megatron.launch", "--nproc-per-node", "{workers}"],
-    "recover-run --warm": ["-m", "recover_megatron.launch", "--warm", "--nproc-per-node", "{workers}"],
 }
 
 

@@ -90,12 +90,7 @@ def training_command(
     ``fault``: the iteration in whose backward pass ``VICTIM`` is killed.
     """
     batch = MICRO_BATCH * microbatches(args.workers)
-    launcher = [
-        from_root(Path(sys.executable).with_name("recover-run")),
-        "--nproc-per-node",
-        str(args.workers),
-        "--warm",
-    ]
+    launcher = [from_root(Path(sys.executable).with_name("recover-run")), "--nproc-per-node", str(args.workers)]
     command = [*launcher, "--log-dir", from_root(run), "pretrain_gpt_recover.py", "--recover"]
     command += [*WITHOUT_KERNELS, *MODEL, *OPTIMIZER, *map(from_root, data_flags)]
     command += ["--seq-length", str(SEQUENCE), "--max-position-embeddings", str(SEQUENCE)]

@@ -47,10 +47,8 @@ def wait_until_iteration(out: Path, iteration: int) -> None:
     raise AssertionError(f"iteration {iteration} was not reached in {PATIENCE} s")
 
 
-@pytest.mark.parametrize("start", ["warm", "cold"])
-def test_a_run_leaves_its_audit_its_workers_and_their_logs(tmp_path: Path, start: str) -> None:
-    flags = ["--warm"] if start == "warm" else []
-    run = launch(tmp_path, *flags, "--nproc-per-node", "2", OURS, *MODEL, *SCHEDULE, *MOCK, "--recover")
+def test_a_run_leaves_its_audit_its_workers_and_their_logs(tmp_path: Path) -> None:
+    run = launch(tmp_path, "--nproc-per-node", "2", OURS, *MODEL, *SCHEDULE, *MOCK, "--recover")
     said, _ = run.communicate(timeout=PATIENCE)
     assert run.returncode == 0, said
     steps = list(read_steps(tmp_path / "steps.jsonl"))
@@ -59,23 +57,19 @@ def test_a_run_leaves_its_audit_its_workers_and_their_logs(tmp_path: Path, start
     assert [(w["worker_id"], w["state"]) for w in workers(tmp_path)] == [(0, "finished"), (1, "finished")]
     assert " iteration       20/      20 " in (tmp_path / "worker-1.log").read_text()
     assert "[1] " in said
-    assert f"start {start}" in said
-    assert "no warm start" not in said
 
 
-@pytest.mark.parametrize("start", ["warm", "cold"])
-def test_checkpoints_written_by_a_spawned_writer_are_whole(tmp_path: Path, start: str) -> None:
-    flags = ["--warm"] if start == "warm" else []
+def test_checkpoints_written_by_a_spawned_writer_are_whole(tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "3", "--train-iters", "6"]
     writer = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *save, *writer, "--recover"]
-    run = launch(tmp_path, *flags, "--nproc-per-node", "2", *argv)
+    run = launch(tmp_path, "--nproc-per-node", "2", *argv)
     said, _ = run.communicate(timeout=PATIENCE)
     assert run.returncode == 0, said
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "6"
     before = list(read_steps(tmp_path / "steps.jsonl"))
     again = [*argv, "--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3"]
-    run = launch(tmp_path, *flags, "--nproc-per-node", "2", *again)
+    run = launch(tmp_path, "--nproc-per-node", "2", *again)
     said, _ = run.communicate(timeout=PATIENCE)
     assert run.returncode == 0, said
     after = list(read_steps(tmp_path / "steps.jsonl"))
@@ -84,7 +78,7 @@ def test_checkpoints_written_by_a_spawned_writer_are_whole(tmp_path: Path, start
 
 def test_sigterm_ends_a_training_run_in_order(tmp_path: Path) -> None:
     endless = [*MODEL, *SCHEDULE, *MOCK, "--train-iters", "100000", "--recover"]
-    run = launch(tmp_path, "--warm", "--grace-seconds", "5", "--nproc-per-node", "2", OURS, *endless)
+    run = launch(tmp_path, "--grace-seconds", "5", "--nproc-per-node", "2", OURS, *endless)
     wait_until_iteration(tmp_path, 3)
     pids = [int(str(w["pid"])) for w in workers(tmp_path)]
     run.send_signal(signal.SIGTERM)
@@ -101,11 +95,11 @@ def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(
     """Two pipelines of two stages: the leading coordinator first, then, when the next one leads, a worker."""
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--pipeline-model-parallel-size", "2", "--recover"]
     argv += ["--train-iters", "40", "--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", "2"]
-    undisturbed = launch(tmp_path / "undisturbed", "--warm", "--nproc-per-node", "4", *argv)
+    undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "4", *argv)
     said, _ = undisturbed.communicate(timeout=PATIENCE)
     assert undisturbed.returncode == 0, said
     out = tmp_path / "killed"
-    run = launch(out, "--warm", "--nproc-per-node", "4", *argv)
+    run = launch(out, "--nproc-per-node", "4", *argv)
     wait_until_iteration(out, 4)
     leading = subprocess.run(["pgrep", "-f", str(out / "events-0.jsonl")], capture_output=True, text=True, check=True)
     for pid in leading.stdout.split():
@@ -137,11 +131,11 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
         "12",
     ]
     argv += ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", "2"]
-    undisturbed = launch(tmp_path / "undisturbed", "--warm", "--nproc-per-node", "3", *argv)
+    undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "3", *argv)
     said, _ = undisturbed.communicate(timeout=PATIENCE)
     assert undisturbed.returncode == 0, said
     out = tmp_path / "killed"
-    nodes = ["--warm", "--nproc-per-node", "1", "--nnodes", "3", "--master-port", str(free_port())]
+    nodes = ["--nproc-per-node", "1", "--nnodes", "3", "--master-port", str(free_port())]
     secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
     runs = [launch(out, *nodes, "--node-rank", str(node), *argv, environment=secret) for node in range(3)]
     drains = [threading.Thread(target=run.stdout.read) for run in runs if run.stdout]
@@ -159,11 +153,9 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
     assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
 
 
-@pytest.mark.parametrize("start", ["warm", "cold"])
-def test_refused_flags_are_told_once_and_nothing_is_left_running(tmp_path: Path, start: str) -> None:
-    flags = ["--warm"] if start == "warm" else []
+def test_refused_flags_are_told_once_and_nothing_is_left_running(tmp_path: Path) -> None:
     bad = [*MODEL, *SCHEDULE, "--data-path", "/nowhere/corpus", "--tensor-model-parallel-size", "2"]
-    run = launch(tmp_path, *flags, "--nproc-per-node", "3", OURS, *bad)
+    run = launch(tmp_path, "--nproc-per-node", "3", OURS, *bad)
     said, _ = run.communicate(timeout=PATIENCE)
     assert run.returncode == 2, said
     assert said.count("cannot hold whole replicas of 2") == 1

@@ -13,9 +13,6 @@ Modules, from the outside in::
     loop                            one selector: pipes, pidfds, signals, timers, calls from other threads
     processes, exec_worker          start a process that dies with the launcher; find and kill what is left of it
     warden                          a second process that ends every worker when the launcher is killed
-    cold                            workers as interpreters of their own
-    warm_client, channel            workers forked from one parent: the launcher's side, and the messages
-    warm, run_script                the same: the parent process, and what a forked worker runs
     output                          workers' output: prefixes, log files, bounded memory
     workers_file                    workers.json
     peers, nodes, store             the launchers of other nodes, what they say to each other, the torch TCPStore

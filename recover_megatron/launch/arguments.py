@@ -45,7 +45,6 @@ _VALUE_OPTIONS = {
     "--world-size": ("W", "with --join: the number of workers that the run was launched with"),
 }
 _SWITCHES = {
-    "--warm": "import once in one parent process, then fork the workers from it (not with a GPU)",
     "--join": "take part in a run that goes on, with --nproc-per-node workers more",
     "--slurm": "under srun, one task a node: the nodes, this node's rank, address and port of the store are SLURM's",
     "--module": "SCRIPT is the name of a module, as with python -m",
@@ -82,7 +81,6 @@ class Options:
     log_dir: Path | None = None
     grace_seconds: float = 15.0
     rendezvous_timeout: float = 300.0
-    warm: bool = False
     module: bool = False
     max_restarts: int = 0
     join: bool = False
@@ -95,7 +93,7 @@ class Options:
     script_args: list[str] = field(default_factory=list)
 
     def command(self) -> tuple[str, ...]:
-        """What a cold worker executes."""
+        """What a worker executes."""
         return (sys.executable, *(["-m"] if self.module else []), str(self.script), *self.script_args)
 
 
@@ -133,7 +131,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     namespace = make_parser().parse_args(own)
     if namespace.slurm:
         reasons += _take_from_slurm(namespace, environ)
-    options = Options(warm=namespace.warm, module=namespace.module, join=namespace.join, slurm=namespace.slurm)
+    options = Options(module=namespace.module, join=namespace.join, slurm=namespace.slurm)
     read = _Numbers(namespace, reasons)
     options.nproc_per_node = read.whole("--nproc-per-node", 1, minimum=1)
     options.nnodes = read.whole("--nnodes", 1, minimum=1)

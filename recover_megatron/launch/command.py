@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from recover_megatron.arguments import spares_from_argv
-from recover_megatron.launch import arguments, listener, script, slurm_launch, warm_client
+from recover_megatron.launch import arguments, listener, script, slurm_launch
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.folder_lock import Claim, FolderLock
@@ -57,17 +57,11 @@ def run(argv: Sequence[str]) -> int:
             lines = "".join(f"\n  - {reason}" for reason in error.reasons)
             print(f"recover-run: nothing was started, for these reasons:{lines}", file=sys.stderr)
         return REFUSED
-    cold_reason = ""
-    if options.warm:
-        cold_reason = warm_client.why_cold(
-            str(options.script), options.script_args, os.environ, warm_client.has_gpu_devices()
-        )
     if not options.slurm and options.nnodes == 1 and (hint := slurm_launch.left_alone(os.environ)):
         print(f"recover-run: {hint}", file=sys.stderr)
-    warm = options.warm and not cold_reason
     if lock and plan.joins:
         plan = replace(plan, run_id=lock.run_id)
-    return Supervisor(plan, reserved, os.environ, warm, cold_reason, lock).run()
+    return Supervisor(plan, reserved, os.environ, lock).run()
 
 
 def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from recover_megatron.launch import messages, newcomers
 from recover_megatron.launch.candidates import local_address
-from recover_megatron.launch.cold import WorkerSource
 from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.exit_codes import Outcome
 from recover_megatron.launch.folder_lock import BEAT_SECONDS, FolderLock
@@ -22,10 +21,10 @@ from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
 from recover_megatron.launch.peers import Peers
 from recover_megatron.launch.plan import LaunchPlan, launch_environment, worker_variables
+from recover_megatron.launch.processes import spawn
 from recover_megatron.launch.secret_file import SecretFile
 from recover_megatron.launch.states import Worker, WorkerState
 from recover_megatron.launch.warden import Warden
-from recover_megatron.launch.warm_client import WarmParent
 from recover_megatron.launch.workers_file import WorkersFile
 from recover_megatron.log_writer import Aside, LogWriter, flush_all
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
@@ -55,7 +54,6 @@ class Crew:
         """Whether workers.json is to be written."""
         self._orphans = False
         """Whether there may be descendants to reap that have become ours."""
-        self._warm: WarmParent | None = None
         self._warden: Warden
         self._peers: Peers
         self._network: dict[str, str] | None = None
@@ -67,21 +65,19 @@ class Crew:
         self._workers_file = WorkersFile(plan.log_dir, self._say_later) if plan.log_dir else None
         self._secret_file = SecretFile(plan.log_dir, self._say_later) if plan.log_dir else None
 
-    def _start_worker(self, source: WorkerSource, worker: Worker, run_id: str) -> None:
+    def _start_worker(self, worker: Worker, run_id: str) -> int:
+        """Start its process.  Returns the pid; raises OSError if it cannot be started."""
         log = self._plan.log_file(worker.worker_id)
         log_file = self._open_log(log) if log else None
         if log_file:
             self._logs[worker.worker_id] = log_file
         streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log_file)
         self._streams[worker.worker_id] = streams
-        variables = worker_variables(self._plan, worker, run_id)
-        if self._control:
-            variables |= self._control.variables
         if self._network is None:
             self._network = self._choose_interface()
-        variables |= self._network
+        environment = {**self._environment, **worker_variables(self._plan, worker, run_id), **self._network}
         try:
-            source.start(worker.worker_id, variables, stdout, stderr)
+            return spawn(self._plan.command, environment, stdout, stderr)
         finally:
             os.close(stdout)
             os.close(stderr)
@@ -241,7 +237,7 @@ class Crew:
             return
         self._orphans = False
         own = self._control.pids if self._control else set()
-        own |= {self._warden.pid, *([self._warm.pid] if self._warm and self._warm.alive else [])}
+        own.add(self._warden.pid)
         own |= {worker.pid for worker in self._workers.values() if worker.pid is not None and worker.live}
         while True:
             try:

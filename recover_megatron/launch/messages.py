@@ -17,18 +17,18 @@ SHARE_A_SECRET = (
 NO_CONTROL_PLANE = f"no coordinator for this run, since its nodes share no secret: {SHARE_A_SECRET} to have one"
 
 
-def opening(plan: LaunchPlan, warm: str) -> str:
-    """What is started; ``warm`` is "warm", "cold", or "cold (why not warm)"."""
+def opening(plan: LaunchPlan) -> str:
+    """What is started."""
     if plan.joins:
         return (
             f"joining the run of {', '.join(f'{host}:{port}' for host, port in plan.joins)} with "
-            f"{count(plan.nproc_per_node)} on {plan.host}, log dir {plan.log_dir or 'none (--log-dir)'}, start {warm}"
+            f"{count(plan.nproc_per_node)} on {plan.host}, log dir {plan.log_dir or 'none (--log-dir)'}"
         )
     node = f" (node {plan.node_rank} of {plan.nnodes})" if plan.nnodes > 1 else ""
     return (
         f"starting {count(plan.nproc_per_node)} on {plan.host}{node}, "
         f"store {plan.master_addr}:{plan.master_port}, "
-        f"log dir {plan.log_dir or 'none (--log-dir)'}, start {warm}"
+        f"log dir {plan.log_dir or 'none (--log-dir)'}"
     )
 
 

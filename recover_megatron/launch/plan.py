@@ -89,14 +89,6 @@ class LaunchPlan:
         """The global rank at launch of this node's ``local_rank``-th worker."""
         return self.node_rank * self.nproc_per_node + local_rank
 
-    @property
-    def warm_log(self) -> Path | None:
-        """Where the output of the parent of a warm start is kept: nodes may share the folder."""
-        name = "warm.log" if self.nnodes == 1 else f"warm-{self.node_rank}.log"
-        if self.joins:
-            name = f"warm-joined-{self.launch_id}.log"
-        return self.log_dir / name if self.log_dir else None
-
     def log_file(self, worker_id: int) -> Path | None:
         """Where the output of ``worker_id`` is kept; None without a log folder."""
         return self.log_dir / f"worker-{worker_id}.log" if self.log_dir else None

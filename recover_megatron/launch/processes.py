@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
 _RESET_SIGNALS = [
@@ -95,20 +94,9 @@ def spawn(
             os.set_inheritable(descriptor, False)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when ``parent`` ends; end now if it has ended already."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def become_subreaper() -> None:
     """Make descendants that lose their parent children of this process instead of init's."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 

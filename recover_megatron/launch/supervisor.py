@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from recover_megatron.arguments import COORDINATOR_VARIABLE
 from recover_megatron.launch import messages, newcomers
 from recover_megatron.launch.candidates import Candidates
-from recover_megatron.launch.cold import ColdStart, WorkerEvents, WorkerSource
 from recover_megatron.launch.control_plane import ControlPlane, has_secret
 from recover_megatron.launch.crew import Crew
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, run_exit_code, start_exit_code
@@ -40,7 +39,6 @@ from recover_megatron.launch.start_up import GRACE_SECONDS as START_GRACE_SECOND
 from recover_megatron.launch.start_up import StartEvents, StartUp
 from recover_megatron.launch.states import LIVE, LaunchState, Worker, WorkerState
 from recover_megatron.launch.warden import Warden
-from recover_megatron.launch.warm_client import WarmEvents, WarmParent
 from recover_megatron.log_writer import PATIENCE_SECONDS, flush_all
 from recover_megatron.membership.auth import SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import SecretError
@@ -61,18 +59,13 @@ class Supervisor(Crew):
         plan: LaunchPlan,
         listener: socket.socket | None,
         inherited: Mapping[str, str],
-        warm: bool,
-        cold_reason: str,
         lock: FolderLock | None = None,
     ) -> None:
         """``lock``: of the log folder; a node that joins a launch makes sure of it when it knows the run's id."""
         super().__init__(plan, inherited, lock)
-        self._warm_wanted = warm
-        self._cold_reason = cold_reason
         self._state = LaunchState.STARTING
         self._code: int | None = None
         self._stop_signal_at = 0.0
-        self._source: WorkerSource | None = None
         start_events = StartEvents(
             lambda: not self._never_planned(),
             self._ask_coordinator,
@@ -92,7 +85,6 @@ class Supervisor(Crew):
         )
         secret = find_secret(inherited) if plan.nnodes > 1 and has_secret(inherited) else None
         self._peers = Peers(self._loop, plan, secret, listener, peer_events)
-        self._worker_events = WorkerEvents(self._on_worker_started, self._kill_remains, self._on_worker_reaped)
 
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
@@ -102,8 +94,7 @@ class Supervisor(Crew):
         self._owns_all_children = not has_children()
         become_subreaper()
         self._warden = Warden(self._loop, self._plan.launch_id, self._on_warden_replaced)
-        warm = "warm" if self._warm_wanted else "cold" + (f" ({self._cold_reason})" if self._cold_reason else "")
-        self._console.say(messages.opening(self._plan, warm))
+        self._console.say(messages.opening(self._plan))
         if sets_omp_threads(self._plan, self._inherited):
             self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
         self._beat()
@@ -115,7 +106,8 @@ class Supervisor(Crew):
         elif not self._plan.control_plane:
             self._console.say(messages.NO_CONTROL_PLANE)
         if self._state is LaunchState.STARTING:
-            self._start_source()
+            self._start_workers_if_ready()
+            self._peers.serve_store()
         self._write_workers()
         while self._state is not LaunchState.ENDED:
             self._loop.run_once()
@@ -155,39 +147,9 @@ class Supervisor(Crew):
                 self._console.say(messages.how_to_join(self._plan, coordinators))
             self._start_workers_if_ready()
 
-    def _start_source(self) -> None:
-        """Start what the workers are started by."""
-        if not self._warm_wanted:
-            self._source = ColdStart(self._plan, self._environment, self._worker_events)
-            self._start_workers_if_ready()
-            self._peers.serve_store()
-            return
-        try:
-            self._start_warm_parent()
-            self._peers.serve_store()
-        except OSError as error:
-            self._stop(f"the parent process of the warm start cannot be started: {error}", LAUNCH_FAILED)
-
-    def _start_warm_parent(self) -> None:
-        events = WarmEvents(
-            ready=self._on_warm_ready,
-            refused=self._on_warm_refused,
-            exited=self._on_warm_exited,
-            died=self._on_warm_died,
-        )
-        log = self._open_log(path) if (path := self._plan.warm_log) else None
-        streams, stdout, stderr = self._console.attach("warm", 0, log)
-        self._warm = WarmParent(
-            self._loop, self._plan, self._environment, stdout, stderr, streams, events, self._worker_events
-        )
-        self._warden.add_session(self._warm.pid)
-        self._console.read(streams)
-        os.close(stdout)
-        os.close(stderr)
-
     def _start_workers_if_ready(self) -> None:
-        """Start the workers once there is something to start them with and this node takes part."""
-        if self._source is None or not self._peers.joined or self._state is not LaunchState.STARTING:
+        """Start the workers once this node takes part and has all that they need; once."""
+        if not self._peers.joined or self._state is not LaunchState.STARTING:
             return
         if not self._workers:  # a launcher that joins a run does not know yet which ids are free
             return
@@ -198,15 +160,16 @@ class Supervisor(Crew):
             return
         for worker in self._workers.values():
             try:
-                self._start_worker(self._source, worker, self._peers.run_id)
+                self._run_worker(worker)
             except OSError as error:
                 self._stop(f"worker {worker.worker_id} cannot be started: {error}", LAUNCH_FAILED)
                 return
         self._peers.serve_store()
 
-    def _on_worker_started(self, worker_id: int, pid: int, pidfd: int) -> None:
-        """The process exists."""
-        worker = self._workers[worker_id]
+    def _run_worker(self, worker: Worker) -> None:
+        """Start ``worker`` and watch it.  Raises OSError if it cannot be started."""
+        pid, worker_id = self._start_worker(worker, self._peers.run_id), worker.worker_id
+        pidfd = os.pidfd_open(pid)
         worker.pid, worker.started, worker.state = pid, time.time(), WorkerState.RUNNING
         self._changed = True
         self._pidfds[worker_id] = pidfd
@@ -227,9 +190,10 @@ class Supervisor(Crew):
 
     def _on_worker_exit(self, worker: Worker) -> None:
         assert worker.pid is not None
-        assert self._source is not None
         self._loop.unwatch(self._pidfds[worker.worker_id])
-        self._source.reap(worker.worker_id, worker.pid)
+        left_behind = self._kill_remains(worker.worker_id, worker.pid)
+        _, status = os.waitpid(worker.pid, 0)
+        self._on_worker_reaped(worker, os.waitstatus_to_exitcode(status), left_behind)
 
     def _kill_remains(self, worker_id: int, pid: int) -> int:
         """Kill what is left of a worker that has ended and is not reaped yet.  Returns how many processes it was."""
@@ -237,10 +201,10 @@ class Supervisor(Crew):
         killed = kill_found(lambda: find_worker(self._plan.launch_id, worker_id, pid, self._spared()))
         return len({process.pid for process in killed} - {pid})
 
-    def _on_worker_reaped(self, worker_id: int, status: int, left_behind: int) -> None:
+    def _on_worker_reaped(self, worker: Worker, status: int, left_behind: int) -> None:
         """It is gone: ``status`` is its exit code or minus its signal."""
-        worker = self._workers[worker_id]
         assert worker.pid is not None
+        worker_id = worker.worker_id
         worker.end(status, time.time())
         self._changed = True
         if self._control:
@@ -291,8 +255,7 @@ class Supervisor(Crew):
 
     @property
     def _can_start_more(self) -> bool:
-        warm_is_gone = self._warm is not None and self._source is self._warm and not self._warm.alive
-        return self._state is LaunchState.RUNNING and not warm_is_gone
+        return self._state is LaunchState.RUNNING
 
     def _join(self) -> None:
         """The run that this launcher joins has a coordinator, or none was reached in time."""
@@ -308,9 +271,8 @@ class Supervisor(Crew):
         self._start_workers_if_ready()
 
     def _start_successor(self, worker: Worker) -> None:
-        assert self._source is not None
         try:
-            self._start_worker(self._source, worker, self._peers.run_id)
+            self._run_worker(worker)
         except OSError as error:
             self._console.say(f"worker {worker.worker_id} cannot be started: {error}")
             worker.end(-signal.SIGKILL, time.time())
@@ -320,8 +282,6 @@ class Supervisor(Crew):
     # --- after the last worker ---
 
     def _own_workers_ended(self) -> None:
-        if self._warm:
-            self._warm.finish()
         if self._state is LaunchState.STOPPING:
             self._end()
         elif self._peers.own_workers_ended(self._outcomes()):
@@ -411,27 +371,6 @@ class Supervisor(Crew):
 
     def _on_warden_replaced(self, killed: int) -> None:
         self._console.say(f"the warden (pid {killed}) was killed; a new one (pid {self._warden.pid}) took its place")
-
-    def _on_warm_ready(self) -> None:
-        self._source = self._warm
-        self._start_workers_if_ready()
-
-    def _on_warm_refused(self, reason: str) -> None:
-        assert self._warm is not None
-        self._console.say(f"no warm start: {reason}; starting cold")
-        self._warden.remove_session(self._warm.pid)
-        self._source = ColdStart(self._plan, self._environment, self._worker_events)
-        self._start_workers_if_ready()
-
-    def _on_warm_exited(self, code: int, message: str) -> None:
-        reason = f"the script ended with exit code {code} while it was loaded; no worker was started"
-        self._stop(message or reason, code)
-
-    def _on_warm_died(self, end: str) -> None:
-        if self._state is LaunchState.STARTING:
-            self._stop(f"the parent process of the warm start {end} before the workers were forked", LAUNCH_FAILED)
-        else:
-            self._console.say(f"the parent process of the warm start {end}; its workers end with it")
 
     # --- the end ---
 

@@ -1,6 +1,6 @@
 """The training program: Megatron's pretrain(), with the parts that its GPT script gives it.
 
-    load        find Megatron, choose the device, import           (done once in the parent of a --warm start)
+    load        find Megatron, choose the device, import
     check       parse the flags, refuse what cannot run             (before any process group is made)
     run         install hooks if --recover, call pretrain()
 
@@ -144,8 +144,8 @@ class Program:
 def load(config: RecoverConfig) -> Program:
     """Find Megatron, choose the device, import all that a run imports.
 
-    Starts no thread, opens no device and no connection: the parent of a warm start does it before it forks.  Raises
-    UserError for a missing or unsupported Megatron, or a device that is not there.
+    Starts no thread, opens no device and no connection, so the process may fork afterwards.  Raises UserError for a
+    missing or unsupported Megatron, or a device that is not there.
     """
     global _in_charge
     _in_charge = True
@@ -184,7 +184,7 @@ def choose_device(config: RecoverConfig, within: str | None = None) -> None:
 
 
 def _import_all(megatron: Megatron) -> ModuleType:
-    """Import the script's parts and what torch and Megatron would import late, once for all workers of a warm start."""
+    """Import the script's parts, and what torch and Megatron would import late, in the middle of the training."""
     name = SCRIPT if megatron.has_script else "recover_megatron.megatron_hooks.gpt_script"
     late = ("torch._dynamo", "megatron.training.training", "megatron.training.checkpointing")
     try:

@@ -33,9 +33,9 @@ def refused(bench, *argv):
 
 def test_everything_after_script_belongs_to_the_script(bench):
     script = bench.script("import sys; print(sys.argv)")
-    code, launch = bench.run(script, "--nproc-per-node", "9", "--warm", "--help", "--unknown")
+    code, launch = bench.run(script, "--nproc-per-node", "9", "--join", "--help", "--unknown")
     assert code == 0
-    assert f"{[script, '--nproc-per-node', '9', '--warm', '--help', '--unknown']}" in launch.out
+    assert f"{[script, '--nproc-per-node', '9', '--join', '--help', '--unknown']}" in launch.out
 
 
 @pytest.mark.parametrize("words", [["--nproc-per-node", "2"], ["--nproc_per_node", "2"], ["--nproc_per_node=2"]])
@@ -59,6 +59,7 @@ def test_short_module_option(bench):
         ("--log_dirs", "--log-dir"),
         ("--master-prot", "--master-port"),
         ("--standalone", "leave it out"),
+        ("--warm", "options of the script go after SCRIPT"),
     ],
 )
 def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
@@ -78,7 +79,7 @@ def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
         (["--grace-seconds", "soon", "S"], "number of seconds"),
         (["--grace-seconds", "nan", "S"], "number of seconds"),
         (["--nnodes", "2", "--node-rank", "2", "S"], "--node-rank 2 is not below --nnodes 2"),
-        (["--warm=yes", "S"], "takes no value"),
+        (["--join=yes", "S"], "takes no value"),
         (["--log-dir"], "needs a value"),
         ([], "no SCRIPT"),
         (["missing.py"], "missing.py does not exist"),
@@ -141,7 +142,7 @@ def test_help_lists_every_option(bench):
     assert code == 0
     for option in ("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--log-dir"):
         assert option in launch.out
-    for option in ("--warm", "--grace-seconds", "--rendezvous-timeout", "--module"):
+    for option in ("--join", "--grace-seconds", "--rendezvous-timeout", "--module"):
         assert option in launch.out
 
 

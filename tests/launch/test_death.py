@@ -56,9 +56,8 @@ def test_survivors_that_finish_a_fault_tolerant_run_make_it_a_success(bench):
     assert launch.wait() == 0
 
 
-@pytest.mark.parametrize("start", ["cold", "warm"])
 @pytest.mark.parametrize("end", ["killed", "exited"])
-def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench, start, end):
+def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench, end):
     """A forked child that holds the worker's sockets, one in a session of its own, and a program it started."""
     script = bench.script(
         """
@@ -83,7 +82,7 @@ def test_what_a_dead_worker_leaves_behind_is_killed_while_the_others_go_on(bench
             main()
         """
     )
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *(["--warm"] if start == "warm" else []), script)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", script)
     launch.wait_for("UP", times=2)
     dead, survivor = bench.workers()
 
@@ -279,10 +278,9 @@ def test_a_log_that_cannot_be_opened_costs_the_log_alone(bench):
     assert "Traceback" not in launch.err
 
 
-@pytest.mark.parametrize("start", ["cold", "warm"])
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_need(bench, number, start):
-    """So SLURM sends them: to all that it finds in a step, coordinators and the parent of a warm start included."""
+def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_need(bench, number):
+    """So SLURM sends them: to all that it finds in a step, coordinators included."""
     script = bench.script(
         f"""
         import signal, time
@@ -304,7 +302,7 @@ def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_n
             main()
         """
     )
-    launch = bench.start(*(["--warm"] if start == "warm" else []), "--nproc-per-node", 2, script)
+    launch = bench.start("--nproc-per-node", 2, script)
     launch.wait_for("JOINED", 2)
     for pid in launch.left():
         os.kill(pid, number)

@@ -76,7 +76,6 @@ def test_the_first_line_names_what_is_started(bench):
     assert "2 workers" in first
     assert "store 127.0.0.1:" in first
     assert str(bench.folder / "logs") in first
-    assert first.endswith("cold")
 
 
 def test_a_worker_leads_a_session_of_its_own_and_reads_nothing(bench):

@@ -49,7 +49,7 @@ def recover_run(site: Path, folder: Path, *argv: str) -> subprocess.CompletedPro
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [[NAME], ["--warm", NAME], ["-m", "pretrain_gpt_recover"], ["--module", "pretrain_gpt_recover"]],
+    [[NAME], ["-m", "pretrain_gpt_recover"], ["--module", "pretrain_gpt_recover"]],
 )
 def test_an_installed_recover_run_finds_its_script_in_any_folder(site: Path, tmp_path: Path, words: list[str]) -> None:
     run = recover_run(site, tmp_path, "--nproc-per-node", "2", *words, *REFUSED, "--recover-device", "cpu")

@@ -97,9 +97,8 @@ def test_who_finished_or_ended_by_a_verdict_is_not_started_again(status):
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", ["cold", "warm"])
-def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench, start):
-    options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs", *["--warm"] * (start == "warm")]
+def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench):
+    options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs"]
     script = [*SCRIPT, "--recover-device", "cpu"]
     launch = bench.start(*options, *script, environment=awaits(1))
     launch.wait_for('"event": "plan"', times=3)

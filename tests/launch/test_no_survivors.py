@@ -4,8 +4,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from .conftest import alive, children, eventually, processes_with
 
 # Each worker starts: a child that ignores SIGTERM, a grandchild in a session of its own whose parent is gone, a program
@@ -43,19 +41,17 @@ def warden_of(launch):
     return wardens[0]
 
 
-def start_family(bench, start, logs="logs"):
+def start_family(bench, logs="logs"):
     script = bench.script(FAMILY)
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", logs, *(["--warm"] if start == "warm" else []), script)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", logs, script)
     launch.wait_for("UP", times=2)
-    # The launcher, two candidate coordinators, per worker four, and the parent process of a warm start.
-    expected = 12 if start == "warm" else 11
-    eventually(lambda: len(launch.left()) == expected, f"{expected} processes run")
+    # The launcher, two candidate coordinators, per worker four.
+    eventually(lambda: len(launch.left()) == 11, "11 processes run")
     return launch
 
 
-@pytest.mark.parametrize("start", ["cold", "warm"])
-def test_sigkill_of_the_launcher_leaves_nothing(bench, start):
-    launch = start_family(bench, start)
+def test_sigkill_of_the_launcher_leaves_nothing(bench):
+    launch = start_family(bench)
     warden = warden_of(launch)
     launch.send(signal.SIGKILL)
     assert launch.wait() == -signal.SIGKILL
@@ -63,11 +59,9 @@ def test_sigkill_of_the_launcher_leaves_nothing(bench, start):
     eventually(lambda: not alive(warden), "the warden has ended")
 
 
-@pytest.mark.parametrize("start", ["cold", "warm"])
-def test_sigterm_of_the_launcher_leaves_nothing(bench, start):
+def test_sigterm_of_the_launcher_leaves_nothing(bench):
     script = bench.script(FAMILY)
-    argv = ["--nproc-per-node", 2, "--grace-seconds", 0.2, *(["--warm"] if start == "warm" else []), script]
-    launch = bench.start(*argv)
+    launch = bench.start("--nproc-per-node", 2, "--grace-seconds", 0.2, script)
     launch.wait_for("UP", times=2)
     warden = warden_of(launch)
     launch.send(signal.SIGTERM)
@@ -77,7 +71,7 @@ def test_sigterm_of_the_launcher_leaves_nothing(bench, start):
 
 
 def test_sigkill_of_the_launchers_whole_group_leaves_nothing(bench):
-    launch = start_family(bench, "cold")
+    launch = start_family(bench)
     os.killpg(launch.pid, signal.SIGKILL)
     launch.wait()
     eventually(lambda: launch.left() == [], "every process of the launch has ended")
@@ -93,7 +87,7 @@ def test_sigkill_of_the_launcher_in_the_middle_of_the_start_leaves_nothing(bench
 
 
 def test_a_killed_warden_is_replaced_and_the_new_one_does_its_work(bench):
-    launch = start_family(bench, "cold")
+    launch = start_family(bench)
     first = warden_of(launch)
     os.kill(first, signal.SIGKILL)
     launch.wait_for("took its place")
@@ -119,16 +113,16 @@ def test_the_warden_ignores_polite_signals(bench):
 
 
 def test_workers_json_is_whole_after_sigkill(bench):
-    launch = start_family(bench, "cold")
+    launch = start_family(bench)
     launch.send(signal.SIGKILL)
     launch.wait()
     assert [worker["worker_id"] for worker in bench.workers()] == [0, 1]
 
 
 def test_another_launch_on_the_machine_is_not_touched(bench):
-    other = start_family(bench, "cold")
+    other = start_family(bench)
     before = sorted(other.left())
-    launch = start_family(bench, "cold", logs="others")
+    launch = start_family(bench, logs="others")
     launch.send(signal.SIGKILL)
     launch.wait()
     eventually(lambda: launch.left() == [], "every process of the launch has ended")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -59,11 +58,8 @@ def lines_about(launch: Launch, worker: int) -> list[str]:
 
 
 @pytest.mark.parametrize("victims", [[1], [0, 2]])
-@pytest.mark.parametrize("start", ["cold", "warm"])
-def test_workers_that_are_killed_end_the_launch_with_a_code_that_is_requeued(bench: Bench, start: str, victims) -> None:
-    guarded = "if __name__ == '__main__':\n" + textwrap.indent(textwrap.dedent(ENDLESS), "    ")
-    warm = ["--warm"] * (start == "warm")
-    argv = [*warm, bench.script(guarded), "-", 0, "--recover", "--recover-device", "cpu"]
+def test_workers_that_are_killed_end_the_launch_with_a_code_that_is_requeued(bench: Bench, victims) -> None:
+    argv = [bench.script(ENDLESS), "-", 0, "--recover", "--recover-device", "cpu"]
     launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", *argv)
     launch.wait_for("UP", times=3)
     for victim in victims:

@@ -76,18 +76,11 @@ def test_the_store_listens_in_the_launcher_before_and_after_it_is_served(bench):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["cold", "warm"])
-def test_a_plain_torch_script_runs_unmodified(bench, start):
-    script = bench.script(ALL_REDUCE if start == "cold" else guarded(ALL_REDUCE))
-    code, launch = bench.run("--nproc-per-node", 2, *(["--warm"] if start == "warm" else []), script)
+def test_a_plain_torch_script_runs_unmodified(bench):
+    code, launch = bench.run("--nproc-per-node", 2, bench.script(ALL_REDUCE))
     assert code == 0, launch.err
     assert "[0] TOTAL 0 2 3.0" in launch.out
     assert "[1] TOTAL 1 2 3.0" in launch.out
-
-
-def guarded(text):
-    lines = "\n".join("    " + line for line in text.splitlines())
-    return f"\n    import torch.distributed\n    if __name__ == '__main__':\n{lines}"
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ class Megatron:
 def launch(tree: Path, out: Path, options: Sequence[str], script: str, *flags: str) -> str:
     """Train to the end; returns what recover-run said."""
     path = ":".join([str(tree), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "recover_megatron.launch", "--warm", "--nproc-per-node", str(LAYOUT.grid.world)]
+    command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(LAYOUT.grid.world)]
     done = subprocess.run(
         [*command, "--log-dir", str(out), *options, script, *FLAGS, *flags],
         env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,

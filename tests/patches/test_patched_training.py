@@ -49,7 +49,7 @@ def test_a_step_in_which_a_worker_is_killed_is_that_of_the_stock_run(
 ) -> None:
     stock = forkserver.run(4, [SCRIPT, *FLAGS], tmp_path / "stock", losses=tmp_path / "stock.jsonl")
     assert stock.ok, stock.tail()
-    out, launch = tmp_path / "killed", ("-m", "recover_megatron.launch", "--warm", "--nproc-per-node", "4")
+    out, launch = tmp_path / "killed", ("-m", "recover_megatron.launch", "--nproc-per-node", "4")
     faults = ("--recover", "--recover-inject", "1@3:backward#2")
     done = run(tree, *launch, "--log-dir", str(out), SCRIPT, *FLAGS, *faults)
     assert done.returncode == 0, done.stdout + done.stderr

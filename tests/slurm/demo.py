@@ -50,7 +50,7 @@ class Job:
         workers: int = 1,
         iterations: int = 30,
         flags: str = "",
-        recover: str = "--warm",
+        recover: str = "",
     ) -> None:
         folder.mkdir()
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"

@@ -9,11 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pretrain_gpt_recover import main, preload
+from pretrain_gpt_recover import main
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.megatron_hooks.program import load
-
-__all__ = ["preload"]
 
 PAUSE_SECONDS = 0.2
 AWAITING_SECONDS = 1.0

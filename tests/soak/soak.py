@@ -2,7 +2,7 @@
 
     python -m tests.soak.soak FOLDER KILLS [SEED]
 
-Real: recover-run --warm --max-restarts, its two coordinators, SIGKILL and SIGSTOP. A worker is killed at a random time
+Real: recover-run --max-restarts, its two coordinators, SIGKILL and SIGSTOP. A worker is killed at a random time
 after the run is whole again; worker 0 never, so that it has seen every recovery by the end. Coordinators are stopped at
 any time, for less than the heartbeat timeout; the leading one is killed half-way.
 
@@ -74,7 +74,7 @@ class Launch:
     def __init__(self, folder: Path, iterations: int, restarts: int, secret: str) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "recover_megatron.launch", "--warm", "--nproc-per-node", str(WORKERS)]
+        command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(WORKERS)]
         command += ["--log-dir", str(folder), "--max-restarts", str(restarts)]
         command += [SCRIPT, *FLAGS, "--train-iters", str(iterations), "--recover"]
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
