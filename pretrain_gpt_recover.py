@@ -4,13 +4,14 @@
 
 Takes every flag of Megatron's pretrain_gpt.py.  Without --recover it is that script: no hook is installed.  Runs from
 the Megatron-Core wheel (0.19), or with a Megatron-LM checkout (0.17 to 0.19) first on PYTHONPATH.  `--help` lists all
-flags, ours in the group "recover".
+flags, ours in the group "recover"; `--version` alone says ours.
 """
 
 from __future__ import annotations
 
 import sys
 
+from recover_megatron import __version__
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.errors import UserError, refuse
 from recover_megatron.megatron_hooks.program import choose_device, load
@@ -20,6 +21,9 @@ PROGRAM = "pretrain_gpt_recover.py"
 
 def main() -> None:
     """Train; refuse with EXIT_USAGE, all reasons at once, what cannot run."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"{PROGRAM} {__version__}")
+        return
     try:
         program = load(config_from_argv(sys.argv[1:]))
         program.check()

@@ -5,7 +5,7 @@
 #   scripts/apply_patches.sh --reverse CHECKOUT   take it back; says so where it is not applied
 #   scripts/apply_patches.sh --check CHECKOUT     change nothing: say what the command without --check would do
 #                                                 (together with --reverse, too)
-#   scripts/apply_patches.sh --help
+#   scripts/apply_patches.sh --help | --version
 #
 # CHECKOUT is the folder that holds megatron/: a git checkout, or any unpacked tree, such as a wheel's.  All files are
 # patched, or none.  It needs git, but no repository.
@@ -36,6 +36,7 @@ read_arguments() {
     for word in "$@"; do
         case $word in
             --help | -h) usage && exit 0 ;;
+            --version) exec "$root/scripts/lib/version.sh" apply_patches.sh ;;
             --check) check=yes ;;
             --reverse) reverse=yes ;;
             -*) die 2 "unknown option $word (--help shows what there is)" ;;

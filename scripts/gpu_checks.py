@@ -37,6 +37,7 @@ from lib.gpu_training import (
     worst_logged_difference,
 )
 
+from recover_megatron import __version__
 from recover_megatron.hostdevice.detect import CudaBroken, driver_device_count
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -288,6 +289,7 @@ def why_not() -> tuple[str, int]:
 def main() -> int:
     """Run the checks and print the table; the exit status."""
     parser = argparse.ArgumentParser(prog="gpu_checks.sh", description="Check recover_megatron on one NVIDIA GPU.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs and runs in DIR")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the checks that have this in their name")
     parser.add_argument(

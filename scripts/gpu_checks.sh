@@ -10,6 +10,7 @@
 set -euo pipefail
 scripts=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname -- "$scripts")
+if [[ ${1:-} == --version ]]; then exec "$scripts/lib/version.sh" gpu_checks.sh; fi
 if [[ ! -x $root/.venv/bin/python ]]; then "$scripts/setup.sh"; fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$root/.venv/bin/python" "$scripts/gpu_checks.py" "$@"

@@ -35,6 +35,8 @@ from typing import Any
 import numpy as np
 from lib.documents import CorpusError, Source, at_most, documents_of, files_of, python_library, split
 
+from recover_megatron import __version__
+
 FORMAT = 1
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
@@ -218,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Text goes through byte by byte, whatever its encoding. In JSON lines (.jsonl, .ndjson) every line is a "
         "document; any other file is one document. Binary files in folders are left out.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--input", type=Path, nargs="+", metavar="PATH", help="text files, folders, .jsonl files")
     parser.add_argument("--json-key", default="text", help="where the text of a JSON line is (default: text)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: data/stdlib, or data/mine with --input")

@@ -26,6 +26,7 @@ import prepare_corpus
 from lib.progress import Progress
 from lib.recoveries import Recoveries
 
+from recover_megatron import __version__
 from recover_megatron.report.compare import compare
 from recover_megatron.report.follow import Follower
 from recover_megatron.report.full import main as report
@@ -303,6 +304,7 @@ def parser() -> argparse.ArgumentParser:
         "middle of a step; compare with the same training in which nobody dies.",
         epilog="Flags after -- are given to Megatron, after those chosen here. docs/quickstart.md says more.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--iters", type=int, default=200, help="iterations (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=4, help="data-parallel workers (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="folder of the run")

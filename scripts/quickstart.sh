@@ -10,5 +10,6 @@
 # docs/quickstart.md says more.
 set -euo pipefail
 scripts=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+if [[ ${1:-} == --version ]]; then exec "$scripts/lib/version.sh" quickstart.sh; fi
 "$scripts/setup.sh"
 exec "$scripts/../.venv/bin/python" "$scripts/quickstart.py" "$@"

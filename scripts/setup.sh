@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Make .venv in this checkout and install recover_megatron into it, with everything that trains and tests it.
 #
-#   scripts/setup.sh
+#   scripts/setup.sh             or --version
 #
 # Safe to run at any time, from any folder: it returns at once when nothing changed, repairs what an interrupted run
 # left, and waits for another run of itself.  It writes inside the checkout only (pip keeps its own cache).
 #
 # Environment (remembered in .venv, so that later runs and the other scripts need not repeat it; `rm -r .venv` forgets):
 #   RECOVER_PYTHON=PATH       use this Python (3.12 or 3.13) instead of looking for one
-#   RECOVER_CONSTRAINTS=FILE  other version pins than scripts/constraints.txt; /dev/null: whatever setup.py allows
+#   RECOVER_CONSTRAINTS=FILE  other version pins than scripts/constraints.txt; /dev/null: whatever pyproject.toml allows
 #   RECOVER_TORCH=keep        use the torch (and anything else) that RECOVER_PYTHON already has, as in a vendor's GPU
 #                             container: .venv sees its packages, and torch is pinned to the version found there
 # pip's own variables (PIP_INDEX_URL, PIP_NO_CACHE_DIR, ...) apply.
@@ -16,6 +16,7 @@ set -euo pipefail
 
 scripts=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname -- "$scripts")
+if [[ ${1:-} == --version ]]; then exec "$scripts/lib/version.sh" setup.sh; fi
 venv=$root/.venv
 python=$venv/bin/python
 state=$venv/.setup-state     # "installing" while pip writes, then the fingerprint of what is installed
@@ -54,7 +55,7 @@ fingerprint() {
     {
         printf '%s\n' "$root" "$torch" "$constraints"
         "$python" -I -c 'import sys; print(sys.version)' </dev/null || return 1
-        cat -- "$root/setup.py" "$constraints"
+        cat -- "$root/pyproject.toml" "$constraints"
     } | sha256sum | cut -d ' ' -f 1
 }
 

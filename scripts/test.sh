@@ -3,12 +3,14 @@
 #
 #   scripts/test.sh                     everything
 #   scripts/test.sh --fast              without the tests marked slow
+#   scripts/test.sh --version           the version of this project
 #   scripts/test.sh [--fast] ARGS...    ARGS go to pytest: tests/scripts, -k NAME, -x, ...
 #
 # (The tests read no terminal; for a debugger run  .venv/bin/python -m pytest --pdb  yourself.)
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+if [[ ${1:-} == --version ]]; then exec "$root/scripts/lib/version.sh" test.sh; fi
 "$root/scripts/setup.sh"
 cd -- "$root"
 export PATH=$root/.venv/bin:$PATH

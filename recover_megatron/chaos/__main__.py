@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from recover_megatron import __version__
 from recover_megatron.chaos.draws import Draw, draws
 from recover_megatron.chaos.victims import Held, NoWorkers, Victims
 from recover_megatron.run_log.events import CHAOS_FILE, EventsFile
@@ -100,6 +101,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m recover_megatron.chaos",
         description="Kill random workers of a running recover-run job on this host; each strike goes to chaos.jsonl.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--log-dir", type=Path, required=True, metavar="DIR", help="the run's --log-dir")
     parser.add_argument(
         "--mtbf", type=float, required=True, metavar="SECONDS", help="mean time between two strikes, in the whole job"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from recover_megatron import __version__
 from recover_megatron.hostdevice import script
 
 USAGE = "usage: python -m recover_megatron.hostdevice [-m] SCRIPT [ARGUMENTS...]"
@@ -13,6 +14,9 @@ def main(arguments: list[str]) -> int:
     """Run the script; 2 where the command line is wrong or the script missing, else what the script does."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(f"{USAGE}\n\nRun a Megatron-LM training script on the host, without a GPU (docs/hostdevice.md).")
+        return 0
+    if arguments[:1] == ["--version"]:
+        print(f"recover_megatron.hostdevice {__version__}")
         return 0
     kind = "path"
     if arguments[:1] == ["-m"]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recover_megatron import __version__
 from recover_megatron.arguments import RecoverConfig, config_from_argv, parse_addresses
 from recover_megatron.errors import UserError
 from recover_megatron.launch.script import check_module, check_script
@@ -106,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Everything after SCRIPT belongs to the script. Manual: docs/launcher.md.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     for name, (metavar, text) in _VALUE_OPTIONS.items():
         parser.add_argument(name, _underscored(name), metavar=metavar, help=text, default=None)
     for name, text in _SWITCHES.items():
@@ -123,8 +125,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[Options, list[str]]:
-    """Read the command line.  Returns the options and the reasons against them; ``--help`` prints and exits with 0.
+    """Read the command line.  Returns the options and the reasons against them.
 
+    ``--help`` and ``--version`` print and exit with 0.
     ``environ``: SLURM's variables, which with ``--slurm`` say what the command line leaves out.
     """
     own, rest, reasons = _split(argv)
@@ -253,8 +256,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         if not token.startswith("-") or token == "-":
             index -= 1
             break
-        if token in ("-h", "--help"):
-            return ["--help"], [], []
+        if token in ("-h", "--help", "--version"):
+            return [token], [], []
         name, equals, value = token.partition("=")
         name = _SHORT.get(name, _dashed(name))
         if name in _SWITCHES:

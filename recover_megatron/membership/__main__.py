@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from recover_megatron import __version__
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.errors import SecretError
@@ -35,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=f"The job's secret comes from the environment: {SECRET_VARIABLE}, or {SECRET_FILE_VARIABLE} (a file of "
         "mode 0600). Exit codes: 0 all workers have left, 10 no worker or no plan left, 11 may not go on here.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of workers of the run")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: loopback, any free port")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from recover_megatron import __version__
 from recover_megatron.report.run_dir import NotARun, Run, read_run
 from recover_megatron.run_log.audit import violations
 
@@ -16,6 +17,7 @@ _SHOWN = 20
 def arguments(program: str, description: str) -> argparse.ArgumentParser:
     """A parser with the arguments that both have."""
     parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="folder with steps.jsonl (--recover-log-dir)")
     parser.add_argument("--corpus", type=Path, metavar="FILE", help="corpus.json (default: the one in DIR, if any)")
     parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches of an iteration, if known")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from recover_megatron import __version__
 from recover_megatron.arguments import COORDINATOR_VARIABLE, parse_addresses
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import AuthenticationError, SecretError
@@ -37,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} (a file of mode 0600). docs/status.md says where to find address "
         "and secret of a launch.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "addresses",
         nargs="?",

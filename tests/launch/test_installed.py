@@ -4,12 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from recover_megatron import __version__
 from recover_megatron.launch import script
 
 from .conftest import DEADLINE, REPOSITORY
@@ -61,6 +63,24 @@ def test_an_installed_recover_run_finds_its_script_in_any_folder(site: Path, tmp
 
 
 @pytest.mark.slow
+def test_the_wheel_has_the_version_the_commands_and_the_data_files(site: Path) -> None:
+    (metadata,) = site.glob("recover_megatron-*.dist-info")
+    assert metadata.name == f"recover_megatron-{__version__}.dist-info"
+    assert {path.name for path in (site / "bin").iterdir()} >= {
+        "recover-run",
+        "recover-coordinator",
+        "recover-report",
+        "recover-status",
+    }
+    assert (site / NAME).is_file()
+    assert not (site / "tests").exists()
+    package = REPOSITORY / "recover_megatron"
+    files = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
+    missing = [path for path in files if "__pycache__" not in path.parts and not (site / package.name / path).is_file()]
+    assert not missing
+
+
+@pytest.mark.slow
 def test_a_file_in_the_current_folder_is_what_is_run(site: Path, tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("print('of this folder')")
     run = recover_run(site, tmp_path, NAME, *REFUSED)
@@ -81,8 +101,8 @@ def test_only_the_bare_name_means_the_installed_script(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("version", ["2.11.0a0+eb65b36914.nv26.02", "2.11.0", "2.13.0+cpu", "2.15.1"])
 def test_the_torch_of_nvidias_containers_is_accepted(version: str) -> None:
-    text = (REPOSITORY / "setup.py").read_text()
-    (wanted,) = [line.strip().strip('",') for line in text.splitlines() if '"torch>' in line]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    (wanted,) = [line for line in project["dependencies"] if line.startswith("torch>")]
     accepted = SpecifierSet(wanted.removeprefix("torch"))
     assert accepted.contains(Version(version))
     assert not accepted.contains(Version("2.16.0"))

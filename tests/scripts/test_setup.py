@@ -48,7 +48,7 @@ class Checkout:
         shutil.copytree(REPOSITORY / "scripts" / "lib", self.root / "scripts" / "lib", dirs_exist_ok=True)
         for name in ("setup.sh", "constraints.txt"):
             shutil.copy(REPOSITORY / "scripts" / name, self.root / "scripts" / name)
-        (self.root / "setup.py").write_text("# as it is\n")
+        (self.root / "pyproject.toml").write_text("# as it is\n")
         fake.mkdir()
         (fake / "python").write_text(STUB)
         (fake / "python").chmod(0o755)
@@ -113,7 +113,7 @@ def test_pip_is_told_the_pins_and_the_checkout_with_its_spaces(checkout: Checkou
     assert "torch==2.13.0" in (checkout.root / ".venv" / ".setup-pins").read_text().splitlines()
 
 
-@pytest.mark.parametrize("changed", ["setup.py", "scripts/constraints.txt"])
+@pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/constraints.txt"])
 def test_a_changed_requirement_installs_again_into_the_same_environment(checkout: Checkout, changed: str) -> None:
     checkout.run()
     checkout.calls()

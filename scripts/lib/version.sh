@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# version.sh NAME: print "NAME VERSION", the line for --version of a script, which needs no .venv for it.
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
+printf '%s %s\n' "$1" "$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$root/recover_megatron/__init__.py")"
