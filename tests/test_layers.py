@@ -25,15 +25,14 @@ ALLOWED: dict[str, set[str]] = {
     "run_log": set(),
     "report": {"run_log", "matplotlib"},
     "status": {"membership", "run_log", "rich"},
-    "collectives": {"network", "membership", "torch"},
-    "instep": {"network", "membership", "workload", "collectives", "torch"},
+    "collectives": {"membership", "torch"},
+    "instep": {"membership", "workload", "collectives", "torch"},
     "hostdevice": {"torch"},
     "launch": {"network", "membership"},
     "launch.store": {"torch"},
     "chaos": {"membership", "run_log"},
     "megatron_hooks": {
-        "network", "membership", "workload", "collectives", "instep", "hostdevice", "run_log", "chaos", "torch",
-        "megatron",
+        "membership", "workload", "collectives", "instep", "hostdevice", "run_log", "chaos", "torch", "megatron",
     },
 }  # fmt: skip
 
