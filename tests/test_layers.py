@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "membership": {"network"},
     "workload": set(),
     "run_log": set(),
-    "report": {"run_log", "matplotlib"},
+    "report": {"run_log", "jinja2", "matplotlib"},
     "status": {"membership", "run_log", "rich"},
     "collectives": {"membership", "torch"},
     "instep": {"membership", "workload", "collectives", "torch"},

@@ -1,17 +1,18 @@
 """The report of a run as one HTML page, with nothing outside of it: the verdict first, then pictures, then tables.
 
-Everything that comes from files is escaped: reasons and host names have travelled over the network.
+``page.html`` is its template; everything that it shows is escaped.  Here is what it shows.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import median
 from time import gmtime, strftime
+
+import jinja2
 
 from recover_megatron.report.compare import Comparison, Difference
 from recover_megatron.report.history import PHASES, History, Recovery
@@ -21,22 +22,6 @@ from recover_megatron.run_log.audit import microbatches_per_iteration
 
 _MAX_ROWS = 500
 """Of a table; a run with more faults shows the longest recoveries."""
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 70rem; margin: 2rem auto;
-       padding: 0 1rem }
-h1 { font-size: 1.5rem; margin-bottom: .5rem } h2 { font-size: 1.15rem; margin-top: 2.5rem }
-.verdict { padding: .8rem 1.2rem; border-radius: .5rem; color: #fff; font-size: 1.1rem }
-.verdict { margin-bottom: .5rem } .verdict b { margin-right: .6rem }
-.pass { background: #1b7f3b } .fail { background: #b3261e } .open { background: #8a6d00 }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .8rem; margin: 1rem 0 }
-.tile { border: 1px solid #ddd; border-radius: .5rem; padding: .6rem .9rem }
-.tile b { display: block; font-size: 1.4rem } .tile span { color: #666; font-size: .85rem }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; display: block; overflow-x: auto }
-th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #e5e5e5; vertical-align: top }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-img { max-width: 100% } ul.bad { color: #b3261e }
-"""
 
 
 @dataclass(frozen=True)
@@ -50,25 +35,42 @@ class Report:
     comparison: Comparison | None = None
 
 
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under the names of their columns."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: frozenset[str] = frozenset()
+    """Columns that are set as numbers."""
+
+
 def page(report: Report, pictures: Mapping[str, Path]) -> str:
     """The HTML text.  ``pictures``: title -> PNG, in the order to show them.  Raises OSError."""
-    name = escape(report.run.folder.resolve().name)
-    parts = [f"<h1>Run {name}</h1>", _verdict(report), _tiles(report), _problems(report)]
-    parts += [_picture(title, path) for title, path in pictures.items()]
-    if not pictures:
-        parts.append("<p>No pictures: matplotlib is not installed.</p>")
-    parts += [
-        _recoveries(report.history),
-        _levels(report),
-        _changes(report.history),
-        _workers(report.run),
-        _setup(report),
-    ]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body>\n'
-        + "\n".join(part for part in parts if part)
-        + "\n</body></html>\n"
+    lost = [worker for worker in report.run.workers if worker.get("state") != "finished"]
+    environment = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    return template.render(
+        name=report.run.folder.resolve().name,
+        most_rows=_MAX_ROWS,
+        verdicts=_verdicts(report),
+        tiles=_tiles(report),
+        problems=[*report.violations, *(report.comparison.unlike if report.comparison else ())],
+        pictures={title: base64.b64encode(path.read_bytes()).decode() for title, path in pictures.items()},
+        recoveries=_recoveries(report.history),
+        recovered=len(report.history.recoveries),
+        throughput=_throughput(report),
+        changes=_changes(report.history),
+        workers=report.run.workers,
+        finished=len(report.run.workers) - len(lost),
+        lost=_lost(lost),
+        setup=_setup(report),
     )
 
 
@@ -92,15 +94,14 @@ def verdict(report: Report) -> tuple[str, str, str]:
     )
 
 
-def _verdict(report: Report) -> str:
-    css, word, sentence = verdict(report)
-    bars = [f'<div class="verdict {css}"><b>{word}</b>{escape(sentence)}</div>']
+def _verdicts(report: Report) -> list[tuple[str, str, str]]:
+    bars = [verdict(report)]
     if report.history.good_end is False:
-        bars.append(f'<div class="verdict fail"><b>ENDED EARLY</b>{escape(report.history.end)}</div>')
-    return "\n".join(bars)
+        bars.append(("fail", "ENDED EARLY", report.history.end))
+    return bars
 
 
-def _tiles(report: Report) -> str:
+def _tiles(report: Report) -> list[tuple[str, str]]:
     steps, past = report.run.steps, report.history
     tiles = []
     if report.comparison is not None:
@@ -122,8 +123,7 @@ def _tiles(report: Report) -> str:
         for level in levels(steps)[:1]:
             tiles.append((f"{level.samples_per_second:,.1f} samples/s", f"median with {level.replicas} replicas"))
     tiles.append(("ended" if past.good_end else "stopped" if past.good_end is False else "no end", past.end))
-    cells = (f'<div class="tile"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in tiles)
-    return f'<div class="tiles">{"".join(cells)}</div>'
+    return tiles
 
 
 def _difference_tile(what: str, worst: Difference | None, iterations: int) -> tuple[str, str]:
@@ -143,25 +143,12 @@ def _alive(report: Report) -> str:
     return f"{first} → {last}"
 
 
-def _problems(report: Report) -> str:
-    found = [*report.violations, *(report.comparison.unlike if report.comparison else ())]
-    if not found:
-        return ""
-    rows = "".join(f"<li>{escape(problem)}</li>" for problem in found[:_MAX_ROWS])
-    return f'<h2>What is wrong ({len(found)})</h2><ul class="bad">{rows}</ul>'
-
-
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _picture(title: str, path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<h2>{escape(title)}</h2><img alt="{escape(title)}" src="data:image/png;base64,{data}">'
-
-
-def _recoveries(past: History) -> str:
+def _recoveries(past: History) -> Table | None:
     if not past.recoveries:
-        return "<h2>Recoveries</h2><p>No fault is recorded.</p>"
+        return None
     shown = sorted(past.recoveries, key=lambda r: r.total, reverse=True)[:_MAX_ROWS]
     shown.sort(key=lambda r: r.time)
     others = sorted({name for r in shown for name in r.seconds} - set(PHASES))
@@ -179,14 +166,8 @@ def _recoveries(past: History) -> str:
     ]
     if past.launches > 1:
         head.insert(0, "launch")
-    numbers = {"iteration", "epoch", "replicas after", "run again", "launch", "total", *phases}
-    rows = [_recovery_row(r, phases, past.launches > 1) for r in shown]
-    note = f" (the longest {_MAX_ROWS} of {len(past.recoveries)})" if len(shown) < len(past.recoveries) else ""
-    return (
-        f"<h2>Recoveries{note}</h2><p>Times in milliseconds; of several workers' accounts the longest. "
-        "<i>detect</i> is the time from a strike of chaos to the coordinator, and not part of the total.</p>"
-        + _table(head, rows, numbers)
-    )
+    numbers = frozenset({"iteration", "epoch", "replicas after", "run again", "launch", "total", *phases})
+    return Table(head, [_recovery_row(r, phases, past.launches > 1) for r in shown], numbers)
 
 
 def _recovery_row(r: Recovery, phases: Sequence[str], launches: bool) -> list[str]:
@@ -199,10 +180,10 @@ def _recovery_row(r: Recovery, phases: Sequence[str], launches: bool) -> list[st
     return row + [f"{1000 * r.seconds[p]:,.1f}" if p in r.seconds else "" for p in phases] + [f"{1000 * r.total:,.1f}"]
 
 
-def _levels(report: Report) -> str:
+def _throughput(report: Report) -> Table | None:
     found = levels(report.run.steps)
     if not found:
-        return ""
+        return None
     full = found[0]
     rows = [
         [
@@ -216,10 +197,10 @@ def _levels(report: Report) -> str:
         for level in found
     ]
     head = ["replicas", "iterations", "seconds, median", "samples/s, median", "of the most", "replicas of the most"]
-    return "<h2>Throughput by replicas</h2>" + _table(head, rows, set(head))
+    return Table(head, rows, frozenset(head))
 
 
-def _changes(past: History) -> str:
+def _changes(past: History) -> Table | None:
     rows = []
     for event in past.quotas:
         rows.append([str(event["iteration"]), "quotas balanced", _pairs(event.get("quotas", {}))])
@@ -228,23 +209,17 @@ def _changes(past: History) -> str:
             event["event"], f"retried {event.get('retries')} times"
         )
         rows.append([str(event["iteration"]), event["event"], what])
-    if not rows:
-        return ""
     rows.sort(key=lambda row: int(row[0]))
-    return "<h2>Other changes</h2>" + _table(["iteration", "what", ""], rows[:_MAX_ROWS], {"iteration"})
+    return Table(["iteration", "what", ""], rows[:_MAX_ROWS], frozenset({"iteration"})) if rows else None
 
 
-def _workers(run: Run) -> str:
-    lost = [worker for worker in run.workers if worker.get("state") != "finished"]
-    if not run.workers:
-        return ""
-    text = f"<h2>Workers</h2><p>{len(run.workers)} workers, {len(run.workers) - len(lost)} finished.</p>"
+def _lost(workers: Sequence[Mapping[str, object]]) -> Table | None:
     head = ["worker_id", "host", "state", "signal", "exit_code"]
-    rows = [[_maybe(worker.get(name)) for name in head] for worker in lost[:_MAX_ROWS]]
-    return text + (_table(head, rows, {"worker_id", "signal", "exit_code"}) if rows else "")
+    rows = [[_maybe(worker.get(name)) for name in head] for worker in workers[:_MAX_ROWS]]
+    return Table(head, rows, frozenset({"worker_id", "signal", "exit_code"})) if rows else None
 
 
-def _setup(report: Report) -> str:
+def _setup(report: Report) -> Table:
     rows = [["folder", str(report.run.folder)]]
     if report.reference is not None:
         rows.append(["reference", str(report.reference.folder)])
@@ -256,17 +231,7 @@ def _setup(report: Report) -> str:
         rows.append(["started", strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(start["time"]))])
     if report.history.launches > 1:
         rows.append(["launches into this folder", str(report.history.launches)])
-    return "<h2>The run</h2>" + _table(["", ""], rows, set())
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[str]) -> str:
-    css = [' class="n"' if name in numbers else "" for name in head]
-    top = "".join(f"<th{c}>{escape(name)}</th>" for c, name in zip(css, head, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{c}>{escape(cell)}</td>" for c, cell in zip(css, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{top}</tr>{body}</table>"
+    return Table(["", ""], rows)
 
 
 def _ids(ids: Sequence[int]) -> str:
