@@ -1,0 +1,266 @@
+"""Does a test fail when the protocol has a bug?  Tries a list of deliberate bugs, each of which named tests must catch.
+
+    python scripts/mutation_check.py                       # all of them: minutes, since some train with real deaths
+    python scripts/mutation_check.py --only NAME --only NAME
+    python scripts/mutation_check.py --list                # what there is, and which promise each breaks
+
+A mutation is an entry of tests/mutations/mutations.toml: a short text of the product, what replaces it, and the tests
+of which at least one must fail then.  It is applied to a copy of the working tree (tracked files, and untracked ones
+that git does not ignore), never to the tree itself.  First all named tests run in an unchanged copy: a test that fails
+anyway proves nothing.  The table goes to standard output, in Markdown.
+
+    caught      a named test failed
+    survived    all of them passed: a promise that no test holds the product to
+    no verdict  pytest could not run them (a test was renamed, a module does not load), or they did not end in time
+
+Exit status: 0 if all are caught, 1 if not, 2 if the list does not fit the tree, or a test fails without any mutation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LIST = Path("tests/mutations/mutations.toml")
+PRODUCT = "recover_megatron"
+SEED = "1"
+"""RECOVER_SEED of every run: names of drawn tests depend on it, and so may what they catch."""
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Text ``old``, found once in ``file``, becomes ``new``."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A deliberate bug.  ``tests``: node ids of pytest; one of them must fail."""
+
+    name: str
+    promise: str
+    edits: tuple[Edit, ...]
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutation.  ``by``: the test that failed; ``output``: what pytest said."""
+
+    mutation: Mutation
+    word: str
+    seconds: float
+    by: str = ""
+    output: str = ""
+
+
+def read(path: Path) -> list[Mutation]:
+    """The entries of a list.  Raises ValueError for one without a part that it needs, or with an unknown one."""
+    return [_mutation(entry) for entry in tomllib.loads(path.read_text())["mutation"]]
+
+
+def _mutation(entry: Mapping[str, Any]) -> Mutation:
+    name = entry.get("name", "?")
+    parts = {"name", "promise", "file", "old", "new", "tests"}
+    if wrong := (parts ^ entry.keys()) - {"also"}:
+        raise ValueError(f"mutation {name}: {', '.join(sorted(wrong))}: missing, or not known")
+    edits = tuple(Edit(one["file"], one["old"], one["new"]) for one in (entry, *entry.get("also", ())))
+    return Mutation(name, entry["promise"], edits, tuple(entry["tests"]))
+
+
+# ---- whether the list fits the tree
+
+
+def problems(mutation: Mutation, root: Path) -> list[str]:
+    """Why a mutation cannot be tried in the tree at ``root``; empty: it can."""
+    found = [why for edit in mutation.edits if (why := _why_not(edit, root))]
+    found += [f"there is no test {test}" for test in mutation.tests if not _exists(test, root)]
+    found += ["no test is named"] * (not mutation.tests)
+    return [f"mutation {mutation.name}: {why}" for why in found]
+
+
+def _why_not(edit: Edit, root: Path) -> str:
+    if edit.old == edit.new:
+        return f"it changes nothing in {edit.file}"
+    count = _count(root / edit.file, edit.old)
+    if count == 1:
+        return ""
+    if count > 1:
+        return f"its text is in {edit.file} {count} times: make it longer\n{edit.old}"
+    others = [path.relative_to(root) for path in sorted((root / PRODUCT).rglob("*.py")) if _count(path, edit.old)]
+    where = f"it is in {', '.join(map(str, others))} now" if others else "it was rewritten: look for the same rule"
+    return f"its text is not in {edit.file}; {where}\n{edit.old}"
+
+
+def _count(path: Path, text: str) -> int:
+    return path.read_text().count(text) if path.is_file() else 0
+
+
+def _exists(test: str, root: Path) -> bool:
+    """Whether there is such a function; pytest alone knows the parameters in brackets."""
+    path, *names = test.split("[")[0].split("::")
+    return names[-1] in _functions(root / path) if names else (root / path).is_file()
+
+
+@cache
+def _functions(path: Path) -> set[str]:
+    if not path.is_file():
+        return set()
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+# ---- trying
+
+
+def copy(root: Path, to: Path) -> None:
+    """Copy what git knows of, and what is new and not ignored."""
+    listed = subprocess.run(
+        ["git", "-C", root, "ls-files", "-coz", "--exclude-standard"], check=True, capture_output=True, text=True
+    ).stdout
+    for name in listed.split("\0"):
+        if name and (root / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, to / name)
+
+
+def apply(mutation: Mutation, root: Path) -> None:
+    """Change the tree at ``root``, which must be a copy."""
+    for edit in mutation.edits:
+        path = root / edit.file
+        path.write_text(path.read_text().replace(edit.old, edit.new))
+
+
+def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
+    """Run its tests in a copy of ``root`` with the mutation, until the first one fails."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        tree = Path(folder) / "tree"
+        copy(root, tree)
+        apply(mutation, tree)
+        started = time.monotonic()
+        code, output = pytest(["-x", *mutation.tests], tree, limit)
+        seconds = time.monotonic() - started
+    failed = _FAILED.findall(output)
+    if code == 1 and failed:
+        return Verdict(mutation, "caught", seconds, failed[0], output)
+    return Verdict(mutation, "survived" if code == 0 else "no verdict", seconds, output=output)
+
+
+def pytest(arguments: Sequence[str], tree: Path, limit: float) -> tuple[int | None, str]:
+    """Exit status (None: it took longer than ``limit`` seconds and was ended) and output of pytest in ``tree``."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["--hypothesis-seed=0", f"--basetemp={tree.parent / 'base'}", *arguments]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "RECOVER_SEED": SEED,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    with (tree.parent / "output").open("w+") as file:
+        process = subprocess.Popen(
+            command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        code: int | None = None
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)  # tests then end what they have started
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        file.seek(0)
+        return code, file.read()
+
+
+def fails_anyway(mutations: Sequence[Mutation], root: Path, limit: float) -> str:
+    """What pytest says of the named tests in an unchanged copy; empty: all pass."""
+    tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        tree = Path(folder) / "tree"
+        copy(root, tree)
+        code, output = pytest(tests, tree, limit * len(mutations))
+    return "" if code == 0 else output
+
+
+# ---- telling
+
+
+def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """The lines of a table in Markdown."""
+    yield "| mutation | what it breaks | verdict | seconds | by |"
+    yield "| --- | --- | --- | ---: | --- |"
+    for verdict in verdicts:
+        by = f"`{verdict.by}`" if verdict.by else ""
+        mutation = verdict.mutation
+        yield f"| {mutation.name} | {mutation.promise} | {verdict.word} | {verdict.seconds:.0f} | {by} |"
+
+
+def say(text: str) -> None:
+    """Progress, apart from the table."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="show the mutations and their tests, try nothing")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this mutation alone; may be repeated")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at the same time")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for the tests of a mutation")
+    parser.add_argument("--no-baseline", action="store_true", help="trust that the tests pass without a mutation")
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help="the working tree")
+    options = parser.parse_args(arguments)
+    root: Path = options.root
+    mutations = read(root / LIST)
+    if unknown := sorted(set(options.only or ()) - {mutation.name for mutation in mutations}):
+        parser.error(f"no mutation {', '.join(unknown)}; see --list")
+    if options.only:
+        mutations = [mutation for mutation in mutations if mutation.name in options.only]
+    if options.list:
+        for mutation in mutations:
+            print(f"{mutation.name}: {mutation.promise}", *mutation.tests, sep="\n    ")
+        return 0
+    if wrong := [why for mutation in mutations for why in problems(mutation, root)]:
+        print("\n".join(wrong), file=sys.stderr)
+        return 2
+    if not options.no_baseline:
+        say("the named tests, without a mutation")
+        if output := fails_anyway(mutations, root, options.timeout):
+            say(f"{output}\nthese must pass before a mutation can be judged by them")
+            return 2
+    verdicts = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for verdict in pool.map(lambda mutation: try_out(mutation, root, options.timeout), mutations):
+            say(f"{verdict.mutation.name}: {verdict.word} ({verdict.seconds:.0f} s) {verdict.by}")
+            if verdict.word != "caught":
+                say(verdict.output)
+            verdicts.append(verdict)
+    print("\n".join(table(verdicts)))
+    left = sum(verdict.word != "caught" for verdict in verdicts)
+    print(f"\n{len(verdicts) - left} of {len(verdicts)} caught.")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

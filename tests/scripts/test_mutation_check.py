@@ -1,0 +1,105 @@
+"""The list of deliberate bugs fits the tree, and what the script that tries them says of caught and uncaught ones."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import mutation_check
+import pytest
+from mutation_check import LIST, REPOSITORY, Mutation, problems, read
+
+MUTATIONS = read(REPOSITORY / LIST)
+FAIR = """
+[[mutation]]
+name = "fair"
+promise = "Two is more than one."
+file = "recover_megatron/rule.py"
+old = 'return one > other'
+new = 'return one >= other'
+tests = ["tests/test_rule.py::test_more"]
+"""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_deliberate_bug_can_still_be_made_and_its_tests_are_there(mutation: Mutation) -> None:
+    assert problems(mutation, REPOSITORY) == [], "update tests/mutations/mutations.toml"
+
+
+def test_there_is_a_bug_for_each_rule_and_no_name_twice() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 18
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A working tree with one rule, whose test leaves the equality of its arguments out."""
+    root = tmp_path / "project"
+    for name, text in {
+        "recover_megatron/rule.py": "def more(one: int, other: int) -> bool:\n    return one > other\n",
+        "tests/test_rule.py": "from recover_megatron.rule import more\n\n\n"
+        "def test_more() -> None:\n    assert more(2, 1) and not more(1, 2)\n",
+        str(LIST): FAIR,
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    subprocess.run(["git", "init", "-q", root], check=True)
+    return root
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def run(root: Path, *arguments: str) -> int:
+    return mutation_check.main(["--root", str(root), *arguments])
+
+
+@pytest.mark.slow
+def test_what_no_test_notices_is_told_and_the_tree_is_as_it_was(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(project) == 1
+    told = capsys.readouterr().out
+    assert "| fair | Two is more than one. | survived |" in told
+    assert "0 of 1 caught." in told
+    rewrite(project / "tests/test_rule.py", "more(1, 2)", "more(1, 1)")
+    before = {path: path.read_text() for path in sorted(project.rglob("*.py"))}
+    assert run(project, "--no-baseline") == 0
+    assert "| caught |" in capsys.readouterr().out
+    assert {path: path.read_text() for path in sorted(project.rglob("*.py"))} == before
+
+
+@pytest.mark.slow
+def test_a_test_that_fails_anyway_proves_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewrite(project / "tests/test_rule.py", "more(2, 1)", "more(1, 2)")
+    assert run(project) == 2
+    assert "these must pass before" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_bug_that_only_keeps_the_tests_from_running_is_not_caught(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(project / LIST, "'return one >= other'", "'return one >'")
+    assert run(project, "--no-baseline") == 1
+    assert "| no verdict |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("recover_megatron/rule.py", "one > other", "one - other > 0", "it was rewritten"),
+        ("recover_megatron/rule.py", "def", "# return one > other\ndef", "2 times: make it longer"),
+        ("tests/test_rule.py", "test_more", "test_fewer", "there is no test tests/test_rule.py::test_more"),
+        (str(LIST), "rule.py", "other.py", "it is in recover_megatron/rule.py now"),
+    ],
+)
+def test_an_entry_that_does_not_fit_the_tree_is_named(
+    project: Path, capsys: pytest.CaptureFixture[str], file: str, old: str, new: str, said: str
+) -> None:
+    rewrite(project / file, old, new)
+    assert run(project) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("mutation fair: ")
+    assert said in told
