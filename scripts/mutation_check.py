@@ -217,6 +217,12 @@ def table(verdicts: Sequence[Verdict]) -> Iterator[str]:
         yield f"| {mutation.name} | {mutation.promise} | {verdict.word} | {verdict.seconds:.0f} | {by} |"
 
 
+def _version() -> str:
+    """The project's, read and not imported: the script runs in any environment."""
+    source = (REPOSITORY / PRODUCT / "__init__.py").read_text(encoding="utf-8")
+    return re.findall(r'^__version__ = "(.+)"', source, re.MULTILINE)[0]
+
+
 def say(text: str) -> None:
     """Progress, apart from the table."""
     print(text, file=sys.stderr, flush=True)
@@ -224,6 +230,7 @@ def say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     parser.add_argument("--list", action="store_true", help="show the mutations and their tests, try nothing")
     parser.add_argument("--only", action="append", metavar="NAME", help="this mutation alone; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at the same time")

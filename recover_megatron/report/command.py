@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from recover_megatron import __version__
 from recover_megatron.report.run_dir import NotARun, Run, read_run
 from recover_megatron.run_log.audit import violations
 
