@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 
-from recover_megatron.collectives.board import Board
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.generation import Generation
+from recover_megatron.network.store import Board
 
 OVER, HERE = "over", "here"
 
