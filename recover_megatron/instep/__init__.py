@@ -11,6 +11,7 @@ spare.py          a live worker without a place, and what can become of it
 sections.py       decisions other than steps, run again after a loss
 boundary.py       before a step: where new replicas come in
 announcements.py  what others are told of operations between decisions
+decision.py       what a worker joins an epoch with, and what the epoch decides: data
 plan.py           what an epoch decides, from what its members joined with (pure): who stands where, who runs what
 edges.py          whom this worker can reach
 shares.py         which microbatches each replica runs in a step
@@ -18,7 +19,8 @@ losses.py         who was lost when
 gradients.py      buckets on their way through the rings, and the tail that carries losses and the audit
 transfer.py       a worker's state on its way to another one
 generation.py     the groups that live and die with one epoch
-process_group.py  torch process groups that outlive their members, for the traffic between steps
+process_group.py  torch process groups that outlive their members
+traffic.py        what an operation on one of them does, by where the training is
 exchange.py       operations of some workers over their replicas, outside of decisions: each once
 staging.py, among.py   on what, and by whom, such an operation is carried out
 replica_group.py  torch process groups inside a replica, whose inside can be exchanged

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.edges import roads_of
 from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.shares import Shares
 from recover_megatron.membership.session import Session
 

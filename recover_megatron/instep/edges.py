@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from recover_megatron.collectives.probe import SECONDS, unreached
+from recover_megatron.instep.decision import Decision, Status
 from recover_megatron.instep.generation import Roads
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.plan import Decision, Status
 
 AGAIN_SECONDS = 1.0
 """How long those are tried that could not be reached before."""

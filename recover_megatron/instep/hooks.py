@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.generation import Generation
-from recover_megatron.instep.plan import Decision
 
 
 class Hooks(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.plan import Decision
 
 
 @dataclass

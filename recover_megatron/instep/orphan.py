@@ -24,10 +24,10 @@ from typing import Any
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.errors import Orphaned, OtherPosition, RunOver
 from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.instep.spare import LINGER_SECONDS, Mirror, Over, Rebuild, Spare

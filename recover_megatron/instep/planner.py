@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.decision import Decision, Rules, Status
 from recover_megatron.instep.edges import MOST, Edges, explanation, news
 from recover_megatron.instep.errors import NoReplica, StateLost
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.losses import Loss, Losses
-from recover_megatron.instep.plan import Decision, Rules, Status, decide
+from recover_megatron.instep.plan import decide
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, EXIT_STATE_LOST, CoordinatorLost
 from recover_megatron.membership.session import Session
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.boundary import Boundary
+from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.exchange import Exchange
 from recover_megatron.instep.generation import Fabric
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.orphan import Orphan
-from recover_megatron.instep.plan import Rules
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.instep.rendezvous import Rendezvous

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.decision import Status
 from recover_megatron.instep.edges import why_out
 from recover_megatron.instep.errors import Orphaned
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.orphan import Orphan
-from recover_megatron.instep.plan import Status
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.membership.session import Session

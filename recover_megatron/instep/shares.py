@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.plan import Decision
 from recover_megatron.workload import assign, quotas
 
 NEARLY_STILL = 1e-9

@@ -20,8 +20,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from recover_megatron.instep.decision import Decision, Status
 from recover_megatron.instep.errors import NoReplica, StateLost
-from recover_megatron.instep.plan import Decision, Status
 from recover_megatron.instep.planner import Planner
 from recover_megatron.membership.errors import (
     EXIT_FENCED,

@@ -25,8 +25,8 @@ from megatron.training import async_utils, checkpointing, get_args, training
 from recover_megatron.instep.attempts import Attempt, clean, discard, publish
 from recover_megatron.instep.errors import CheckpointFailed, InStepError
 from recover_megatron.instep.faults import is_communication, is_full, signature
-from recover_megatron.instep.process_group import Mode
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.traffic import Mode
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Records

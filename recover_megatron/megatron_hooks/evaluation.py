@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron.training import get_args, training
 
-from recover_megatron.instep.process_group import Mode
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.traffic import Mode
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.data import Microbatches, Source, source_of
 from recover_megatron.megatron_hooks.groups import Groups

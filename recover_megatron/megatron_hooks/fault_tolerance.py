@@ -37,6 +37,7 @@ from recover_megatron.chaos.injector import InjectedExit, InjectedFault, Injecto
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.collectives import nccl
 from recover_megatron.errors import UserError
+from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.errors import (
     CheckpointFailed,
     NoReplica,
@@ -49,7 +50,6 @@ from recover_megatron.instep.errors import (
 from recover_megatron.instep.faults import is_communication, is_own, signature
 from recover_megatron.instep.generation import Fabric
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.plan import Rules
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.megatron_hooks import alone, data
 from recover_megatron.megatron_hooks.fault_injection import FaultInjection

@@ -26,21 +26,13 @@ from megatron.training import get_args, initialize
 
 from recover_megatron.collectives.board import Pinned
 from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.generation import Fabric
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.inside import InsideGroups
-from recover_megatron.instep.plan import Decision
-from recover_megatron.instep.process_group import (
-    WORLD,
-    EpochGroup,
-    Mode,
-    Traffic,
-    register,
-    register_new,
-    renumber,
-    stands_in,
-)
+from recover_megatron.instep.process_group import EpochGroup, register, register_new, renumber, stands_in
 from recover_megatron.instep.replica_group import ReplicaGroup
+from recover_megatron.instep.traffic import WORLD, Mode, Traffic
 from recover_megatron.megatron_hooks import seams, writers
 from recover_megatron.megatron_hooks.known import is_known
 from recover_megatron.megatron_hooks.layout import lanes_of

@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.errors import Disagreement, Orphaned
 from recover_megatron.instep.generation import Generation
-from recover_megatron.instep.plan import Decision
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.transfer import receive, send
 from recover_megatron.megatron_hooks.state import TrainingState

@@ -19,11 +19,11 @@ import time
 import traceback
 
 from recover_megatron.instep.blame import Blame
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.errors import Orphaned
 from recover_megatron.instep.faults import is_communication
-from recover_megatron.instep.plan import Decision
-from recover_megatron.instep.process_group import Mode
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.traffic import Mode
 from recover_megatron.megatron_hooks import alone
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.groups import Groups

@@ -22,12 +22,12 @@ from megatron.training import get_args, training
 
 from recover_megatron.errors import UserError
 from recover_megatron.instep.blame import Blame
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.errors import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.gradients import EXTRAS, Tail
-from recover_megatron.instep.plan import Decision
-from recover_megatron.instep.process_group import Mode, Traffic
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome, Step
+from recover_megatron.instep.traffic import Mode, Traffic
 from recover_megatron.megatron_hooks import seams, sharded_optimizer, writers
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance

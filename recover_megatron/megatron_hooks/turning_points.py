@@ -7,9 +7,9 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.plan import Decision
 from recover_megatron.megatron_hooks.fault_injection import FaultInjection
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Records

@@ -28,13 +28,14 @@ import torch.distributed as dist
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.collectives.gloo import GlooBackend
 from recover_megatron.instep import exchange
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.errors import Orphaned, RunOver
 from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.plan import Decision
-from recover_megatron.instep.process_group import WORLD, EpochGroup, Mode, Traffic
+from recover_megatron.instep.process_group import EpochGroup
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.traffic import WORLD, Mode, Traffic
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.worker import connect
 from recover_megatron.network.store import Board

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from recover_megatron.instep.process_group import EpochGroup, Mode, Traffic, register_new
+from recover_megatron.instep.process_group import EpochGroup, register_new
+from recover_megatron.instep.traffic import Mode, Traffic
 
 
 def test_a_group_that_was_registered_can_be_destroyed_and_leaves_nothing() -> None:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recover_megatron.instep.decision import Decision, Rules, Status
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.faults import is_communication, is_own, signature
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
-from recover_megatron.instep.plan import Decision, Rules, Status, decide
+from recover_megatron.instep.plan import decide
 from recover_megatron.membership.words import LastWords
 from recover_megatron.workload import assign, quotas
 

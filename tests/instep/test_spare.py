@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recover_megatron.instep.plan import Decision, Status
+from recover_megatron.instep.decision import Decision, Status
 from recover_megatron.instep.spare import Over, Spare
 from recover_megatron.membership.errors import CoordinatorLost, EpochRevoked
 

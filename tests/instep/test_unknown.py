@@ -15,7 +15,8 @@ from torch.distributed import distributed_c10d as c10d
 from recover_megatron.instep.callers import Caller
 from recover_megatron.instep.errors import UnknownOperation
 from recover_megatron.instep.grid import launch_grid
-from recover_megatron.instep.process_group import EpochGroup, Mode, Traffic, register_new
+from recover_megatron.instep.process_group import EpochGroup, register_new
+from recover_megatron.instep.traffic import Mode, Traffic
 from recover_megatron.megatron_hooks.known import is_known
 
 REPLICAS = (0, 1, 2)

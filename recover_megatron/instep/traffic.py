@@ -1,0 +1,173 @@
+"""What an operation on a group that reaches over replicas does, by where the training is (``Mode``).
+
+STARTING    before the first epoch: torch's own group, as it was made
+ALONE       while a worker builds its model, or is on its way back: nothing is sent, it hears only itself
+STEP        inside a training step, which sums by itself what crosses replicas: what is known to be summed already
+            is sent no more, and anything else ends the run
+SECTION     inside a section: a gloo group of the epoch; a revocation raises EpochRevoked ...
+DEFERRED    ... or, in a section whose workers depend on each other inside their replica (evaluation), lets the rest
+            of the section run with what is at hand; its end tells
+OPEN        anywhere else: the group's members carry it out once, those who are left if some die (`exchange`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NoReturn, Protocol
+
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.instep.among import Among
+from recover_megatron.instep.callers import Caller, caller
+from recover_megatron.instep.errors import UnknownOperation
+from recover_megatron.instep.exchange import AnyBackend
+from recover_megatron.instep.generation import Failure
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.staging import Staged
+
+WORLD = "world"
+"""Label of the default group."""
+
+
+class Mode(Enum):
+    """Where the training is; see the table above."""
+
+    STARTING = "starting"
+    ALONE = "alone"
+    STEP = "step"
+    SECTION = "section"
+    DEFERRED = "deferred"
+    OPEN = "open"
+
+
+class OverReplicas(Protocol):
+    """A group whose members stand in several replicas (``process_group.EpochGroup``)."""
+
+    workers: tuple[int, ...]
+    """The slots of its members at launch, in rank order."""
+    label: str
+
+    @property
+    def original(self) -> Any:
+        """Torch's own group of the launch."""
+
+    def among(self, live: frozenset[int]) -> tuple[int, ...]:
+        """Those of ``workers`` that are in ``live``."""
+
+
+Operation = Callable[[Any, Among], Any]
+"""Starts one collective on a backend, whose members are those present, and returns its work."""
+
+
+class Traffic:
+    """Carries out the operations of all groups over replicas of a worker, which stands (or will stand) in ``slot``."""
+
+    def __init__(
+        self, slot: int, mode: Mode = Mode.STARTING, known: Callable[[Caller], bool] = lambda caller: False
+    ) -> None:
+        """``known``: whether the step has done already what an operation inside it is for."""
+        self.mode = mode
+        self.slot = slot
+        self._known = known
+        self.recovery: Recovery | None = None
+
+    @contextmanager
+    def during(self, mode: Mode) -> Iterator[None]:
+        """Run a part of the training in ``mode``."""
+        before, self.mode = self.mode, mode
+        try:
+            yield
+        finally:
+            self.mode = before
+
+    def members(self, group: OverReplicas) -> tuple[int, ...]:
+        """The slots of a group in which somebody stands now, in its order."""
+        if self.recovery is None or not self.recovery.assignment.started:
+            return group.workers
+        return group.among(self.recovery.assignment.live)
+
+    @property
+    def me(self) -> int:
+        """This worker's slot."""
+        return (
+            self.slot
+            if self.recovery is None or not self.recovery.assignment.started
+            else self.recovery.assignment.slot
+        )
+
+    def is_mate(self, slot: int) -> bool:
+        """Whether that slot is in this worker's replica; before the first epoch everybody is there."""
+        recovery = self.recovery
+        return recovery is None or recovery.assignment.grid.place(slot)[0] == recovery.assignment.replica
+
+    def agreement_is_enough(self, group: OverReplicas) -> bool:
+        """Carry out a barrier of all workers outside sections: that all have reported one more decision is one."""
+        if self.mode is not Mode.OPEN or self.recovery is None or group.label != WORLD:
+            return False
+        self.recovery.sections.run("barrier", lambda: None)
+        return True
+
+    def run(self, group: OverReplicas, operation: Operation, alone: Callable[[], None]) -> None:
+        """Carry out one operation.  ``alone``: its effect if this worker were the only member."""
+        if self.mode is Mode.STARTING:
+            work = operation(group.original, Among(group.workers, group.workers))
+            if work is not None:
+                work.wait()
+        elif self.mode is Mode.ALONE:
+            alone()
+        elif self.mode is Mode.STEP:
+            if not self._known(made := caller()):
+                self.refuse(made, group, "inside a training step, where it does not know what that is for")
+            alone()
+        elif self.mode is Mode.OPEN:
+            self._once(group, operation)
+        elif self.mode is Mode.DEFERRED and self.recovery is not None and self.recovery.assignment.generation.over:
+            alone()
+        else:
+            try:
+                self._inside(group, operation)
+            except EpochRevoked:
+                if self.mode is not Mode.DEFERRED:
+                    raise
+                alone()
+
+    def refuse(self, made: Caller, group: OverReplicas, where: str) -> NoReturn:
+        """End the run, for all: replicas would drift apart, or wait for each other for ever."""
+        message = (
+            f"{made} reaches over replicas (group {group.label or 'without a name'} of {len(group.workers)} workers) "
+            f"{where}. --recover does what replicas need of each other by itself; switch off what calls this, move it "
+            "behind the step, or train without --recover (docs/footguns.md)"
+        )
+        if self.recovery is not None:
+            self.recovery.session.give_up(1, message)
+        raise UnknownOperation(message)
+
+    def _once(self, group: OverReplicas, operation: Operation) -> None:
+        """Outside of decisions: the tensors get the result when it is over for all."""
+        recovery, staged, members = self.recovery, Staged(every_result=True), self.members(group)
+        assert recovery is not None
+
+        def perform(backend: AnyBackend, present: Sequence[int]) -> None:
+            recovery.progress.strike("traffic")
+            among = Among(members, tuple(present))
+            backend.wait(backend.call(lambda on: operation(staged.to(on), among)))
+
+        recovery.exchange.run(group.label, group.workers, members, perform)
+        staged.bring_back()
+
+    def _inside(self, group: OverReplicas, operation: Operation) -> None:
+        """In a section: a second run of it finds its tensors as the first one did."""
+        assert self.recovery is not None
+        generation, members = self.recovery.assignment.generation, self.members(group)
+        self.recovery.progress.strike("traffic")
+        try:
+            with self.recovery.progress.waiting(f"{group.label} operation"):
+                backend = generation.control(group.label, members)
+                staged = Staged()
+                backend.wait(backend.call(lambda on: operation(staged.to(on), Among(members, members))))
+                self.recovery.sections.kept.keep(staged.spoiled)
+                staged.bring_back()
+        except PeerLost as lost:
+            generation.fail(Failure(str(lost), lost.peer, lost.road))
+            raise EpochRevoked(generation.number, str(lost)) from lost
