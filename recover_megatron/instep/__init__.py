@@ -4,7 +4,7 @@ step.py           the state machine of one iteration: start here
 recovery.py       a worker's part in the run: puts the following ones together
 progress_reports.py   the number of its decision, and what it does in it
 assignment.py     the present epoch's decision, and its place in it: groups, mates, microbatches
-planner.py        joins an epoch, and works out what it decides
+planner.py        joins an epoch, works out what it decides, knows who was lost when
 rendezvous.py     meets the others and takes up their plan
 orphan.py         leaves the training when its replica is broken, waits, comes back
 spare.py          a live worker without a place, and what can become of it
@@ -14,8 +14,6 @@ announcements.py  what others are told of operations between decisions
 decision.py       what a worker joins an epoch with, and what the epoch decides: data
 plan.py           what an epoch decides, from what its members joined with (pure): who stands where, who runs what
 edges.py          whom this worker can reach
-shares.py         which microbatches each replica runs in a step
-losses.py         who was lost when
 gradients.py      buckets on their way through the rings, and the tail that carries losses and the audit
 transfer.py       a worker's state on its way to another one
 generation.py     the groups that live and die with one epoch

@@ -8,18 +8,66 @@ Here it is decided, too, that the run cannot go on: the same way on every worker
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision, Rules, Status
 from recover_megatron.instep.edges import MOST, Edges, explanation, news
 from recover_megatron.instep.errors import NoReplica, StateLost
+from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.losses import Loss, Losses
 from recover_megatron.instep.plan import decide
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, EXIT_STATE_LOST, CoordinatorLost
 from recover_megatron.membership.session import Session
+
+
+@dataclass
+class Loss:
+    """Workers that an epoch found missing."""
+
+    iteration: int
+    workers: list[int]
+    replicas: list[int] = field(default_factory=list)
+    """Those that they had a place in."""
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}: {', '.join(map(str, self.workers))}"
+
+
+class Losses:
+    """All losses of a run, as one worker has met them.  ``grid``: where everybody stands before the first decision."""
+
+    def __init__(self, grid: LaunchGrid) -> None:
+        self._every: list[Loss] = []
+        self._places = {slot: number for number, slots in enumerate(grid.replicas) for slot in slots}
+        self._known = set(self._places)
+
+    def note(self, decision: Decision, before: Decision | None) -> Loss | None:
+        """Who is missing in ``decision`` and was not before; ``before``: the last one that this worker took up."""
+        present = {*decision.workers, *decision.spares}
+        missing = sorted(self._known - present)
+        self._known = present
+        if not missing:
+            return None
+        places = self._places
+        if before is not None:
+            places = {worker: replica for replica, workers in before.grid.items() for worker in workers}
+        replicas = sorted({places[worker] for worker in missing if worker in places})
+        self._every.append(Loss(decision.iteration, missing, replicas))
+        return self._every[-1]
+
+    def last_words(self, decision: Decision, wanted: int) -> str:
+        """Why a run ends that ``decision`` leaves fewer replicas than ``wanted``: who was lost, what is left."""
+        lost = "; ".join(map(str, self._every))
+        need = f"{wanted} are wanted" if wanted > 1 else "one is needed"
+        what = f"{len(decision.replicas)} complete replicas are left, {need}."
+        if decision.state_lost:
+            what = f"Workers enough for a replica live, but {decision.state_lost}."
+        return (
+            f"{what} Workers lost: {lost or 'none'}; alive without a place: {len(decision.spares)}. "
+            f"Last checkpoint: {decision.checkpoint}"
+        )
 
 
 class Planner:

@@ -30,7 +30,6 @@ from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.instep.rendezvous import Rendezvous
 from recover_megatron.instep.sections import Sections
-from recover_megatron.instep.shares import Shares
 from recover_megatron.membership.session import Session
 
 
@@ -60,7 +59,7 @@ class Recovery:
         self.fabric = fabric
         self.hooks = hooks
         self.progress = ProgressReports(session, hooks)
-        mine = self.assignment = Assignment(session, me, grid, fabric, Shares(grid, rules.multiple_of))
+        mine = self.assignment = Assignment(session, me, grid, fabric, rules.multiple_of)
         if slot is not None:
             mine.stand(*grid.place(slot))
         self.edges = Edges(me)
