@@ -90,11 +90,9 @@ class Traffic:
     @property
     def me(self) -> int:
         """This worker's slot."""
-        return (
-            self.slot
-            if self.recovery is None or not self.recovery.assignment.started
-            else self.recovery.assignment.slot
-        )
+        if self.recovery is None or not self.recovery.assignment.started:
+            return self.slot
+        return self.recovery.assignment.slot
 
     def is_mate(self, slot: int) -> bool:
         """Whether that slot is in this worker's replica; before the first epoch everybody is there."""

@@ -30,7 +30,7 @@ class Places:
     """The state of one worker, ``state``, given and got.  Called by its main thread."""
 
     def __init__(self, recovery: Recovery, state: TrainingState) -> None:
-        self._recovery = recovery
+        self._progress, self._assignment, self._orphan = recovery.progress, recovery.assignment, recovery.orphan
         self._state = state
         self._served = 0
 
@@ -39,24 +39,24 @@ class Places:
 
         Raises ``Orphaned`` if its state should have been replaced and was not: it must not compute with it.
         """
-        decision = self._recovery.assignment.decision
+        decision = self._assignment.decision
         if decision.mirrors and not decision.transfers:
             self._feed_mirrors(decision)
         if decision.epoch == self._served or not decision.transfers:
             return
         self._served = decision.epoch
-        me = self._recovery.assignment.me
+        me = self._assignment.me
         if me in decision.mended:
             _say(f"the state of worker {me} differs from that of its column: it takes over one that does not")
             try:
                 self._receive(decision)
             except INTERRUPTED as error:
-                self._recovery.orphan.leave(f"its state differs from that of its column, and no other came: {error}")
+                self._orphan.leave(f"its state differs from that of its column, and no other came: {error}")
                 raise Orphaned(f"worker {me} holds a state that is not to be computed with") from error
         mine = [receiver for receiver, donor in decision.transfers.items() if donor == me]
         if mine:
             tree = self._state.tree()
-            self._recovery.progress.strike("transfer", first_iteration(decision))
+            self._progress.strike("transfer", first_iteration(decision))
             for receiver in mine:
                 self._give(decision, receiver, tree)
 
@@ -67,7 +67,7 @@ class Places:
         that cannot be right.
         """
         size = 0
-        if self._recovery.assignment.me in decision.transfers:
+        if self._assignment.me in decision.transfers:
             size = self._receive(decision)
         elif self._state.version is not None:
             self._state.resume()
@@ -79,21 +79,19 @@ class Places:
 
     def _feed_mirrors(self, decision: Decision) -> None:
         """Not from a thread: a worker that dies in the step must have left its state behind."""
-        for spare in [spare for spare, donor in decision.mirrors.items() if donor == self._recovery.assignment.me]:
+        for spare in [spare for spare, donor in decision.mirrors.items() if donor == self._assignment.me]:
             try:
-                with self._recovery.progress.waiting("mirror"):
-                    send(
-                        self._state.tree(), self._mirror_pair(decision, spare, self._recovery.assignment.generation), 1
-                    )
+                with self._progress.waiting("mirror"):
+                    send(self._state.tree(), self._mirror_pair(decision, spare, self._assignment.generation), 1)
             except EpochRevoked:
                 return  # told again where the step reduces
             except (PeerLost, TimeoutError) as error:
-                self._recovery.assignment.generation.end(f"worker {spare} could not be given a state: {error}")
+                self._assignment.generation.end(f"worker {spare} could not be given a state: {error}")
 
     def mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
         """Keep another worker's state until the epoch ends; what this spare can offer then."""
         with suppress(*INTERRUPTED):
-            pair = self._mirror_pair(decision, self._recovery.assignment.me, generation)
+            pair = self._mirror_pair(decision, self._assignment.me, generation)
             while True:
                 tree, _ = receive(pair, 0)  # what is interrupted here has changed nothing
                 self._state.load(tree)
@@ -101,17 +99,17 @@ class Places:
         return {"version": version, "digest": "" if version is None else self._state.digest()}
 
     def _mirror_pair(self, decision: Decision, spare: int, generation: Generation) -> Any:
-        slots = {worker: slot for slot, worker in decision.slots(self._recovery.assignment.grid).items()}
+        slots = {worker: slot for slot, worker in decision.slots(self._assignment.grid).items()}
         return generation.control("mirror", (slots[decision.mirrors[spare]], -1 - spare))
 
     def _receive(self, decision: Decision) -> int:
-        pair = self._pair(decision, self._recovery.assignment.me)
-        tree, size = receive(pair, 0, lambda: self._recovery.progress.mark("state"))
+        pair = self._pair(decision, self._assignment.me)
+        tree, size = receive(pair, 0, lambda: self._progress.mark("state"))
         self._state.load(tree)
         return size
 
     def _give(self, decision: Decision, receiver: int, tree: dict[str, Any]) -> None:
-        generation = self._recovery.assignment.generation
+        generation = self._assignment.generation
 
         def give() -> None:
             try:
@@ -125,9 +123,9 @@ class Places:
 
     def _pair(self, decision: Decision, receiver: int) -> Any:
         """The group of a donor (rank 0) and a receiver (rank 1) in this epoch."""
-        slots = {worker: slot for slot, worker in decision.slots(self._recovery.assignment.grid).items()}
+        slots = {worker: slot for slot, worker in decision.slots(self._assignment.grid).items()}
         members = slots[decision.transfers[receiver]], slots[receiver]
-        return self._recovery.assignment.generation.control("state", members)
+        return self._assignment.generation.control("state", members)
 
 
 def first_iteration(decision: Decision) -> int:

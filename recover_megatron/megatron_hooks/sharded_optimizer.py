@@ -94,7 +94,7 @@ class ShardedOptimizer:
         self._optimizer = optimizer
         self._buckets = buckets
         self.shards = buckets.shards
-        self._recovery = recovery
+        self._recovery, self._progress, self._assignment = recovery, recovery.progress, recovery.assignment
         self._tail = buckets.tail
         self._width = shadows + 1
         chained = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -189,25 +189,25 @@ class ShardedOptimizer:
 
         def run() -> None:
             nonlocal came
-            recovery.progress.strike("repartition")
-            recovery.progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
+            self._progress.strike("repartition")
+            self._progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
             layouts.clear()
             layouts.update({column: shards.wanted(column) for column in shards.columns})
             held[:] = [self._make(pieces, layouts) for pieces in self._pieces]
             came = shards.exchange(
-                recovery.assignment.generation,
+                self._assignment.generation,
                 self._portions(layouts),
                 self._give,
                 lambda portions, tree: self._take(portions, tree, held),
-                lambda: recovery.progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS),
+                lambda: self._progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS),
             )
-            recovery.progress.strike("repartition")
+            self._progress.strike("repartition")
 
         recovery.sections.run("repartition", run)
         for pieces, its in zip(self._pieces, held, strict=True):
             pieces.install(its)
         shards.take_up(layouts)
-        seconds, epoch = round(time.monotonic() - began, 6), recovery.assignment.decision.epoch
+        seconds, epoch = round(time.monotonic() - began, 6), self._assignment.decision.epoch
         recovery.hooks.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
         self.check()
 
@@ -225,10 +225,10 @@ class ShardedOptimizer:
         ]
 
         def run() -> tuple[list[int], bool]:
-            recovery.progress.mark("verify", waiting=True)
-            ring = recovery.assignment.generation.ring(alive(self._tail, recovery.assignment.live))
+            self._progress.mark("verify", waiting=True)
+            ring = self._assignment.generation.ring(alive(self._tail, self._assignment.live))
             found = differing(ring.exchange(mine))
-            return found, recovery.assignment.generation.any(bool(found), tuple(sorted(recovery.assignment.live)))
+            return found, self._assignment.generation.any(bool(found), tuple(sorted(self._assignment.live)))
 
         different, anywhere = recovery.sections.run("verify shadows", run)
         if different:
@@ -238,7 +238,7 @@ class ShardedOptimizer:
             shards.distrust_shadows()
 
     def _make(self, pieces: Pieces, layouts: Mapping[Column, Any]) -> dict[int, list[Piece]]:
-        me, (column, _) = self._recovery.assignment.me, self._buckets.part(next(iter(pieces.buckets)))
+        me, (column, _) = self._assignment.me, self._buckets.part(next(iter(pieces.buckets)))
         return {
             unit: pieces.make(unit, self._parts(pieces, unit, layouts), shadow=place > 0)
             for place, unit in enumerate(layouts[column].held(me))
@@ -302,26 +302,26 @@ class ShardedOptimizer:
 
         def run() -> None:
             nonlocal begun
-            recovery.progress.strike("norm")
-            recovery.progress.mark("norm", waiting=True)
+            self._progress.strike("norm")
+            self._progress.mark("norm", waiting=True)
             norm, zeros, again = self._exchange(sums, begun)
             if not done:
-                recovery.progress.strike("update")
+                self._progress.strike("update")
                 done.append(self._update(original, norm, zeros))
-                recovery.progress.strike("update")
+                self._progress.strike("update")
             if overlap is not None:
-                overlap.publish(recovery.progress.at)
+                overlap.publish(self._progress.at)
                 return
             self._speak_for_the_lost()
-            recovery.progress.mark("param-gather", waiting=True)
+            self._progress.mark("param-gather", waiting=True)
             begun = True
-            parameters.gather(recovery.assignment.generation, recovery.assignment.live, again=again)
+            parameters.gather(self._assignment.generation, self._assignment.live, again=again)
 
         self._updated = recovery.hooks.iteration()
         recovery.sections.run("update", run)
         if overlap is not None:
-            with recovery.progress.waiting("param-gather"):
-                overlap.start(recovery.progress.at)
+            with self._progress.waiting("param-gather"):
+                overlap.start(self._progress.at)
         return done[0]
 
     def _update(self, original: Callable[[], Any], norm: float, zeros: float) -> Any:
@@ -362,7 +362,7 @@ class ShardedOptimizer:
 
         A row has for each held unit: the unit, whether this worker speaks for it, and its sums.
         """
-        recovery, shards = self._recovery, self.shards
+        shards = self.shards
         row = [float(begun)]
         for at, column in enumerate(shards.columns):
             held = shards.held(column)
@@ -370,7 +370,7 @@ class ShardedOptimizer:
                 unit = held[place] if place < len(held) else -1
                 speaks = unit >= 0 and shards.speaks_for(column, unit)
                 row += [float(unit), float(speaks), *sums[at, place].tolist()]
-        rows = recovery.assignment.generation.ring(alive(self._tail, recovery.assignment.live)).exchange_doubles(row)
+        rows = self._assignment.generation.ring(alive(self._tail, self._assignment.live)).exchange_doubles(row)
         found: list[tuple[float, float]] = []
         for its in rows:
             for at in range(1, len(its), 4):
