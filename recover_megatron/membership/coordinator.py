@@ -1,5 +1,10 @@
 """The coordinator as a state machine without I/O: ``handle(event, now) -> effects``.
 
+The way from the end of a worker's session to the next plan can be read here from top to bottom. What a step needs to
+know is asked of one part, and no part knows this module: ``roster`` (who is there), ``lateness`` (who is late),
+``leadership`` (who may go on), ``epochs`` (the last epoch and the open rendezvous), ``admission`` (who comes),
+``ending`` (who is told). Only this module changes the state:
+
             quorum attached            all attached            all joined: plan           death, fence, reconnect
     STANDBY ---------------> GATHERING ------------> RENDEZVOUS ---------------> STEADY(1) ---------> RENDEZVOUS ...
       ^ nobody comes: stays                            (1) |  ^                    |                     (2)
@@ -34,21 +39,22 @@ so they are no such survivors (``quorum.can_tell``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
-from recover_megatron.membership.detect import Progress
-from recover_megatron.membership.epochs import State
-from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_SAME_FAULT
+from recover_megatron.membership.admission import Admission
+from recover_megatron.membership.ending import Ending
+from recover_megatron.membership.epochs import Epochs, Rendezvous
+from recover_megatron.membership.errors import EXIT_NO_REPLICA, EXIT_SAME_FAULT, RunOver
 from recover_megatron.membership.events import (
     Acknowledged,
     Close,
     Closed,
     CoordinatorEffect,
     CoordinatorEvent,
-    Exit,
     Log,
+    Outbox,
     Received,
     Settle,
     StepDown,
@@ -56,386 +62,343 @@ from recover_megatron.membership.events import (
     Verdict,
 )
 from recover_megatron.membership.lateness import Lateness
-from recover_megatron.membership.records import from_runs, to_runs
-from recover_megatron.membership.roster import Fate, Witness, Worker
-from recover_megatron.membership.succession import presentation_from_wire
-from recover_megatron.membership.view import view
-from recover_megatron.membership.words import LastWords, true_cause
+from recover_megatron.membership.leadership import Leadership
+from recover_megatron.membership.records import Planner, Settings, members_only, to_runs
+from recover_megatron.membership.roster import Fate, Roster, Witness, Worker
+from recover_megatron.membership.view import History, Observers, view
+from recover_megatron.membership.words import ExceptionReports
 
 
-class Coordinator(Lateness):
+class State(Enum):
+    """See the drawing above."""
+
+    STANDBY = "standby"
+    GATHERING = "gathering"
+    RENDEZVOUS = "rendezvous"
+    STEADY = "steady"
+    STOPPED = "stopped"
+    RETIRED = "retired"
+    """It has stepped down: a fresh one has its place."""
+
+
+class Coordinator:
     """One candidate coordinator. Give it every event, carry out its effects in order, send ``Tick`` at ``deadline``.
 
     ``salt``: 32 random bits, the part of the term that makes it unlike any other coordinator's.
     ``arbiter``: whether effects ``AskArbiter`` are answered; contested epochs then depend on it alone.
     """
 
+    def __init__(
+        self,
+        world: int,
+        settings: Settings,
+        salt: int,
+        planner: Planner = members_only,
+        arbiter: bool = False,
+        now: float = 0.0,
+    ) -> None:
+        self.settings = settings
+        self.state = State.STANDBY
+        self.deadline = now + settings.heartbeat_interval / 4
+        self.history = History()
+        self._observers = Observers()
+        self._planner = planner
+        self._out = out = Outbox()
+        self.roster = roster = Roster(world, settings, out)
+        self.leadership = Leadership(roster, out, salt, arbiter)
+        self.epochs = Epochs(roster, planner, out)
+        self.rendezvous = Rendezvous(roster, self.epochs, self.leadership)
+        self.lateness = Lateness(roster, self.epochs, out)
+        self._admission = Admission(roster, self.leadership, self.epochs, self.rendezvous, out)
+        self._ending = Ending(roster, out)
+        self._exceptions = ExceptionReports(out)
+        self._due = False  # something other than a join may have made the open rendezvous ready
+
+    def fresh(self, salt: int, now: float) -> Coordinator:
+        """A candidate with the same task that knows nothing, to take the place of one that has stepped down."""
+        world, arbiter = self.roster.world, self.leadership.arbiter
+        return Coordinator(world, self.settings, salt, self._planner, arbiter, now)
+
+    def view(self, now: float) -> dict[str, Any]:
+        """What an observer is shown. Changes nothing."""
+        opened, stall, state = self.rendezvous.opened, self.lateness.stall, self.state.value
+        return view(self.roster, self.epochs, opened, stall, self.history, state, self.leadership.term, now)
+
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         """Apply one event. Changes of membership are collected until ``Settle``, which must follow each batch."""
-        self._effects = []
-        self._now = now
         self._due |= not isinstance(event, Settle) and not (
             isinstance(event, Received) and event.message["type"] in ("heartbeat", "join", "observe")
         )
-        if self.state is State.STOPPED:
-            self._after_the_end(event, now)
-            return self._effects
-        if self.state is State.RETIRED:  # another one has its place
-            return self._effects
+        try:
+            self._apply(event, now)
+        except RunOver as over:
+            self._stop(over, now)
+        effects = self._out.take()
+        for effect in effects:
+            if isinstance(effect, Log):
+                self.history.note(effect.record, self.epochs.plan, now)
+        return effects
+
+    def _apply(self, event: CoordinatorEvent, now: float) -> None:
         match event:
-            case Received(session, message):
-                self._received(session, message, now)
+            case _ if self.state is State.STOPPED:
+                self._ending.handle(event, now)
+                self.deadline = self._ending.deadline
+            case _ if self.state is State.RETIRED:
+                pass  # another one has its place
             case Closed(session, ended, reason):
                 self._closed(session, ended, reason, now)
+            case Received(session, message):
+                self._received(session, message, now)
             case Acknowledged(session, silence):
-                peer = self._sessions.get(session)
-                if isinstance(peer, Worker) and silence > self.settings.heartbeat_timeout:
-                    self._unacknowledged(peer, silence, now)
+                self._acknowledged(session, silence, now)
             case Verdict(held_until):
-                self._lease_until = held_until
+                self.leadership.lease(held_until)
             case Tick():
                 self._tick(now)
             case Settle():
                 self._settle(now)
-        return self._effects
 
-    def fresh(self, salt: int, now: float) -> Coordinator:
-        """A candidate with the same task that knows nothing, to take the place of one that has stepped down."""
-        return Coordinator(self.world, self.settings, salt, self._planner, self._arbiter, now)
+    # -- a session ends, or is silent ---------------------------------------------------------------------------------
 
-    def _step_down(self, reason: str) -> None:
-        """Lead no longer: who still follows is sent to look for another coordinator; see the module's text."""
-        self._log("step_down", reason=reason)
-        for session in [*self._sessions, *self._observers.sessions]:
-            self._send([session], {"type": "refused", "reason": reason})
-            self._do(Close(session))
-        self._sessions.clear()
-        self._changes = []
-        self.state = State.RETIRED
-        self._do(StepDown())
+    def _closed(self, session: int, ended: bool, reason: str, now: float) -> None:
+        self._observers.forget(session)
+        peer = self.roster.forget(session)
+        if peer is None:
+            return
+        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # by the clock: no excuses
+        if isinstance(peer, Witness):
+            peer.ended = ended
+            self._out.log("witness_gone", node=peer.node, reason=reason)
+        elif ended and peer.fate is Fate.LIVE:
+            self.roster.dead(peer, reason, now)
+        elif peer.fate is Fate.LIVE:
+            self._lost_touch(peer, reason, now)
 
-    def _after_the_end(self, event: CoordinatorEvent, now: float) -> None:
-        """Tell those who come late, if they are waited for; see ``_stop``."""
-        waited = bool(self._untold)
-        if isinstance(event, Received):
-            if event.message["type"] == "observe" or (waited and event.message["type"] in ("attach", "attach_witness")):
-                self._send([event.session], self._farewell)
-                self._do(Close(event.session))
-                self._untold -= {event.message.get("worker"), event.message.get("node")}
-            else:
-                self._refuse(event.session, "this coordinator has stopped")
-        if waited and (not self._untold or now >= self.deadline):
-            self._untold.clear()
-            self.deadline = math.inf
-            self._do(Exit(self._farewell["code"], self._farewell["reason"]))
+    def _lost_touch(self, worker: Worker, reason: str, now: float) -> None:
+        """A worker is not reached that may still be running."""
+        if self.state is State.STANDBY:
+            self.roster.unbind(worker)
+        elif self.state is State.GATHERING:
+            self.roster.exclude(worker, reason, now)
+        else:
+            self.lateness.lost_touch(worker, reason, now)
+            self.lateness.put_out(self._awaited, now)
 
-    # -- members come and go ------------------------------------------------------------------------------------------
+    def _acknowledged(self, session: int, silence: float, now: float) -> None:
+        """The answer of the kernel to a ``Probe``."""
+        worker = self.roster.sessions.get(session)
+        if not isinstance(worker, Worker) or silence <= self.settings.heartbeat_timeout:
+            return
+        reason = f"its host has acknowledged nothing for {silence:.1f} s"
+        if self.state in (State.STANDBY, State.GATHERING):
+            self._lost_touch(worker, reason, now)
+        else:
+            self.lateness.unacknowledged(worker, reason, now)
+            self.lateness.put_out(self._awaited, now)
+
+    @property
+    def _awaited(self) -> frozenset[int]:
+        """The workers that the run waits for now."""
+        return self.epochs.working if self.state is State.STEADY else self.rendezvous.members
+
+    def _tick(self, now: float) -> None:
+        late = now - self.deadline
+        self.deadline = now + self.settings.heartbeat_interval / 4
+        if late > self.settings.heartbeat_interval:
+            self._excuse(late, now)
+        if self.leadership.has_lost_lease(now):
+            self._step_down("the lease could not be renewed: another coordinator may go on")
+            return
+        self.lateness.ask_the_quiet(now)
+        if self.state in (State.STANDBY, State.GATHERING):
+            for worker in self.lateness.silent(now):
+                self._lost_touch(worker, f"silent for {now - worker.heard:.1f} s", now)
+            return
+        stuck = self.lateness.put_out(self._awaited, now)
+        if stuck and self.state is State.STEADY and not self.roster.changes:
+            self.epochs.all_wait()
+
+    def _excuse(self, pause: float, now: float) -> None:
+        """This process was kept from running for so long: nobody's silence meanwhile counts."""
+        self._out.log("held_up", seconds=pause)
+        self.roster.excuse(pause, now)
+        self.rendezvous.excuse(pause)
+        self.leadership.excuse(pause)
+        self.lateness.excuse(pause)
+
+    # -- the next epoch -----------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        """Act on all that has changed since the last call."""
+        if self.state is State.STANDBY:
+            self.roster.changes.clear()
+            self._consider_leading(now)
+        own = self.epochs.formed if self.epochs.own else None
+        if self.roster.deserted and not self.leadership.has_followers(own):
+            self._step_down("so many have turned away from this coordinator that another one may lead")
+            return
+        self.roster.deserted = False
+        if self.state is State.GATHERING:
+            self._gather(now)
+        for _ in range(len(self.roster.workers) + 1):  # each round but the last puts somebody out
+            if self.roster.changes and self.state in (State.RENDEZVOUS, State.STEADY):
+                self._open(now)
+            if self.state is State.RENDEZVOUS and (self._due or self.rendezvous.all_joined):
+                self._try_to_form(now)
+            if not self.roster.changes:
+                break
+        self._due = False
+
+    def _consider_leading(self, now: float) -> None:
+        self.epochs.adopt(self.leadership.evidence)
+        if not self.leadership.may_lead(now):
+            return
+        self.leadership.lead(now)
+        if self.epochs.formed.epoch == 0:
+            self.state = State.RENDEZVOUS
+            self.roster.changes.append("the run starts")
+        else:
+            self.state = State.GATHERING
+            self._out.send(self.roster.sessions, self.leadership.lead_message)
+
+    def _gather(self, now: float) -> None:
+        """Wait until all whom the run counts on have presented what they hold, or are late; then meet them.
+
+        One of them may have been told of a commit that the lost coordinator told nobody else: its mates must hear of it
+        while they wait for it, or it goes on alone into operations that need them.
+        """
+        self.epochs.adopt(self.leadership.evidence)
+        missing = self.leadership.not_come
+        if any(now <= self.leadership.gathers_until(worker, now) for worker in missing):
+            return
+        for worker in missing:
+            self.roster.exclude(worker, "did not come to the new coordinator", now)
+        self.state = State.RENDEZVOUS
+        self.roster.changes.insert(0, "a new coordinator leads")
+
+    def _open(self, now: float) -> None:
+        """Open the next rendezvous: everybody the run counts on must join it, and so must the newcomers."""
+        roster, epochs = self.roster, self.epochs
+        reasons = roster.take_changes()
+        counted_on = epochs.formed.members if epochs.own else epochs.take_over(self.leadership.evidence, now)
+        members = counted_on & roster.with_fate(Fate.LIVE)
+        if not members & epochs.formed.members:  # newcomers alone have nothing to go on from
+            if counted_on & roster.with_fate(Fate.LEFT):
+                raise RunOver(0, "all workers have left")
+            raise RunOver(EXIT_NO_REPLICA, f"no live worker is left{self._exceptions.last_of(epochs.formed.members)}")
+        if epochs.finished:
+            raise RunOver(0, "all workers that had a part in the work have left")
+        members |= roster.newcomers
+        self.state = State.RENDEZVOUS
+        self.rendezvous.open(members, now)
+        reason = "; ".join(reasons[:4]) + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
+        self._out.log("revoke", epoch=self.rendezvous.opened.epoch, reason=reason, members=to_runs(members))
+        everybody = [*roster.sessions_of(members), *roster.witness_sessions]
+        self._out.send(everybody, self.rendezvous.revoke_message(reason))
+
+    def _try_to_form(self, now: float) -> None:
+        """Fix the plan of the open rendezvous, if all have joined and may go on."""
+        if not self.rendezvous.is_ready(self.lateness.unreached, now):
+            return
+        self.rendezvous.form(now)
+        self.state = State.STEADY
+        plan, members = self.epochs.plan_message, self.epochs.formed.members
+        self._out.send(self.roster.sessions_of(members), {**plan, "data": self.epochs.plan})
+        self._out.send(self.roster.witness_sessions, plan)
+
+    # -- what members say ---------------------------------------------------------------------------------------------
 
     def _received(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        peer = self._sessions.get(session)
+        peer = self.roster.sessions.get(session)
         if peer is not None:
-            self._hear(peer, now)
+            self.roster.hear(peer, now)
             if isinstance(peer, Witness):
-                self._from_witness(peer, session, message, now)
+                self.roster.from_witness(peer, session, message, self.leadership.term, now)
             else:
                 self._from_worker(peer, session, message, now)
         elif message["type"] == "observe":
             self._observed(session, now)
         elif session in self._observers:
             self._observers.forget(session)
-            self._refuse(session, f"{message['type']} of an observer")
+            self.roster.refuse(session, f"{message['type']} of an observer")
         elif message["type"] not in ("attach", "attach_witness"):
-            self._refuse(session, f"{message['type']} before attach")
-        elif self.state is not State.STANDBY and message["term"] > self.term:
-            self._refuse(session, "you follow a newer coordinator")
+            self.roster.refuse(session, f"{message['type']} before attach")
+        elif self.state is not State.STANDBY and message["term"] > self.leadership.term:
+            self.roster.refuse(session, "you follow a newer coordinator")
             self._step_down("a member follows a newer coordinator")
         elif message["type"] == "attach":
-            self._attach_worker(session, message, now)
+            self._admission.worker(session, message, now)
         else:
-            self._attach_witness(session, message, now)
+            self._admission.witness(session, message, now)
 
-    def _attach_worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        number = message["worker"]
-        newcomer = message.get("newcomer", False)
-        if newcomer:
-            self._meet([number])
-        worker = self.workers.get(number)
-        if worker is None:
-            self._refuse(session, f"there is no worker {number} in this run")
-            return
-        new = newcomer and message["formed_epoch"] == 0
-        if barred := self._why_barred(worker, message, new):
-            reason = f"{barred}: this process is not part of the run"
-            self._log("refused", worker=number, host=message["host"], reason=reason)
-            self._send([session], {"type": "fenced", "reason": reason})
-            self._do(Close(session))
-            return
-        if new and not worker.new and number not in self.formed.members:
-            self._log("admitted", worker=number, host=message["host"])
-        worker.new = new
-        self._bind(worker, session, now)
-        worker.incarnation, worker.host = message["incarnation"], message["host"]
-        worker.witness, worker.done = message.get("witness", ""), message["done"]
-        worker.left_silence = message.get("silent", False)
-        worker.idle_in = message.get("idle", 0)
-        self._joined -= self.state is State.RENDEZVOUS and worker.joined == self.opened.epoch
-        worker.joined, worker.formed_epoch = 0, message["formed_epoch"]
-        worker.progress = Progress(worker.number, marked=now, heard=now)
-        self._log("attached", worker=worker.number, host=worker.host, pid=message["pid"])
-        self._presented(session, message)
-        if self.state is State.STANDBY:
-            return
-        if number in self.opened.members:
-            if self.state is State.STEADY:
-                self._changes.append(f"{worker.name} has lost its connection and come back")
-        elif new:
-            self._changes.append(f"{worker.name} is admitted")
-        elif number not in self._evidence.target:
-            self._exclude(worker, "it was put out of the run before", now)
-
-    def _why_barred(self, worker: Worker, message: Mapping[str, Any], new: bool) -> str:
-        """What speaks against a process that presents itself as ``worker``; empty: nothing."""
-        if worker.number in self._evidence.dead | self._evidence.left and self.state is not State.STANDBY:
-            return f"worker {worker.number} has ended"
-        if worker.fate is not Fate.LIVE:
-            return f"worker {worker.number} is {worker.fate.value}"
-        if worker.incarnation not in ("", message["incarnation"]):
-            return f"worker {worker.number} is another process"
-        if message.get("newcomer", False) and worker.number < self.world:
-            return f"worker {worker.number} was launched with the run, and a newcomer needs an id of its own"
-        if self._own and not new and worker.number not in self.formed.members:
-            worker.fate = Fate.OUT  # it holds a plan of an epoch that this coordinator's epochs have left behind
-            return f"worker {worker.number} is {worker.fate.value}"
-        return ""
-
-    def _attach_witness(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        node = message["node"]
-        witness = self.witnesses.setdefault(node, Witness(node, None, now))
-        self._bind(witness, session, now)
-        witness.acknowledged, witness.ended = 0, False
-        witness.running = set(from_runs(message.get("running", [])))
-        self._log("witness", node=node)
-        self._presented(session, message)
-        if self.state is State.STEADY:
-            self._send([session], self._revoke_message("attached"))
-            self._send([session], self._plan_message())
-        for number in self._with_fate(Fate.OUT):
-            if self.workers[number].witness == node:
-                self._kill(self.workers[number], "put out of the run")
-
-    def _presented(self, session: int, message: Mapping[str, Any]) -> None:
-        """Take in a presentation; before this coordinator has formed an epoch itself, it may change the picture."""
-        before = (self._evidence.formed, self._evidence.bases, self._evidence.dead, self._evidence.left)
-        presentation = presentation_from_wire(message)
-        self._evidence.add(presentation)
-        self._meet(presentation.mentioned)
-        peer = self._sessions[session]
-        if self.state is State.STANDBY:
-            self._send([session], {"type": "standby"})
-        elif self.state is State.GATHERING:
-            self._send([session], self._lead_message())
-        elif self.state is State.RENDEZVOUS:
-            now_known = (self._evidence.formed, self._evidence.bases, self._evidence.dead, self._evidence.left)
-            if not self._own and before != now_known:
-                self._changes.append("a member presented something newer")
-            elif isinstance(peer, Witness) or peer.number in self.opened.members:
-                if isinstance(peer, Witness) and self._own:  # that the run has begun decides what a death means to it
-                    formed = {"epoch": self.formed.epoch, "members": to_runs(self.formed.members)}
-                    self._send([session], {**self._revoke_message("attached"), **formed})
-                    self._send([session], self._plan_message())
-                self._send([session], self._revoke_message("attached"))
+    def _from_worker(self, worker: Worker, session: int, message: Mapping[str, Any], now: float) -> None:
+        epochs, changes = self.epochs, self.roster.changes
+        steady = self.state is State.STEADY
+        of_this_epoch = steady and message.get("epoch") == epochs.formed.epoch
+        match message["type"]:
+            case "heartbeat":
+                worker.progress.heartbeat(message, now, may_wait=steady and worker.done <= epochs.committed)
+                self._out.send([session], {"type": "beat"})
+            case "join":
+                self.rendezvous.join(worker, message, now)
+            case "done" if of_this_epoch:
+                epochs.done(worker, message["iteration"], now)
+            case "idle" if of_this_epoch:
+                epochs.idle(worker)
+            case "bye":
+                epochs.left(worker)
+                nobody = not epochs.formed.members & self.roster.with_fate(Fate.LIVE)
+                if self.state is State.RENDEZVOUS or nobody or epochs.finished:
+                    changes.append(f"{worker.name} has left")
+            case "complain" if of_this_epoch:
+                if "peer" in message:
+                    self._out.log("complaint", worker=worker.number, peer=message["peer"], reason=message["reason"])
+                changes.append(f"{worker.name} asks for it: {message['reason']}")
+            case "give_up" if steady or self.state is State.RENDEZVOUS:  # repeated when a rendezvous opens
+                code, reason = message["code"], message["reason"]
+                self._out.log("give_up", worker=worker.number, host=worker.host, code=code, reason=reason)
+                raise RunOver(code, reason, by=worker.number)
+            case "note":
+                self.roster.pass_on(worker, message["text"])
+            case "last_words":
+                self._out.send([session], {"type": "noted"})
+                cause = self._exceptions.add(worker, message)
+                if cause is not None and self.state is not State.STANDBY:
+                    raise RunOver(EXIT_SAME_FAULT, cause, by=worker.number)
+            case "abandon":
+                self.roster.turned_away(worker, message["reason"], now, followed=self.state is not State.STANDBY)
 
     def _observed(self, session: int, now: float) -> None:
         """Show an observer the state; see ``view`` for what it may ask."""
         if not self._observers.ask(session, now):
             self._observers.forget(session)
-            self._refuse(session, "an observer that asks too often")
+            self.roster.refuse(session, "an observer that asks too often")
             return
-        self._send([session], view(self, self._plan, now))
+        self._out.send([session], self.view(now))
         if (quietest := self._observers.one_too_many()) is not None:
-            self._do(Close(quietest))
+            self._out.do(Close(quietest))
 
-    def _do(self, effect: CoordinatorEffect) -> None:
-        if isinstance(effect, Log):
-            self.history.note(effect.record, self._plan, self._now)
-        super()._do(effect)
+    # -- it ends ------------------------------------------------------------------------------------------------------
 
-    def _closed(self, session: int, ended: bool, reason: str, now: float) -> None:
-        self._observers.forget(session)
-        peer = self._sessions.pop(session, None)
-        if peer is None:
-            return
-        peer.session = None
-        ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # by the clock: no excuses
-        if isinstance(peer, Witness):
-            peer.ended = ended
-            self._log("witness_gone", node=peer.node, reason=reason)
-        elif ended and peer.fate is Fate.LIVE:
-            self._dead(peer, reason, now)
-        elif peer.fate is Fate.LIVE:
-            self._lost_touch(peer, reason, now)
+    def _step_down(self, reason: str) -> None:
+        """Lead no longer: who still follows is sent to look for another coordinator."""
+        self._out.log("step_down", reason=reason)
+        for session in [*self.roster.sessions, *self._observers.sessions]:
+            self._out.send([session], {"type": "refused", "reason": reason})
+            self._out.do(Close(session))
+        self.roster.sessions.clear()
+        self.roster.changes.clear()
+        self.state = State.RETIRED
+        self._out.do(StepDown())
 
-    # -- what members say ---------------------------------------------------------------------------------------------
-
-    def _from_worker(self, worker: Worker, session: int, message: Mapping[str, Any], now: float) -> None:
-        match message["type"]:
-            case "heartbeat":
-                self._heartbeat(worker, message, now)
-                self._send([session], {"type": "beat"})
-            case "join" if self._is_awaited(worker, message["epoch"]):
-                self._joined += worker.joined != self.opened.epoch
-                worker.joined, worker.status, worker.done = message["epoch"], message["status"], message["done"]
-                worker.idle_in = message.get("idle", 0)
-                worker.progress.marked = worker.progress.waiting_since = now
-                if "plan" in message and not self._own:
-                    self._plan = message["plan"]
-            case "done" if self.state is State.STEADY and message["epoch"] == self.formed.epoch:
-                self._done(worker, message["iteration"], now)
-            case "idle" if self.state is State.STEADY and message["epoch"] == self.formed.epoch:
-                before = self._is_ready(worker)
-                worker.idle_in = self.formed.epoch
-                self._reported(worker, before)
-            case "bye":
-                worker.fate = Fate.LEFT
-                self._some_left = True
-                self._log("left", worker=worker.number)
-                nobody = not self.formed.members & self._with_fate(Fate.LIVE)
-                if self.state is State.RENDEZVOUS or nobody or self._finished():
-                    self._changes.append(f"{worker.name} has left")
-            case "complain" if self.state is State.STEADY and message["epoch"] == self.formed.epoch:
-                if "peer" in message:
-                    self._log("complaint", worker=worker.number, peer=message["peer"], reason=message["reason"])
-                self._changes.append(f"{worker.name} asks for it: {message['reason']}")
-            case "give_up" if self.state in (State.RENDEZVOUS, State.STEADY):  # repeated when a rendezvous opens
-                code, reason = message["code"], message["reason"]
-                self._log("give_up", worker=worker.number, host=worker.host, code=code, reason=reason)
-                self._stop(code, reason, by=worker.number)
-            case "note":
-                self._log("note", worker=worker.number, host=worker.host, text=message["text"])
-                witness = self.witnesses.get(worker.witness)
-                if witness is not None and witness.session is not None:
-                    note = {"type": "note", "worker": worker.number, "text": message["text"]}
-                    self._send([witness.session], note)
-            case "last_words":
-                self._note(worker, session, message)
-            case "abandon":
-                self._log("abandoned", worker=worker.number, reason=message["reason"])
-                self._turned_away(worker, now)
-
-    def _turned_away(self, worker: Worker, now: float) -> None:
-        """It looks for a coordinator: it comes back if there is no other, or its launcher tells of its end.
-
-        Not out, whoever was silent: what this coordinator has missed while it did not run is no fault of the worker's.
-        """
-        self._unbind(worker)
-        if self.state is not State.STANDBY and worker.fate is Fate.LIVE:
-            worker.awaited_until = now + self.settings.lost_timeout
-            self._deserted = True
-            self._changes.append(f"{worker.name} has turned away and is waited for")
-
-    def _is_awaited(self, worker: Worker, epoch: int) -> bool:
-        opened = self.opened
-        return self.state is State.RENDEZVOUS and epoch == opened.epoch and worker.number in opened.members
-
-    def _heartbeat(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
-        progress = worker.progress
-        progress.iteration, progress.phase = message["iteration"], message["phase"]
-        progress.microbatch, progress.place = message.get("microbatch"), message.get("place")
-        if message["count"] == progress.count:
-            return
-        progress.count, progress.marked, progress.allow = message["count"], now, message["allow"]
-        if self.state is State.STEADY and worker.done <= self.committed:
-            if not message["waiting"]:
-                progress.waiting_since = None
-            elif progress.waiting_since is None:
-                progress.waiting_since = now
-
-    def _done(self, worker: Worker, iteration: int, now: float) -> None:
-        before = self._is_ready(worker)
-        worker.done = max(worker.done, iteration)
-        worker.progress.marked = now
-        if worker.progress.waiting_since is None:
-            worker.progress.waiting_since = now
-        if self._some_left:
-            self._changes.append("a worker has left while others go on")
-        self._reported(worker, before)
-
-    def _reported(self, worker: Worker, before: bool) -> None:
-        """Commit if that was the last report missing; ``before``: whether the worker was ready before it."""
-        self._ready += self._is_ready(worker) and not before
-        if self._some_left:
-            if self._finished():
-                self._changes.append("only workers without a part are left")
-        elif self._ready == len(self.formed.members) and self._commit(self.formed.members - self._idle(self.formed)):
-            message = {"type": "commit", "epoch": self.formed.epoch, "iteration": self.committed}
-            self._send(self._attached(self.formed.members), message)
-            for member in self.formed.members:
-                self.workers[member].progress.waiting_since = None
-
-    def _note(self, worker: Worker, session: int, message: Mapping[str, Any]) -> None:
-        """Keep a worker's last words; when another replica ended in the same way, the run cannot go on."""
-        self._send([session], {"type": "noted"})
-        if worker.number in self._words:
-            return
-        words = LastWords.of(worker.name, message)
-        where = {"iteration": words.iteration, "microbatch": words.microbatch, "group": words.group}
-        said = {"phase": words.phase, "own": words.own, "error": words.error, "traceback": message["traceback"]}
-        self._log("exception", worker=worker.number, host=worker.host, **where, **said)
-        cause = true_cause(words, self._words.values())
-        self._words[worker.number] = words
-        if cause is not None and self.state is not State.STANDBY:
-            self._stop(EXIT_SAME_FAULT, cause, by=worker.number)
-
-    def _from_witness(self, witness: Witness, session: int, message: Mapping[str, Any], now: float) -> None:
-        match message["type"]:
-            case "beat":
-                self._send([session], {"type": "beat"})
-            case "ack" if message["term"] == self.term:
-                witness.acknowledged = max(witness.acknowledged, message["epoch"])
-            case "spawned":
-                witness.running.add(message["worker"])
-                self._log("spawned", worker=message["worker"], pid=message["pid"], node=witness.node)
-            case "stopping":
-                witness.stopping = message["signal"]
-                self._log("stopping", node=witness.node, signal=witness.stopping)
-            case "ended":
-                witness.running.discard(message["worker"])
-                self._ended(message["worker"], message["how"], now)
-            case "abandon":
-                self._unbind(witness)
-
-    def _ended(self, number: int, how: str, now: float) -> None:
-        """A launcher has seen a process end."""
-        if number not in self.workers:  # a newcomer, before it came here: it may be in what others will present
-            self._meet([number])
-            self.workers[number].fate = Fate.DEAD
-            return
-        if self.workers[number].fate in (Fate.LIVE, Fate.OUT):
-            self._dead(self.workers[number], f"its process has ended ({how})", now)
-
-    # -- time ---------------------------------------------------------------------------------------------------------
-
-    def _tick(self, now: float) -> None:
-        late = now - self.deadline
-        self.deadline = now + self.settings.heartbeat_interval / 4
-        if late > self.settings.heartbeat_interval:
-            self._log("held_up", seconds=late)
-            self._excuse(late, now)
-        if self._leased and now >= self._lease_until:
-            self._step_down("the lease could not be renewed: another coordinator may go on")
-            return
-        self._ask_the_quiet(now)
-        if self.state in (State.STANDBY, State.GATHERING):
-            for worker in self._silent(now):
-                self._lost_touch(worker, f"silent for {now - worker.heard:.1f} s", now)
-            return
-        stuck = self._put_out_the_late(now)
-        if stuck and self.state is State.STEADY and not self._changes:
-            self._stuck_epochs += 1
-            self._log("stuck", epoch=self.formed.epoch, times=self._stuck_epochs)
-            if self._stuck_epochs > self.settings.max_stuck_epochs:
-                self._stop(
-                    EXIT_LOST_MAJORITY, f"all workers waited for each other in {self._stuck_epochs} epochs in a row"
-                )
-            else:
-                self._changes.append("all workers wait for each other")
+    def _stop(self, over: RunOver, now: float) -> None:
+        """The run is over, or may not go on here."""
+        absent = frozenset[int]()
+        if self.state is State.RENDEZVOUS:
+            absent = self.rendezvous.members & self.roster.with_fate(Fate.LIVE) - self.roster.reached
+        patience, observers = self.rendezvous.patience, self._observers.sessions
+        self._ending.begin(over, self.epochs.formed, absent, patience, observers, now)
+        self.roster.changes.clear()
+        self.deadline = self._ending.deadline
+        self.state = State.STOPPED

@@ -16,8 +16,9 @@ own, which goes on while the main thread writes or compiles, and falls silent wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 STORAGE_PHASES = ("data", "eval-data")
 """A worker in one of these waits for storage: whoever has to wait for it is told, as of any stall."""
@@ -41,6 +42,24 @@ class Progress:
     microbatch: int | None = None
     place: list[int] | None = None
     """Replica, position, quota, as it says itself: for people."""
+
+    def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
+        """Take in a checked message ``heartbeat``.
+
+        ``may_wait``: whether it counts that it waits for others, as its marks say. Who has reported its step, or has
+        joined a rendezvous, waits whatever its marks say.
+        """
+        self.iteration, self.phase = message["iteration"], message["phase"]
+        self.microbatch, self.place = message.get("microbatch"), message.get("place")
+        if message["count"] == self.count:
+            return
+        self.count, self.marked, self.allow = message["count"], now, message["allow"]
+        if not may_wait:
+            return
+        if not message["waiting"]:
+            self.waiting_since = None
+        elif self.waiting_since is None:
+            self.waiting_since = now
 
     def excuse(self, pause: float, now: float) -> None:
         """The judge was kept from running for so long, and perhaps from hearing of progress."""

@@ -61,3 +61,16 @@ class NoPlan(Exception):
     def __init__(self, message: str, code: int = EXIT_NO_REPLICA) -> None:
         super().__init__(message)
         self.code = code
+
+
+class RunOver(Exception):
+    """Raised within a coordinator: the run ends here, with exit code ``code``, and everybody is told why.
+
+    ``by``: the worker whose word it is; None: it is the coordinator's own.
+    """
+
+    def __init__(self, code: int, reason: str, by: int | None = None) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+        self.by = by

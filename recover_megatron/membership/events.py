@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,32 @@ class Exit:
 
 
 CoordinatorEffect = Send | Close | Probe | AskArbiter | Log | StepDown | Exit
+
+
+class Outbox:
+    """The effects of the event that a coordinator handles, in order; all of its parts put theirs in."""
+
+    def __init__(self) -> None:
+        self._effects: list[CoordinatorEffect] = []
+
+    def do(self, effect: CoordinatorEffect) -> None:
+        """Add an effect."""
+        self._effects.append(effect)
+
+    def log(self, event: str, **fields: Json) -> None:
+        """Add a record of the event log."""
+        self.do(Log({"event": event, **fields}))
+
+    def send(self, sessions: Iterable[int], message: Mapping[str, Any]) -> None:
+        """Send a message to each of ``sessions``; nothing if there are none."""
+        if targets := tuple(sessions):
+            self.do(Send(targets, message))
+
+    def take(self) -> list[CoordinatorEffect]:
+        """All effects since the last call."""
+        effects, self._effects = self._effects, []
+        return effects
+
 
 # -- into a member ---------------------------------------------------------------------------------------------------
 

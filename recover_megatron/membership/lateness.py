@@ -1,4 +1,4 @@
-"""Who is late, and what becomes of them: the watching part of ``Coordinator``.
+"""Who is late, and what becomes of them.
 
 Late is who is silent, who hangs (``detect``), and whose connection has ended although its process may be running. What
 is done about it is ``stall``'s answer: they are put out, or waited for.
@@ -6,55 +6,77 @@ is done about it is ``stall``'s answer: they are put out, or waited for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
 from recover_megatron.membership.detect import judge
-from recover_megatron.membership.epochs import Epochs, State
+from recover_megatron.membership.epochs import Epochs
+from recover_megatron.membership.events import Outbox, Probe
 from recover_megatron.membership.records import to_runs
-from recover_megatron.membership.roster import Fate, Worker
-from recover_megatron.membership.stall import Answer
+from recover_megatron.membership.roster import Fate, Roster, Worker
+from recover_megatron.membership.stall import Answer, Stall
 from recover_megatron.membership.view import statuses_of
 
 NAMED = 4
 """Of those that a stall has caught so many are told of one by one."""
 
 
-class Lateness(Epochs):
+class Lateness:
     """Puts out the late, or tells of the stall for whose end the run waits."""
 
-    def _lost_touch(self, worker: Worker, reason: str, now: float) -> None:
+    def __init__(self, roster: Roster, epochs: Epochs, out: Outbox) -> None:
+        self.stall = Stall(roster.settings)
+        self.unreached: dict[int, tuple[float, str]] = {}
+        """Workers whose connection has ended though they may be running -> since when, and why."""
+        self._deaf: dict[int, tuple[float, str]] = {}  # worker that its host does not answer for -> when asked last
+        self._roster = roster
+        self._epochs = epochs
+        self._out = out
+
+    def ask_the_quiet(self, now: float) -> None:
+        """Ask for a sign of life whoever gives none; a launcher that has given none for too long is gone.
+
+        A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter): its host's
+        kernel is asked instead (``Probe``), which needs something sent to acknowledge.
+        """
+        roster, settings = self._roster, self._roster.settings
+        for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
+            assert worker.session is not None
+            self._out.send([worker.session], {"type": "beat"})
+            if roster.silence(worker, now) > settings.heartbeat_timeout and roster.vouched(worker, now):
+                self._out.do(Probe(worker.session))
+        for witness in roster.witnesses.values():
+            if witness.session is not None and roster.silence(witness, now) > settings.heartbeat_timeout:
+                self._out.log("witness_gone", node=witness.node, reason="silent")
+                roster.unbind(witness)
+
+    def silent(self, now: float, fresh: float = -math.inf) -> list[Worker]:
+        """Workers without a sign of life for the heartbeat timeout (and since ``fresh``), for whom nobody vouches."""
+        timeout = self._roster.settings.heartbeat_timeout
+        return [w for w in self._quiet(timeout, now) if now - fresh > timeout and not self._roster.vouched(w, now)]
+
+    def lost_touch(self, worker: Worker, reason: str, now: float) -> None:
         """The connection of a worker that may still be running has ended."""
-        if self.state in (State.STANDBY, State.GATHERING):
-            self._leave(worker, reason, now)
-        else:
-            self._unbind(worker)
-            self._unreached[worker.number] = (now, reason)
-            self._put_out_the_late(now)
+        self._roster.unbind(worker)
+        self.unreached[worker.number] = now, reason
 
-    def _unacknowledged(self, worker: Worker, silence: float, now: float) -> None:
+    def unacknowledged(self, worker: Worker, reason: str, now: float) -> None:
         """The host of a worker that is not heard does not answer either."""
-        reason = f"its host has acknowledged nothing for {silence:.1f} s"
-        if self.state in (State.STANDBY, State.GATHERING):
-            self._leave(worker, reason, now)
-        else:
-            self._deaf[worker.number] = now, reason
-            self._put_out_the_late(now)
+        self._deaf[worker.number] = now, reason
 
-    def _leave(self, worker: Worker, reason: str, now: float) -> None:
-        """Before this coordinator has opened an epoch nobody waits for a worker that is not reached."""
-        if self.state is State.STANDBY:
-            self._unbind(worker)
-        else:
-            self._exclude(worker, reason, now)
+    def excuse(self, pause: float) -> None:
+        """This process was kept from running for so long, and waited for nobody meanwhile."""
+        self.stall.excuse(pause)
 
-    def _put_out_the_late(self, now: float) -> bool:
-        """Put them out, or wait for them; whether all wait for each other."""
+    def put_out(self, members: frozenset[int], now: float) -> bool:
+        """Put out those of ``members`` that are late, or wait for them; whether all wait for each other.
+
+        ``members``: those that the run waits for now, in an epoch or in a rendezvous.
+        """
         late = self._not_heard(now)
-        members, settings, fresh = self.opened.members, self.settings, self.stall.fresh
-        if self.state is State.STEADY:
-            members = self.formed.members - self._idle(self.formed)
-        group = [w.progress for m in members if (w := self.workers[m]).session is not None and w.fate is Fate.LIVE]
-        patience = settings.hang_timeout if self.formed.epoch else settings.start_timeout
+        workers, settings, fresh = self._roster.workers, self._roster.settings, self.stall.fresh
+        group = [w.progress for m in members if (w := workers[m]).session is not None and w.fate is Fate.LIVE]
+        patience = settings.hang_timeout if self._epochs.formed.epoch else settings.start_timeout
         judgement = judge(group, now, patience, fresh)
         late |= {number: self._no_progress(number, now) for number in judgement.hung}
         slow = {number: self._no_progress(number, now) for number in judgement.slow}
@@ -67,37 +89,38 @@ class Lateness(Epochs):
         suspected = {w.number for w in self._quiet(settings.heartbeat_timeout / 2, now)}
         suspected |= set(half.hung)
         answer = self.stall.consider(late, slow, suspected, replica_of, now)
-        self._out_together = answer.put_out
         for number in sorted(answer.put_out):
-            self._exclude(self.workers[number], late[number], now)
-        self._out_together = frozenset()
+            self._roster.exclude(workers[number], late[number], now, together=answer.put_out)
         self._tell(answer, replica_of, now)
         return judgement.stuck
 
+    def _quiet(self, seconds: float, now: float) -> list[Worker]:
+        """Attached workers of which nothing was heard for so long."""
+        workers = self._roster.workers.values()
+        return [w for w in workers if w.session is not None and self._roster.silence(w, now) > seconds]
+
     def _not_heard(self, now: float) -> dict[int, str]:
         """Who is silent or has lost its connection, and why it is late."""
-        fresh = self.stall.fresh
-        late = {w.number: f"silent for {now - w.heard:.1f} s" for w in self._silent(now, fresh)}
+        workers, settings, fresh = self._roster.workers, self._roster.settings, self.stall.fresh
+        late = {w.number: f"silent for {now - w.heard:.1f} s" for w in self.silent(now, fresh)}
         self._deaf = {
             number: (at, reason)
             for number, (at, reason) in self._deaf.items()
-            if now - at <= self.settings.heartbeat_interval  # it is asked again and again, see ``_silent``
-            and at > max(self.workers[number].heard, fresh)
-            and self.workers[number].fate is Fate.LIVE
+            if now - at <= settings.heartbeat_interval  # it is asked again and again, see ``ask_the_quiet``
+            and at > max(workers[number].heard, fresh)
+            and workers[number].fate is Fate.LIVE
         }
         late |= {number: reason for number, (_, reason) in self._deaf.items()}
-        self._unreached = {
-            n: why
-            for n, why in self._unreached.items()
-            if self.workers[n].session is None and self.workers[n].fate is Fate.LIVE
+        self.unreached = {
+            n: why for n, why in self.unreached.items() if workers[n].session is None and workers[n].fate is Fate.LIVE
         }
-        for number, (since, reason) in self._unreached.items():
-            if since > fresh or now > fresh + 1.2 * self.settings.heartbeat_timeout:
+        for number, (since, reason) in self.unreached.items():
+            if since > fresh or now > fresh + 1.2 * settings.heartbeat_timeout:
                 late[number] = reason
         return late
 
     def _no_progress(self, number: int, now: float) -> str:
-        progress = self.workers[number].progress
+        progress = self._roster.workers[number].progress
         where = f"iteration {progress.iteration}, {progress.phase or 'no phase'}"
         return f"no progress for {now - progress.marked:.1f} s at {where} while others wait"
 
@@ -109,8 +132,8 @@ class Lateness(Epochs):
             number: reason
             for number, reason in late.items()
             if replica_of.get(number) in slow
-            and self.workers[number].session is not None
-            and self._silence(self.workers[number], now) <= self.settings.heartbeat_timeout
+            and self._roster.workers[number].session is not None
+            and self._roster.silence(self._roster.workers[number], now) <= self._roster.settings.heartbeat_timeout
         }
 
     def _replica_of(self) -> dict[int, Hashable]:
@@ -119,11 +142,11 @@ class Lateness(Epochs):
         What a worker says of its place now, else what the plan's statuses say. Where there are no replicas each worker
         is one.
         """
-        told = statuses_of(self._plan)
+        told = statuses_of(self._epochs.plan)
         replica_of: dict[int, Hashable] = {}
         broken: set[Hashable] = {None}
-        for number in (self.formed.members - self._idle(self.formed)) | self.stall.lately.keys():
-            worker = self.workers[number]
+        for number in self._epochs.working | self.stall.lately.keys():
+            worker = self._roster.workers[number]
             place = worker.progress.place
             replica: Hashable = place[0] if place else told.get(number, {}).get("replica", f"of {number}")
             if worker.fate is Fate.LIVE or (worker.fate is Fate.OUT and number in self.stall.lately):
@@ -142,15 +165,17 @@ class Lateness(Epochs):
                 "(--recover-stall-timeout)"
             )
             replicas = len({replica_of[number] for number in waited if number in replica_of})
-            self._log("stalled", workers=to_runs(waited), replicas=replicas, seconds=seconds, left=left, reason=text)
-            self._send(self._witness_sessions(), {"type": "tell", "text": text[:2000]})
+            self._out.log(
+                "stalled", workers=to_runs(waited), replicas=replicas, seconds=seconds, left=left, reason=text
+            )
+            self._out.send(self._roster.witness_sessions, {"type": "tell", "text": text[:2000]})
         if answer.over is not None:
             text = f"the stall is over after {answer.over:.0f} s: the run goes on"
-            self._log("stall_over", seconds=answer.over)
-            self._send(self._witness_sessions(), {"type": "tell", "text": text})
+            self._out.log("stall_over", seconds=answer.over)
+            self._out.send(self._roster.witness_sessions, {"type": "tell", "text": text})
 
     def _who(self, waited: dict[int, str]) -> str:
         """Workers with their hosts and what they do, for people."""
-        named = [f"{self.workers[number].name}: {waited[number]}" for number in sorted(waited)[:NAMED]]
+        named = [f"{self._roster.workers[number].name}: {waited[number]}" for number in sorted(waited)[:NAMED]]
         more = [f"and {len(waited) - NAMED} more workers"] * (len(waited) > NAMED)
         return "; ".join([*named, *more])

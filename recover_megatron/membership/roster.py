@@ -12,15 +12,14 @@ attaches, or when a member presents an epoch that counts on it. Ids never come b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from recover_megatron.membership.detect import Progress
-from recover_megatron.membership.events import Close, CoordinatorEffect, Log, Probe, Send
-from recover_megatron.membership.records import Json, Settings, to_runs
+from recover_megatron.membership.events import Close, Outbox
+from recover_megatron.membership.records import Formed, Json, Settings, to_runs
 
 
 class Fate(Enum):
@@ -85,30 +84,23 @@ class Witness:
 
 
 class Roster:
-    """The bookkeeping half of ``Coordinator``: collects effects, and in ``_changes`` the reasons for a new epoch."""
+    """Who is there: workers, launchers, their sessions. It notes in ``changes`` what calls for a new epoch."""
 
-    def __init__(self, world: int, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, world: int, settings: Settings, out: Outbox) -> None:
         self.world = world
+        """Workers of the launch."""
+        self.settings = settings
         self.workers = {n: Worker(n, Progress(n)) for n in range(world)}
         self.witnesses: dict[str, Witness] = {}
-        self._sessions: dict[int, Worker | Witness] = {}
-        self._changes: list[str] = []
-        self._out_together: frozenset[int] = frozenset()  # all that are being put out at once
-        self._fault: float | None = None  # when the first fault since the last plan was seen
-        self._effects: list[CoordinatorEffect] = []
-
-    # -- effects ------------------------------------------------------------------------------------------------------
-
-    def _do(self, effect: CoordinatorEffect) -> None:
-        self._effects.append(effect)
-
-    def _log(self, event: str, **fields: Json) -> None:
-        self._do(Log({"event": event, **fields}))
-
-    def _send(self, sessions: Iterable[int], message: Mapping[str, Any]) -> None:
-        if targets := tuple(sessions):
-            self._do(Send(targets, message))
+        """By the name of the node."""
+        self.sessions: dict[int, Worker | Witness] = {}
+        self.changes: list[str] = []
+        """Why the next rendezvous has to be opened, for people; empty: it has not."""
+        self.fault_at: float | None = None
+        """When the first fault since the last plan was seen."""
+        self.deserted = False
+        """Whether somebody has turned away who may follow another coordinator."""
+        self._out = out
 
     # -- views --------------------------------------------------------------------------------------------------------
 
@@ -117,48 +109,68 @@ class Roster:
         """Workers that are certainly not running any more, or have left in order."""
         return frozenset(n for n, w in self.workers.items() if w.fate in (Fate.DEAD, Fate.LEFT))
 
-    def _with_fate(self, fate: Fate) -> frozenset[int]:
-        return frozenset(n for n, w in self.workers.items() if w.fate is fate)
+    @property
+    def reached(self) -> frozenset[int]:
+        """The live workers that are connected."""
+        return frozenset(n for n, w in self.workers.items() if w.session is not None and w.fate is Fate.LIVE)
 
     @property
-    def _newcomers(self) -> frozenset[int]:
+    def newcomers(self) -> frozenset[int]:
         """Those that wait for their first plan."""
-        return frozenset(n for n, w in self.workers.items() if w.new and w.fate is Fate.LIVE and w.session is not None)
+        return frozenset(n for n in self.reached if self.workers[n].new)
 
-    def _meet(self, numbers: Iterable[int]) -> None:
-        """From now on these are known, if they were not: newcomers that others count on."""
-        for number in numbers:
-            if number not in self.workers:
-                self.workers[number] = Worker(number, Progress(number))
+    def with_fate(self, fate: Fate) -> frozenset[int]:
+        """The workers of that fate."""
+        return frozenset(n for n, w in self.workers.items() if w.fate is fate)
 
-    def _attached(self, members: Iterable[int]) -> list[int]:
+    def idle(self, epoch: Formed) -> frozenset[int]:
+        """The members of ``epoch`` that have said that they have no part in it."""
+        return frozenset(n for n, w in self.workers.items() if w.idle_in == epoch.epoch > 0) & epoch.members
+
+    def sessions_of(self, members: Iterable[int]) -> list[int]:
         """The sessions of those members that have one."""
         return [s for n in sorted(members) if (s := self.workers[n].session) is not None]
 
-    def _witness_sessions(self) -> list[int]:
+    @property
+    def witness_sessions(self) -> list[int]:
+        """The sessions of the launchers that have one."""
         return [w.session for w in self.witnesses.values() if w.session is not None]
 
-    def _witness_of(self, worker: Worker) -> Witness | None:
+    def witness_of(self, worker: Worker) -> Witness | None:
         """Its launcher: the one it has named itself, or that says that it runs there."""
         if worker.witness:
             return self.witnesses.get(worker.witness)
         return next((w for w in self.witnesses.values() if worker.number in w.running), None)
 
-    def _vouched(self, worker: Worker, now: float) -> bool:
+    def vouched(self, worker: Worker, now: float) -> bool:
         """Whether the worker's launcher is heard, so that it would have told if the process had ended."""
-        witness = self._witness_of(worker)
+        witness = self.witness_of(worker)
         return (
             witness is not None
             and witness.session is not None
-            and self._silence(witness, now) <= self.settings.heartbeat_timeout
+            and self.silence(witness, now) <= self.settings.heartbeat_timeout
         )
 
     @staticmethod
-    def _silence(peer: Worker | Witness, now: float) -> float:
-        """For how long nothing was heard of a peer, while this coordinator could have heard it."""
+    def silence(peer: Worker | Witness, now: float) -> float:
+        """For how many seconds nothing was heard of a peer, while this coordinator could have heard it."""
         return now - peer.heard - peer.excused
 
-    def _excuse(self, pause: float, now: float) -> None:
+    # -- what is heard ------------------------------------------------------------------------------------------------
+
+    def meet(self, numbers: Iterable[int]) -> None:
+        """From now on these are known, if they were not: newcomers that others count on."""
+        for number in numbers:
+            if number not in self.workers:
+                self.workers[number] = Worker(number, Progress(number))
+
+    def hear(self, peer: Worker | Witness, now: float) -> None:
+        """Something has come from this peer."""
+        peer.heard, peer.excused = now, 0.0
+        if isinstance(peer, Worker):
+            peer.progress.heard = now
+
+    def excuse(self, pause: float, now: float) -> None:
         """This process was kept from running for so long: what it did not hear meanwhile is held against nobody.
 
         What has come before this is called is heard already.
@@ -170,84 +182,128 @@ class Roster:
         for witness in self.witnesses.values():
             witness.excused = min(witness.excused + pause, now - witness.heard)
 
-    def _hear(self, peer: Worker | Witness, now: float) -> None:
-        peer.heard, peer.excused = now, 0.0
-        if isinstance(peer, Worker):
-            peer.progress.heard = now
+    def take_changes(self) -> list[str]:
+        """All ``changes`` since the last call; from now on there are none."""
+        changes = self.changes[:]
+        self.changes.clear()
+        return changes
+
+    def pass_on(self, worker: Worker, text: str) -> None:
+        """A worker has something to say to people: its launcher shows it."""
+        self._out.log("note", worker=worker.number, host=worker.host, text=text)
+        witness = self.witnesses.get(worker.witness)
+        if witness is not None and witness.session is not None:
+            self._out.send([witness.session], {"type": "note", "worker": worker.number, "text": text})
+
+    def from_witness(self, witness: Witness, session: int, message: Mapping[str, Any], term: int, now: float) -> None:
+        """A launcher says something, to the coordinator of ``term``."""
+        match message["type"]:
+            case "beat":
+                self._out.send([session], {"type": "beat"})
+            case "ack" if message["term"] == term:
+                witness.acknowledged = max(witness.acknowledged, message["epoch"])
+            case "spawned":
+                witness.running.add(message["worker"])
+                self._out.log("spawned", worker=message["worker"], pid=message["pid"], node=witness.node)
+            case "stopping":
+                witness.stopping = message["signal"]
+                self._out.log("stopping", node=witness.node, signal=witness.stopping)
+            case "ended":
+                witness.running.discard(message["worker"])
+                self._ended(message["worker"], message["how"], now)
+            case "abandon":
+                self.unbind(witness)
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def _bind(self, peer: Worker | Witness, session: int, now: float) -> None:
-        self._unbind(peer)
+    def bind(self, peer: Worker | Witness, session: int, now: float) -> None:
+        """The peer is reached by this session from now on, and by no other."""
+        self.unbind(peer)
         peer.session = session
-        self._hear(peer, now)
-        self._sessions[session] = peer
+        self.hear(peer, now)
+        self.sessions[session] = peer
 
-    def _unbind(self, peer: Worker | Witness) -> None:
+    def unbind(self, peer: Worker | Witness) -> None:
+        """Close the peer's session, if it has one."""
         if peer.session is not None:
-            del self._sessions[peer.session]
-            self._do(Close(peer.session))
+            del self.sessions[peer.session]
+            self._out.do(Close(peer.session))
             peer.session = None
 
-    def _refuse(self, session: int, reason: str) -> None:
-        self._log("refused", reason=reason)
-        self._send([session], {"type": "refused", "reason": reason})
-        self._do(Close(session))
+    def forget(self, session: int) -> Worker | Witness | None:
+        """A session has ended by itself; whose it was."""
+        peer = self.sessions.pop(session, None)
+        if peer is not None:
+            peer.session = None
+        return peer
 
-    def _quiet(self, seconds: float, now: float) -> list[Worker]:
-        """Attached workers of which nothing was heard for so long."""
-        return [w for w in self.workers.values() if w.session is not None and self._silence(w, now) > seconds]
-
-    def _ask_the_quiet(self, now: float) -> None:
-        """Ask for a sign of life whoever gives none; a launcher that has given none for too long is gone.
-
-        A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter): its host's
-        kernel is asked instead (``Probe``), which needs something sent to acknowledge.
-        """
-        settings = self.settings
-        for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
-            assert worker.session is not None
-            self._send([worker.session], {"type": "beat"})
-            if self._silence(worker, now) > settings.heartbeat_timeout and self._vouched(worker, now):
-                self._do(Probe(worker.session))
-        for witness in self.witnesses.values():
-            if witness.session is not None and self._silence(witness, now) > settings.heartbeat_timeout:
-                self._log("witness_gone", node=witness.node, reason="silent")
-                self._unbind(witness)
-
-    def _silent(self, now: float, fresh: float = -math.inf) -> list[Worker]:
-        """Workers without a sign of life for the heartbeat timeout (and since ``fresh``), for whom nobody vouches."""
-        timeout = self.settings.heartbeat_timeout
-        return [w for w in self._quiet(timeout, now) if now - fresh > timeout and not self._vouched(w, now)]
+    def refuse(self, session: int, reason: str) -> None:
+        """Send whoever it is away, to try another candidate."""
+        self._out.log("refused", reason=reason)
+        self._out.send([session], {"type": "refused", "reason": reason})
+        self._out.do(Close(session))
 
     # -- workers go ---------------------------------------------------------------------------------------------------
 
-    def _dead(self, worker: Worker, reason: str, now: float) -> None:
+    def dead(self, worker: Worker, reason: str, now: float) -> None:
         """The process has ended, for certain."""
         if worker.fate is Fate.LIVE:
-            self._changes.append(f"{worker.name} died: {reason}")
+            self.changes.append(f"{worker.name} died: {reason}")
         worker.fate = Fate.DEAD
-        self._unbind(worker)
-        self._fault_seen("dead", worker, reason, now)
+        self.unbind(worker)
+        self._fault("dead", worker, reason, now)
 
-    def _exclude(self, worker: Worker, reason: str, now: float) -> None:
-        """Put a worker out that may still be running: tell it, and have its launcher kill it."""
-        self._changes.append(f"{worker.name} is out: {reason}")
+    def turned_away(self, worker: Worker, reason: str, now: float, *, followed: bool) -> None:
+        """It looks for another coordinator; ``followed``: this one leads.
+
+        It comes back if there is no other, or its launcher tells of its end. Not out, whoever was silent: what this
+        coordinator has missed while it did not run is no fault of the worker's.
+        """
+        self._out.log("abandoned", worker=worker.number, reason=reason)
+        self.unbind(worker)
+        if followed and worker.fate is Fate.LIVE:
+            worker.awaited_until = now + self.settings.lost_timeout
+            self.deserted = True
+            self.changes.append(f"{worker.name} has turned away and is waited for")
+
+    def told_of(self, dead: frozenset[int], left: frozenset[int]) -> None:
+        """Another coordinator had learnt that these have died, and that those have left in order."""
+        for number in dead | left:
+            worker = self.workers[number]
+            if worker.fate is not Fate.LEFT:
+                worker.fate = Fate.LEFT if number in left else Fate.DEAD
+                self.unbind(worker)
+
+    def exclude(self, worker: Worker, reason: str, now: float, together: frozenset[int] = frozenset()) -> None:
+        """Put a worker out that may still be running: tell it, and have its launcher kill it.
+
+        ``together``: all that are being put out at once, so that their launcher says of none that it goes on.
+        """
+        self.changes.append(f"{worker.name} is out: {reason}")
         worker.fate = Fate.OUT
-        self._fault_seen("out", worker, reason, now)
+        self._fault("out", worker, reason, now)
         if worker.session is not None:
-            self._send([worker.session], {"type": "fenced", "reason": reason})
-        self._unbind(worker)
-        self._kill(worker, reason)
+            self._out.send([worker.session], {"type": "fenced", "reason": reason})
+        self.unbind(worker)
+        self.kill(worker, reason, together)
 
-    def _kill(self, worker: Worker, reason: str) -> None:
-        witness = self._witness_of(worker)
+    def kill(self, worker: Worker, reason: str, together: frozenset[int] = frozenset()) -> None:
+        """Have the launcher of a worker that is out end its process, if it is reached."""
+        witness = self.witness_of(worker)
         if witness is not None and witness.session is not None:
             order = {"type": "kill", "worker": worker.number, "reason": reason}
-            if self._out_together:  # so that nobody says of the next one that it goes on
-                order["with"] = to_runs(self._out_together)
-            self._send([witness.session], order)
+            if together:
+                order["with"] = to_runs(together)
+            self._out.send([witness.session], order)
 
-    def _fault_seen(self, kind: str, worker: Worker, reason: str, now: float) -> None:
-        self._fault = now if self._fault is None else self._fault
-        self._log("fault", kind=kind, worker=worker.number, host=worker.host, reason=reason)
+    def _ended(self, number: int, how: str, now: float) -> None:
+        """A launcher has seen a process end."""
+        if number not in self.workers:  # a newcomer, before it came here: it may be in what others will present
+            self.meet([number])
+            self.workers[number].fate = Fate.DEAD
+        elif self.workers[number].fate in (Fate.LIVE, Fate.OUT):
+            self.dead(self.workers[number], f"its process has ended ({how})", now)
+
+    def _fault(self, kind: str, worker: Worker, reason: str, now: float) -> None:
+        self.fault_at = now if self.fault_at is None else self.fault_at
+        self._out.log("fault", kind=kind, worker=worker.number, host=worker.host, reason=reason)

@@ -99,7 +99,7 @@ class CoordinatorServer:
         self._connections: dict[int, _Connection] = {}
         self._unproved: dict[int, _Connection] = {}  # oldest first, as is _closing
         self._closing: dict[int, _Connection] = {}
-        self._max_unproved = 1024 + 2 * len(coordinator.workers)
+        self._max_unproved = 1024 + 2 * len(coordinator.roster.workers)
         self._numbers = 0
         self._exit: Exit | None = None
         self._posted: deque[CoordinatorEvent] = deque()

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recover_megatron.membership.records import Json, to_runs
-from recover_megatron.membership.roster import Fate, Worker
-
-if TYPE_CHECKING:
-    from recover_megatron.membership.epochs import Epochs
+from recover_megatron.membership.epochs import Epochs
+from recover_megatron.membership.records import Json, Opened, to_runs
+from recover_megatron.membership.roster import Fate, Roster, Worker
+from recover_megatron.membership.stall import Stall
 
 PAUSE_SECONDS = 0.4
 """An observer that asks again within this time is refused."""
@@ -76,9 +75,7 @@ class History:
     Made of the records of the event log. A coordinator that took over knows only what happened since.
     """
 
-    def __init__(self, world: int) -> None:
-        self.launched = world
-        """Workers of the launch."""
+    def __init__(self) -> None:
         self.faults: deque[tuple[float, dict[str, Json]]] = deque(maxlen=LAST)
         self.recoveries: deque[tuple[float, dict[str, Json]]] = deque(maxlen=LAST)
         self.committed_at: float | None = None
@@ -148,42 +145,46 @@ def _bounded(status: Json) -> dict[str, Json]:
     return {**numbers, **texts, **nothing}
 
 
-def view(run: Epochs, plan: Json, now: float) -> dict[str, Any]:
-    """The message that shows ``run``, whose last plan has the data ``plan``. Changes nothing."""
-    history, statuses = run.history, statuses_of(plan)
-    gone_first = sorted(run.workers.values(), key=lambda worker: (worker.fate is Fate.LIVE, worker.number))
+def view(
+    roster: Roster, epochs: Epochs, opened: Opened, stall: Stall, history: History, state: str, term: int, now: float
+) -> dict[str, Any]:
+    """The message that shows a run; ``state`` and ``term`` are those of its coordinator. Changes nothing."""
+    workers, statuses = roster.workers, statuses_of(epochs.plan)
+    gone_first = sorted(workers.values(), key=lambda worker: (worker.fate is Fate.LIVE, worker.number))
     shown = sorted(gone_first[:MAX_ROWS], key=lambda worker: worker.number)
     message: dict[str, Any] = {
         "type": "view",
-        "state": run.state.value,
-        "term": run.term,
-        "epoch": run.formed.epoch,
-        "opened": run.opened.epoch,
-        "committed": run.committed,
-        "launched": history.launched,
-        "world": len(run.workers),
-        "live": sum(worker.fate is Fate.LIVE for worker in run.workers.values()),
+        "state": state,
+        "term": term,
+        "epoch": epochs.formed.epoch,
+        "opened": opened.epoch,
+        "committed": epochs.committed,
+        "launched": roster.world,
+        "world": len(workers),
+        "live": sum(worker.fate is Fate.LIVE for worker in workers.values()),
         "replicas": to_runs(replica for replica in history.replicas if replica >= 0)[:MAX_ROWS],
         "replica_size": history.replica_size,
-        "workers": [_row(run, worker, statuses.get(worker.number), now) for worker in shown],
-        "hidden": len(run.workers) - len(shown),
+        "workers": [_row(worker, epochs, opened, history, statuses.get(worker.number), now) for worker in shown],
+        "hidden": len(workers) - len(shown),
         "faults": _dated(history.faults, now),
         "recoveries": _dated(history.recoveries, now),
     }
-    if run.stall.told and run.stall.since is not None:
-        shown_late = sorted(run.stall.waited)[:LAST]
+    if stall.told and stall.since is not None:
+        shown_late = sorted(stall.waited)[:LAST]
         message["stall"] = {
-            "seconds": _ago(run.stall.since, now),
-            "left": round(run.stall.left(now), 3),
-            "workers": to_runs(run.stall.waited)[:MAX_ROWS],
-            "where": [_cut(f"{run.workers[n].name}: {run.stall.waited[n]}", _WHY) for n in shown_late],
+            "seconds": _ago(stall.since, now),
+            "left": round(stall.left(now), 3),
+            "workers": to_runs(stall.waited)[:MAX_ROWS],
+            "where": [_cut(f"{workers[n].name}: {stall.waited[n]}", _WHY) for n in shown_late],
         }
     if history.committed_at is not None:
         message["commit_age"] = _ago(history.committed_at, now)
     return message
 
 
-def _row(run: Epochs, worker: Worker, status: Mapping[str, Json] | None, now: float) -> dict[str, Json]:
+def _row(
+    worker: Worker, epochs: Epochs, opened: Opened, history: History, status: Mapping[str, Json] | None, now: float
+) -> dict[str, Json]:
     progress = worker.progress
     row: dict[str, Json] = {
         "worker": worker.number,
@@ -192,7 +193,7 @@ def _row(run: Epochs, worker: Worker, status: Mapping[str, Json] | None, now: fl
         "node": _cut(worker.witness, _NAME),
     }
     if worker.fate is not Fate.LIVE:
-        since, why = run.history.ends.get(worker.number, (None, "known from the coordinator before this one"))
+        since, why = history.ends.get(worker.number, (None, "known from the coordinator before this one"))
         return {**row, "why": why} | ({} if since is None else {"ago": _ago(since, now)})
     if worker.session is not None:
         row |= {"silence": _ago(worker.heard, now), "marked": _ago(progress.marked, now)}
@@ -207,9 +208,9 @@ def _row(run: Epochs, worker: Worker, status: Mapping[str, Json] | None, now: fl
         "iteration": progress.iteration,
         "phase": _cut(progress.phase, _PHASE),
         "done": worker.done,
-        "member": worker.number in run.formed.members and run.formed.epoch > 0,
-        "joined": worker.joined == run.opened.epoch > 0,
-        "idle": worker.idle_in == run.formed.epoch > 0,
+        "member": worker.number in epochs.formed.members and epochs.formed.epoch > 0,
+        "joined": worker.joined == opened.epoch > 0,
+        "idle": worker.idle_in == epochs.formed.epoch > 0,
         "status": status or _bounded(worker.status),
     }
 

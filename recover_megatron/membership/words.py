@@ -16,6 +16,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from recover_megatron.membership.events import Outbox
+from recover_megatron.membership.roster import Worker
+
 MAX_ERROR = 2000
 """Characters of an error's type and message."""
 MAX_TRACEBACK = 16 << 10
@@ -122,3 +125,28 @@ def _named(words: LastWords, work: Iterable[int | str | None]) -> str:
         return f"microbatch {numbers[0]} of {iteration}"
     more = ", ..." if len(numbers) > 8 else ""
     return f"one of the microbatches {', '.join(map(str, numbers[:8]))}{more} of {iteration}"
+
+
+class ExceptionReports:
+    """What the workers of a run have said that exceptions ended, each once."""
+
+    def __init__(self, out: Outbox) -> None:
+        self._reports: dict[int, LastWords] = {}
+        self._out = out
+
+    def add(self, worker: Worker, message: Mapping[str, Any]) -> str | None:
+        """Keep a worker's last words, a checked message; why the run must end, if they tell that nobody can go on."""
+        if worker.number in self._reports:
+            return None
+        words = LastWords.of(worker.name, message)
+        where = {"iteration": words.iteration, "microbatch": words.microbatch, "group": words.group}
+        said = {"phase": words.phase, "own": words.own, "error": words.error, "traceback": message["traceback"]}
+        self._out.log("exception", worker=worker.number, host=worker.host, **where, **said)
+        cause = true_cause(words, self._reports.values())
+        self._reports[worker.number] = words
+        return cause
+
+    def last_of(self, workers: frozenset[int]) -> str:
+        """What the last of ``workers`` said that said anything, as the end of a sentence; empty: none did."""
+        said = next((self._reports[number] for number in reversed(self._reports) if number in workers), None)
+        return f"; {said.name} was the last to say why: {said.error[:1000]}" if said else ""

@@ -380,7 +380,10 @@ class World:
                     self.log.append({"time": self.now, "candidate": candidate, **record})
                     if record["event"] == "plan":
                         self._formed(
-                            record["epoch"], coordinator.term, from_runs(record["members"]), record["committed"]
+                            record["epoch"],
+                            coordinator.leadership.term,
+                            from_runs(record["members"]),
+                            record["committed"],
                         )
                     elif record["event"] == "commit":
                         self._committed(record["iteration"], record["epoch"])

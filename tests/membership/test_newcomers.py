@@ -88,7 +88,7 @@ def test_two_newcomers_at_once_cost_one_epoch() -> None:
     for _ in range(4):  # all that is ready is handled before it settles
         for number, direction in world.deliverable():
             world.deliver(number, direction, settle=False)
-    assert {3, 4} <= coordinator.workers.keys()
+    assert {3, 4} <= coordinator.roster.workers.keys()
     world.settle(0)
     world.run_fairly(2.0)
     assert world.order == [1, 2]
@@ -164,7 +164,7 @@ def test_newcomers_without_a_plan_do_not_go_on_alone() -> None:
     world.add_newcomer(0)
     world.frozen.add("w0")  # so there is no plan yet
     world.run_fairly(2.0)
-    assert world.coordinators[0].opened.members == {0, 1, 2, 3}
+    assert world.coordinators[0].rendezvous.opened.members == {0, 1, 2, 3}
     for number in (0, 1, 2):
         world.kill_worker(number)
     world.run_fairly(2.0)
@@ -183,7 +183,7 @@ def test_newcomers_make_no_coordinator_lead() -> None:
         world.add_newcomer(node)
     world.run_fairly(2 * SETTINGS.heartbeat_timeout)
     assert world.order == [1]
-    assert world.coordinators[2].term == 0
+    assert world.coordinators[2].leadership.term == 0
 
 
 def test_an_id_never_comes_back() -> None:

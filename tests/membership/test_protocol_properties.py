@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulation import SETTINGS, PropertyViolated, World
 
-from recover_megatron.membership import epochs
+from recover_megatron.membership import leadership
 from recover_megatron.membership.coordinator import Coordinator, State
+from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.member import Stage
 from recover_megatron.membership.records import Formed, Presentation
-from recover_megatron.membership.roster import Worker
+from recover_megatron.membership.roster import Roster, Worker
 from recover_megatron.membership.succession import Evidence
 
 MOST_WORKERS = 8
@@ -156,7 +157,7 @@ def test_every_live_workers_wait_ends_whatever_happened(
 
 def no_quorum(patch: pytest.MonkeyPatch) -> None:
     """Anybody may go on."""
-    patch.setattr(epochs, "may_go_on", lambda reached, bases, gone, own: bool(reached))
+    patch.setattr(leadership, "may_go_on", lambda reached, bases, gone, own: bool(reached))
 
 
 def same_number(patch: pytest.MonkeyPatch) -> None:
@@ -173,40 +174,40 @@ def same_number(patch: pytest.MonkeyPatch) -> None:
 
 def eager_commit(patch: pytest.MonkeyPatch) -> None:
     """The first report commits."""
-    done = Coordinator._done
+    done = Epochs.done
 
-    def eager(self: Coordinator, worker: Worker, iteration: int, now: float) -> None:
+    def eager(self: Epochs, worker: Worker, iteration: int, now: float) -> None:
         for member in self.formed.members:
-            done(self, self.workers[member], iteration, now)
+            done(self, self._roster.workers[member], iteration, now)
 
-    patch.setattr(Coordinator, "_done", eager)
+    patch.setattr(Epochs, "done", eager)
 
 
 def idle_may_tell(patch: pytest.MonkeyPatch) -> None:
     """Members without a part go on like any others."""
-    patch.setattr(epochs, "can_tell", lambda reached, idle, missing, own: True)
+    patch.setattr(leadership, "can_tell", lambda reached, idle, missing, own: True)
 
 
 def idle_for_good(patch: pytest.MonkeyPatch) -> None:
     """Who was idle once never holds up a commit again."""
 
-    def idle(self: Coordinator, epoch: Formed) -> frozenset[int]:
+    def idle(self: Roster, epoch: Formed) -> frozenset[int]:
         return frozenset(m for m in epoch.members if self.workers[m].idle_in)
 
-    patch.setattr(Coordinator, "_idle", idle)
-    patch.setattr(Coordinator, "_is_ready", lambda self, w: w.done > self.committed or bool(w.idle_in))
+    patch.setattr(Roster, "idle", idle)
+    patch.setattr(Epochs, "is_ready", lambda self, w: w.done > self.committed or bool(w.idle_in))
 
 
 def newcomers_decide(patch: pytest.MonkeyPatch) -> None:
     """What an epoch has committed is looked for in the reports of newcomers, too, who were not in it."""
-    commit = Coordinator._commit
-    patch.setattr(Coordinator, "_commit", lambda self, reporters: commit(self, reporters | self.formed.members))
+    commit = Epochs.commit
+    patch.setattr(Epochs, "commit", lambda self, reporters: commit(self, reporters | self.formed.members))
 
 
 def tells_nothing(patch: pytest.MonkeyPatch) -> None:
     """A coordinator tells with the end of an epoch nothing of its commits."""
-    revoke = Coordinator._revoke_message
-    patch.setattr(Coordinator, "_revoke_message", lambda self, reason: {**revoke(self, reason), "committed": 0})
+    revoke = Rendezvous.revoke_message
+    patch.setattr(Rendezvous, "revoke_message", lambda self, reason: {**revoke(self, reason), "committed": 0})
 
 
 def hasty(patch: pytest.MonkeyPatch) -> None:
@@ -214,7 +215,7 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
 
     def gather(self: Coordinator, now: float) -> None:
         self.state = State.RENDEZVOUS
-        self._changes.append("a new coordinator leads")
+        self.roster.changes.append("a new coordinator leads")
 
     patch.setattr(Coordinator, "_gather", gather)
 

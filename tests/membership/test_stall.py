@@ -103,7 +103,7 @@ def running(workers: int = 4, **more: object) -> World:
 
 
 def fates(world: World) -> list[str]:
-    return [worker.fate.value for _, worker in sorted(world.coordinators[0].workers.items())]
+    return [worker.fate.value for _, worker in sorted(world.coordinators[0].roster.workers.items())]
 
 
 def told(world: World, event: str) -> list[dict[str, object]]:
@@ -191,12 +191,12 @@ def test_hosts_that_freeze_as_a_whole_come_back_whole() -> None:
     for seconds in (12, 40):
         freeze(world, *frozen)
         world.run_fairly(seconds)
-        assert world.coordinators[0].stall.told
+        assert world.coordinators[0].lateness.stall.told
         world.frozen.clear()
         world.run_fairly(15)
         goes_on(world)
     assert fates(world) == ["live"] * 4
-    assert len(world.coordinators[0].formed.members) == 4
+    assert len(world.coordinators[0].epochs.formed.members) == 4
 
 
 def test_who_did_not_run_holds_its_own_silence_against_nobody() -> None:

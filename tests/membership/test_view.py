@@ -14,12 +14,11 @@ from test_protocol_properties import MOVES, Moves, play, world_of
 from test_wire import JSON
 
 from recover_megatron.membership.auth import Secret
-from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.epochs import State
+from recover_megatron.membership.coordinator import Coordinator, State
 from recover_megatron.membership.events import Close, Closed, Exit, Received, Send, Settle
 from recover_megatron.membership.roster import Fate
 from recover_megatron.membership.server import CoordinatorServer
-from recover_megatron.membership.view import LAST, MAX_OBSERVERS, MAX_ROWS, History, statuses_of, view
+from recover_megatron.membership.view import LAST, MAX_OBSERVERS, MAX_ROWS, History, statuses_of
 from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, encode, parse
 
 OBSERVE = {"type": "observe"}
@@ -33,7 +32,7 @@ def asked(coordinator: Coordinator, session: int, now: float) -> list[Any]:
 
 def picture(coordinator: Coordinator, now: float) -> dict[str, Any]:
     """The view as it arrives."""
-    return over_the_wire(view(coordinator, coordinator._plan, now), TO_MEMBER)
+    return over_the_wire(coordinator.view(now), TO_MEMBER)
 
 
 def steady(workers: int = 3) -> World:
@@ -59,14 +58,14 @@ def test_the_view_of_any_state_is_a_message_and_looking_changes_nothing(
             coordinator.handle(Closed(10**6 + len(world.log), True, "it has seen enough"), world.now)
             assert picture(coordinator, world.now) == before
             fates = {row["worker"]: row["fate"] for row in before["workers"]}
-            assert fates == {number: worker.fate.value for number, worker in coordinator.workers.items()}
+            assert fates == {number: worker.fate.value for number, worker in coordinator.roster.workers.items()}
 
 
 @given(JSON | st.dictionaries(st.sampled_from(["statuses", "members"]), JSON | st.dictionaries(st.text(), JSON)))
 def test_any_plan_and_status_can_be_shown(plan: Any) -> None:
     coordinator = Coordinator(2, SETTINGS, salt=1)
-    coordinator._plan = plan
-    coordinator.workers[0].status = plan
+    coordinator.epochs.plan = plan
+    coordinator.roster.workers[0].status = plan
     record = {"event": "plan", "epoch": 1, "members": [[0, 1]], "committed": 0, "seconds": {}}
     coordinator.history.note(record, plan, 1.0)
     assert picture(coordinator, 2.0)["recoveries"][0]["ago"] == 1.0
@@ -76,15 +75,15 @@ def test_a_view_of_the_largest_run_with_the_longest_texts_fits_a_message() -> No
     coordinator = Coordinator(MAX_ROWS + 1000, SETTINGS, salt=1)
     wide = "\U0001f680" * 300
     numbers = dict.fromkeys(("replica", "position", "slot", "at", "iteration", "total", "quota"), (1 << 53) - 1)
-    for worker in coordinator.workers.values():
+    for worker in coordinator.roster.workers.values():
         worker.host = worker.witness = worker.progress.phase = wide
         worker.status = {**numbers, "note": wide, "node": wide, "ran": [1] * 1000}
         worker.session, worker.progress.iteration, worker.progress.microbatch = 1, 1 << 53, 1 << 53
-    coordinator.workers[MAX_ROWS + 500].fate = Fate.DEAD
+    coordinator.roster.workers[MAX_ROWS + 500].fate = Fate.DEAD
     for _ in range(2 * LAST):
         fault = {"event": "fault", "kind": "dead", "worker": MAX_ROWS + 500, "host": wide, "reason": wide * 10}
         coordinator.history.note(fault, None, 0.0)
-    message = view(coordinator, None, 1.0)
+    message = coordinator.view(1.0)
     frame = encode(message)
     assert len(frame) < MAX_TO_MEMBER
     assert parse(frame[4:], TO_MEMBER)["hidden"] == 1000
@@ -136,7 +135,7 @@ def test_observers_are_told_of_the_end_and_the_end_does_not_wait_for_them() -> N
     world = steady()
     coordinator = world.coordinators[0]
     asked(coordinator, 999, world.now)
-    session = coordinator.workers[0].session
+    session = coordinator.roster.workers[0].session
     effects = coordinator.handle(Received(session, {"type": "give_up", "code": 42, "reason": "enough"}), world.now)
     (stop,) = [effect for effect in effects if isinstance(effect, Send) and effect.message["type"] == "stop"]
     assert 999 in stop.sessions
@@ -165,7 +164,7 @@ def test_views_do_not_pile_up_for_an_observer_that_does_not_read() -> None:
 
 
 def test_the_cause_told_first_stays_the_cause() -> None:
-    history = History(2)
+    history = History()
     where = {"worker": 1, "host": "h"}
     history.note({"event": "exception", **where, "error": "ValueError: 7"}, None, 1.0)
     history.note({"event": "fault", "kind": "dead", **where, "reason": "its connection was closed"}, None, 2.0)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from simulation import World, over_the_wire
 
-from recover_megatron.membership.view import view
 from recover_megatron.membership.wire import TO_MEMBER
 from recover_megatron.status.model import Status, read
 from recover_megatron.status.screen import ago, render
@@ -140,7 +139,7 @@ def test_a_simulated_run_with_a_death_is_shown() -> None:
     world.kill_worker(2)
     world.run_fairly(3.0)
     leader = world.coordinators[0]
-    status = read(over_the_wire(view(leader, leader._plan, world.now), TO_MEMBER), "a:1")
+    status = read(over_the_wire(leader.view(world.now), TO_MEMBER), "a:1")
     assert [(gone.worker, gone.fate, gone.why) for gone in status.gone] == [(2, "dead", "connection closed")]
     assert [(plan.epoch, plan.workers) for plan in status.recoveries] == [(1, 4), (2, 3)]
     assert status.recoveries[1].since_fault is not None
@@ -159,10 +158,10 @@ def test_a_stall_comes_first_with_who_is_where_and_for_how_long_it_is_waited() -
     world = World(4)
     world.run_fairly(10)
     world.frozen |= {"w0", "w1", "w2"}
-    while not world.coordinators[0].stall.told:
+    while not world.coordinators[0].lateness.stall.told:
         world.run_fairly(1)
     coordinator = world.coordinators[0]
-    status = read(over_the_wire(view(coordinator, coordinator._plan, world.now), TO_MEMBER), "a:1")
+    status = read(over_the_wire(coordinator.view(world.now), TO_MEMBER), "a:1")
     assert status.stall is not None
     assert list(status.stall.workers) == [0, 1, 2]
     shown = text(status)

@@ -1,0 +1,133 @@
+"""Who comes to a coordinator: whether it may be who it says, what it presents, and what it is told first.
+
+attach, attach_witness ---> barred: fenced, or refused
+              |
+              v
+bound, its presentation taken in ---> standby              (this candidate does not lead)
+                                 |--> lead                 (it leads, and waits for others)
+                                 |--> revoke               (a rendezvous is open)
+                                 '--> nothing, to a worker (its coming has opened the next); revoke, plan to a launcher
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from recover_megatron.membership.detect import Progress
+from recover_megatron.membership.epochs import Epochs, Rendezvous
+from recover_megatron.membership.events import Close, Outbox
+from recover_megatron.membership.leadership import Leadership
+from recover_megatron.membership.records import from_runs, to_runs
+from recover_megatron.membership.roster import Fate, Roster, Witness, Worker
+from recover_megatron.membership.succession import presentation_from_wire
+
+
+class Admission:
+    """Takes in the first message of a session, a checked ``attach`` or ``attach_witness``."""
+
+    def __init__(
+        self, roster: Roster, leadership: Leadership, epochs: Epochs, rendezvous: Rendezvous, out: Outbox
+    ) -> None:
+        self._roster = roster
+        self._leadership = leadership
+        self._epochs = epochs
+        self._rendezvous = rendezvous
+        self._out = out
+
+    def worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
+        """A worker attaches: for the first time, again after its connection was lost, or from another coordinator."""
+        number, newcomer = message["worker"], message.get("newcomer", False)
+        if newcomer:
+            self._roster.meet([number])
+        worker = self._roster.workers.get(number)
+        if worker is None:
+            self._roster.refuse(session, f"there is no worker {number} in this run")
+            return
+        new = newcomer and message["formed_epoch"] == 0
+        if barred := self._why_barred(worker, message, new):
+            reason = f"{barred}: this process is not part of the run"
+            self._out.log("refused", worker=number, host=message["host"], reason=reason)
+            self._out.send([session], {"type": "fenced", "reason": reason})
+            self._out.do(Close(session))
+            return
+        if new and not worker.new and number not in self._epochs.formed.members:
+            self._out.log("admitted", worker=number, host=message["host"])
+        self._roster.bind(worker, session, now)
+        worker.new = new
+        worker.incarnation, worker.host = message["incarnation"], message["host"]
+        worker.witness, worker.done = message.get("witness", ""), message["done"]
+        worker.left_silence = message.get("silent", False)
+        worker.idle_in = message.get("idle", 0)
+        worker.formed_epoch = message["formed_epoch"]
+        worker.progress = Progress(worker.number, marked=now, heard=now)
+        self._rendezvous.withdraw(worker)
+        self._out.log("attached", worker=worker.number, host=worker.host, pid=message["pid"])
+        self._present(session, message)
+        if self._leadership.term == 0:
+            return
+        if number in self._rendezvous.members:
+            if not self._rendezvous.is_open:
+                self._roster.changes.append(f"{worker.name} has lost its connection and come back")
+        elif new:
+            self._roster.changes.append(f"{worker.name} is admitted")
+        elif number not in self._leadership.evidence.target:
+            self._roster.exclude(worker, "it was put out of the run before", now)
+
+    def witness(self, session: int, message: Mapping[str, Any], now: float) -> None:
+        """A launcher attaches."""
+        node = message["node"]
+        witness = self._roster.witnesses.setdefault(node, Witness(node, None, now))
+        self._roster.bind(witness, session, now)
+        witness.acknowledged, witness.ended = 0, False
+        witness.running = set(from_runs(message.get("running", [])))
+        self._out.log("witness", node=node)
+        self._present(session, message)
+        if self._epochs.own and not self._rendezvous.is_open:
+            self._out.send([session], self._rendezvous.revoke_message("attached"))
+            self._out.send([session], self._epochs.plan_message)
+        for number in self._roster.with_fate(Fate.OUT):
+            if self._roster.workers[number].witness == node:
+                self._roster.kill(self._roster.workers[number], "put out of the run")
+
+    def _why_barred(self, worker: Worker, message: Mapping[str, Any], new: bool) -> str:
+        """What speaks against a process that presents itself as ``worker``; empty: nothing."""
+        evidence = self._leadership.evidence
+        if worker.number in evidence.dead | evidence.left and self._leadership.term > 0:
+            return f"worker {worker.number} has ended"
+        if worker.fate is not Fate.LIVE:
+            return f"worker {worker.number} is {worker.fate.value}"
+        if worker.incarnation not in ("", message["incarnation"]):
+            return f"worker {worker.number} is another process"
+        if message.get("newcomer", False) and worker.number < self._roster.world:
+            return f"worker {worker.number} was launched with the run, and a newcomer needs an id of its own"
+        if self._epochs.own and not new and worker.number not in self._epochs.formed.members:
+            worker.fate = Fate.OUT  # it holds a plan of an epoch that this coordinator's epochs have left behind
+            return f"worker {worker.number} is {worker.fate.value}"
+        return ""
+
+    def _present(self, session: int, message: Mapping[str, Any]) -> None:
+        """Take in a presentation; before this coordinator has formed an epoch itself, it may change the picture."""
+        presentation = presentation_from_wire(message)
+        news = self._leadership.presented(presentation)
+        self._roster.meet(presentation.mentioned)
+        if self._leadership.term == 0:
+            self._out.send([session], {"type": "standby"})
+        elif self._rendezvous.is_open:
+            if news and not self._epochs.own:
+                self._roster.changes.append("a member presented something newer")
+            else:
+                self._tell_of_rendezvous(session)
+        elif not self._epochs.own:
+            self._out.send([session], self._leadership.lead_message)
+
+    def _tell_of_rendezvous(self, session: int) -> None:
+        """Tell a launcher, or a worker that has to join it, of the open rendezvous."""
+        peer, revoke = self._roster.sessions[session], self._rendezvous.revoke_message("attached")
+        if isinstance(peer, Worker) and peer.number not in self._rendezvous.members:
+            return
+        if isinstance(peer, Witness) and self._epochs.own:  # that the run has begun decides what a death means to it
+            formed = {"epoch": self._epochs.formed.epoch, "members": to_runs(self._epochs.formed.members)}
+            self._out.send([session], {**revoke, **formed})
+            self._out.send([session], self._epochs.plan_message)
+        self._out.send([session], revoke)

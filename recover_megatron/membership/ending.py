@@ -1,0 +1,99 @@
+"""The end of a run: everybody is told why, and those that may still come to hear it are waited for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from signal import Signals
+from typing import Any
+
+from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, RunOver
+from recover_megatron.membership.events import Close, CoordinatorEvent, Exit, Outbox, Received
+from recover_megatron.membership.records import Formed
+from recover_megatron.membership.roster import Roster
+
+
+class Ending:
+    """What a coordinator does once its run is over: it tells all (``begin``), then those that come late (``handle``).
+
+    The effect ``Exit`` follows when everybody has been told that is waited for, or at ``deadline``.
+    """
+
+    def __init__(self, roster: Roster, out: Outbox) -> None:
+        self.deadline = math.inf
+        self._roster = roster
+        self._out = out
+        self._farewell: dict[str, Any] = {}  # the stop message, once there is one
+        self._untold: set[int | str] = set()  # workers and launchers still to get it
+
+    def begin(
+        self,
+        over: RunOver,
+        formed: Formed,
+        absent: frozenset[int],
+        patience: float,
+        observers: Iterable[int],
+        now: float,
+    ) -> None:
+        """Tell all members and ``observers`` (sessions).
+
+        A worker's word holds for those, too, that have not come to the open rendezvous yet (``absent``): they are
+        waited for, until ``patience`` as the rendezvous would have, and told. (Any other reason may be this
+        coordinator's alone: let them try another.) Launchers that workers have named and that have not come yet, in a
+        run shorter than their way here, are waited for, too: they need the exit code; and so are those that have just
+        lost their connection, and may be on their way back. Not where another coordinator may go on.
+        """
+        roster, settings = self._roster, self._roster.settings
+        code, reason = over.code, over.reason
+        if code and (told := self._told_to_stop(formed)):
+            code, reason = told
+        workers = absent if over.by is not None else frozenset[int]()
+        nodes: set[str] = set()
+        if over.by is not None or code != EXIT_LOST_MAJORITY:
+            nodes = {w.witness for w in roster.workers.values() if w.witness and w.witness not in roster.witnesses}
+        until = [patience] * bool(workers) + [now + settings.heartbeat_timeout] * bool(nodes)
+        if code != EXIT_LOST_MAJORITY and (lost := self._just_lost(now)):
+            nodes |= lost
+            until.append(now + 2 * settings.heartbeat_timeout)
+        self._untold = {*workers, *nodes}
+        self.deadline = max(until, default=math.inf)
+        self._out.log("stop", code=code, reason=reason)
+        self._farewell = {"type": "stop", "code": code, "reason": reason[:2000], "epoch": formed.epoch}
+        if over.by is not None:
+            self._farewell["by"] = over.by
+        self._out.send([*sorted(roster.sessions), *observers], self._farewell)
+        if not self._untold:
+            self._out.do(Exit(code, reason))
+
+    def handle(self, event: CoordinatorEvent, now: float) -> None:
+        """Any event from now on: tell those who come late, if they are waited for."""
+        waited = bool(self._untold)
+        if isinstance(event, Received):
+            message = event.message
+            if message["type"] == "observe" or (waited and message["type"] in ("attach", "attach_witness")):
+                self._out.send([event.session], self._farewell)
+                self._out.do(Close(event.session))
+                self._untold -= {message.get("worker"), message.get("node")}
+            else:
+                self._roster.refuse(event.session, "this coordinator has stopped")
+        if waited and (not self._untold or now >= self.deadline):
+            self._untold.clear()
+            self.deadline = math.inf
+            self._out.do(Exit(self._farewell["code"], self._farewell["reason"]))
+
+    def _told_to_stop(self, formed: Formed) -> tuple[int, str] | None:
+        """Code and reason of a run whose launchers, all that have workers in it, were told to end them."""
+        roster = self._roster
+        nodes = {roster.workers[number].witness for number in formed.members}
+        witnesses = [roster.witnesses[node] for node in sorted(nodes) if node in roster.witnesses]
+        if not nodes or len(witnesses) < len(nodes) or not all(witness.stopping for witness in witnesses):
+            return None
+        number = witnesses[0].stopping
+        names = ", ".join(witness.node for witness in witnesses)
+        return 128 + number, f"ended by {Signals(number).name}, which the launcher on {names} received"
+
+    def _just_lost(self, now: float) -> set[str]:
+        """The launchers that are not reached, but were not long ago, and are not known to have ended."""
+        since = now - self._roster.settings.lost_timeout
+        witnesses = self._roster.witnesses.values()
+        return {w.node for w in witnesses if w.session is None and not w.ended and w.heard > since}
