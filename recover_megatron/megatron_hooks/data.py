@@ -172,6 +172,12 @@ def source_of(iterator: Any) -> Source | None:
     return inner if isinstance(inner, Source) else None
 
 
+def sources_of(iterators: Any) -> Sequence[Source]:
+    """The sources behind what Megatron hands to a schedule, one iterator or one for each chunk."""
+    several = iterators if isinstance(iterators, list) else [iterators]
+    return [source for source in map(source_of, several) if source is not None]
+
+
 def install() -> None:
     """Wrap the seam where Megatron builds its loaders."""
     seams.wrap(training, "build_pretraining_data_loader", ("dataset", "consumed_samples"), _with_sources)

@@ -6,7 +6,7 @@ evaluate()                    a section: run again from the start by whoever is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from megatron.training import get_args, training
@@ -14,7 +14,7 @@ from megatron.training import get_args, training
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.megatron_hooks import seams
-from recover_megatron.megatron_hooks.data import Microbatches, Source, source_of
+from recover_megatron.megatron_hooks.data import Microbatches, source_of, sources_of
 from recover_megatron.megatron_hooks.groups import Groups
 
 
@@ -35,7 +35,7 @@ class Evaluation:
                 return original(forward_step_func, data_iterator, model, *args, **kwargs)
             megatron_args = get_args()
             consumed = megatron_args.consumed_valid_samples
-            starts = [(source, source.position) for source in sources(data_iterator)]
+            starts = [(source, source.position) for source in sources_of(data_iterator)]
 
             def run() -> Any:
                 with self._groups.traffic.during(Mode.DEFERRED):
@@ -76,9 +76,3 @@ class Evaluation:
         given = iterators if isinstance(call["data_iterator"], list) else iterators[0]
         mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(ids)}
         return schedule(**{**call, **mine_only})
-
-
-def sources(iterators: Any) -> Sequence[Source]:
-    """Those behind what Megatron hands to a schedule, one iterator or one for each chunk."""
-    several = iterators if isinstance(iterators, list) else [iterators]
-    return [source for source in map(source_of, several) if source is not None]

@@ -25,20 +25,12 @@ class FaultInjection:
         self._injector = injector
         self._training = training
 
-    @property
-    def active(self) -> bool:
-        """Whether any fault is to strike this worker."""
-        return self._injector.active
-
     def install(self) -> None:
         """Wrap the seam; raises UserError if this Megatron's is not the one we know."""
-        if self.active:
-            seams.wrap(schedules, "backward_step", ("input_tensor", "output_tensor"), self._striking_backward)
+        seams.wrap(schedules, "backward_step", ("input_tensor", "output_tensor"), self._striking_backward)
 
     def strike(self, phase: str, iteration: int | None = None) -> None:
         """A phase was reached, of ``iteration``; None: of that under way."""
-        if not self.active:
-            return
         if phase == "traffic":  # an operation inside a section: a further visit of its phase
             phase = SECTIONS.get(self._training.recovery.sections.kind, "")
         self._injector.at(phase, self._training.iteration if iteration is None else iteration)

@@ -111,7 +111,7 @@ class FaultTolerance:
             shadow_device=torch.device("cpu") if config.shadow_device == "cpu" else None,
         )
         injector = Injector(parse_spec(config.inject) if config.inject else [], self._me)
-        self._faults = FaultInjection(injector, self._training)
+        self._faults = FaultInjection(injector, self._training) if injector.active else None
         self._turning_points = TurningPoints(
             self._groups, self._training, self._records, self._faults, newcomer=self._newcomer
         )
@@ -125,7 +125,8 @@ class FaultTolerance:
         data.install()
         self._training.install()
         alone.install(self._groups)
-        self._faults.install()
+        if self._faults is not None:
+            self._faults.install()
 
     def run(self, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
         """Train to the end.  Returns when the training is over; does not return from any other end.
@@ -283,7 +284,7 @@ class FaultTolerance:
             collective=cast(Any, config.collective),
             # NCCL refuses workers that share a GPU, and whoever asks Megatron for gloo does not want it.
             carrier="tcp" if self._device.type == "cuda" and args.distributed_backend == "gloo" else None,
-            hook=self._faults.in_ring if self._faults.active else None,
+            hook=None if self._faults is None else self._faults.in_ring,
         )
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
         return Recovery(

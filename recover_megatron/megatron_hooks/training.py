@@ -33,7 +33,8 @@ from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets, BucketSeams
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
-from recover_megatron.megatron_hooks.evaluation import Evaluation, sources
+from recover_megatron.megatron_hooks.data import sources_of
+from recover_megatron.megatron_hooks.evaluation import Evaluation
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.places import Places
 from recover_megatron.megatron_hooks.records import Records
@@ -323,7 +324,7 @@ class TrainingHooks:
         mine.show(total)
         column = self._buckets.tail
         in_column = set(column) & set(mine.grid.replicas[mine.replica])
-        for source in sources(call["data_iterator"]):
+        for source in sources_of(call["data_iterator"]):
             source.begin(args.consumed_train_samples, mine.share(total)[mine.lane], total)
         self._trackers.begin()
         trainer = MegatronTrainer(

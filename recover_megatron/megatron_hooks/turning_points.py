@@ -17,14 +17,17 @@ from recover_megatron.megatron_hooks.training import TrainingHooks
 
 
 class TurningPoints(Hooks):
-    """See ``Hooks`` for its methods.  ``newcomer``: this worker was not launched with the run."""
+    """See ``Hooks`` for its methods.
+
+    ``faults``: None where none is to be injected.  ``newcomer``: this worker was not launched with the run.
+    """
 
     def __init__(
         self,
         groups: Groups,
         training: TrainingHooks,
         records: Records,
-        faults: FaultInjection,
+        faults: FaultInjection | None,
         *,
         newcomer: bool,
     ) -> None:
@@ -65,7 +68,8 @@ class TurningPoints(Hooks):
         return self._records.last_checkpoint()
 
     def strike(self, phase: str, iteration: int | None = None) -> None:
-        self._faults.strike(phase, iteration)
+        if self._faults is not None:
+            self._faults.strike(phase, iteration)
 
     def describe(self, decision: Decision) -> dict[str, Any]:
         recovery = self._training.recovery
