@@ -17,7 +17,7 @@ UNEXPLAINED = 2
 
 
 class Blame:
-    """See the module's text.  One per worker."""
+    """Judges the errors of one worker, and remembers how often they were unexplained in this iteration."""
 
     def __init__(self) -> None:
         self._iteration = 0

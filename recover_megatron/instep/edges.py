@@ -33,7 +33,7 @@ Probe = Callable[[Mapping[int, str], float, Callable[[], Collection[int]]], set[
 
 
 class Edges:
-    """See the module's text; of worker ``me``.  Not thread-safe: a worker joins from one thread at a time."""
+    """Whom worker ``me`` cannot reach.  Not thread-safe: a worker joins from one thread at a time."""
 
     def __init__(self, me: int, probe: Probe = unreached, pause: Callable[[float], None] = time.sleep) -> None:
         self._me = me

@@ -134,7 +134,7 @@ EXTRAS = 64
 
 
 class Tail:
-    """See the module's text.  Layout, float64, ``replicas`` being the launch's number of them:
+    """The bucket that is summed last, float64, flat; ``replicas`` is the launch's number of them:
 
     [count of id 0..total-1 | replica+1 of id 0..total-1 | seconds per microbatch of each replica | extras]
 

@@ -49,7 +49,7 @@ RETRY_SECONDS = 0.02
 
 
 class Overlap:
-    """See the module's text.  ``parts``: (column, flat tensor) of each bucket of parameters, the last needed first.
+    """One worker's parameters on their way.  ``parts``: (column, flat tensor) of each bucket, the last needed first.
 
     ``lose`` is called with a unit whose parameters nobody has any more, and raises.
     """

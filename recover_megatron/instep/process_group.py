@@ -31,7 +31,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, places: Sequence[int]) -> 
 
 
 class EpochGroup(dist.ProcessGroup):
-    """See the module's text.  ``workers``: slots, in rank order; ``original``: torch's group of those who were there at
+    """A group over replicas.  ``workers``: slots, in rank order; ``original``: torch's group of those who were there at
     launch (None where this worker was not: ``Mode.STARTING`` is not for it).
 
     ``mates``: another group that carries messages inside the replica, and the slots of its members in rank order.

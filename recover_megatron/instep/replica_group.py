@@ -27,7 +27,7 @@ _METHODS = tuple(
 
 
 class ReplicaGroup(dist.ProcessGroup):
-    """See the module's text.  ``positions``: of its members in the replica, in rank order; ``me``: this worker's.
+    """A group whose inside can change.  ``positions``: of its members in the replica, in rank order; ``me``: its own.
 
     ``name``: the same on all members, and of no other group of theirs.  ``placeholder``: ``inner`` is nobody's group,
     and must not stay, not even where this worker is the only member: its ranks are those of another replica.

@@ -35,7 +35,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class Staged:
-    """See the module's text.  ``away``: which tensors are copied in any case.
+    """The tensors of one operation, and what it is carried out on in their place.
+
+    ``away``: which tensors are copied in any case.
 
     ``every_result``: also results that are no input are written when they are brought back, and not before: where the
     operation may be repeated by fewer workers, nothing must be left of the others.

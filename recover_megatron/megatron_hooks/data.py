@@ -48,7 +48,7 @@ class TaggedDataset(torch.utils.data.Dataset):
 
 
 class Source:
-    """See the module's text.  ``loader``: as Megatron built it over a ``TaggedDataset``; its settings are kept."""
+    """Microbatches by number.  ``loader``: as Megatron built it over a ``TaggedDataset``; its settings are kept."""
 
     def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int) -> None:
         self._size = size

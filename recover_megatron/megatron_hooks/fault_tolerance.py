@@ -90,7 +90,7 @@ def survive(config: RecoverConfig, call: Callable[[], None], arguments: Callable
 
 
 class FaultTolerance:
-    """See the module's text.  One per worker."""
+    """Makes the parts of one worker's recovery, and gives every end of the worker its exit code."""
 
     def __init__(self, config: RecoverConfig) -> None:
         if config.coordinator is None or "RANK" not in os.environ:

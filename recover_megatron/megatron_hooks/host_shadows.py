@@ -21,7 +21,7 @@ from recover_megatron.megatron_hooks.pieces import Piece, Pieces
 
 
 class HostShadows:
-    """See the module's text.  ``pieces``: of each of Megatron's distributed optimizers; ``clip``: its --clip-grad."""
+    """Updates them.  ``pieces``: of each of Megatron's distributed optimizers; ``clip``: its --clip-grad."""
 
     def __init__(self, pieces: Sequence[Pieces], clip: float) -> None:
         self._pieces = pieces

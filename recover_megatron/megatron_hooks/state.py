@@ -36,7 +36,7 @@ LAUNCH = ("iteration", "consumed_train_samples", "num_floating_point_operations_
 
 
 class TrainingState:
-    """See the module's text.  ``validation``: Megatron's iterators, as train() gets them.
+    """One worker's part of the training's state.  ``validation``: Megatron's iterators, as train() gets them.
 
     ``blank``: the model was built alone; its parameters are those of no iteration.
     """

@@ -19,7 +19,7 @@ CUMULATIVE = ("cumulative_correct_values", "cumulative_total_values")
 
 
 class LogTotals:
-    """See the module's text."""
+    """What one worker's log has added up since its last row, and over which seconds."""
 
     def __init__(self) -> None:
         self._totals: dict[str, Any] = {}

@@ -52,7 +52,7 @@ class _Sums:
 
 
 class Trackers:
-    """See the module's text.  ``args``: Megatron's; ``ranks``: how many workers the tail sums over, at launch."""
+    """Numbers of the log.  ``args``: Megatron's; ``ranks``: how many workers of the launch the tail sums over."""
 
     def __init__(self, args: Any, ranks: int) -> None:
         self._ranks = ranks

@@ -62,7 +62,7 @@ FINAL = (
 
 
 class TrainingHooks:
-    """See the module's text.  ``recovery`` is made when ``train`` begins: ``make_recovery`` does it."""
+    """The hooks of one worker's training loop.  ``make_recovery`` is called when ``train`` begins."""
 
     def __init__(
         self,
