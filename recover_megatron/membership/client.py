@@ -2,8 +2,8 @@
 
     Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (has sent our proof, waits for theirs) -> OPEN
 
-A socket is closed only after the other side has closed it, or while nobody is attached by it (see ``member``). One that
-was abandoned is kept, drained and closed when its other end is.
+A socket is closed only after the other side has closed it, or while nobody is attached by it (see ``follower``). One
+that was abandoned is kept, drained and closed when its other end is.
 
 Processes that the owner forks (data loader workers) inherit the sockets, and the kernel tells the coordinator of the
 owner's death only when the last copy is closed. So the child closes them right after the fork, and a fork waits for a
@@ -38,7 +38,7 @@ from recover_megatron.membership.events import (
     Say,
     Tick,
 )
-from recover_megatron.membership.member import Follower, Stage
+from recover_megatron.membership.follower import Follower, Stage
 from recover_megatron.network.forks import close_in_children
 from recover_megatron.network.proof import nonce
 

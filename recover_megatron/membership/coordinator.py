@@ -27,9 +27,8 @@ STOPPED     The run is over or may not go on here; everybody was told why.
 Members that hear nothing turn away from a coordinator (``abandon``), and it cannot know of it while it does not run: it
 was stopped, or its host was busy. Then they are alive, and they either come back, and are waited for, or another
 candidate leads them. So a coordinator that has less than its quorum left *steps down*: it sends who is left to look for
-another one, forgets all (``StepDown``), and is a candidate like any other. Its own pauses count against nobody
-(``_excuse``).
-A fresh candidate has promised nothing, whatever the process did before: members alone keep what binds (``quorum``).
+another one, forgets all (``StepDown``), and is a candidate like any other. Its own pauses count against nobody. A
+fresh candidate has promised nothing, whatever the process did before: members alone keep what binds (``quorum``).
 
 A commit needs the report of all members, so it needs no log: if every survivor of an epoch presents ``done >= t``, t is
 committed (it may have been, and it does no harm if it was not); if one does not, it was not. So a lost coordinator
@@ -101,9 +100,9 @@ class Coordinator:
         self.state = State.STANDBY
         self.deadline = now + settings.heartbeat_interval / 4
         self.history = History()
-        self._observers = Observers()
         self._planner = planner
         self._out = out = Outbox()
+        self._observers = Observers(out)
         self.roster = roster = Roster(world, settings, out)
         self.leadership = Leadership(roster, out, salt, arbiter)
         self.epochs = Epochs(roster, planner, out)
@@ -116,8 +115,7 @@ class Coordinator:
 
     def fresh(self, salt: int, now: float) -> Coordinator:
         """A candidate with the same task that knows nothing, to take the place of one that has stepped down."""
-        world, arbiter = self.roster.world, self.leadership.arbiter
-        return Coordinator(world, self.settings, salt, self._planner, arbiter, now)
+        return Coordinator(self.roster.world, self.settings, salt, self._planner, self.leadership.arbiter, now)
 
     def view(self, now: float) -> dict[str, Any]:
         """What an observer is shown. Changes nothing."""
@@ -372,12 +370,10 @@ class Coordinator:
     def _observed(self, session: int, now: float) -> None:
         """Show an observer the state; see ``view`` for what it may ask."""
         if not self._observers.ask(session, now):
-            self._observers.forget(session)
             self.roster.refuse(session, "an observer that asks too often")
             return
         self._out.send([session], self.view(now))
-        if (quietest := self._observers.one_too_many()) is not None:
-            self._out.do(Close(quietest))
+        self._observers.make_room()
 
     # -- it ends ------------------------------------------------------------------------------------------------------
 
@@ -397,8 +393,7 @@ class Coordinator:
         absent = frozenset[int]()
         if self.state is State.RENDEZVOUS:
             absent = self.rendezvous.members & self.roster.with_fate(Fate.LIVE) - self.roster.reached
-        patience, observers = self.rendezvous.patience, self._observers.sessions
-        self._ending.begin(over, self.epochs.formed, absent, patience, observers, now)
+        self._ending.begin(over, self.epochs.formed, absent, self.rendezvous.patience, self._observers.sessions, now)
         self.roster.changes.clear()
         self.deadline = self._ending.deadline
         self.state = State.STOPPED

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from recover_megatron.membership.epochs import Epochs
+from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.records import Json, Opened, to_runs
 from recover_megatron.membership.roster import Fate, Roster, Worker
 from recover_megatron.membership.stall import Stall
@@ -41,8 +42,9 @@ _FAULTS = ("fault", "exception", "stuck", "give_up")
 class Observers:
     """The sessions that look, and when each has asked last: the quietest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: Outbox) -> None:
         self._asked: dict[int, float] = {}
+        self._out = out
 
     @property
     def sessions(self) -> list[int]:
@@ -53,20 +55,23 @@ class Observers:
         return session in self._asked
 
     def ask(self, session: int, now: float) -> bool:
-        """Note a question; False: it comes too soon after the last one."""
+        """Note a question; False: it comes too soon after the last one, and the observer is forgotten."""
         last = self._asked.pop(session, None)
+        if last is not None and now - last < PAUSE_SECONDS:
+            return False
         self._asked[session] = now
-        return last is None or now - last >= PAUSE_SECONDS
+        return True
 
-    def one_too_many(self) -> int | None:
-        """The observer that has to go, if there is no room for all; it is forgotten."""
-        quietest = next(iter(self._asked)) if len(self._asked) > MAX_OBSERVERS else None
-        self.forget(quietest)
-        return quietest
+    def make_room(self) -> None:
+        """Close the session of the quietest observer, if there are too many."""
+        if len(self._asked) > MAX_OBSERVERS:
+            quietest = next(iter(self._asked))
+            self.forget(quietest)
+            self._out.do(Close(quietest))
 
-    def forget(self, session: int | None) -> None:
+    def forget(self, session: int) -> None:
         """A session has ended; harmless if it was no observer's."""
-        self._asked.pop(session, None)  # type: ignore[arg-type]
+        self._asked.pop(session, None)
 
 
 class History:

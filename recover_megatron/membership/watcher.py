@@ -1,4 +1,4 @@
-"""The launchers' side as a state machine without I/O: what a witness says and hears, beside following (``member``)."""
+"""A launcher's side as a state machine without I/O: what a witness says and hears, beside following (``follower``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify, Say
-from recover_megatron.membership.member import Follower
+from recover_megatron.membership.follower import Follower
 from recover_megatron.membership.records import Settings, from_runs, to_runs
 
 

@@ -36,7 +36,8 @@ from recover_megatron.membership.events import (
     StepDown,
     Tick,
 )
-from recover_megatron.membership.member import Follower, Member, Stage
+from recover_megatron.membership.follower import Follower, Stage
+from recover_megatron.membership.member import Member
 from recover_megatron.membership.records import Settings, from_runs
 from recover_megatron.membership.watcher import Watcher
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode, parse

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simulation import SETTINGS, World
 
-from recover_megatron.membership.member import Stage
+from recover_megatron.membership.follower import Stage
 
 PAUSES = st.lists(
     st.tuples(

@@ -12,7 +12,7 @@ from simulation import SETTINGS, PropertyViolated, World
 from recover_megatron.membership import leadership
 from recover_megatron.membership.coordinator import Coordinator, State
 from recover_megatron.membership.epochs import Epochs, Rendezvous
-from recover_megatron.membership.member import Stage
+from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.records import Formed, Presentation
 from recover_megatron.membership.roster import Roster, Worker
 from recover_megatron.membership.succession import Evidence

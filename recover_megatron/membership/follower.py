@@ -1,0 +1,286 @@
+"""What workers and launchers have in common, as a state machine without I/O: ``handle(event, now) -> effects``.
+
+                connected          lead, revoke of a term not below mine       fenced, stopped, given up
+    SEEKING ---------------> ATTACHED --------------------------> FOLLOWING ------------------------> OUT
+       ^  refused, silent,      |                                    |
+       |  does not lead         |         connection lost, silent    |
+       '------------------------'------------------------------------'
+
+SEEKING     dials the candidates in turn, beginning after the one it lost.
+ATTACHED    has presented what it follows and holds, to a candidate that does not lead (yet).
+FOLLOWING   obeys the coordinator of ``presentation.term``. Revokes and plans of a lower term are never obeyed.
+            ``lead`` alone tells who leads: the rendezvous comes when what all hold has been presented.
+OUT         for good; ``out`` says why.
+
+A worker is a ``member``, a launcher a ``watcher``: they say what the coordinator is to know, and act on what it tells.
+A connection is given up only with ``Abandon`` (a message first, no close): the kernel's closing of a session means that
+the process has ended, and the partition rule rests on that being true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from recover_megatron.membership.errors import CoordinatorLost, Fenced, MembershipError
+from recover_megatron.membership.events import (
+    Abandon,
+    Accepted,
+    Connected,
+    Dial,
+    Hangup,
+    Heard,
+    Lost,
+    MemberEffect,
+    MemberEvent,
+    Notify,
+    Say,
+    Tick,
+)
+from recover_megatron.membership.records import Formed, Opened, Presentation, Settings, from_runs
+from recover_megatron.membership.succession import presentation_to_wire
+
+
+class Stage(Enum):
+    """See the drawing above."""
+
+    SEEKING = "seeking"
+    ATTACHED = "attached"
+    FOLLOWING = "following"
+    OUT = "out"
+
+
+class Follower:
+    """Finds and follows the coordinator. ``hello``: the fields of the attach message that tell who this is.
+
+    ``late``: it comes to a run that has begun, so any candidate may lead, and the first one may be a fresh standby.
+    """
+
+    beat: Mapping[str, Any] = {"type": "beat"}
+
+    def __init__(
+        self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float, *, late: bool = False
+    ) -> None:
+        self.settings = settings
+        self._late = late
+        self.stage = Stage.SEEKING
+        self.out: MembershipError | None = None
+        self.presentation = Presentation()
+        self.last_epoch = 0
+        """The last epoch of a run that has stopped, as its coordinator told."""
+        self.deadline = now
+        self._hello = dict(hello)
+        self._candidates = candidates
+        self._candidate = -1
+        self._connected = False
+        self._heard = now
+        self._beat_at = now
+        self._alone_since = now
+        self._move_at: float | None = now  # when to try the next candidate
+        self._failures = 0
+        self._silent = False  # the last coordinator was left because it was silent, not because the connection ended
+        self._accepted = False  # by the host of the candidate that was dialed last
+        self._mute: set[int] = set()  # candidates whose host has accepted a connection, and that said nothing
+        self._complaint = "no candidate was tried"
+        self._effects: list[MemberEffect] = []
+
+    def in_touch(self, now: float) -> bool:
+        """Whether the coordinator was heard lately enough that it cannot have given this member up for its silence."""
+        return self._connected and now - self._heard <= self.settings.heartbeat_timeout
+
+    @property
+    def candidate(self) -> int:
+        """The candidate that was dialled last."""
+        return self._candidate
+
+    def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
+        """Apply one event. ``Tick`` is due at ``deadline``."""
+        self._effects = []
+        if self.stage is Stage.OUT:
+            return self._effects
+        match event:
+            case Accepted():
+                self._accepted = True
+                self._mute.add(self._candidate)
+                if self._candidates == 1:
+                    self._move_at = None  # there is nobody else: it has this connection when it wakes up
+            case Connected():
+                self._connected, self._failures = True, 0
+                self._mute.discard(self._candidate)
+                self._heard = self._beat_at = now
+                self._move_at = None
+                self.stage = Stage.ATTACHED
+                self._say(self._attach_message())
+            case Lost(reason):
+                self._complaint = reason
+                self._mute.discard(self._candidate)
+                self._silent &= self.stage is not Stage.FOLLOWING
+                self._seek(now)
+            case Heard(message):
+                self._heard = now
+                self._on(message, now)
+            case Tick():
+                if self.settings.heartbeat_interval < now - self.deadline < math.inf:
+                    self._excuse(now - self.deadline, now)
+                self._tick(now)
+        self._set_deadline()
+        return self._effects
+
+    def _excuse(self, pause: float, now: float) -> None:
+        """This process was kept from running: what it did not hear meanwhile is nobody's silence."""
+        self._alone_since += pause
+        self._heard = min(now, self._heard + pause)
+        if self._move_at is not None:
+            self._move_at += pause
+
+    # -- finding a coordinator ----------------------------------------------------------------------------------------
+
+    @property
+    def _patience(self) -> float:
+        if not self.presentation.term:
+            return self.settings.start_timeout
+        return self.settings.stall_timeout if self._mute else self.settings.lost_timeout
+
+    @property
+    def _first(self) -> bool:
+        """Whether this is the candidate that leads at the start of a run, if all goes well."""
+        return not self._late and self.presentation.term == 0 and self._candidate == 0
+
+    def _seek(self, now: float) -> None:
+        """Try the next candidate: at once, or after a pause when all have just failed."""
+        if self.stage is Stage.FOLLOWING:
+            self._alone_since = now
+            self._failures = 0
+        self.stage = Stage.SEEKING
+        self._connected = False
+        self._failures += 1
+        pause = self.settings.heartbeat_interval / 5 if self._failures % self._candidates == 0 else 0.0
+        self._move_at = now + pause
+        self._tick(now)
+
+    def _tick(self, now: float) -> None:
+        if self.stage is not Stage.FOLLOWING and now >= self._alone_since + self._patience:
+            since = f"for {self._patience:.0f} s"
+            self._leave_with(CoordinatorLost(f"no coordinator that may go on was found {since}: {self._complaint}"))
+            return
+        if self._connected and now - self._heard > self.settings.heartbeat_timeout:
+            self._complaint = f"the coordinator was silent for {now - self._heard:.1f} s"
+            self._effects.append(Abandon(self._complaint))
+            self._silent |= self.stage is Stage.FOLLOWING
+            self._seek(now)
+        elif self._move_at is not None and now >= self._move_at:
+            if self._connected:
+                self._complaint = "candidates were reached, but too few members have turned to any of them"
+                self._effects.append(Abandon("you do not lead"))
+                self._connected = False
+                self.stage = Stage.SEEKING
+            if not self._accepted:
+                self._mute.discard(self._candidate)
+            self._accepted = False
+            self._candidate = (self._candidate + 1) % self._candidates
+            # For a host that does not answer. At the start of a run the process may still be starting.
+            slow = self.settings.start_timeout / 20 if self._first else 0.0
+            self._move_at = now + max(slow, self.settings.heartbeat_timeout / 2)
+            self._effects.append(Dial(self._candidate))
+        elif self._connected and now >= self._beat_at:
+            self._beat_at = now + self.settings.heartbeat_interval
+            self._say(self.beat)
+
+    def _set_deadline(self) -> None:
+        times = [self._beat_at, self._heard + self.settings.heartbeat_timeout + 0.001] if self._connected else []
+        if self._move_at is not None:
+            times.append(self._move_at)
+        if self.stage is not Stage.FOLLOWING:
+            times.append(self._alone_since + self._patience)
+        self.deadline = min(times) if self.stage is not Stage.OUT else math.inf
+
+    def _attach_message(self) -> dict[str, Any]:
+        attach = {**self._hello, **presentation_to_wire(self.presentation)}
+        return {**attach, "silent": True} if self._silent else attach
+
+    # -- following it -------------------------------------------------------------------------------------------------
+
+    def _on(self, message: Mapping[str, Any], now: float) -> None:
+        match message["type"]:
+            case "beat":
+                self._reached(now)
+            case "standby":
+                self._reached(now)
+                dwell = self.settings.start_timeout / 2 if self._first else self.settings.heartbeat_timeout
+                self._move_at = now + dwell if self._candidates > 1 else None
+            case "refused":
+                self._complaint = message["reason"]
+                self._effects.append(Hangup())
+                self._failures = self._candidates - 1  # pause before the next
+                self._seek(now)
+            case "fenced":
+                self._leave_with(Fenced(message["reason"]))
+            case "stop":
+                self.last_epoch = message["epoch"]
+                self._leave_with(CoordinatorLost(message["reason"], message["code"], message.get("by"), told=True))
+            case "lead" if message["term"] >= self.presentation.term:
+                self._follow(message["term"])
+            case "revoke" if message["term"] >= self.presentation.term:
+                self._follow(message["term"])
+                self._opened(message)
+                self._revoked(message)
+            case "plan" if self._is_open(message):
+                presentation = self.presentation
+                presentation.formed = Formed(message["epoch"], from_runs(message["members"]), message["term"])
+                presentation.opened = None
+                presentation.committed = max(presentation.committed, message["committed"])
+                self._planned(message)
+            case "commit" if message["epoch"] == self.presentation.formed.epoch and not self.presentation.opened:
+                self.presentation.committed = max(self.presentation.committed, message["iteration"])
+                self._effects.append(Notify("commit"))
+            case "kill" | "note" | "tell":
+                self._effects.append(Notify(message["type"], message))
+
+    def _reached(self, now: float) -> None:
+        """A candidate that may lead one day is there."""
+
+    def _is_open(self, message: Mapping[str, Any]) -> bool:
+        opened = self.presentation.opened
+        return opened is not None and (opened.term, opened.epoch) == (message["term"], message["epoch"])
+
+    def _follow(self, term: int) -> None:
+        self.stage = Stage.FOLLOWING
+        self._silent = False
+        self._mute.clear()
+        self._move_at = None
+        self.presentation.term = term
+
+    def _opened(self, message: Mapping[str, Any]) -> None:
+        presentation = self.presentation
+        presentation.opened = Opened(message["epoch"], from_runs(message["members"]), message["term"])
+        presentation.dead |= from_runs(message["dead"])
+        presentation.left |= from_runs(message["left"])
+        if presentation.formed.epoch and message["committed"] > presentation.committed:
+            # Told to others by a coordinator that was lost in doing so.
+            presentation.committed = message["committed"]
+            self._effects.append(Notify("commit"))
+
+    def _revoked(self, message: Mapping[str, Any]) -> None:
+        """A rendezvous was opened."""
+
+    def _planned(self, message: Mapping[str, Any]) -> None:
+        """Its plan was fixed."""
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._effects.append(Say(message))
+
+    def give_up(self, reason: MembershipError) -> list[MemberEffect]:
+        """Be out, for a reason that the owner knows better."""
+        self._effects = []
+        self._leave_with(reason)
+        return self._effects
+
+    def _leave_with(self, reason: MembershipError) -> None:
+        self.stage = Stage.OUT
+        self.out = reason
+        if self._connected:
+            self._effects.append(Abandon(str(reason)))
+            self._connected = False
+        self._effects.append(Notify("out"))
