@@ -40,7 +40,7 @@ class Pinned(dist.Store):
         self._challenge = Challenge(secret, PURPOSE)
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
-        self._asked: set[str] = set()
+        self._asked = set[str]()
         self._unsent: list[dict[str, Any]] = []
         self._connection: Connection | None = None
         self._error: str | None = None

@@ -10,8 +10,6 @@ The work runs in a thread of its own, never in the caller's, so that an asynchro
 the training thread can't strike between the copy of a segment and its mark in the ledger.
 """
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -99,8 +97,8 @@ class Progress[T: Task]:
         self._revocation = revocation
         self._name = name
         self._wakeup = threading.Condition()
-        self._queue: deque[T] = deque()
-        self._unfinished: list[T] = []
+        self._queue = deque[T]()
+        self._unfinished = list[T]()
         self._error: BaseException | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
