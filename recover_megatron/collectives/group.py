@@ -45,22 +45,12 @@ class Group(ABC):
 
     # ---- collectives
 
-    def all_reduce(self, bucket: Bucket, accumulate: torch.dtype | None = None) -> Handle:
-        """Sum the LOCAL spans of ``bucket`` over the members; afterwards all of it is REDUCED everywhere.
-
-        ``accumulate``: torch.float32 adds 16-bit gradients in float32 and rounds once; None adds in their own type.
-        """
+    def all_reduce(self, bucket: Bucket) -> Handle:
+        """Sum the LOCAL spans of ``bucket``, in its own type; afterwards all of it is REDUCED everywhere."""
         chunks = even_chunks(bucket.ledger.local, self.size)
-        return self._reduce(bucket, chunks, self.size - 1, accumulate)
+        return self._reduce(bucket, chunks, self.size - 1)
 
-    def reduce_scatter(
-        self,
-        bucket: Bucket,
-        shards: Shards | None = None,
-        *,
-        shadows: int = 0,
-        accumulate: torch.dtype | None = None,
-    ) -> Handle:
+    def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: int = 0) -> Handle:
         """Sum the LOCAL spans; afterwards each member's shard is REDUCED in its own bucket.
 
         ``shards``: the spans of each rank, disjoint, together the bucket; default: equal ones, in order.  The rest of
@@ -68,7 +58,7 @@ class Group(ABC):
         shard too.
         """
         chunks = within(bucket.ledger.local, self._shards(bucket, shards))
-        return self._reduce(bucket, chunks, min(shadows, self.size - 1), accumulate)
+        return self._reduce(bucket, chunks, min(shadows, self.size - 1))
 
     def all_gather(self, bucket: Bucket, shards: Shards | None = None, *, missing: bool = False) -> Handle:
         """Give every member's shard to all; what a member holds of its own shard counts as finished.
@@ -146,17 +136,16 @@ class Group(ABC):
         gather_hops: int,
         final: Sequence[Span] = (),
         epoch_of: Callable[[int], int] | None = None,
-        accumulate: torch.dtype | None = None,
     ) -> Handle:
         """Hand in one collective: ``chunks`` by owner; see ``schedule.plan`` and ``ring.Run``."""
 
-    def _reduce(self, bucket: Bucket, chunks: Chunks, gather_hops: int, accumulate: torch.dtype | None) -> Handle:
+    def _reduce(self, bucket: Bucket, chunks: Chunks, gather_hops: int) -> Handle:
         if not bucket.flat.is_floating_point():
             raise ValueError(f"gradients must be floating-point, not {bucket.flat.dtype}")
         alone = self.size == 1
         return self._start(
             "reduce", bucket.flat, bucket.ledger, chunks, reduce=not alone, gather_hops=gather_hops,
-            final=chunks[0] if alone else (), accumulate=accumulate,
+            final=chunks[0] if alone else (),
         )  # fmt: skip
 
     def _shards(self, bucket: Bucket, shards: Shards | None) -> list[list[Span]]:

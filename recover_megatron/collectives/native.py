@@ -121,7 +121,6 @@ class NativeGroup(Group):
         gather_hops: int,
         final: Sequence[Span] = (),
         epoch_of: Callable[[int], int] | None = None,
-        accumulate: torch.dtype | None = None,
     ) -> Handle:
         del what
 
@@ -132,10 +131,8 @@ class NativeGroup(Group):
             width = max(sum(map(len, chunk)) for chunk in chunks)
             if self.size == 1 or not width:
                 return
-            if reduce:
-                mine = self._reduced(flat, chunks, width, accumulate or flat.dtype).to(flat.dtype)
-            else:
-                mine = _pack(flat, chunks[self.rank : self.rank + 1], width, flat.dtype)
+            own = chunks[self.rank : self.rank + 1]
+            mine = self._reduced(flat, chunks, width) if reduce else _pack(flat, own, width)
             if not gather_hops:
                 _unpack(flat, ledger, [chunks[self.rank]], mine.view(1, width), epoch)
                 return
@@ -153,19 +150,19 @@ class NativeGroup(Group):
 
         return self._progress.submit(_Task(in_order))
 
-    def _reduced(self, flat: torch.Tensor, chunks: Chunks, width: int, dtype: torch.dtype) -> torch.Tensor:
+    def _reduced(self, flat: torch.Tensor, chunks: Chunks, width: int) -> torch.Tensor:
         """My chunk of the sum, in new memory."""
         even = [[Span(rank * width, (rank + 1) * width)] for rank in range(self.size)]
-        as_it_is = dtype is flat.dtype and [list(chunk) for chunk in chunks] == even
-        source = flat if as_it_is else _pack(flat, chunks, width, dtype)
-        output = torch.empty(width, dtype=dtype, device=flat.device)
+        as_it_is = [list(chunk) for chunk in chunks] == even
+        source = flat if as_it_is else _pack(flat, chunks, width)
+        output = torch.empty(width, dtype=flat.dtype, device=flat.device)
         self._backend.reduce_scatter(output, source)
         return output
 
 
-def _pack(flat: torch.Tensor, chunks: Chunks, width: int, dtype: torch.dtype) -> torch.Tensor:
+def _pack(flat: torch.Tensor, chunks: Chunks, width: int) -> torch.Tensor:
     """The chunks in new memory, each padded with zeros to ``width`` elements."""
-    packed = torch.zeros(len(chunks), width, dtype=dtype, device=flat.device)
+    packed = torch.zeros(len(chunks), width, dtype=flat.dtype, device=flat.device)
     for row, chunk in zip(packed, chunks, strict=True):
         at = 0
         for span in chunk:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import PeerLost
 from recover_megatron.collectives.group import Group, Shards
@@ -30,19 +28,12 @@ class Reordered:
         self.rank = self._place[group.rank]
         self.device = group.device
 
-    def all_reduce(self, bucket: Bucket, accumulate: torch.dtype | None = None) -> Handle:
-        return self._group.all_reduce(bucket, accumulate)
+    def all_reduce(self, bucket: Bucket) -> Handle:
+        return self._group.all_reduce(bucket)
 
-    def reduce_scatter(
-        self,
-        bucket: Bucket,
-        shards: Shards | None = None,
-        *,
-        shadows: int = 0,
-        accumulate: torch.dtype | None = None,
-    ) -> Handle:
+    def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: int = 0) -> Handle:
         every = self.size - 1 if shadows else 0
-        return self._group.reduce_scatter(bucket, self._turned(shards), shadows=every, accumulate=accumulate)
+        return self._group.reduce_scatter(bucket, self._turned(shards), shadows=every)
 
     def all_gather(self, bucket: Bucket, shards: Shards | None = None, *, missing: bool = False) -> Handle:
         return self._group.all_gather(bucket, self._turned(shards), missing=missing)

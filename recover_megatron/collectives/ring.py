@@ -16,9 +16,6 @@ The bucket's own gradient is the only copy of the input, and it survives until t
 
 A segment is thus always either the untouched gradient or the finished sum.  What is sent is read from my gradient (hop
 0), from scratch (a partial sum) or from a finished segment.  Scratch is used again only when its message has gone.
-
-With ``wide`` partial sums (float32 for bfloat16 and float16 buckets) they travel in float32, twice the bytes in the
-reduce-scatter half, and the sum is rounded once, at FINISH.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ import torch
 from recover_megatron.collectives.ledger import Ledger, Span
 from recover_megatron.collectives.progress import Executor, Task
 from recover_megatron.collectives.schedule import Action, Program, Receive, Send
-from recover_megatron.collectives.scratch import Scratch
 from recover_megatron.collectives.transport import Arrival, Pending, Transport
 
 _TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
@@ -51,7 +47,7 @@ class Run(Task):
     """One collective on one bucket.
 
     ``final``: spans that are finished as they are (a ring of one member, an owner's shard), marked at the start.
-    ``epoch_of``: what to mark a finished segment with, by its first element.  ``partial_dtype``: that of partial sums.
+    ``epoch_of``: what to mark a finished segment with, by its first element.
     ``stored``: what the hook is told of a finished sum that has arrived.
     """
 
@@ -63,7 +59,6 @@ class Run(Task):
         *,
         signature: str,
         epoch_of: Callable[[int], int],
-        partial_dtype: torch.dtype,
         final: Sequence[Span] = (),
         token: object = None,
         stored: str = "store",
@@ -74,7 +69,6 @@ class Run(Task):
         self.ledger = ledger
         self.program = program
         self.epoch_of = epoch_of
-        self.partial_dtype = partial_dtype
         self.final = final
         self.token = token
         self.tag = zlib.crc32(signature.encode())
@@ -94,7 +88,6 @@ class _Sending:
     run: Run
     pending: Pending
     partial: Arrival | None = None
-    widened: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -107,11 +100,10 @@ class _Receiving:
 class Ring(Executor[Run]):
     """Runs of one group, messages of later runs following those of earlier ones without a gap."""
 
-    def __init__(self, transport: Transport, device: torch.device, hook: Hook | None = None) -> None:
+    def __init__(self, transport: Transport, hook: Hook | None = None) -> None:
         self._transport = transport
         self._transport.on_sent(self._reap)
         self._hook = hook
-        self._widened = Scratch(device)
         self._used = 0
         """Segments of scratch in the hands of receives and partial sums."""
         self._runs: deque[Run] = deque()
@@ -175,23 +167,14 @@ class Ring(Executor[Run]):
             self._to_send.popleft()
 
     def _send(self, run: Run, send: Send) -> None:
-        partial = widened = None
-        if not send.partial:
-            tensor = run.part(send)
-        elif send.hop:
-            partial = run.partials.pop(send.after - 1)
-            tensor = partial.tensor
-        elif run.partial_dtype is run.flat.dtype:
-            tensor = run.part(send)
-        else:
-            tensor = widened = self._widened.take(len(send.span), run.partial_dtype)
-            widened.copy_(run.part(send))
+        partial = run.partials.pop(send.after - 1) if send.partial and send.hop else None
+        tensor = run.part(send) if partial is None else partial.tensor
         if self._hook:
             self._hook("send", send.hop)
         pending = self._transport.send(tensor, self._tag(run, run.posted, len(send.span)))
         if self._hook:
             self._hook("sent", send.hop)
-        self._sending.append(_Sending(run, pending, partial, widened))
+        self._sending.append(_Sending(run, pending, partial))
 
     def _reap(self) -> None:
         """Take back what has gone."""
@@ -200,8 +183,6 @@ class Ring(Executor[Run]):
             sending.run.gone += 1
             if sending.partial is not None:
                 self._release(sending.partial)
-            if sending.widened is not None:
-                self._widened.give(sending.widened)
 
     # ---- receiving
 
@@ -222,8 +203,9 @@ class Ring(Executor[Run]):
                 self._reap()
                 continue
             receive = receives[run.asked]
-            dtype = run.flat.dtype if receive.action is Action.STORE else run.partial_dtype
-            arrival = self._transport.recv(len(receive.span), dtype, self._tag(run, run.asked, len(receive.span)))
+            arrival = self._transport.recv(
+                len(receive.span), run.flat.dtype, self._tag(run, run.asked, len(receive.span))
+            )
             self._receiving.append(_Receiving(run, receive, arrival))
             self._used += 1
             run.asked += 1
@@ -258,8 +240,8 @@ class Ring(Executor[Run]):
 
     @property
     def scratch_peak(self) -> int:
-        """The most bytes that arriving segments, partial sums and widened gradients ever took, over all runs."""
-        return self._transport.scratch_peak + self._widened.peak
+        """The most bytes that arriving segments and partial sums ever took, over all runs."""
+        return self._transport.scratch_peak
 
     def _release(self, arrival: Arrival) -> None:
         self._transport.release(arrival)

@@ -49,7 +49,7 @@ class RingGroup(Group):
         super().__init__(epoch, revocation, device or torch.device("cpu"))
         self.tuning = tuning or Tuning()
         self._transport = transport
-        self._ring = Ring(transport, self.device, hook)
+        self._ring = Ring(transport, hook)
         self._progress: Progress[Run] = Progress(self._ring, revocation, f"ring of epoch {self.epoch}")
 
     @property
@@ -78,18 +78,15 @@ class RingGroup(Group):
         gather_hops: int,
         final: Sequence[Span] = (),
         epoch_of: Callable[[int], int] | None = None,
-        accumulate: torch.dtype | None = None,
     ) -> Handle:
-        partial_dtype = flat.dtype if accumulate is None else accumulate
-        length = self.segment_elements(chunks, partial_dtype.itemsize)
+        length = self.segment_elements(chunks, flat.element_size())
         program = plan(self.rank, chunks, length, reduce=reduce, gather_hops=gather_hops, depth=self.tuning.depth)
         run = Run(
             flat,
             ledger,
             program,
-            signature=f"{what} {flat.dtype} {partial_dtype} {reduce} {gather_hops} {length} {chunks}",
+            signature=f"{what} {flat.dtype} {reduce} {gather_hops} {length} {chunks}",
             epoch_of=epoch_of or (lambda _: self.epoch),
-            partial_dtype=partial_dtype,
             final=final,
             token=self._transport.submitted(),
             stored="gather" if what == "all-gather" else "store",

@@ -63,7 +63,6 @@ class Scenario:
     op: str = "all_reduce"
     dtype: str = "float32"
     integers: bool = True
-    accumulate: str | None = None
     shadows: int = 0
     carrier: str | None = "tcp"
     collective: str = "ring"
@@ -241,11 +240,10 @@ class Worker:
         )  # fmt: skip
 
     def start(self, group: Group, bucket: Bucket) -> Handle:
-        accumulate = getattr(torch, self.scenario.accumulate) if self.scenario.accumulate else None
         if self.scenario.op == "all_reduce":
-            return group.all_reduce(bucket, accumulate)
+            return group.all_reduce(bucket)
         if self.scenario.op == "reduce_scatter":
-            return group.reduce_scatter(bucket, shadows=self.scenario.shadows, accumulate=accumulate)
+            return group.reduce_scatter(bucket, shadows=self.scenario.shadows)
         return group.all_gather(bucket)
 
     def fork_child(self) -> None:

@@ -18,14 +18,12 @@ def sum_of(workers: Sequence[int], bucket: int, scenario: Scenario) -> torch.Ten
     return total.to(getattr(torch, scenario.dtype))
 
 
-def in_order_of_the_ring(
-    gradients: Sequence[torch.Tensor], chunks: Sequence[Sequence[Span]], accumulate: torch.dtype | None = None
-) -> torch.Tensor:
-    """sum of chunk c = (((g[c+1] + g[c+2]) + ...) + g[c]), each addition rounded to the type of partial sums."""
+def in_order_of_the_ring(gradients: Sequence[torch.Tensor], chunks: Sequence[Sequence[Span]]) -> torch.Tensor:
+    """sum of chunk c = (((g[c+1] + g[c+2]) + ...) + g[c]), each addition rounded to the type of the gradients."""
     result, size = torch.empty_like(gradients[0]), len(gradients)
     for owner, chunk in enumerate(chunks):
         for span in chunk:
-            part = [g[span.start : span.stop].to(accumulate or g.dtype) for g in gradients]
+            part = [g[span.start : span.stop] for g in gradients]
             total = part[(owner + 1) % size]
             for step in range(2, size + 1):
                 total = total + part[(owner + step) % size]

@@ -144,7 +144,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         draw(st.lists(st.integers(0, 300), min_size=1, max_size=3)),
         op=draw(st.sampled_from(["all_reduce", "reduce_scatter", "all_gather"])),
         dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
-        accumulate=draw(st.sampled_from([None, "float32"])),
         shadows=draw(st.integers(0, 2)),
         segment_bytes=draw(st.sampled_from([16, 64, 256, 1024])),
         depth=draw(st.integers(1, 4)),
