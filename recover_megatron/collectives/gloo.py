@@ -1,4 +1,4 @@
-"""Transport over torch's gloo backend, and the part that gloo lacks: to be aborted (see gloo_groups).
+"""torch's gloo backend, and the part that gloo lacks: to be aborted (see gloo_groups).
 
 Even shutting its connections gloo can miss: its thread that reads a neighbour's request finds the connection shut
 when it answers, and forgets the message it answered with. Whoever waits for that message waits for ever (seen in up
@@ -14,14 +14,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import Revocation
 from recover_megatron.collectives.errors import PeerLost
 from recover_megatron.collectives.gloo_groups import NO_TIMEOUT, GlooGroups
-from recover_megatron.collectives.scratch import Scratch
-from recover_megatron.collectives.transport import Arrival, Pending, Transport
 
 
 class GlooBackend:
@@ -121,63 +118,3 @@ class Waiter:
                 job.error = error
             job.over.set()
             del job
-
-
-class _Message:
-    """A work of gloo's is waited for exactly once: a second wait would never return."""
-
-    __slots__ = ("done", "tensor", "work")
-
-    def __init__(self, tensor: torch.Tensor, work: Any) -> None:
-        self.tensor = tensor
-        self.work = work
-        self.done = False
-
-
-class GlooTransport(Transport):
-    """Messages are done when they were waited for: gloo does not tell of a send that has gone by itself."""
-
-    def __init__(self, rank: int, size: int, backend: GlooBackend) -> None:
-        self._after, self._before = (rank + 1) % size, (rank - 1) % size
-        self._backend = backend
-        self._scratch = Scratch(torch.device("cpu"))
-        self._under_way: list[_Message] = []
-        """Whatever becomes of them, gloo's threads may read and write their tensors."""
-
-    @property
-    def scratch_peak(self) -> int:
-        return self._scratch.peak
-
-    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        return self._begin(tensor, lambda gloo: gloo.send([tensor], self._after, tag))
-
-    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
-        tensor = self._scratch.take(numel, dtype)
-        return self._begin(tensor, lambda gloo: gloo.recv([tensor], self._before, tag))
-
-    def _begin(self, tensor: torch.Tensor, start: Callable[[Any], Any]) -> _Message:
-        message = _Message(tensor, self._backend.call(start))
-        self._under_way.append(message)
-        return message
-
-    def release(self, arrival: Arrival) -> None:
-        self._scratch.give(arrival.tensor)
-
-    def wait(self, pending: Pending) -> None:
-        assert isinstance(pending, _Message)
-        self._under_way.remove(pending)
-        try:
-            self._backend.wait(pending.work)
-        finally:
-            pending.done = True
-
-    def settle(self) -> None:
-        """Nothing is sent any more when the connections are shut."""
-        self.abort()
-
-    def abort(self) -> None:
-        self._backend.abort()
-
-    def close(self) -> None:
-        self._under_way.clear()
-        self._backend.close()

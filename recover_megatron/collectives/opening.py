@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -10,9 +12,8 @@ import torch.distributed as dist
 from recover_megatron.collectives.door import Door
 from recover_megatron.collectives.epoch import Epoch, Revocation
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.collectives.gloo import GlooBackend, GlooTransport
+from recover_megatron.collectives.gloo import GlooBackend
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.hanging import HangingTransport
 from recover_megatron.collectives.native import GlooNative, NativeBackend, NativeGroup
 from recover_megatron.collectives.rendezvous import KeyValue
 from recover_megatron.collectives.ring import Hook
@@ -23,7 +24,7 @@ from recover_megatron.collectives.transport import Transport
 
 Carrier = Literal["tcp", "tcp-inline", "gloo", "nccl"]
 """``tcp``: connections, with shared memory between neighbours on one host; ``tcp-inline``: without.  All but nccl carry
-the buckets of a CUDA device through host memory (``staged``)."""
+the buckets of a CUDA device through host memory (``staged``); gloo carries native collectives only."""
 
 
 def open_door(host: str = "127.0.0.1", tuning: Tuning | None = None, carrier: Carrier = "tcp") -> Door:
@@ -33,6 +34,23 @@ def open_door(host: str = "127.0.0.1", tuning: Tuning | None = None, carrier: Ca
 
 def _slots(tuning: Tuning, carrier: Carrier) -> tuple[int, int] | None:
     return (tuning.slots, tuning.segment_bytes) if carrier == "tcp" else None
+
+
+def revocation_of(epoch: Epoch) -> Revocation:
+    """Thrown when ``epoch`` is revoked."""
+    revocation = Revocation(epoch.number)
+    epoch.on_revoke(revocation.throw)
+    return revocation
+
+
+@contextmanager
+def lost_revokes(revocation: Revocation) -> Iterator[None]:
+    """A member that is lost while a group is opened ends the epoch here: raises ``EpochRevoked``."""
+    try:
+        yield
+    except PeerLost as lost:
+        revocation.throw(lost)
+        raise EpochRevoked(revocation.epoch, str(lost)) from lost
 
 
 def open_group(
@@ -48,8 +66,6 @@ def open_group(
     timeout: float = 60.0,
     tuning: Tuning | None = None,
     hook: Hook | None = None,
-    hanging: bool = False,
-    staged: bool = False,
     door: Door | None = None,
 ) -> Group:
     """Join the other members of ``epoch``; every member must call it, with the same arguments.
@@ -57,16 +73,15 @@ def open_group(
     ``store``: keys of one group of one epoch are written once, under ``ring/<name>/<epoch>``; gloo and NCCL need a
     ``torch.distributed.Store``.  ``name``: tells the columns apart.  ``carrier``: default tcp (native: gloo), nccl for
     a CUDA ``device``.  ``timeout``: seconds in which all members must have come.  ``door``: from ``open_door``, for the
-    carriers tcp and tcp-inline; it is used up.  ``hook``, ``hanging``, ``staged``: for tests.
+    carriers tcp and tcp-inline; it is used up.  ``hook``: for tests and fault injection.
 
     Raises ``EpochRevoked``: also when a member vanished while the group was being opened.  ``TimeoutError``.
     """
     device = device or torch.device("cpu")
     if carrier is None:
         carrier = "nccl" if device.type == "cuda" else "gloo" if collective == "native" else "tcp"
-    staged = staged or (device.type == "cuda" and carrier != "nccl")
-    revocation = Revocation(epoch.number)
-    epoch.on_revoke(revocation.throw)
+    staged = device.type == "cuda" and carrier != "nccl"
+    revocation = revocation_of(epoch)
     rank, size = list(epoch.members).index(epoch.me), len(epoch.members)
     ring = f"ring/{name}/{epoch.number}"
     tuning = tuning or Tuning()
@@ -85,7 +100,7 @@ def open_group(
 
             return NcclTransport(rank, size, torch_store(), revocation, ring=ring, device=device, timeout=timeout)
         if carrier == "gloo":
-            return GlooTransport(rank, size, gloo())
+            raise ValueError("gloo carries native collectives, not a ring: take tcp")
         slots = _slots(tuning, carrier)
         return TcpTransport(
             rank, size, store, revocation, secret=secret, ring=ring, slots=slots, host=host, timeout=timeout, door=door
@@ -98,15 +113,10 @@ def open_group(
             return NcclNative(rank, size, torch_store(), revocation, ring=ring, device=device, timeout=timeout)
         return StagedNative(GlooNative(gloo()), device) if staged else GlooNative(gloo())
 
-    try:
+    with lost_revokes(revocation):
         if collective == "native":
             return NativeGroup(epoch, revocation, native_backend(), device=device)
         transport = ring_transport()
-        if hanging:
-            transport = HangingTransport(transport, revocation)
         if staged:
             transport = StagedTransport(transport, device)
         return RingGroup(epoch, revocation, transport, device=device, tuning=tuning, hook=hook)
-    except PeerLost as lost:
-        revocation.throw(lost)
-        raise EpochRevoked(epoch.number, str(lost)) from lost

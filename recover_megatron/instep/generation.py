@@ -49,8 +49,6 @@ class Fabric:
     """None: that of the device."""
     hook: Hook | None = None
     """For tests and fault injection: see ``collectives.ring``."""
-    hanging: bool = False
-    """For tests: a transport that hangs instead of failing, as NCCL does."""
 
     @property
     def mesh(self) -> bool:
@@ -188,7 +186,6 @@ class Generation:
                 device=fabric.device,
                 host=fabric.host,
                 hook=fabric.hook if name == "ring" else None,
-                hanging=fabric.hanging,
             )
         return group if order == members else Reordered(group, members)
 

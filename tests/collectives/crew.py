@@ -39,9 +39,9 @@ from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.collectives.opening import open_group
 from recover_megatron.collectives.progress import Handle
 from recover_megatron.collectives.ring_group import RingGroup, Tuning
+from tests.collectives.transports import open_group
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

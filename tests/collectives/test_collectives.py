@@ -427,7 +427,7 @@ def test_an_epoch_that_is_over_before_it_begins_opens_no_group(store: Any) -> No
 @pytest.mark.parametrize("carrier", ["tcp", "gloo"])
 def test_a_revocation_ends_the_opening_of_a_group(store: Any, carrier: str) -> None:
     """A member died before it came: nobody waits for it."""
-    from recover_megatron.collectives.opening import open_group
+    from tests.collectives.transports import open_group
 
     epoch, ends = PlainEpoch(1, [1, 2], 1), []
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.opening import open_group
+from tests.collectives.transports import open_group
 
 SECRET = b"the secret of a test"
 DEADLINE = 60.0

@@ -1,0 +1,218 @@
+"""Groups over transports that only tests use, beside those of ``opening``.
+
+gloo      the ring over gloo's point-to-point messages: another implementation of the interface
+hanging   any transport, made to hang on a dead neighbour instead of reporting it, as NCCL does
+staged    the copies between device and host memory, on the CPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from recover_megatron.collectives import opening
+from recover_megatron.collectives.epoch import Epoch, Revocation
+from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.collectives.gloo import GlooBackend
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.native import GlooNative, NativeGroup
+from recover_megatron.collectives.ring_group import RingGroup, Tuning
+from recover_megatron.collectives.scratch import Scratch
+from recover_megatron.collectives.staged import StagedNative, StagedTransport
+from recover_megatron.collectives.tcp import TcpTransport
+from recover_megatron.collectives.transport import Arrival, Pending, Transport
+
+CPU = torch.device("cpu")
+
+
+def open_group(
+    epoch: Epoch,
+    store: Any,
+    *,
+    collective: str = "ring",
+    carrier: Any = None,
+    hanging: bool = False,
+    staged: bool = False,
+    **options: Any,
+) -> Group:
+    """As ``opening.open_group``, and with the transports of this module.
+
+    ``carrier`` may be ``gloo`` for a ring, too.  ``hanging``: hang on a dead neighbour.  ``staged``: copy on the CPU,
+    too.
+    """
+    if not (hanging or staged or (collective == "ring" and carrier == "gloo")):
+        return opening.open_group(epoch, store, collective=collective, carrier=carrier, **options)  # type: ignore[arg-type]
+    revocation = opening.revocation_of(epoch)
+    with opening.lost_revokes(revocation):
+        return _open(epoch, store, revocation, collective, carrier or "tcp", hanging, staged, **options)
+
+
+def _open(
+    epoch: Epoch,
+    store: Any,
+    revocation: Revocation,
+    collective: str,
+    carrier: str,
+    hanging: bool,
+    staged: bool,
+    *,
+    name: str,
+    secret: bytes,
+    timeout: float = 60.0,
+    device: torch.device = CPU,
+    tuning: Tuning | None = None,
+    hook: Any = None,
+) -> Group:
+    rank, size = list(epoch.members).index(epoch.me), len(epoch.members)
+    place, tuning = {"ring": f"ring/{name}/{epoch.number}", "timeout": timeout}, tuning or Tuning()
+    if carrier == "gloo":
+        backend = GlooBackend(rank, size, store, revocation, **place)  # type: ignore[arg-type]
+        if collective == "native":
+            native = StagedNative(GlooNative(backend), device)
+            return NativeGroup(epoch, revocation, native, device=device)
+        transport: Transport = GlooTransport(rank, size, backend)
+    else:
+        slots = (tuning.slots, tuning.segment_bytes) if carrier == "tcp" else None
+        transport = TcpTransport(rank, size, store, revocation, secret=secret, slots=slots, **place)  # type: ignore[arg-type]
+    if hanging:
+        transport = HangingTransport(transport, revocation)
+    if staged or device.type != "cpu":
+        transport = StagedTransport(transport, device)
+    return RingGroup(epoch, revocation, transport, device=device, tuning=tuning, hook=hook)
+
+
+class _Message:
+    """A work of gloo's is waited for exactly once: a second wait would never return."""
+
+    __slots__ = ("done", "tensor", "work")
+
+    def __init__(self, tensor: torch.Tensor, work: Any) -> None:
+        self.tensor = tensor
+        self.work = work
+        self.done = False
+
+
+class GlooTransport(Transport):
+    """Messages are done when they were waited for: gloo does not tell of a send that has gone by itself."""
+
+    def __init__(self, rank: int, size: int, backend: GlooBackend) -> None:
+        self._after, self._before = (rank + 1) % size, (rank - 1) % size
+        self._backend = backend
+        self._scratch = Scratch(torch.device("cpu"))
+        self._under_way: list[_Message] = []
+        """Whatever becomes of them, gloo's threads may read and write their tensors."""
+
+    @property
+    def scratch_peak(self) -> int:
+        return self._scratch.peak
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        return self._begin(tensor, lambda gloo: gloo.send([tensor], self._after, tag))
+
+    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
+        tensor = self._scratch.take(numel, dtype)
+        return self._begin(tensor, lambda gloo: gloo.recv([tensor], self._before, tag))
+
+    def _begin(self, tensor: torch.Tensor, start: Callable[[Any], Any]) -> _Message:
+        message = _Message(tensor, self._backend.call(start))
+        self._under_way.append(message)
+        return message
+
+    def release(self, arrival: Arrival) -> None:
+        self._scratch.give(arrival.tensor)
+
+    def wait(self, pending: Pending) -> None:
+        assert isinstance(pending, _Message)
+        self._under_way.remove(pending)
+        try:
+            self._backend.wait(pending.work)
+        finally:
+            pending.done = True
+
+    def settle(self) -> None:
+        """Nothing is sent any more when the connections are shut."""
+        self.abort()
+
+    def abort(self) -> None:
+        self._backend.abort()
+
+    def close(self) -> None:
+        self._under_way.clear()
+        self._backend.close()
+
+
+class _Never:
+    """A message to or from a dead neighbour."""
+
+    done = False
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class HangingTransport(Transport):
+    """Does not report a dead neighbour but waits until it is aborted."""
+
+    def __init__(self, inner: Transport, revocation: Revocation) -> None:
+        self._inner = inner
+        self._revocation = revocation
+        self.lookahead = inner.lookahead
+        self.hung = 0
+        """How many times an operation hung on a dead neighbour."""
+
+    @property
+    def scratch_peak(self) -> int:
+        return self._inner.scratch_peak
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        try:
+            return self._inner.send(tensor, tag)
+        except PeerLost:
+            return _Never(tensor)
+
+    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
+        try:
+            return self._inner.recv(numel, dtype, tag)
+        except PeerLost:
+            return _Never(torch.empty(numel, dtype=dtype))
+
+    def release(self, arrival: Arrival) -> None:
+        self._inner.release(arrival)
+
+    def wait(self, pending: Pending) -> None:
+        try:
+            if not isinstance(pending, _Never):
+                self._inner.wait(pending)
+                return
+        except PeerLost:
+            pass
+        self.hung += 1
+        self._revocation.wait()
+        raise self._revocation.error()
+
+    def on_sent(self, callback: Callable[[], None]) -> None:
+        self._inner.on_sent(callback)
+
+    def submitted(self) -> object:
+        return self._inner.submitted()
+
+    def begin(self, token: object) -> None:
+        self._inner.begin(token)
+
+    def scope(self) -> AbstractContextManager[object]:
+        return self._inner.scope()
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def close(self) -> None:
+        self._inner.close()
