@@ -3,6 +3,7 @@
 versions    which Megatron this is, where it came from, and the errors for one that is not supported
 seams       how a Megatron function or method is wrapped: checked for its expected signature first
 flags       what is refused before any process group is made, all reasons at once
+refused     flags of Megatron's that --recover refuses, and why
 gpt_script  the parts of Megatron-LM's pretrain_gpt.py, for the wheel, which has none
 program     picks the script's parts (a checkout's own, or gpt_script) and calls Megatron's pretrain()
 patched     what a patched Megatron calls (docs/patches.md): the same for the script that trains with it

@@ -23,6 +23,7 @@ from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError
 from recover_megatron.megatron_hooks.layout import lanes_of
+from recover_megatron.megatron_hooks.refused import EMERGING, cannot_recover, cannot_shard
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -120,7 +121,7 @@ def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     found = [*_layout(args), *_data(args), *_device(args), *_packages(args)]
     if config.enabled:
         found += [*arguments.problems(config), *_injection(args, config), *_too_few_replicas(args, config)]
-        found += [*_cannot_recover(args), *_cannot_shard(args, config), *_log_dir(config.log_dir)]
+        found += [*cannot_recover(args), *cannot_shard(args, config), *_log_dir(config.log_dir)]
     elif config.inject is not None:
         found.append("--recover-inject needs --recover: without it nothing is injected, and no death is survived")
     return found
@@ -207,10 +208,6 @@ def _data(args: argparse.Namespace) -> list[str]:
     return found
 
 
-EMERGING = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
-"""Megatron's optimizers that are in the package emerging-optimizers."""
-
-
 def _packages(args: argparse.Namespace) -> list[str]:
     """Python packages that a flag needs and that are not here; Megatron imports them when the run has begun."""
     # package: (module, argument, its values that need it; none: any)
@@ -285,132 +282,3 @@ def _log_dir(folder: Path | None) -> list[str]:
     if not os.access(folder, os.W_OK | os.X_OK):
         return [f"--recover-log-dir {folder} cannot be written: choose another folder, or change its permissions"]
     return []
-
-
-REFUSED = {
-    "use_layer_wise_distributed_optimizer": (
-        "the layer-wise distributed optimizer", "each worker would hold state that nobody else has"),
-    "use_torch_fsdp2": ("--use-torch-fsdp2", "its groups can't be changed"),
-    "use_megatron_fsdp": ("--use-megatron-fsdp", "its groups can't be changed"),
-    "ddp_average_in_collective": ("--ddp-average-in-collective", "an average would depend on who is alive"),
-    "inprocess_restart": (
-        "--inprocess-restart", "when a worker dies it ends the step on all others and calls pretrain() again; "
-        "--recover finishes the step"),
-    "enable_ft_package": (
-        "--enable-ft-package", "its ft_launcher restarts all workers when one dies; recover-run keeps them running, "
-        "and --recover-hang-timeout finds one that hangs"),
-    "hybrid_context_parallel": ("--hybrid-context-parallel", "its microbatches differ in size"),
-    "perform_rl_step": ("--perform-rl-step", "its microbatches are not known by their numbers"),
-    "fim_data": ("--fim-data", "its samples depend on who read which before"),
-    "full_validation": ("--full-validation", "its evaluation steps depend on the number of replicas"),
-    "iterations_to_skip": ("--iterations-to-skip", "skipped samples are read past the hooks"),
-    "decrease_batch_size_if_needed": ("--decrease-batch-size-if-needed", "the batch must not depend on who is alive"),
-    "te_rng_tracker": ("--te-rng-tracker", "its random states can't be set per microbatch"),
-    "qk_clip": ("--qk-clip", "it takes a maximum over all replicas in the step"),
-    "log_max_attention_logit": ("--log-max-attention-logit", "it takes a maximum over all replicas in the step"),
-    "moe_router_enable_expert_bias": ("--moe-router-enable-expert-bias", "it sums over all replicas in the step"),
-    "overlap_moe_expert_parallel_comm": ("--overlap-moe-expert-parallel-comm", "its schedule was not examined"),
-    "log_straggler": ("--log-straggler", "it reports to a rank that it chooses at the start"),
-    "delay_wgrad_compute": ("--delay-wgrad-compute", "gradients would come after the sum"),
-    "check_weight_hash_across_dp_replicas_interval": (
-        "--check-weight-hash-across-dp-replicas-interval", "it expects all replicas of the launch"),
-    "ckpt_assume_constant_structure": (
-        "--ckpt-assume-constant-structure", "who writes what changes when workers are lost"),
-}  # fmt: skip
-"""Attribute of Megatron's arguments -> (flag, why it is refused with --recover)."""
-
-REFUSED_SHARDED = {
-    "fp16": ("--fp16", "its loss scale would be found from one worker's part of the gradients"),
-    "use_precision_aware_optimizer": (
-        "--use-precision-aware-optimizer", "the inner optimizer holds the main parameters"),
-    "optimizer_cpu_offload": ("--optimizer-cpu-offload", "its state moves between devices by itself"),
-    "fp8_param_gather": ("--fp8-param-gather", "its parameters are not views of the buffer that is gathered"),
-    "fp8_param": ("--fp8-param-gather", "its parameters are not views of the buffer that is gathered"),
-    "fp4_param": ("--fp4-param-gather", "its parameters are not views of the buffer that is gathered"),
-    "reuse_grad_buf_for_mxfp8_param_ag": ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients must outlive the update"),
-    "overlap_param_gather_with_optimizer_step": (
-        "--overlap-param-gather-with-optimizer-step", "the update is one step, all or nothing"),
-    "reduce_scatter_with_fp32_accumulation": (
-        "--reduce-scatter-with-fp32-accumulation", "the ring sums in the gradients' type: "
-        "use --accumulate-allreduce-grads-in-fp32"),
-    "log_params_norm": ("--log-params-norm", "it expects Megatron's own shards"),
-    "mtp_num_layers": ("--mtp-num-layers", "its gradients have a norm of their own"),
-}  # fmt: skip
-"""The same for what is refused with --recover and --use-distributed-optimizer together."""
-
-
-def _cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    if not getattr(args, "use_distributed_optimizer", False):
-        return []
-    if (optimizer := getattr(args, "optimizer", None)) in EMERGING:
-        return [f"--recover with --use-distributed-optimizer cannot be combined with --optimizer {optimizer} yet: "
-                "its shards are whole layers"]  # fmt: skip
-    if (
-        config.shadow_device == "cpu"
-        and not hostdevice.is_active()
-        and any(importlib.util.find_spec(name) for name in ("apex", "transformer_engine"))
-    ):
-        return ["--recover-shadow-device cpu needs torch's Adam: apex and Transformer Engine update on the GPU alone"]
-    refused = {
-        flag: why for name, (flag, why) in REFUSED_SHARDED.items() if getattr(args, name, None)
-    }  # two names of one flag are one
-    return [
-        f"--recover with --use-distributed-optimizer cannot be combined with {flag} yet: {why}"
-        for flag, why in refused.items()
-    ]
-
-
-def _cannot_recover(args: argparse.Namespace) -> list[str]:
-    """What --recover refuses for now: where it could not keep every microbatch counted once, or has not been tried."""
-    found = [
-        f"--recover cannot be combined with {flag} yet: {why}"
-        for name, (flag, why) in REFUSED.items()
-        if getattr(args, name, None)
-    ]
-    if getattr(args, "skip_train", False) or getattr(args, "train_iters", None) == 0:
-        found.append("--recover has nothing to keep in a run that trains nothing (--skip-train, --train-iters 0): "
-                     "start it without --recover")  # fmt: skip
-    if getattr(args, "optimizer", None) == "dist_muon":
-        found.append("--recover cannot be combined with --optimizer dist_muon yet: each worker would hold optimizer "
-                     "state that nobody else has")  # fmt: skip
-    for name, size in (
-        ("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
-        ("expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"),
-    ):
-        shards = getattr(args, name, None)
-        if shards is not None and shards > (getattr(args, size, None) or args.tensor_model_parallel_size):
-            found.append(
-                f"--recover cannot be combined with --{name.replace('_', '-')} {shards} yet: "
-                "weights would be spread over replicas, and gathered in the step"
-            )
-    graphs = getattr(args, "cuda_graph_impl", None)
-    if graphs not in (None, "none") or getattr(args, "enable_cuda_graph", False):
-        found.append("--recover cannot be combined with CUDA graphs yet: leave --cuda-graph-impl at none")
-    loader = getattr(args, "dataloader_type", None)
-    if loader not in (None, "single"):
-        found.append(
-            f"--recover needs --dataloader-type single (microbatch ids are defined by its order), not {loader}"
-        )
-    if getattr(args, "fp16", False) and not getattr(args, "accumulate_allreduce_grads_in_fp32", False):
-        found.append(
-            "--recover with --fp16 needs --accumulate-allreduce-grads-in-fp32: added up in fp16, gradients overflow by "
-            "how many of them one replica adds, so after a death other iterations would be skipped than without it"
-        )
-    if getattr(args, "rerun_mode", "disabled") != "disabled":
-        found.append("--recover needs --rerun-mode disabled: a re-run of a step would count its microbatches twice")
-    balancing = getattr(args, "moe_router_load_balancing_type", None) or ()
-    for kind in {balancing} if isinstance(balancing, str) else set(balancing):
-        if kind in ("global_aux_loss", "quantile_balancing"):
-            found.append(f"--recover cannot be combined with --moe-router-load-balancing-type {kind} yet: "
-                         "it sums over all replicas in the step")  # fmt: skip
-    delayed = getattr(args, "fp8", None) and getattr(args, "fp8_recipe", "delayed") == "delayed"
-    if delayed and not getattr(args, "tp_only_amax_red", False):
-        found.append("--recover with delayed FP8 scaling needs --tp-only-amax-red: amax must stay in the replica")
-    if getattr(args, "non_persistent_ckpt_type", None) == "local":
-        found.append("--recover cannot be combined with --non-persistent-ckpt-type local yet: its groups are fixed")
-    group = getattr(args, "microbatch_group_size_per_vp_stage", None)
-    if group not in (None, getattr(args, "pipeline_model_parallel_size", 1)):
-        found.append(
-            "--recover needs --microbatch-group-size-per-virtual-pipeline-stage at its default, the pipeline size"
-        )
-    return found
