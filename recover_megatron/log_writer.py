@@ -19,12 +19,15 @@ import contextlib
 import errno
 import os
 import stat
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from recover_megatron.logger import get_logger
+
+log = get_logger(__name__)
 
 RETRY_SECONDS = 2.0
 STALL_SECONDS = 10.0
@@ -42,19 +45,13 @@ Job = Callable[[], None]
 """May be called several times: again after an OSError."""
 
 
-def say_on_stderr(text: str) -> None:
-    """A warning of a worker; lost where even that cannot be written."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"recover: warning: {text}", file=sys.stderr, flush=True)
-
-
 class Aside:
     """Carries out jobs in their order, in a thread that starts with the first one.
 
     ``what`` names them in messages, ``say`` (called in any thread) tells of trouble; ``most_bytes`` bounds the queue.
     """
 
-    def __init__(self, what: str, say: Say = say_on_stderr, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, what: str, say: Say = log.warning, most_bytes: int = MOST_BYTES) -> None:
         self._what = what
         self._say = say
         self._most_bytes = most_bytes
@@ -233,7 +230,7 @@ class LogWriter:
     def __init__(
         self,
         path: Path,
-        say: Say = say_on_stderr,
+        say: Say = log.warning,
         opening: Callable[[Path], int] = open_to_append,
         gap: Callable[[int], bytes] | None = None,
         most_bytes: int = MOST_BYTES,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterable
 
 from recover_megatron.chaos.spec import Fault, Kind
+from recover_megatron.logger import get_logger
+
+log = get_logger(__name__)
 
 
 class InjectedFault(RuntimeError):
@@ -59,7 +61,7 @@ class Injector:
 
 
 def _strike(fault: Fault) -> None:
-    print(f"recover: injected fault {fault}", file=sys.stderr, flush=True)
+    log.info(f"injected fault {fault}")
     if fault.kind is Kind.KILL:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind is Kind.STOP:

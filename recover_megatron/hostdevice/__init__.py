@@ -12,6 +12,9 @@ import sys
 
 from recover_megatron.hostdevice.detect import CudaBroken, usable_device_count
 from recover_megatron.hostdevice.flags import host_defaults, unsupported
+from recover_megatron.logger import get_logger
+
+log = get_logger(__name__)
 
 __all__ = ["HostDeviceError", "activate", "host_defaults", "is_active", "unsupported", "wanted"]
 
@@ -88,9 +91,7 @@ def activate(within: str | None = None) -> None:
     megatron_fixes.install()
     _active = True
     if os.environ.get("RANK", "0") == "0" and not _spawned():
-        print(
-            "[hostdevice] no CUDA device in use: Megatron runs on the host (cpu), gloo instead of nccl; "
-            f"{len(table)} entry points of torch replaced (docs/hostdevice.md)",
-            file=sys.stderr,
-            flush=True,
+        log.info(
+            "no CUDA device in use: Megatron runs on the host (cpu), gloo instead of nccl; "
+            f"{len(table)} entry points of torch replaced (docs/hostdevice.md)"
         )

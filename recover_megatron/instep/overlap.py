@@ -20,7 +20,6 @@ holder can give any more belongs to a state that is lost, too: the run ends.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -37,6 +36,8 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Shards
 from recover_megatron.network.store import MOST_BYTES
 from recover_megatron.workload.shards import owned
+
+log = get_logger(__name__)
 
 Part = tuple[int, Span]
 """Elements of a bucket, by its number."""

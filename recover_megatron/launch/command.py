@@ -19,9 +19,12 @@ from recover_megatron.launch.folder_lock import Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.supervisor import Supervisor
+from recover_megatron.logger import get_logger
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import SecretError
 from recover_megatron.membership.worker import HOST_VARIABLE
+
+log = get_logger(__name__)
 
 
 def run_guarded(argv: Sequence[str]) -> int:
@@ -31,7 +34,7 @@ def run_guarded(argv: Sequence[str]) -> int:
         return run(argv)
     except Exception:  # noqa: BLE001 - shown in full; the warden ends the workers when this process has ended
         traceback.print_exc()
-        print("recover-run: this is a fault of recover-run itself; all workers are killed", file=sys.stderr)
+        log.info("this is a fault of recover-run itself; all workers are killed")
         return LAUNCH_FAILED
 
 
@@ -52,10 +55,10 @@ def run(argv: Sequence[str]) -> int:
         lock = _lock_folder(plan)
     except arguments.UsageError as error:
         if len(error.reasons) == 1:
-            print(f"recover-run: {error.reasons[0]}", file=sys.stderr)
+            log.info(error.reasons[0])
         else:
             lines = "".join(f"\n  - {reason}" for reason in error.reasons)
-            print(f"recover-run: nothing was started, for these reasons:{lines}", file=sys.stderr)
+            log.info(f"nothing was started, for these reasons:{lines}")
         return REFUSED
     if not options.slurm and options.nnodes == 1 and (hint := slurm_launch.left_alone(os.environ)):
         print(f"recover-run: {hint}", file=sys.stderr)
@@ -68,7 +71,7 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     """Make every check.  Returns the options and, on node 0, the store's listening socket; raises UsageError."""
     options, reasons = arguments.parse(argv)
     if options.script and not options.module and (found := script.installed_module(options.script)):
-        print(f"recover-run: no {options.script} in this folder: the installed one, {found[1]}", file=sys.stderr)
+        log.info(f"no {options.script} in this folder: the installed one, {found[1]}")
         options.script, options.module = found[0], True
     reasons += arguments.check_files(options)
     reserved = None
@@ -101,7 +104,7 @@ def _lock_folder(plan: LaunchPlan) -> FolderLock | None:
         plan.master_port,
         plan.world_size,
     )
-    lock = FolderLock(plan.log_dir, mine, lambda text: print(f"recover-run: {text}", file=sys.stderr))
+    lock = FolderLock(plan.log_dir, mine, log.info)
     take = lock.check if plan.node_rank > 0 else lock.take
     reason = lock.join(plan.run_id) if plan.joins else take()
     if reason:

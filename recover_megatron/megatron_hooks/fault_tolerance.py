@@ -73,6 +73,8 @@ from recover_megatron.membership.session import LAST_WORDS_SECONDS
 from recover_megatron.membership.worker import HOST_VARIABLE, connect
 from recover_megatron.network.store import Board
 
+log = get_logger(__name__)
+
 NO_COORDINATOR = (
     "--recover needs a coordinator: start the workers with recover-run, which brings one, or start "
     "recover-coordinator and name it with --recover-coordinator HOST:PORT"
@@ -120,7 +122,9 @@ class FaultTolerance:
     def install(self) -> None:
         """Wrap all seams; raises UserError if this Megatron's are not the ones we know."""
         if self._device.type == "cuda" and (against := nccl.set_environment()):
-            _warn(f"{', '.join(against)}: torch may end a worker that --recover would have brought back (docs/gpu.md)")
+            log.warning(
+                f"{', '.join(against)}: torch may end a worker that --recover would have brought back (docs/gpu.md)"
+            )
         self._groups.install()
         data.install()
         self._training.install()
@@ -205,7 +209,7 @@ class FaultTolerance:
         if recovery is not None and self._training.state is not None and self._training.replica_broken(error):
             self._be_spare(recovery, error)
         text = "".join(traceback.format_exception(error))
-        print(text, file=sys.stderr, flush=True)
+        write_stderr(text)
         if not started and (is_communication(error) or isinstance(error, torch.distributed.DistError)):
             # Not a fault of its own: whoever starts the run again may do so.
             lost = "lost touch with another one before the training began"
@@ -236,11 +240,7 @@ class FaultTolerance:
             recovery.orphan.replica_failed(error)
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = None
-        print(
-            f"recover: worker {self._me} has no place any more ({reason[:120]}); it waits as a spare",
-            file=sys.stderr,
-            flush=True,
-        )
+        log.info(f"worker {self._me} has no place any more ({reason[:120]}); it waits as a spare")
         try:
             # The training is over for it: it has no position to come back to.
             recovery.orphan.wait(position=None, ready=False)
@@ -335,6 +335,6 @@ def _my_address() -> str:
 
 def _end(code: int, message: str) -> NoReturn:
     """End the process now: the groups of dead workers could keep an orderly end waiting for good."""
-    print(f"recover: {message}", file=sys.stderr, flush=True)
+    log.info(message)
     sys.stdout.flush()
     os._exit(code)

@@ -9,7 +9,6 @@ spare      its plan has a place for it: it gets a state (fetch_state), or goes o
 
 from __future__ import annotations
 
-import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -21,6 +20,8 @@ from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.transfer import receive, send
 from recover_megatron.megatron_hooks.state import TrainingState
+
+log = get_logger(__name__)
 
 INTERRUPTED = (EpochRevoked, PeerLost, TimeoutError)
 """What ends the transfer of a state and the taking of a place: an epoch that is over, or somebody who is gone."""
@@ -47,7 +48,7 @@ class Places:
         self._served = decision.epoch
         me = self._assignment.me
         if me in decision.mended:
-            _say(f"the state of worker {me} differs from that of its column: it takes over one that does not")
+            log.info(f"the state of worker {me} differs from that of its column: it takes over one that does not")
             try:
                 self._receive(decision)
             except INTERRUPTED as error:
@@ -131,7 +132,3 @@ class Places:
 def first_iteration(decision: Decision) -> int:
     """The iteration that the fresh replicas begin with."""
     return (decision.version or 0) + 1
-
-
-def _say(message: str) -> None:
-    print(f"recover: {message}", file=sys.stderr, flush=True)

@@ -21,7 +21,6 @@ tensors these work on (`pieces`), where the norm comes from, and the gathering o
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -41,11 +40,14 @@ from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.parameters import Parameters
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Column, Portion
+from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import seams
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.host_shadows import HostShadows
 from recover_megatron.megatron_hooks.pieces import Piece, Pieces
 from recover_megatron.megatron_hooks.sharded_checkpoint import ShardedCheckpoint
+
+log = get_logger(__name__)
 
 REPARTITION_SECONDS = 600.0
 """How long the state may take to change hands, beyond the hang timeout, before who makes no mark counts as hung."""
@@ -233,7 +235,7 @@ class ShardedOptimizer:
         different, anywhere = recovery.sections.run("verify shadows", run)
         if different:
             recovery.hooks.log("shadows differ", units=different)
-            _say(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
+            log.info(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
         if anywhere:
             shards.distrust_shadows()
 
@@ -392,7 +394,3 @@ def differing(rows: Sequence[Sequence[int]]) -> list[int]:
         for optimizer, column, unit, digest in zip(*(row[at::4] for at in range(4)), strict=True):
             told.setdefault((optimizer, column, unit), set()).add(digest)
     return sorted({unit for (_, _, unit), digests in told.items() if len(digests) > 1})
-
-
-def _say(message: str) -> None:
-    print(f"recover: {message}", file=sys.stderr, flush=True)

@@ -46,6 +46,8 @@ from recover_megatron.megatron_hooks.trackers import Trackers, TrackerSeam
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
 
+log = get_logger(__name__)
+
 FINAL = (
     NoReplica,
     StateLost,

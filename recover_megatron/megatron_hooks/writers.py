@@ -25,7 +25,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args, global_vars
 
-from recover_megatron.log_writer import Aside, say_on_stderr
+from recover_megatron.log_writer import Aside
+from recover_megatron.logger import get_logger
+
+log = get_logger(__name__)
 
 KEPT_SECONDS, KEPT_ITERATIONS = 180.0, 4
 """What may not have been written: as young as that, or of so few iterations."""
@@ -124,7 +127,7 @@ class StandIn:
 
     def _give_up(self, error: Exception) -> None:
         self._writer = None
-        say_on_stderr(f"{self._name} is not written any more: {error}")
+        log.warning(f"{self._name} is not written any more: {error}")
 
 
 class _Nobody:

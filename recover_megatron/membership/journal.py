@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from recover_megatron.log_writer import LogWriter, open_to_append, say_on_stderr
+from recover_megatron.log_writer import LogWriter, open_to_append
+from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import Json
+
+log = get_logger(__name__)
 
 EventSink = Callable[[Mapping[str, Json]], None]
 
@@ -54,7 +57,7 @@ def _duplicate_stderr(path: Path) -> int:
 
 
 def _say(text: str) -> None:
-    say_on_stderr(f"coordinator: {text}")
+    log.warning(f"coordinator: {text}")
 
 
 class Limited:

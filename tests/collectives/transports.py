@@ -44,7 +44,7 @@ def open_group(
     too.
     """
     if not (hanging or staged or (collective == "ring" and carrier == "gloo")):
-        return opening.open_group(epoch, store, collective=collective, carrier=carrier, **options)  # type: ignore[arg-type]
+        return opening.open_group(epoch, store, collective=collective, carrier=carrier, **options)
     revocation = opening.revocation_of(epoch)
     with opening.lost_revokes(revocation):
         return _open(epoch, store, revocation, collective, carrier or "tcp", hanging, staged, **options)
@@ -69,14 +69,14 @@ def _open(
     rank, size = list(epoch.members).index(epoch.me), len(epoch.members)
     place, tuning = {"ring": f"ring/{name}/{epoch.number}", "timeout": timeout}, tuning or Tuning()
     if carrier == "gloo":
-        backend = GlooBackend(rank, size, store, revocation, **place)  # type: ignore[arg-type]
+        backend = GlooBackend(rank, size, store, revocation, **place)
         if collective == "native":
             native = StagedNative(GlooNative(backend), device)
             return NativeGroup(epoch, revocation, native, device=device)
         transport: Transport = GlooTransport(rank, size, backend)
     else:
         slots = (tuning.slots, tuning.segment_bytes) if carrier == "tcp" else None
-        transport = TcpTransport(rank, size, store, revocation, secret=secret, slots=slots, **place)  # type: ignore[arg-type]
+        transport = TcpTransport(rank, size, store, revocation, secret=secret, slots=slots, **place)
     if hanging:
         transport = HangingTransport(transport, revocation)
     if staged or device.type != "cpu":
