@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from recover_megatron import arguments  # noqa: E402
+from recover_megatron import __version__, arguments  # noqa: E402
 from recover_megatron.launch import arguments as launch_arguments  # noqa: E402
 from recover_megatron.options import markdown_table  # noqa: E402
 
@@ -42,6 +42,7 @@ def updated(page: str) -> tuple[Path, str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     stale = [(path, new) for path, old, new in map(updated, TABLES) if old != new]

@@ -16,7 +16,6 @@ the others need not wait: it shuts the replica's connections and starts the thre
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -31,8 +30,11 @@ from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.instep.spare import LINGER_SECONDS, Mirror, Over, Rebuild, Spare
+from recover_megatron.logger import get_logger
 from recover_megatron.membership.errors import EXIT_FENCED, CoordinatorLost, Fenced
 from recover_megatron.membership.session import Session
+
+log = get_logger(__name__)
 
 BLAME_SECONDS = 1.0
 """Grace period: how long to wait for the news of a death after my replica's communication failed, before saying so."""
@@ -191,7 +193,7 @@ class Orphan:
         elif not started:
             if self._at_launch and self._session.dead:
                 names = ", ".join(map(str, sorted(self._session.dead)))
-                _say(f"worker {names} died before the training began, which is not survived yet: {reason}")
+                log.info(f"worker {names} died before the training began, which is not survived yet: {reason}")
                 os._exit(1)
         elif lost := self._lost_of_mine():
             self.leave(f"worker {', '.join(map(str, lost))} of its replica is gone")
@@ -212,7 +214,3 @@ class Orphan:
         except (EpochRevoked, Fenced):
             pass
         return EXIT_FENCED
-
-
-def _say(message: str) -> None:
-    print(f"recover: {message}", file=sys.stderr, flush=True)

@@ -34,6 +34,7 @@ from recover_megatron.collectives.progress import Handle
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Shards
+from recover_megatron.logger import get_logger
 from recover_megatron.network.store import MOST_BYTES
 from recover_megatron.workload.shards import owned
 
@@ -191,11 +192,9 @@ class Overlap:
     def _tell(self, came: dict[int, int], seconds: float) -> None:
         size = sum(came.values())
         self._recovery.hooks.log("parameters fetched", bytes=size, seconds=round(seconds, 6))
-        print(
-            f"recover: {size} bytes of parameters were fetched from workers {sorted(came)} in {seconds:.3f} s: "
-            "an epoch had ended before they had come",
-            file=sys.stderr,
-            flush=True,
+        log.info(
+            f"{size} bytes of parameters were fetched from workers {sorted(came)} in {seconds:.3f} s: "
+            "an epoch had ended before they had come"
         )
 
     def _hang_up(self) -> None:

@@ -7,7 +7,6 @@ Here it is decided, too, that the run cannot go on: the same way on every worker
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -18,8 +17,11 @@ from recover_megatron.instep.errors import NoReplica, StateLost
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.plan import decide
+from recover_megatron.logger import get_logger
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, EXIT_STATE_LOST, CoordinatorLost
 from recover_megatron.membership.session import Session
+
+log = get_logger(__name__)
 
 
 @dataclass
@@ -139,7 +141,7 @@ class Planner:
         """On the console of one worker: of an epoch that nobody's death has made."""
         if self._assignment.me == min(decision.workers, default=self._assignment.me):
             for line in news(before, decision, self._statuses, self._edges.tries, self.why):
-                print(f"recover: {line}", file=sys.stderr, flush=True)
+                log.info(line)
 
     def log(self, decision: Decision, lost: Loss | None, seconds: float) -> None:
         """Write the plan's event; ``seconds``: what it took to meet."""

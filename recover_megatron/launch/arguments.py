@@ -133,11 +133,6 @@ class Options:
         check=whole(1),
         default_text="",
     )
-    warm: bool = option(
-        False,
-        "import once in one parent process, then fork the workers from it (not with a GPU)",
-        docs="[below](#warm-start)",
-    )
     join: bool = option(
         False,
         "take part in a run that goes on, with --nproc-per-node workers more",
@@ -173,6 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     add_options(parser, FLAGS, as_text=True, underscores=True)
     parser.add_argument(
         "script",

@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
             log.info(f"nothing was started, for these reasons:{lines}")
         return REFUSED
     if not options.slurm and options.nnodes == 1 and (hint := slurm_launch.left_alone(os.environ)):
-        print(f"recover-run: {hint}", file=sys.stderr)
+        log.info(hint)
     if lock and plan.joins:
         plan = replace(plan, run_id=lock.run_id)
     return Supervisor(plan, reserved, os.environ, lock).run()

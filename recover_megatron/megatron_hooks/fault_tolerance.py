@@ -51,6 +51,7 @@ from recover_megatron.instep.faults import is_communication, is_own, signature
 from recover_megatron.instep.generation import Fabric
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.logger import get_logger, write_stderr
 from recover_megatron.megatron_hooks import alone, data
 from recover_megatron.megatron_hooks.fault_injection import FaultInjection
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
@@ -178,7 +179,7 @@ class FaultTolerance:
         grid = grid_of(args, int(os.environ["WORLD_SIZE"]))
         self._training.recovery = self._make_recovery(args, grid)
         self._records.joined_late()
-        print(f"recover: worker {self._me} waits for a place", file=sys.stderr, flush=True)
+        log.info(f"worker {self._me} waits for a place")
         self._training.recovery.orphan.wait()
 
     def _build_for(self, position: int) -> None:
@@ -315,10 +316,6 @@ def _device() -> torch.device:
     if hostdevice.is_active():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _warn(message: str) -> None:
-    print(f"recover: warning: {message}", file=sys.stderr, flush=True)
 
 
 def _my_address() -> str:

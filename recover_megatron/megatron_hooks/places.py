@@ -19,6 +19,7 @@ from recover_megatron.instep.errors import Disagreement, Orphaned
 from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.transfer import receive, send
+from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.state import TrainingState
 
 log = get_logger(__name__)

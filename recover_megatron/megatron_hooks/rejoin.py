@@ -14,7 +14,6 @@ The parts of ``leave``, ``wait`` and ``take_place`` that have no Megatron in the
 from __future__ import annotations
 
 import os
-import sys
 import time
 import traceback
 
@@ -24,12 +23,15 @@ from recover_megatron.instep.errors import Orphaned
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
+from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import alone
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.places import INTERRUPTED, Places, first_iteration
 from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
+
+log = get_logger(__name__)
 
 
 class Rejoin:
@@ -62,7 +64,7 @@ class Rejoin:
             if not is_communication(error):
                 traceback.print_exception(error)
         self._groups.traffic.mode = Mode.ALONE
-        _say(
+        log.info(
             f"worker {recovery.assignment.me} has no place any more ({str(error)[:120]}); it waits as a spare, "
             f"out of the training {recovery.orphan.spare_seconds:.3f} s after its replica broke"
         )
@@ -113,7 +115,7 @@ class Rejoin:
         # Where a replica goes on, that one tells of the plan; this one only where all are new.
         recovery.planner.log(decision, None, 0.0)
         ended = time.perf_counter()
-        _say(
+        log.info(
             f"worker {mine.me} takes position {mine.position} of replica {mine.replica} from iteration {first} on: "
             f"groups {grouped - started:.3f} s, state {ended - grouped:.3f} s, {size} bytes"
         )
@@ -126,13 +128,9 @@ def build_elsewhere(recovery: Recovery, groups: Groups, position: int, *, built:
     """
     mine = recovery.assignment
     slot = mine.grid.replicas[0][position]
-    _say(f"worker {mine.me} builds the model of position {position}")
+    log.info(f"worker {mine.me} builds the model of position {position}")
     if built:
         alone.forget_megatron()
     os.environ["RANK"] = str(slot)
     mine.position = position
     groups.again(slot)
-
-
-def _say(message: str) -> None:
-    print(f"recover: {message}", file=sys.stderr, flush=True)

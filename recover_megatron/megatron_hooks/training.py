@@ -28,6 +28,7 @@ from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.traffic import Mode, Traffic
+from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import seams, sharded_optimizer, writers
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance

@@ -16,17 +16,19 @@ import asyncio
 import contextlib
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from recover_megatron.logger import get_logger
 from recover_megatron.network import frames, proof
 from recover_megatron.network.addresses import listen
 from recover_megatron.network.client import HANDSHAKE_SECONDS, LONGEST_MESSAGE
 from recover_megatron.network.forks import close_in_children
+
+log = get_logger(__name__)
 
 PURPOSE = "peer-store"
 _BACKLOG = 4096
@@ -93,7 +95,7 @@ class Board:
                 self._drop(writer)
         if time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + QUIET_SECONDS
-            print(f"recover: the board of this worker: {context['message']}: {error}", file=sys.stderr, flush=True)
+            log.info(f"the board of this worker: {context['message']}: {error}")
 
     def _drop(self, writer: asyncio.StreamWriter) -> None:
         self._unproved.pop(writer, None)
