@@ -31,6 +31,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,6 +42,7 @@ LIST = Path("tests/mutations/mutations.toml")
 PRODUCT = "recover_megatron"
 SEED = "1"
 """RECOVER_SEED of every run: names of drawn tests depend on it, and so may what they catch."""
+_running: set[subprocess.Popen[bytes]] = set()
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -180,18 +182,27 @@ def pytest(arguments: Sequence[str], tree: Path, limit: float) -> tuple[int | No
             command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+        _running.add(process)
         code: int | None = None
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)  # tests then end what they have started
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            end(process)
+        finally:
+            _running.discard(process)
         file.seek(0)
         return code, file.read()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a pytest: as by Ctrl-C, so that its tests end what they have started, then for good."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def fails_anyway(mutations: Sequence[Mutation], root: Path, limit: float) -> str:
@@ -258,11 +269,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     verdicts = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for verdict in pool.map(lambda mutation: try_out(mutation, root, options.timeout), mutations):
-            say(f"{verdict.mutation.name}: {verdict.word} ({verdict.seconds:.0f} s) {verdict.by}")
-            if verdict.word != "caught":
-                say(verdict.output)
-            verdicts.append(verdict)
+        try:
+            for verdict in pool.map(lambda mutation: try_out(mutation, root, options.timeout), mutations):
+                say(f"{verdict.mutation.name}: {verdict.word} ({verdict.seconds:.0f} s) {verdict.by}")
+                if verdict.word != "caught":
+                    say(verdict.output)
+                verdicts.append(verdict)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                end(process)
+            raise
     print("\n".join(table(verdicts)))
     left = sum(verdict.word != "caught" for verdict in verdicts)
     print(f"\n{len(verdicts) - left} of {len(verdicts)} caught.")
@@ -270,4 +287,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
