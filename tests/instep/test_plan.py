@@ -347,6 +347,11 @@ def test_orphans_begin_again_with_the_newest_state_that_they_hold_between_them()
     assert decide(2, coming, TWO).enough > 0
 
 
+def test_a_state_from_before_the_last_committed_step_is_of_no_use() -> None:
+    decision = decide(2, {0: orphan(0, version=5), 3: orphan(1, version=5)}, TWO)
+    assert (decision.grid, decision.version, decision.enough) == ({}, None, 0)
+
+
 def test_nobody_whole_and_too_few_to_be_is_a_decision_without_replicas() -> None:
     decision = decide(2, {1: Status(0, 1, 3), 2: Status(None)}, TWO)
     assert (decision.replicas, decision.spares, decision.enough, decision.state_lost) == ((), (1, 2), 0, "")
