@@ -1,7 +1,8 @@
 """pretrain_gpt_recover.py that waits for a newcomer: patient.py FOLDER ITERATION flags...
 
 In that iteration worker 0, and with it all others, waits until a newcomer has built its model, which takes the longer
-the busier the machine is; the newcomer says so by a file in the folder.
+the busier the machine is; the newcomer says so by a file in the folder.  In the iteration before, it waits until the
+newcomer is admitted: it builds nothing before the plan of the epoch that follows, which needs worker 0.
 """
 
 import os
@@ -14,11 +15,14 @@ from megatron.training import get_args, training
 
 import pretrain_gpt_recover
 
-ready, iteration = Path(sys.argv.pop(1)) / "ready", int(sys.argv.pop(1))
+folder, iteration = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
+ready, events = folder / "ready", folder / "events-0.jsonl"
 train_step, build = training.train_step, training.build_train_valid_test_data_iterators
 
 
 def patient_train_step(*args: Any, **kwargs: Any) -> Any:
+    while get_args().curr_iteration + 1 == iteration - 1 and '"admitted"' not in events.read_text():
+        time.sleep(0.01)
     while get_args().curr_iteration + 1 == iteration and not ready.exists():
         time.sleep(0.01)
     return train_step(*args, **kwargs)
