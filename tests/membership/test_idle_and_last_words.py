@@ -11,7 +11,8 @@ from simulation import SETTINGS, World
 
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, CoordinatorLost
 from recover_megatron.membership.events import Notify, Say
-from recover_megatron.membership.member import Member, Stage
+from recover_megatron.membership.follower import Stage
+from recover_megatron.membership.member import Member
 from recover_megatron.membership.quorum import can_tell
 from recover_megatron.membership.watcher import Watcher
 from recover_megatron.membership.words import MAX_TRACEBACK, LastWords, alike, cut_middle, true_cause

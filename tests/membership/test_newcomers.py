@@ -10,7 +10,8 @@ from cluster import Cluster, check_one_lineage, cluster
 from simulation import SETTINGS, World
 
 from recover_megatron.membership.errors import EXIT_NO_REPLICA, CoordinatorLost, Fenced
-from recover_megatron.membership.member import Member, Stage
+from recover_megatron.membership.follower import Stage
+from recover_megatron.membership.member import Member
 
 # -- the state machines, one delivery after the other -----------------------------------------------------------------
 
