@@ -1,0 +1,117 @@
+"""The road from a closed socket to the next plan: docs/architecture.md lists the files of it, and calls go down."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from recover_megatron.membership import EpochRevoked, Secret, Session, Settings
+from recover_megatron.membership.coordinator import Coordinator
+from recover_megatron.membership.journal import Journal
+from recover_megatron.membership.server import CoordinatorServer
+from tests.forkserver import REPOSITORY
+
+PACKAGE = str(REPOSITORY / "recover_megatron") + "/"
+HEADING = "### From a closed socket to a plan in every worker\n"
+PATIENT = Settings(heartbeat_interval=500.0, heartbeat_timeout=2000.0, hang_timeout=3000.0, start_timeout=3000.0)
+"""No clock has a part in what is recorded."""
+SECRET = Secret(b"a secret that is long enough")
+
+Call = tuple[str, str]
+"""The file of a caller and that of the function called, below the package."""
+
+
+class Recorder:
+    """Records the calls of the package's functions, in all threads started after it was installed."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.calls: set[Call] = set()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if self.on and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
+            self.calls.add((caller.removeprefix(PACKAGE), frame.f_code.co_filename.removeprefix(PACKAGE)))
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        before = threading.getprofile()
+        threading.setprofile(self)
+        try:
+            yield
+        finally:
+            threading.setprofile(before)
+
+
+class Worker(threading.Thread):
+    """Waits for a commit until the epoch is over, joins the next one, and leaves when it is told to."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.begun, self.planned, self.over = threading.Event(), threading.Event(), threading.Event()
+        self.members = frozenset[int]()
+        self._session = session
+
+    def run(self) -> None:
+        self._session.join({})
+        self.begun.set()
+        try:
+            self._session.agree(1)
+        except EpochRevoked:
+            self.members = self._session.join({}).members
+        self.planned.set()
+        self.over.wait()
+        self._session.leave()
+
+
+def recorded(folder: Path) -> set[Call]:
+    """The calls from the end of one of three workers' connections to the plan in the other two."""
+    recorder = Recorder()
+    with recorder.installed():
+        listener, journal = socket.create_server(("127.0.0.1", 0)), Journal(folder / "events.jsonl")
+        server = CoordinatorServer(Coordinator(3, PATIENT, salt=1, now=time.monotonic()), listener, SECRET, journal)
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        address = listener.getsockname()[:2]
+        lost, *others = (Session.connect([address], number, SECRET, PATIENT) for number in (2, 0, 1))
+        workers = [Worker(session) for session in others]
+        for worker in workers:
+            worker.start()
+        lost.join({})
+        for worker in workers:
+            worker.begun.wait()
+        recorder.on = True
+        lost._client._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+        for worker in workers:
+            worker.planned.wait()
+        recorder.on = False
+        for worker in workers:
+            worker.over.set()
+        for thread in [*workers, serving]:
+            thread.join()
+    lost._client.close()
+    server.close()
+    journal.close()
+    assert [worker.members for worker in workers] == [{0, 1}] * 2
+    return recorder.calls
+
+
+def listed() -> list[str]:
+    """The files in the first column of the section's table."""
+    text = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8").partition(HEADING)[2]
+    section = re.split(r"^#+ ", text, maxsplit=1, flags=re.MULTILINE)[0]
+    return re.findall(r"^\| `([a-z_/]+\.py)` \|", section, flags=re.MULTILINE)
+
+
+def test_the_files_of_the_docs_are_those_that_are_entered_and_no_part_calls_the_coordinator(tmp_path: Path) -> None:
+    calls = recorded(tmp_path)
+    assert sorted(listed()) == sorted({called for _, called in calls})
+    coordinator = "membership/coordinator.py"
+    assert {caller for caller, called in calls if called == coordinator} == {coordinator, "membership/server.py"}
