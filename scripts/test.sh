@@ -6,6 +6,7 @@
 #   scripts/test.sh --version           the version of this project
 #   scripts/test.sh [--fast] ARGS...    ARGS go to pytest: tests/scripts, -k NAME, -x, ...
 #
+# Two processes run the tests side by side (RECOVER_TEST_PROCESSES: another number): most tests wait most of the time.
 # (The tests read no terminal; for a debugger run  .venv/bin/python -m pytest --pdb  yourself.)
 set -euo pipefail
 
@@ -17,7 +18,7 @@ export PATH=$root/.venv/bin:$PATH
 # The tests start small processes by the dozen: one thread each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-arguments=()
+arguments=(-n "${RECOVER_TEST_PROCESSES:-2}" --dist loadgroup)
 if [[ ${1:-} == --fast ]]; then
     shift
     arguments+=(-m 'not slow')

@@ -17,5 +17,12 @@ def forkserver() -> Iterator[ForkServer]:
         yield server
 
 
-def pytest_report_collectionfinish() -> str:
-    return f"RECOVER_SEED={SEED} draws from the long families; RECOVER_MATRIX=all runs all of them"
+DRAWN = f"RECOVER_SEED={SEED} draws from the long families; RECOVER_MATRIX=all runs all of them"
+
+
+def pytest_report_header() -> str:
+    return DRAWN
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(DRAWN)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.forkserver import REPOSITORY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain pytorch")]
 
 ITERATIONS = 60
 PATIENCE = 120

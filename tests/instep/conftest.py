@@ -1,30 +1,52 @@
-"""The failure-free runs that others are compared with: each is made once a session."""
+"""The failure-free runs that others are compared with: each is made once, for all processes of a pytest run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.forkserver import ForkServer
+from tests.forkserver import ForkServer, Run
 from tests.instep.runs import Case, Result
 
 Reference = Callable[[Case], Result]
 
 
 @pytest.fixture(scope="session")
-def reference(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+def reference(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """``reference(case)``: the result of the same run without its strikes."""
-    made: dict[Case, Result] = {}
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # the folder of all processes
+    known: dict[Case, Result] = {}
 
     def of(case: Case) -> Result:
         plain = case.failure_free
-        if plain not in made:
-            result = plain.run(forkserver, tmp_path_factory.mktemp(f"reference-{plain.layout.name}"))
-            assert result.ended.ok, result.told()
-            assert [len(step.microbatches) for step in result.steps] == [plain.layout.replicas] * plain.iterations
-            assert {sum(map(len, step.microbatches.values())) for step in result.steps} == {plain.layout.samples}
-            made[plain] = result
-        return made[plain]
+        if plain not in known:
+            known[plain] = once(plain, forkserver, shared)
+        return known[plain]
 
     return of
+
+
+def once(plain: Case, forkserver: ForkServer, shared: Path) -> Result:
+    """The result of a failure-free run: of the one in ``shared``, or of one that is made there now."""
+    out = shared / f"reference-{plain.layout.name}-{hashlib.sha256(repr(plain).encode()).hexdigest()[:16]}"
+    finished = out / "finished"
+    with out.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if finished.exists():
+            world = plain.layout.grid.world
+            return Result(plain, Run([0] * world, [out / f"worker-{rank}.log" for rank in range(world)]), out)
+        shutil.rmtree(out, ignore_errors=True)  # one that failed
+        result = plain.run(forkserver, out)
+        assert result.ended.ok, result.told()
+        assert [len(step.microbatches) for step in result.steps] == [plain.layout.replicas] * plain.iterations
+        assert {sum(map(len, step.microbatches.values())) for step in result.steps} == {plain.layout.samples}
+        finished.touch()
+        return result

@@ -16,6 +16,8 @@ from recover_megatron.launch import script
 
 from .conftest import DEADLINE, REPOSITORY
 
+pytestmark = pytest.mark.xdist_group("installed")
+
 NAME = "pretrain_gpt_recover.py"
 REFUSED = ["--recover", "--recover-heartbeat-interval", "soon"]
 """The script refuses it before it imports Megatron."""

@@ -15,7 +15,7 @@ from .conftest import REPOSITORY, Bench, Launch, alive, eventually, processes_wi
 from .test_control_plane import USES_IT
 from .test_store import UNTIL_TOLD, free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several nodes")]
 
 SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}
 ITERATIONS = 40

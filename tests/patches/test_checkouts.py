@@ -31,7 +31,12 @@ from tests.patches.trees import apply, copy_of
 
 CHECKOUTS = [Path(path) for path in os.environ.get("MEGATRON_LM_CHECKOUTS", "").split(":") if path]
 WHY_NOT = "NOT TESTED: MEGATRON_LM_CHECKOUTS names no Megatron-LM checkout"
-pytestmark = [pytest.mark.slow, pytest.mark.checkout, pytest.mark.skipif(not CHECKOUTS, reason=WHY_NOT)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.checkout,
+    pytest.mark.skipif(not CHECKOUTS, reason=WHY_NOT),
+    pytest.mark.xdist_group("checkouts"),
+]
 
 ITERATIONS = 80
 """Enough for a worker to be started, and to build its model, on a loaded machine."""

@@ -21,6 +21,8 @@ from tests.forkserver import REPOSITORY, ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE, losses
 from tests.patches.trees import apply, copy_of
 
+pytestmark = pytest.mark.xdist_group("patched training")
+
 SCRIPT = str(REPOSITORY / "tests" / "megatron_hooks" / "reference_gpt.py")
 FLAGS = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "6"]
 

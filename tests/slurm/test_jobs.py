@@ -18,7 +18,7 @@ from recover_megatron.run_log.steps import Step, audit_problem
 from tests.slurm.cluster import Cluster, wait_until, why_not
 from tests.slurm.demo import Job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 BATCH, LEADER, OTHER = "n1", "n2", "n3"
 """The nodes: with the batch script and the store; with the coordinator that leads; with neither."""
