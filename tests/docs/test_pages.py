@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 WIDTH = 120
@@ -131,14 +131,28 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in plain}
 
 
+def links(page: Path) -> Iterator[tuple[Path, str, str]]:
+    """The page's links into the repository: where to, the anchor, and as it is written."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if not re.match(r"https?://", link):
+            name, _, anchor = link.partition("#")
+            yield (page.parent / name).resolve() if name else page, anchor, link
+
+
 @each(TEXTS)
 def test_links_lead_somewhere(page: Path) -> None:
-    broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
-        if re.match(r"https?://", link):
-            continue
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
+    broken = [
+        link
+        for target, anchor, link in links(page)
+        if not target.exists() or (anchor and anchor not in anchors(target))
+    ]
     assert not broken, f"{page.name} links to {broken}"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, ahead = set[Path](), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        reached.add(page)
+        ahead += {target for target, _, _ in links(page) if target.suffix == ".md" and target.exists()} - reached
+    assert reached >= set(TEXTS)
