@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from recover_megatron.collectives.ledger import Ledger, Span
+from recover_megatron.collectives.ledger import Ledger
 
 
 class Bucket:
@@ -49,11 +49,6 @@ class Bucket:
         ``with bucket.set_aside():`` puts them back at the end.
         """
         return Aside(self)
-
-    def element_bytes(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
-        """Byte ranges of ``spans`` within the bucket."""
-        size = self.flat.element_size()
-        return [(span.start * size, span.stop * size) for span in spans]
 
 
 class Aside:

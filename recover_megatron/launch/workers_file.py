@@ -35,7 +35,7 @@ class WorkersFile:
 
     def put(self, run_id: str, workers: Sequence[Worker]) -> None:
         """Merge ``workers``, all those of this launcher, into the file.  It has them then, if the disk is well."""
-        self._latest = (run_id, _entries(workers))
+        self._latest = (run_id, {worker.worker_id: dataclasses.asdict(worker) for worker in workers})
         if self.writing.left < 2:  # one that is written now, and one that will write the latest
             self.writing.submit(self._write, 1)
         self.writing.settle()
@@ -43,15 +43,6 @@ class WorkersFile:
     def _write(self) -> None:
         run_id, entries = self._latest
         _merge(self._folder, run_id, entries)
-
-
-def write_workers(folder: Path, run_id: str, workers: Sequence[Worker]) -> None:
-    """Merge ``workers``, all those of this launcher, into ``folder``/workers.json.  Raises OSError."""
-    _merge(folder, run_id, _entries(workers))
-
-
-def _entries(workers: Sequence[Worker]) -> Entries:
-    return {worker.worker_id: dataclasses.asdict(worker) for worker in workers}
 
 
 def _merge(folder: Path, run_id: str, own: Entries) -> None:

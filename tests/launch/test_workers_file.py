@@ -3,12 +3,21 @@
 import json
 import threading
 
+import pytest
+
 from recover_megatron.launch.states import Worker, WorkerState
-from recover_megatron.launch.workers_file import write_workers
+from recover_megatron.launch.workers_file import WorkersFile
 
 
 def worker(worker_id, state=WorkerState.RUNNING):
     return Worker(worker_id, 100 + worker_id, "host", state, 0, worker_id)
+
+
+def write_workers(folder, run_id, workers):
+    file = WorkersFile(folder, pytest.fail)
+    file.put(run_id, workers)
+    assert file.writing.flush()
+    file.writing.close()
 
 
 def ids(folder):
