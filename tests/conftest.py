@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.drawn import SEED
 from tests.forkserver import ForkServer
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")  # no test asserts a time: how long an example takes says how busy the machine is
 
 
 @pytest.fixture(scope="session")
