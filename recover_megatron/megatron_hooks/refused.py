@@ -12,55 +12,60 @@ EMERGING = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
 """Megatron's optimizers that are in the package emerging-optimizers."""
 
 REFUSED = {
-    "use_layer_wise_distributed_optimizer": (
-        "the layer-wise distributed optimizer", "each worker would hold state that nobody else has"),
-    "use_torch_fsdp2": ("--use-torch-fsdp2", "its groups can't be changed"),
-    "use_megatron_fsdp": ("--use-megatron-fsdp", "its groups can't be changed"),
-    "ddp_average_in_collective": ("--ddp-average-in-collective", "an average would depend on who is alive"),
-    "inprocess_restart": (
-        "--inprocess-restart", "when a worker dies it ends the step on all others and calls pretrain() again; "
-        "--recover finishes the step"),
-    "enable_ft_package": (
-        "--enable-ft-package", "its ft_launcher restarts all workers when one dies; recover-run keeps them running, "
-        "and --recover-hang-timeout finds one that hangs"),
-    "hybrid_context_parallel": ("--hybrid-context-parallel", "its microbatches differ in size"),
-    "perform_rl_step": ("--perform-rl-step", "its microbatches are not known by their numbers"),
-    "fim_data": ("--fim-data", "its samples depend on who read which before"),
-    "full_validation": ("--full-validation", "its evaluation steps depend on the number of replicas"),
-    "iterations_to_skip": ("--iterations-to-skip", "skipped samples are read past the hooks"),
-    "decrease_batch_size_if_needed": ("--decrease-batch-size-if-needed", "the batch must not depend on who is alive"),
-    "te_rng_tracker": ("--te-rng-tracker", "its random states can't be set per microbatch"),
-    "qk_clip": ("--qk-clip", "it takes a maximum over all replicas in the step"),
-    "log_max_attention_logit": ("--log-max-attention-logit", "it takes a maximum over all replicas in the step"),
-    "moe_router_enable_expert_bias": ("--moe-router-enable-expert-bias", "it sums over all replicas in the step"),
-    "overlap_moe_expert_parallel_comm": ("--overlap-moe-expert-parallel-comm", "its schedule was not examined"),
-    "log_straggler": ("--log-straggler", "it reports to a rank that it chooses at the start"),
-    "delay_wgrad_compute": ("--delay-wgrad-compute", "gradients would come after the sum"),
-    "check_weight_hash_across_dp_replicas_interval": (
-        "--check-weight-hash-across-dp-replicas-interval", "it expects all replicas of the launch"),
-    "ckpt_assume_constant_structure": (
-        "--ckpt-assume-constant-structure", "who writes what changes when workers are lost"),
-}  # fmt: skip
-"""Attribute of Megatron's arguments -> (flag, why it is refused with --recover)."""
+    "use_layer_wise_distributed_optimizer": "each worker would hold state that nobody else has",
+    "use_torch_fsdp2": "its groups can't be changed",
+    "use_megatron_fsdp": "its groups can't be changed",
+    "ddp_average_in_collective": "an average would depend on who is alive",
+    "inprocess_restart": "when a worker dies it ends the step on all others and calls pretrain() again; --recover "
+    "finishes the step",
+    "enable_ft_package": "its ft_launcher restarts all workers when one dies; recover-run keeps them running, and "
+    "--recover-hang-timeout finds one that hangs",
+    "hybrid_context_parallel": "its microbatches differ in size",
+    "perform_rl_step": "its microbatches are not known by their numbers",
+    "fim_data": "its samples depend on who read which before",
+    "full_validation": "its evaluation steps depend on the number of replicas",
+    "iterations_to_skip": "skipped samples are read past the hooks",
+    "decrease_batch_size_if_needed": "the batch must not depend on who is alive",
+    "te_rng_tracker": "its random states can't be set per microbatch",
+    "qk_clip": "it takes a maximum over all replicas in the step",
+    "log_max_attention_logit": "it takes a maximum over all replicas in the step",
+    "moe_router_enable_expert_bias": "it sums over all replicas in the step",
+    "overlap_moe_expert_parallel_comm": "its schedule was not examined",
+    "log_straggler": "it reports to a rank that it chooses at the start",
+    "delay_wgrad_compute": "gradients would come after the sum",
+    "check_weight_hash_across_dp_replicas_interval": "it expects all replicas of the launch",
+    "ckpt_assume_constant_structure": "who writes what changes when workers are lost",
+}
+"""Attribute of Megatron's arguments -> why its flag is refused with --recover."""
 
 REFUSED_SHARDED = {
-    "fp16": ("--fp16", "its loss scale would be found from one worker's part of the gradients"),
-    "use_precision_aware_optimizer": (
-        "--use-precision-aware-optimizer", "the inner optimizer holds the main parameters"),
-    "optimizer_cpu_offload": ("--optimizer-cpu-offload", "its state moves between devices by itself"),
-    "fp8_param_gather": ("--fp8-param-gather", "its parameters are not views of the buffer that is gathered"),
-    "fp8_param": ("--fp8-param-gather", "its parameters are not views of the buffer that is gathered"),
-    "fp4_param": ("--fp4-param-gather", "its parameters are not views of the buffer that is gathered"),
-    "reuse_grad_buf_for_mxfp8_param_ag": ("--reuse-grad-buf-for-mxfp8-param-ag", "gradients must outlive the update"),
-    "overlap_param_gather_with_optimizer_step": (
-        "--overlap-param-gather-with-optimizer-step", "the update is one step, all or nothing"),
-    "reduce_scatter_with_fp32_accumulation": (
-        "--reduce-scatter-with-fp32-accumulation", "the ring sums in the gradients' type: "
-        "use --accumulate-allreduce-grads-in-fp32"),
-    "log_params_norm": ("--log-params-norm", "it expects Megatron's own shards"),
-    "mtp_num_layers": ("--mtp-num-layers", "its gradients have a norm of their own"),
-}  # fmt: skip
+    "fp16": "its loss scale would be found from one worker's part of the gradients",
+    "use_precision_aware_optimizer": "the inner optimizer holds the main parameters",
+    "optimizer_cpu_offload": "its state moves between devices by itself",
+    "fp8_param_gather": "its parameters are not views of the buffer that is gathered",
+    "fp8_param": "its parameters are not views of the buffer that is gathered",
+    "fp4_param": "its parameters are not views of the buffer that is gathered",
+    "reuse_grad_buf_for_mxfp8_param_ag": "gradients must outlive the update",
+    "overlap_param_gather_with_optimizer_step": "the update is one step, all or nothing",
+    "reduce_scatter_with_fp32_accumulation": "the ring sums in the gradients' type: use "
+    "--accumulate-allreduce-grads-in-fp32",
+    "log_params_norm": "it expects Megatron's own shards",
+    "mtp_num_layers": "its gradients have a norm of their own",
+}
 """The same for what is refused with --recover and --use-distributed-optimizer together."""
+
+NAMES = {
+    "use_layer_wise_distributed_optimizer": "the layer-wise distributed optimizer",
+    "fp8_param": "--fp8-param-gather",
+    "fp4_param": "--fp4-param-gather",
+}
+"""Attributes that are not their flag's name with underscores."""
+
+
+def _refused(args: argparse.Namespace, table: dict[str, str]) -> dict[str, str]:
+    """Flag -> why, of what is set; two attributes of one flag are one."""
+    set_here = {name: why for name, why in table.items() if getattr(args, name, None)}
+    return {NAMES.get(name, f"--{name.replace('_', '-')}"): why for name, why in set_here.items()}
 
 
 def cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
@@ -76,22 +81,15 @@ def cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
         and any(importlib.util.find_spec(name) for name in ("apex", "transformer_engine"))
     ):
         return ["--recover-shadow-device cpu needs torch's Adam: apex and Transformer Engine update on the GPU alone"]
-    refused = {
-        flag: why for name, (flag, why) in REFUSED_SHARDED.items() if getattr(args, name, None)
-    }  # two names of one flag are one
     return [
         f"--recover with --use-distributed-optimizer cannot be combined with {flag} yet: {why}"
-        for flag, why in refused.items()
+        for flag, why in _refused(args, REFUSED_SHARDED).items()
     ]
 
 
 def cannot_recover(args: argparse.Namespace) -> list[str]:
     """What --recover refuses for now: where it could not keep every microbatch counted once, or has not been tried."""
-    found = [
-        f"--recover cannot be combined with {flag} yet: {why}"
-        for name, (flag, why) in REFUSED.items()
-        if getattr(args, name, None)
-    ]
+    found = [f"--recover cannot be combined with {flag} yet: {why}" for flag, why in _refused(args, REFUSED).items()]
     if getattr(args, "skip_train", False) or getattr(args, "train_iters", None) == 0:
         found.append("--recover has nothing to keep in a run that trains nothing (--skip-train, --train-iters 0): "
                      "start it without --recover")  # fmt: skip
