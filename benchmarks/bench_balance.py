@@ -22,7 +22,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from recover_megatron.run_log.steps import read_steps  # noqa: E402
 from recover_megatron.workload import quotas  # noqa: E402
-from tests.forkserver import ForkServer  # noqa: E402
+from tests.harness.forkserver import ForkServer  # noqa: E402
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT  # noqa: E402
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "paced_pretrain.py")

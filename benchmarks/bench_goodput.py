@@ -40,7 +40,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.megatron_runs import COMMON, MODELS, SCRIPT, load_average, times  # noqa: E402
-from tests.forkserver import ForkServer  # noqa: E402
+from tests.harness.forkserver import ForkServer  # noqa: E402
 
 MAX_LAUNCHES = 50
 

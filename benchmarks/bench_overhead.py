@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.megatron_runs import COMMON, LAYOUTS, MODELS, RECOVER, SCRIPT, load_average, times  # noqa: E402
-from tests.forkserver import ForkServer, Run  # noqa: E402
+from tests.harness.forkserver import ForkServer, Run  # noqa: E402
 
 SIDES: dict[str, list[str]] = {"without": [], "with": RECOVER}
 WARM_UP = 1

@@ -49,7 +49,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, load_average  # noqa: E402
 from recover_megatron.instep.grid import launch_grid  # noqa: E402
 from recover_megatron.run_log.events import EVENTS_FILE, Event, read_events  # noqa: E402
-from tests.forkserver import ForkServer, Run  # noqa: E402
+from tests.harness.forkserver import ForkServer, Run  # noqa: E402
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 WORKERS, SHAPE = 12, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"

@@ -46,7 +46,7 @@ from recover_megatron.collectives.bucket import Bucket  # noqa: E402
 from recover_megatron.collectives.group import Group  # noqa: E402
 from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
 from tests.collectives.together import together  # noqa: E402
-from tests.forkserver import ForkServer  # noqa: E402
+from tests.harness.forkserver import ForkServer  # noqa: E402
 
 SECTIONS = ("wire", "memory", "repartition", "iteration", "table")
 SHARDED = "--use-distributed-optimizer"

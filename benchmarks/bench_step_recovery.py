@@ -37,7 +37,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.megatron_runs import COMMON, LAYOUTS, MODELS, SCRIPT, load_average, times  # noqa: E402
 from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
-from tests.forkserver import ForkServer, Run  # noqa: E402
+from tests.harness.forkserver import ForkServer, Run  # noqa: E402
 
 PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
 STRIKES = ("forward", "backward#2", "reduce-scatter", "all-gather", "agree", "backward")

@@ -165,7 +165,7 @@ class _Launched:
 
     def run(self, workers: int, argv: list[str], log_dir: Path, *, environment: dict[str, str], timeout: float) -> Any:
         """As ``ForkServer.run``, for one worker."""
-        from tests.forkserver import Run
+        from tests.harness.forkserver import Run
 
         assert workers == 1
         training = Training(log_dir / "launch", argv, environment=environment)

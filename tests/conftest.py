@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from tests.drawn import SEED
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")  # no test asserts a time: how long an example takes says how busy the machine is
@@ -16,7 +16,7 @@ settings.load_profile("untimed")  # no test asserts a time: how long an example 
 
 @pytest.fixture(scope="session")
 def forkserver() -> Iterator[ForkServer]:
-    """Megatron imported once for all runs of the session; see tests/forkserver.py."""
+    """Megatron imported once for all runs of the session; see tests/harness/forkserver.py."""
     with ForkServer() as server:
         yield server
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 
 PACKAGE = "recover_megatron"
 

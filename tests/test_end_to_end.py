@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.run_log.steps import audit_problem, read_steps
-from tests.forkserver import REPOSITORY
-from tests.launch.test_store import free_port
+from tests.harness import REPOSITORY
+from tests.harness.processes import free_port
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 pytestmark = pytest.mark.slow

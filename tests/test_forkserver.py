@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.forkserver import REPOSITORY, ForkServer
+from tests.harness import REPOSITORY
+from tests.harness.forkserver import ForkServer
 
 
 def said(folder: Path, worker: int) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 
 PACKAGE = "recover_megatron"
 ANYWHERE = {"__version__", "arguments", "errors", "log_writer", "logger", "options"}

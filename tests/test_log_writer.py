@@ -5,23 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from recover_megatron import log_writer
 from recover_megatron.log_writer import Aside, LogWriter
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
+from tests.harness.waiting import eventually
 
 LINE = b"x" * 99 + b"\n"
-
-
-def eventually(condition: object, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def read_all(pipe: int) -> bytes:

@@ -20,7 +20,10 @@ from recover_megatron.chaos.__main__ import main
 from recover_megatron.chaos.draws import draws
 from recover_megatron.chaos.victims import Victims, hold
 from recover_megatron.run_log.events import read_events
-from tests.launch.conftest import DEADLINE, REPOSITORY, Bench, alive, bench, eventually
+from tests.harness import REPOSITORY
+from tests.harness.processes import alive
+from tests.harness.waiting import DEADLINE, eventually
+from tests.launch.conftest import Bench, bench
 
 __all__ = ["bench"]  # a fixture
 

@@ -19,7 +19,8 @@ from recover_megatron.collectives.ledger import Ledger, Reduced, Span
 from recover_megatron.collectives.ring_group import RingGroup, Tuning
 from recover_megatron.collectives.schedule import even_chunks
 from tests.collectives.expected import in_order_of_the_ring
-from tests.collectives.together import DEADLINE, PlainEpoch, eventually, together
+from tests.collectives.together import DEADLINE, PlainEpoch, together
+from tests.harness.waiting import eventually
 
 SMALL = Tuning(segment_bytes=256, least_bytes=16)
 WAYS = {

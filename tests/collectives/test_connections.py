@@ -25,7 +25,8 @@ from recover_megatron.collectives.hello import MAC, NONCE, Meeting
 from recover_megatron.collectives.nccl import edges_in_order
 from recover_megatron.collectives.opening import open_group
 from recover_megatron.collectives.slots import Slots, machine
-from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch, eventually, together
+from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch, together
+from tests.harness.waiting import eventually
 
 
 def address(store: Dictionary, rank: int, name: str = "column", epoch: int = 1) -> tuple[str, int]:

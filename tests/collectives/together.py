@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -71,11 +69,3 @@ def together(size: int, work: Callable[[Group], Any], store: Any = None, **optio
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(member, rank) for rank in range(size)]
         return [future.result(DEADLINE) for future in futures]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.001)

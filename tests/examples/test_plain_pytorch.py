@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain pytorch")]
 

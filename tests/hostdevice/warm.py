@@ -8,22 +8,15 @@ not 0.
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 from recover_megatron import hostdevice
+from tests.harness.processes import free_port
 
 DEADLINE_S = 240
 
 hostdevice.activate()  # not in main(): processes that the checkpoint writer spawns import this file
-
-
-def free_port():
-    """A port that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def worker(rank, job, port):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import some
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.conftest import reference as reference
 from tests.instep.runs import LAYOUTS, Case, Layout, Result, check

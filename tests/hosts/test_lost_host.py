@@ -6,10 +6,11 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.harness.waiting import eventually
 
 from .hosts import Hosts
 
@@ -35,13 +36,6 @@ STEPS = """
         except EpochRevoked:
             continue
     """
-
-
-def eventually(holds: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

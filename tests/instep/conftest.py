@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forkserver import ForkServer, Run
+from tests.harness.forkserver import ForkServer, Run
 from tests.instep.runs import Case, Result
 
 Reference = Callable[[Case], Result]

@@ -25,8 +25,8 @@ from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.membership.errors import EXIT_FENCED
 from recover_megatron.run_log.audit import violations
 from recover_megatron.run_log.steps import Step, read_steps
-from tests.forkserver import ForkServer
-from tests.forkserver import Run as Ended
+from tests.harness.forkserver import ForkServer
+from tests.harness.forkserver import Run as Ended
 from tests.megatron_hooks.tiny import OURS
 
 SAMPLES = 12

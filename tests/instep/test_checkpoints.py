@@ -8,7 +8,7 @@ import pytest
 
 from recover_megatron.membership.errors import EXIT_FENCED
 from recover_megatron.run_log.steps import read_steps
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, losses
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from recover_megatron.membership.errors import EXIT_SAME_FAULT
 from recover_megatron.run_log.steps import read_steps
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.runs import Case, Layout, Result, Strike, check
 

@@ -13,7 +13,7 @@ import pytest
 from recover_megatron.membership.errors import EXIT_NO_REPLICA, EXIT_SAME_FAULT
 from recover_megatron.run_log.steps import read_steps
 from tests.drawn import EVERYTHING
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.runs import LAYOUTS, SAMPLES, Case, Layout, Result, Strike, check, check_steps_until
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.drawn import EVERYTHING, SEED
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.instep.cells import PHASES, Cell, case_of, cells, drawn, rows
 from tests.instep.conftest import Reference
 from tests.instep.runs import LAYOUTS, Case, Layout, Strike, check, check_parameters

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import some
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 
 PROGRAM = str(Path(__file__).with_name("columns.py"))
 ITERATIONS, REPLICAS = 3, 3

@@ -9,7 +9,7 @@ import pytest
 
 from recover_megatron.run_log.steps import Step, audit_problem, read_steps
 from tests.drawn import some
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 pytestmark = pytest.mark.slow

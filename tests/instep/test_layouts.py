@@ -17,7 +17,7 @@ import torch
 from recover_megatron.run_log.audit import violations
 from recover_megatron.run_log.steps import read_steps
 from tests.drawn import SEED, some
-from tests.forkserver import ForkServer, Run
+from tests.harness.forkserver import ForkServer, Run
 from tests.instep.layouts import RECIPES, Recipe, faults_of
 from tests.instep.logged import checkpoint, console, differences, scalars
 from tests.instep.runs import GRAD_NORM, LOSS, MODEL, NO_EVALUATION, PARAMETERS, QUICK_TO_SEE_A_HANG, Strike, distance

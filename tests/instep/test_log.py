@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import some
-from tests.forkserver import REPOSITORY, ForkServer
+from tests.harness import REPOSITORY
+from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.logged import Numbers, console, differences, scalars
 from tests.instep.runs import GRAD_NORM, LAYOUTS, NO_EVALUATION, Case, Layout, Result, Strike, check

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.runs import LAYOUTS, PARAMETERS, Case, Strike, distance
 

@@ -18,7 +18,7 @@ import pytest
 
 from recover_megatron.membership.errors import EXIT_STATE_LOST
 from tests.drawn import EVERYTHING, SEED
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.runs import LAYOUTS, NO_EVALUATION, Case, Layout, Result, Strike, check, check_steps_until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.runs import LAYOUTS, Case, Strike, check
 

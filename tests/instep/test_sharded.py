@@ -21,7 +21,7 @@ import torch
 from recover_megatron.membership.errors import EXIT_STATE_LOST
 from recover_megatron.run_log.events import read_events
 from tests.drawn import EVERYTHING, SEED, some
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.instep.cells import (
     BEFORE_THE_COMMIT,
     IN_THE_RING,

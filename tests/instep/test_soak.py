@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import EVERYTHING, SEED
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, row, visits
 from tests.instep.conftest import Reference
 from tests.instep.runs import NO_EVALUATION, Case, Layout, Strike, check

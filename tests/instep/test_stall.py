@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.drawn import EVERYTHING
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.runs import LAYOUTS, QUICK_TO_SEE_A_HANG, SECONDS, Case, Layout, Strike, check
 from tests.megatron_hooks.tiny import OURS

@@ -12,55 +12,16 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-DEADLINE = 120.0
-"""Seconds; generous, for a loaded machine.  Every wait is for an event and ends with it."""
+from tests.harness import REPOSITORY
+from tests.harness.processes import processes_with
+from tests.harness.waiting import DEADLINE
+
 TOKEN = "LAUNCH_TEST_TOKEN"
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    """Wait until ``condition`` holds; for facts of the process table and of files, which give no event to wait for."""
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {DEADLINE:.0f} s: {what}")
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """Whether ``pid`` exists and is more than a zombie."""
-    with contextlib.suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        return state not in "ZX"
-    return False
-
-
-def processes_with(entry: str) -> list[int]:
-    """Living processes whose initial environment has ``entry`` (NAME=value)."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                if entry.encode() in Path(f"/proc/{name}/environ").read_bytes().split(b"\0") and alive(int(name)):
-                    found.append(int(name))
-    return found
-
-
-def children(pid: int) -> list[int]:
-    """Living children of ``pid``."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()
-                if int(fields[1]) == pid and fields[0] not in "ZX":
-                    found.append(int(name))
-    return found
 
 
 class Launch:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Bench, Launch, alive, children, eventually
+from tests.harness.processes import alive, children
+from tests.harness.waiting import eventually
+
+from .conftest import Bench, Launch
 
 STEPS = """
     import os, pathlib, time

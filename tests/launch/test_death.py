@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import DEADLINE, REPOSITORY, alive, eventually, processes_with
+from tests.harness import REPOSITORY
+from tests.harness.processes import alive, processes_with
+from tests.harness.waiting import DEADLINE, eventually
 
 UNTIL_TOLD = """
     import os, sys, time

@@ -13,9 +13,8 @@ import pytest
 
 from recover_megatron.launch import folder_lock
 from recover_megatron.launch.folder_lock import Claim, FolderLock
-
-from .conftest import eventually
-from .test_store import free_port
+from tests.harness.processes import free_port
+from tests.harness.waiting import eventually
 
 MINE = Claim(100, "here", 1.0, "first", nnodes=2, master_addr="a", master_port=29500, world_size=4)
 OTHER = replace(MINE, pid=200, run_id="second")

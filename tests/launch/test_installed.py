@@ -13,8 +13,8 @@ from packaging.version import Version
 
 from recover_megatron import __version__
 from recover_megatron.launch import script
-
-from .conftest import DEADLINE, REPOSITORY
+from tests.harness import REPOSITORY
+from tests.harness.waiting import DEADLINE
 
 pytestmark = pytest.mark.xdist_group("installed")
 

@@ -7,10 +7,11 @@ import sys
 import pytest
 
 from recover_megatron.launch.interfaces import interface_of, interfaces, variables_for
+from tests.harness import REPOSITORY
 from tests.hosts.conftest import can_have_hosts
 from tests.hosts.hosts import Hosts
 
-from .conftest import REPOSITORY, Bench
+from .conftest import Bench
 from .test_start_up import SECRET
 
 __all__ = ["can_have_hosts"]  # a fixture

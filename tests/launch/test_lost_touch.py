@@ -7,10 +7,12 @@ import signal
 
 import pytest
 
-from .conftest import Bench, eventually
+from tests.harness.processes import free_port
+from tests.harness.waiting import eventually
+
+from .conftest import Bench
 from .test_newcomers import AGREEING, TIMES
 from .test_several_nodes import SECRET
-from .test_store import free_port
 
 
 @pytest.mark.slow

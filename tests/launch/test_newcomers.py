@@ -11,8 +11,8 @@ from recover_megatron.launch import newcomers
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import Worker
 from recover_megatron.membership.records import MAX_WORKERS
-
-from .conftest import REPOSITORY, eventually
+from tests.harness import REPOSITORY
+from tests.harness.waiting import eventually
 
 AGREEING = REPOSITORY / "tests" / "agreeing.py"
 TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", 3, "--recover-hang-timeout", 4]

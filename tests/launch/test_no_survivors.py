@@ -4,7 +4,8 @@ import os
 import signal
 from pathlib import Path
 
-from .conftest import alive, children, eventually, processes_with
+from tests.harness.processes import alive, children, processes_with
+from tests.harness.waiting import eventually
 
 # Each worker starts: a child that ignores SIGTERM, a grandchild in a session of its own whose parent is gone, a program
 # in a session of its own.  Every process but the program ignores what can be ignored.

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from recover_megatron.launch.sink import MOST_PENDING, Sink
-
-from .conftest import DEADLINE, REPOSITORY, eventually
+from tests.harness import REPOSITORY
+from tests.harness.waiting import DEADLINE, eventually
 
 
 def test_lines_are_prefixed_on_the_stream_they_came_from_and_kept_unprefixed(bench):

@@ -6,10 +6,11 @@ import pytest
 
 from recover_megatron.launch.seal import Seal, Unproved
 from recover_megatron.membership.auth import Secret
+from tests.harness.processes import free_port
 
 from .conftest import Bench
 from .test_start_up import SECRET
-from .test_store import UNTIL_TOLD, free_port
+from .test_store import UNTIL_TOLD
 
 OURS, THEIRS = Seal(Secret(b"the secret of this job")), Seal(Secret(b"the secret of another job"))
 END = {"reason": "because", "code": 0}

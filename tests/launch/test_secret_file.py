@@ -11,8 +11,8 @@ import pytest
 
 from recover_megatron.launch import secret_file
 from recover_megatron.launch.secret_file import SecretFile
-
-from .conftest import REPOSITORY, eventually
+from tests.harness import REPOSITORY
+from tests.harness.waiting import eventually
 
 SECRET = "0123456789abcdef" * 4
 WAITS = """

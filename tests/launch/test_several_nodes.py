@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import some
+from tests.harness import REPOSITORY
+from tests.harness.processes import alive, free_port, processes_with
+from tests.harness.waiting import eventually
 
-from .conftest import REPOSITORY, Bench, Launch, alive, eventually, processes_with
+from .conftest import Bench, Launch
 from .test_control_plane import USES_IT
-from .test_store import UNTIL_TOLD, free_port
+from .test_store import UNTIL_TOLD
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several nodes")]
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from .conftest import REPOSITORY
+from tests.harness import REPOSITORY
 
 AGREEING = REPOSITORY / "tests" / "agreeing.py"
 TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", 2, "--recover-hang-timeout", 2]

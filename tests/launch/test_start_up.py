@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.launch.exit_codes import start_exit_code
+from tests.harness.processes import free_port
+from tests.harness.waiting import eventually
 
-from .conftest import Bench, Launch, eventually
+from .conftest import Bench, Launch
 from .test_exit_codes import KILLED, ends
-from .test_store import free_port
 
 SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}
 ENDLESS = """

@@ -2,12 +2,12 @@
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 
-from .conftest import eventually, processes_with
+from tests.harness.processes import free_port, processes_with
+from tests.harness.waiting import eventually
 
 ALL_REDUCE = """
     import os
@@ -28,11 +28,6 @@ UNTIL_TOLD = """
     while not os.path.exists("go" + os.environ["RANK"]):
         time.sleep(0.05)
     """
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def owners_of_listener(port):

@@ -8,7 +8,7 @@ import pytest
 
 from recover_megatron.megatron_hooks.layout import data_parallel_ranks_per_replica
 from recover_megatron.run_log.steps import audit_problem, read_steps
-from tests.forkserver import ForkServer, Run
+from tests.harness.forkserver import ForkServer, Run
 from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 
 GOOD = [*MODEL, *SCHEDULE, *MOCK, "--train-iters", "4", "--recover"]

@@ -8,7 +8,7 @@ import pytest
 
 from recover_megatron.run_log.events import read_events
 from recover_megatron.run_log.steps import audit_problem, read_steps
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE
 
 SABOTAGE = str(Path(__file__).parent / "sabotage.py")

@@ -13,7 +13,7 @@ import pytest
 
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.drawn import some
-from tests.forkserver import ForkServer
+from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, STOCK, losses
 
 ITERATIONS = 20

@@ -13,7 +13,8 @@ import pytest
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError, refuse
 from recover_megatron.megatron_hooks import flags as flag_checks
-from tests.forkserver import REPOSITORY, ForkServer
+from tests.harness import REPOSITORY
+from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 
 GOOD = [*MODEL, *SCHEDULE, *MOCK]

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 
 OURS = str(REPOSITORY / "pretrain_gpt_recover.py")
 CHECKOUT = os.environ.get("MEGATRON_LM_CHECKOUT")

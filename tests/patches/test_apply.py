@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.megatron_hooks.versions import NEWEST, OLDEST, parse_release
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 from tests.patches.trees import FILES, apply, contents, copy_of
 
 pytestmark = pytest.mark.xdist_group("wheels")

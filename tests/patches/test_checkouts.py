@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.run_log.steps import audit_problem, read_steps
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 from tests.instep.runs import GRAD_NORM, LAYOUTS, LOSS, MODEL, NO_EVALUATION
 from tests.megatron_hooks.tiny import NO_DROPOUT, OURS
 from tests.patches.trees import apply, copy_of

@@ -17,7 +17,8 @@ import pytest
 
 from recover_megatron.megatron_hooks import patched, program
 from recover_megatron.run_log.steps import audit_problem, read_steps
-from tests.forkserver import REPOSITORY, ForkServer
+from tests.harness import REPOSITORY
+from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE, losses
 from tests.patches.trees import apply, copy_of
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patches.sh"
 FILES = ("megatron/core/__init__.py", "megatron/training/arguments.py", "megatron/training/training.py")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.run_log.steps import Step, StepsFile, audit_problem, read_steps
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 
 
 def step(iteration: int, **changes: object) -> Step:

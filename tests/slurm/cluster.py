@@ -22,6 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.harness.processes import free_ports
+from tests.harness.waiting import eventually
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 PATIENCE = 240.0
 """Seconds after which something that should have happened counts as stuck (a loaded machine, two cores)."""
@@ -77,7 +80,7 @@ class Cluster:
         # Not pytest's folder, which is root's alone: munge runs as its own user.
         self.folder = Path(tempfile.mkdtemp(prefix="recover-slurm-"))
         self.folder.chmod(0o755)
-        ports = _free_ports(nodes + 1)
+        ports = free_ports(nodes + 1)
         text = CONFIGURATION.format(
             host=socket.gethostname(),
             folder=self.folder,
@@ -219,11 +222,8 @@ class Cluster:
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    """For facts of files, of the process table and of the controller, which give no event to wait for."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
-        time.sleep(0.1)
+    """Patiently, and seldom: a look may be a command of SLURM's."""
+    eventually(condition, what, PATIENCE, every=0.1)
 
 
 def _program(name: str) -> str:
@@ -249,16 +249,3 @@ def _environment(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Consecutive ones, below the range that the kernel gives away by itself."""
-    for first in range(20000 + os.getpid() % 8000, 32000, count):
-        with contextlib.ExitStack() as held:
-            try:
-                for port in range(first, first + count):
-                    held.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-            return list(range(first, first + count))
-    raise AssertionError("no free ports")

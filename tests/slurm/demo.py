@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from recover_megatron.run_log.steps import Step, read_steps
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT
 from tests.slurm.cluster import Cluster, wait_until
 

@@ -35,7 +35,7 @@ from recover_megatron.membership.observer import Observer
 from recover_megatron.run_log.audit import violations
 from recover_megatron.run_log.steps import read_steps
 from recover_megatron.status.model import Status, read
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 from tests.instep.runs import GRAD_NORM, LOSS, MODEL
 from tests.soak.processes import Sample, descendants, growth, sample
 

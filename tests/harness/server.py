@@ -1,17 +1,6 @@
-"""Start many Megatron runs for the price of one import.
+"""The fork server: imports torch and Megatron, then forks the workers of one run after another, as it is told.
 
-A server process imports torch and Megatron (on the host device) and then forks the workers of one run after another, as
-it is told: one JSON request a line on stdin, one JSON answer a line on stdout.  The server itself starts no thread and
-no process group; a run's rendezvous store lives in a child of its own.
-
-    client (pytest) --request--> server --fork--> the run  --fork--> store, coordinator (with --recover)
-                                                           --fork--> worker 0 .. N-1   RANK etc., a log file, the script
-                                                  waits for all workers; when one fails, ends the others; with --recover
-                                                  it is their witness instead, as recover-run is, and may start others
-                    <--answer---
-
-Worker ids with --recover: the launch has 0 .. N-1, then come the spares, N .. N+S-1; the k-th worker that was started
-in place of another (k = 0, 1, ..) is N+S+k. No id is used twice.
+One JSON request a line on stdin, one JSON answer a line on stdout; ``forkserver`` has the client, and the picture.
 """
 
 from __future__ import annotations
@@ -25,123 +14,15 @@ import secrets
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-@dataclass
-class Run:
-    """What a finished run left: exit codes by rank (negative: signal), and its logs.
-
-    ``more``: the exit codes of the workers that were not launched with the run, by worker id.
-    """
-
-    codes: list[int]
-    logs: list[Path]
-    more: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def ok(self) -> bool:
-        return not any(self.codes) and not any(self.more.values())
-
-    def tail(self, lines: int = 15) -> str:
-        """The end of the log of the first worker that failed, for an assertion's message."""
-        failed = [log for code, log in zip(self.codes, self.logs, strict=True) if code > 0] or self.logs
-        return f"codes {self.codes}, {failed[0]}:\n" + "\n".join(failed[0].read_text().splitlines()[-lines:])
-
-
-class ForkServer:
-    """The client's side; use as a context manager."""
-
-    def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forkserver"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def run(
-        self,
-        workers: int,
-        argv: list[str],
-        log_dir: Path,
-        *,
-        environment: dict[str, str] | None = None,
-        losses: Path | None = None,
-        training: Path | None = None,
-        timeout: float = 300,
-        together: bool = True,
-        spares: int = 0,
-        restarts: int = 0,
-        nodes: list[str] | None = None,
-        networks: list[tuple[str, str]] | None = None,
-    ) -> Run:
-        """Run ``argv`` (script first) in ``workers`` processes and wait for all of them.
-
-        When one fails the others are killed, unless ``together`` is False: then each ends as it will.  A run with
-        ``--recover`` among its arguments gets a coordinator, and its workers end as they will.
-
-        With ``losses`` the last rank writes what its train_step returned, one JSON line an iteration, to that file.
-        With ``training`` every worker that trains to the end writes its parameters, and the losses of its evaluations,
-        to WORKER.pt in that folder.
-
-        With ``--recover``: ``spares`` more workers are started with the run, and one in place of each that is killed or
-        fails, ``restarts`` in all; they find RECOVER_WORKER (their id), RECOVER_JOIN=1 and, the spares, RECOVER_SPARE=1
-        in their environment, the rank and local rank of the one they replace (spares: rank 0), and have logs of their
-        own, worker-ID.log. ``nodes``: the name of each rank's node, which its worker finds in RECOVER_NODE_NAME
-        (default: all "node"); spares are on the last one, replacements on that of the one they replace. Who is in no
-        plan when the run ends is killed.
-
-        ``networks``: (file of a network namespace, address there) of each rank, and behind them that of the store and
-        the coordinator (tests/hosts).
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        for folder in (log_dir, training or log_dir):
-            folder.mkdir(parents=True, exist_ok=True)
-        request = {
-            "workers": workers,
-            "argv": argv,
-            "log_dir": str(log_dir),
-            "environment": environment or {},
-            "losses": str(losses) if losses else None,
-            "training": str(training) if training else None,
-            "timeout": timeout,
-            "together": together,
-            "spares": spares,
-            "restarts": restarts,
-            "nodes": nodes or ["node"] * workers,
-            "networks": networks,
-        }
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, "the fork server died"
-        codes = {int(worker): code for worker, code in json.loads(answer)["codes"].items()}
-        logs = [log_dir / f"worker-{rank}.log" for rank in range(workers)]
-        return Run([codes.pop(rank) for rank in range(workers)], logs, codes)
-
-    def __enter__(self) -> ForkServer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-
-
-# ---- the server's side -------------------------------------------------------------------------------------------
+from tests.harness.recording import record_losses, record_training
 
 
 def _die_with_parent(parent: int) -> None:
@@ -158,66 +39,6 @@ def _serve_store(listener: socket.socket, workers: int, parent: int) -> None:
                      master_listen_fd=listener.fileno())  # fmt: skip
     signal.pause()
     del store
-
-
-def _record_losses(path: str) -> None:
-    """Write what train_step returns, whoever's script runs: the same instrument for both sides of a comparison."""
-    from megatron.training import training
-
-    train_step = training.train_step
-
-    def recording_train_step(*args: Any, **kwargs: Any) -> Any:
-        result = train_step(*args, **kwargs)
-        numbers = {"loss": result[0].get("lm loss"), "grad_norm": result[5]}
-        with open(path, "a", encoding="utf-8") as file:
-            row = {name: None if value is None else float(value) for name, value in numbers.items()}
-            file.write(json.dumps(row) + "\n")
-        return result
-
-    # What --recover wraps is checked by its parameters: keep those of the original.
-    recording_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
-    training.train_step = recording_train_step
-
-
-def _record_training(path: str) -> None:
-    """Write, when the training is over, the parameters ({chunk and name: tensor}) and the loss of each evaluation.
-
-    And of a distributed optimizer, for each unit that this worker holds, the digest of its state.
-    """
-    import torch
-    from megatron.training import get_args, training
-
-    train, evaluate = training.train, training.evaluate
-    evaluations: dict[int, float] = {}
-
-    def recording_evaluate(*args: Any, **kwargs: Any) -> Any:
-        result = evaluate(*args, **kwargs)
-        if result[0] and "lm loss" in result[0]:
-            evaluations[get_args().curr_iteration + 1] = float(result[0]["lm loss"])  # made again: the last one counts
-        return result
-
-    def recording_train(forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = train(forward_step_func, model, optimizer, *args, **kwargs)
-        named = {f"{n} {name}": p for n, chunk in enumerate(model) for name, p in chunk.named_parameters()}
-        parameters = {name: p.detach().clone() for name, p in named.items()}
-        torch.save({"parameters": parameters, "evaluations": evaluations, "units": _units(optimizer)}, path)
-        return result
-
-    # What --recover wraps is checked by its parameters: keep those of the originals.
-    recording_evaluate.__wrapped__, recording_train.__wrapped__ = evaluate, train  # type: ignore[attr-defined]
-    training.evaluate, training.train = recording_evaluate, recording_train
-
-
-def _units(optimizer: Any) -> dict[tuple[int, int], int]:
-    """(number of the optimizer, unit) -> digest of its state, where that is spread over the workers."""
-    from recover_megatron.megatron_hooks.pieces import Pieces
-
-    found: dict[tuple[int, int], int] = {}
-    for number, one in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
-        pieces = getattr(getattr(one, "_copy_main_params_to_model_params", None), "__self__", None)
-        if isinstance(pieces, Pieces):
-            found |= {(number, unit): pieces.digest(unit).value for unit in pieces.held}
-    return found
 
 
 @dataclass(frozen=True)
@@ -268,9 +89,9 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
     code = 1
     try:
         if request["losses"] and who.worker == request["workers"] - 1:
-            _record_losses(request["losses"])
+            record_losses(request["losses"])
         if request["training"]:
-            _record_training(f"{request['training']}/{who.worker}.pt")
+            record_training(f"{request['training']}/{who.worker}.pt")
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as exit_:
