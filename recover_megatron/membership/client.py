@@ -50,7 +50,9 @@ MAX_SLEEP = 60.0
 
 
 class Client:
-    """Runs ``core`` over TCP in a daemon thread; ``notify`` gets its ``Notify`` effects, in that thread, unlocked.
+    """Runs ``core`` over TCP in a daemon thread, from ``start`` on.
+
+    ``notify`` gets the core's ``Notify`` effects, in that thread, unlocked.
 
     ``condition`` guards the core: hold it to read or call the core, wait on it for a change.
     """
@@ -78,6 +80,9 @@ class Client:
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         close_in_children(self, self.condition)
         self._thread = threading.Thread(target=self._run, name="recover-session", daemon=True)
+
+    def start(self) -> None:
+        """Begin, once the owner is ready to be notified."""
         self._thread.start()
 
     # -- for the owner, any thread ------------------------------------------------------------------------------------

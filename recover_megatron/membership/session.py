@@ -33,12 +33,20 @@ class Session:
     Use it in one process only: a forked child has no session (its copies of the sockets are closed at once).
     """
 
-    def __init__(self, client: Client, core: Member, exit_when_out: float | None = None) -> None:
-        self._client = client
+    def __init__(
+        self,
+        core: Member,
+        addresses: Sequence[Address],
+        secret: Secret,
+        on_revoke: RevokeCallback | None,
+        exit_when_out: float | None,
+    ) -> None:
         self._exit_when_out = exit_when_out
         self._core = core
-        self._callbacks: list[RevokeCallback] = []
+        self._callbacks = [on_revoke] if on_revoke is not None else []
         self._revoked_reason = ""
+        self._client = Client(core, addresses, secret, self._notified)
+        self._client.start()
 
     @classmethod
     def connect(
@@ -74,17 +82,7 @@ class Session:
         if newcomer:
             hello["newcomer"] = True
         core = Member(hello, len(addresses), settings, now=time.monotonic())
-        session: list[Session] = []
-
-        def notify(notice: Notify) -> None:
-            if session:
-                session[0]._notified(notice)
-
-        client = Client(core, addresses, secret, notify)
-        session.append(cls(client, core, exit_when_out))
-        if on_revoke is not None:
-            session[0].on_revoke(on_revoke)
-        return session[0]
+        return cls(core, addresses, secret, on_revoke, exit_when_out)
 
     @property
     def settings(self) -> Settings:

@@ -50,6 +50,7 @@ class Witness:
         incarnation, now = secrets.token_hex(16), time.monotonic()
         self._core = Watcher(node, incarnation, len(addresses), settings or Settings(), now, late=late)
         self._client = Client(self._core, addresses, secret, self._notified)
+        self._client.start()
 
     @property
     def out(self) -> MembershipError | None:
