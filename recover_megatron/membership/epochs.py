@@ -1,12 +1,13 @@
 """The epochs: the last one that was formed, with its plan and its commits, and the rendezvous of the next.
 
-    Rendezvous.open: number, members ---> joins ---> ready: all have joined, and nobody else has to be waited for
-          ^                                            |
-          | a change of membership                     v
-          '------- reports, commits <--- Epochs.form: the plan
+                          joins                  all have joined, and may go on
+    Rendezvous.open ----------------> is_ready --------------------------------> form ---> Epochs: reports, commits
+       ^                                 |                                                            |
+       |     a change of membership      |               a change of membership                       |
+       '---------------------------------'------------------------------------------------------------'
 
-A commit needs the report of all members with a part in the epoch. The reports of one epoch tell of its last iteration
-after it, too, see ``coordinator``.
+A commit needs the report of all members with a part in the epoch. What they have reported when they join the next
+rendezvous decides in the same way what the last epoch has committed (``coordinator`` says why that is safe).
 """
 
 from __future__ import annotations
