@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from recover_megatron.logger import get_logger
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 
 
 def said_by(program: str, expected: int = 0, **options: object) -> str:

@@ -16,7 +16,7 @@ from recover_megatron.membership import EpochRevoked, Secret, Session, Settings
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.journal import Journal
 from recover_megatron.membership.server import CoordinatorServer
-from tests.forkserver import REPOSITORY
+from tests.harness import REPOSITORY
 
 PACKAGE = str(REPOSITORY / "recover_megatron") + "/"
 HEADING = "### From a closed socket to a plan in every worker\n"
