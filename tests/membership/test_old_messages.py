@@ -21,7 +21,7 @@ class Said:
         self._world = World(WORKERS, candidates=1, witnesses=False)
         self._world.run_fairly(2.0)
         self.coordinator: Coordinator = self._world.coordinators[0]
-        assert (self.coordinator.state, self.coordinator.formed.epoch) == (State.STEADY, 1)
+        assert (self.coordinator.state, self.coordinator.epochs.formed.epoch) == (State.STEADY, 1)
 
     def say(self, **message: Any) -> None:
         for connection in list(self._world.connections.values()):
@@ -33,9 +33,9 @@ def test_no_plan_is_made_of_joins_of_a_rendezvous_that_is_over() -> None:
     said = Said()
     said.say(type="complain", epoch=1, reason="a test")
     said.say(type="join", epoch=1, status=None, done=0)
-    assert (said.coordinator.state, said.coordinator.formed.epoch) == (State.RENDEZVOUS, 1)
+    assert (said.coordinator.state, said.coordinator.epochs.formed.epoch) == (State.RENDEZVOUS, 1)
     said.say(type="join", epoch=2, status=None, done=0)
-    assert (said.coordinator.state, said.coordinator.formed.epoch) == (State.STEADY, 2)
+    assert (said.coordinator.state, said.coordinator.epochs.formed.epoch) == (State.STEADY, 2)
 
 
 @pytest.mark.parametrize("message", [{"type": "done", "iteration": 99}, {"type": "idle"}], ids=lambda m: m["type"])
@@ -43,11 +43,11 @@ def test_reports_of_an_epoch_that_is_over_decide_nothing(message: dict[str, Any]
     said = Said()
     said.say(type="complain", epoch=1, reason="a test")
     said.say(type="join", epoch=2, status=None, done=0)
-    before = said.coordinator.committed
+    before = said.coordinator.epochs.committed
     said.say(**message, epoch=1)
-    assert said.coordinator.committed == before
-    assert not any(worker.idle_in == 2 for worker in said.coordinator.workers.values())
-    assert {worker.done for worker in said.coordinator.workers.values()} == {0}
+    assert said.coordinator.epochs.committed == before
+    assert not any(worker.idle_in == 2 for worker in said.coordinator.roster.workers.values())
+    assert {worker.done for worker in said.coordinator.roster.workers.values()} == {0}
 
 
 def test_a_complaint_about_an_epoch_that_is_over_ends_no_other() -> None:
@@ -55,7 +55,7 @@ def test_a_complaint_about_an_epoch_that_is_over_ends_no_other() -> None:
     said.say(type="complain", epoch=1, reason="a test")
     said.say(type="join", epoch=2, status=None, done=0)
     said.say(type="complain", epoch=1, reason="a test")
-    assert (said.coordinator.state, said.coordinator.formed.epoch) == (State.STEADY, 2)
+    assert (said.coordinator.state, said.coordinator.epochs.formed.epoch) == (State.STEADY, 2)
 
 
 class Heeding:
