@@ -6,16 +6,22 @@ library only, except store.py, which imports torch when the store is made.
 Modules, from the outside in::
 
     __main__, command               the command: parse, check, supervise, exit
-    arguments, listener             every check that can be made before a process is started; the store's socket
+    arguments, listener, script     every check that can be made before a process is started; the store's socket
     plan                            what is started: ranks, addresses, ids; the workers' environment variables
-    supervisor                      the state machine of the launch and of its workers
+    supervisor                      decides: the state machine of the launch, and its main loop
     states, exit_codes, messages    the names of the states, the exit code, the sentences printed: pure
-    loop                            one selector: pipes, pidfds, signals, timers, calls from other threads
+    loop, launch_signals            one selector: pipes, pidfds, signals, timers, calls from other threads
+    worker_table                    the workers' records and processes
+    worker_environment, interfaces  what they find in their environment, and over which network they talk
     processes, exec_worker          start a process that dies with the launcher; find and kill what is left of it
-    warden                          a second process that ends every worker when the launcher is killed
-    output                          workers' output: prefixes, log files, bounded memory
-    workers_file                    workers.json
-    peers, nodes, store             the launchers of other nodes, what they say to each other, the torch TCPStore
-    control_plane, candidates       the job's coordinator, and where each node hosts a candidate for it
+    subreaper, warden               ... while the launcher lives; ... when it has been killed
+    start_up                        what the loss of a worker means until the training has begun
+    newcomers, late_newcomers       workers that are started while the run goes on; those that come too late
+    output, sink                    workers' output: prefixes, log files, bounded memory
+    log_folder                      what is written there: folder_lock, workers_file, secret_file, the logs
+    control_plane, hosted           the job's coordinator: the launcher's session with it, the candidates hosted here
+    peers, nodes, host, guest       the launchers of other nodes: what is done about them, what is said to them
+    candidates, seal, store         where each hosts a candidate, what is believed of them, the torch TCPStore
     slurm, slurm_launch             what SLURM's environment says: pure; and the launch that follows from it
+    last_checkpoint                 named when a launch fails
 """

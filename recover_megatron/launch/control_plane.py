@@ -18,18 +18,16 @@ import os
 import secrets
 import select
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch.candidates import BACKLOG, Address, Candidates, join_addresses, local_address
-from recover_megatron.launch.hosted import HostedCandidate
+from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
-from recover_megatron.launch.processes import spawn
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import CoordinatorLost
 from recover_megatron.membership.records import Settings
@@ -41,11 +39,8 @@ HERE = 2
 STOPPING_SECONDS = 1.0
 """How long the workers of a launch that is told to stop are kept for a coordinator that does not answer."""
 LAST_WORD_SECONDS = 5.0
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from recover_megatron.membership.__main__ import main; sys.exit(main())"
-)
+
+NOBODY: frozenset[int] = frozenset()
 
 
 def has_secret(environ: Mapping[str, str]) -> bool:
@@ -53,98 +48,114 @@ def has_secret(environ: Mapping[str, str]) -> bool:
     return SECRET_VARIABLE in environ or SECRET_FILE_VARIABLE in environ
 
 
+class ControlPlaneEvents(Protocol):
+    """What the coordinator has for this launcher.  Called in the main thread, by the event loop."""
+
+    def put_out(self, worker_id: int, reason: str) -> None:
+        """A worker of this node is out of the run: it is to be killed.  Perhaps more than once for a worker."""
+
+    def noted(self, worker_id: int, text: str) -> None:
+        """A worker of this node wants ``text`` to be known of it."""
+
+    def epoch_wanted(self) -> None:
+        """The coordinator wants a new epoch: somebody may be ``missing``."""
+
+
 class ControlPlane:
-    """Candidates and witness of one launch.  ``on_kill(worker, reason)`` and ``on_tell(text)`` are called in another
-    thread.
+    """Candidates and witness of one launch: nothing until ``open``; not opened it knows nobody and has decided nothing.
 
-    So is ``on_note(worker, text)``: what a worker of this node wants to be known of it.
-
-    Their times are those of the script's ``--recover-*`` flags: all processes of a run must use the same.
-
-    Raises SecretError for a secret of the user's that cannot be used, OSError where no process or socket can be had.
+    Callbacks that its methods take are called in the main thread, by the event loop.
     """
 
     def __init__(
         self,
         plan: LaunchPlan,
         inherited: Mapping[str, str],
-        on_kill: Callable[[int, str], None],
         loop: EventLoop,
         say: Callable[[str], None],
-        on_tell: Callable[[str], None],
-        candidates: Candidates | None = None,
-        on_revoke: Callable[[], None] = lambda: None,
-        on_note: Callable[[int, str], None] = lambda worker, text: None,
+        events: ControlPlaneEvents,
     ) -> None:
-        """``candidates``: of a launch over several nodes; the listener is this object's from now on.
-
-        ``on_revoke`` is called, in another thread, when the coordinator wants a new epoch: somebody may be ``missing``.
-        ``loop``: of the main thread, which is the caller; ``say``: what people should read.
-        """
-        self._world = plan.world_size
-        self._variables = {} if has_secret(inherited) else {SECRET_VARIABLE: secrets.token_hex(32)}
-        environment = {**inherited, **self._variables, LAUNCH_ID_VARIABLE: plan.launch_id}
-        secret = find_secret(environment)
+        """``inherited``: the launcher's environment; ``say``: what people should read."""
+        self._plan = plan
+        self._inherited = inherited
+        self._loop = loop
+        self._say = say
+        self._events = events
+        # All processes of a run must use the same times: they are those of the script's flags.
         times = times_from_argv(plan.script_args)
-        settings = Settings(
+        self._settings = Settings(
             heartbeat_interval=times.heartbeat_interval,
             heartbeat_timeout=times.heartbeat_timeout,
             hang_timeout=times.hang_timeout,
             stall_timeout=times.stall_timeout,
         )
-        if plan.joins:
-            listeners = []
-            addresses: Sequence[Address] = plan.joins
-            self._variables[HOST_VARIABLE] = plan.node_address or local_address(plan.joins[0])
-        elif candidates is None:
-            listeners = [(n, socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)) for n in range(HERE)]
-            addresses = [listener.getsockname()[:2] for _, listener in listeners]
-        else:
-            listeners = [(plan.node_rank, candidates.listener)] if candidates.listener else []
-            addresses = candidates.addresses
-            self._variables[HOST_VARIABLE] = candidates.host
-        self._settings = settings
-        self._variables[COORDINATOR_VARIABLE] = join_addresses(addresses)
-        self._variables[NODE_VARIABLE] = plan.node_name
+        self._variables: dict[str, str] = {}
         self._candidates: dict[int, HostedCandidate] = {}
-        for number, listener in listeners:
-            start = partial(self._start_candidate, plan, number, environment, settings)
-            place = list(addresses).index(listener.getsockname()[:2])
-            try:
-                self._candidates[place] = HostedCandidate(loop, number, listener, start, lambda: self._over, say)
-            except OSError:
-                self.end_candidates()
-                raise
+        """By their place among the addresses."""
+        self._witness: Witness | None = None
+
+    def open(self, candidates: Candidates | None) -> None:
+        """Start this launcher's candidates and open its session; once.
+
+        ``candidates``: of a launch over several nodes; their listener is this object's from now on.  Raises SecretError
+        for a secret of the user's that cannot be used, OSError where no process or socket can be had.
+        """
+        plan = self._plan
+        made_up = {} if has_secret(self._inherited) else {SECRET_VARIABLE: secrets.token_hex(32)}
+        environment = {**self._inherited, **made_up, LAUNCH_ID_VARIABLE: plan.launch_id}
+        secret = find_secret(environment)
+        addresses, listeners, host = self._places(candidates)
         self._witness = Witness(
-            addresses, self._variables[NODE_VARIABLE], secret, on_kill, settings, on_revoke, on_note, on_tell,
+            addresses,
+            plan.node_name,
+            secret,
+            self._loop.from_thread(self._events.put_out),
+            self._settings,
+            self._loop.from_thread(self._events.epoch_wanted),
+            self._loop.from_thread(self._events.noted),
+            self._loop.from_thread(self._say),
             late=bool(plan.joins),
-        )  # fmt: skip
-
-    @staticmethod
-    def _start_candidate(
-        plan: LaunchPlan, number: int, environment: Mapping[str, str], settings: Settings, listener: socket.socket
-    ) -> int:
-        events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
-        command = [sys.executable, "-I", "-c", _BOOT, _PACKAGE_ROOT, "--world", str(plan.world_size)]
-        command += ["--listen-fd", str(listener.fileno()), "--events", str(events)]
-        command += ["--heartbeat-interval", str(settings.heartbeat_interval)]
-        command += ["--heartbeat-timeout", str(settings.heartbeat_timeout)]
-        command += ["--hang-timeout", str(settings.hang_timeout), "--stall-timeout", str(settings.stall_timeout)]
-        sink = os.open(os.devnull, os.O_WRONLY)
+        )
         try:
-            # What it has to say on stderr (a disk that fails it, a fault of its own) is for the launcher's user.
-            return spawn(command, environment, sink, sys.stderr.fileno(), inherit=[listener.fileno()], deaf=True)
-        finally:
-            os.close(sink)
+            self._host(addresses, listeners, environment)
+        except OSError:
+            self.end_candidates()
+            self.close()
+            self._witness = None
+            raise
+        self._variables = {
+            **made_up,
+            COORDINATOR_VARIABLE: join_addresses(addresses),
+            NODE_VARIABLE: plan.node_name,
+            **({HOST_VARIABLE: host} if host is not None else {}),
+        }
 
-    @property
-    def _over(self) -> bool:
-        return self._witness.out is not None
+    def _places(
+        self, candidates: Candidates | None
+    ) -> tuple[Sequence[Address], list[tuple[int, socket.socket]], str | None]:
+        """The addresses of all candidates; the numbers and sockets of those here; this host's address for others."""
+        plan = self._plan
+        if plan.joins:
+            return plan.joins, [], plan.node_address or local_address(plan.joins[0])
+        if candidates is None:
+            listeners = [(n, socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)) for n in range(HERE)]
+            return [listener.getsockname()[:2] for _, listener in listeners], listeners, None
+        own = [(plan.node_rank, candidates.listener)] if candidates.listener else []
+        return candidates.addresses, own, candidates.host
 
-    @property
-    def pids(self) -> set[int]:
-        """Of the candidates that run here."""
-        return {candidate.pid for candidate in self._candidates.values() if candidate.pid is not None}
+    def _host(
+        self,
+        addresses: Sequence[Address],
+        listeners: Sequence[tuple[int, socket.socket]],
+        environment: Mapping[str, str],
+    ) -> None:
+        assert self._witness is not None
+        plan = self._plan
+        for number, listener in listeners:
+            events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
+            command = CandidateCommand(number, plan.world_size, events, self._settings, environment)
+            place = list(addresses).index(listener.getsockname()[:2])
+            self._candidates[place] = HostedCandidate(self._loop, command, listener, self._witness, self._say)
 
     def end_candidates(self) -> None:
         """The launch is over: the candidates that run are killed with it, and no others are started."""
@@ -152,100 +163,154 @@ class ControlPlane:
             candidate.close()
         self._candidates.clear()
 
+    def close(self) -> None:
+        """End the witness's session; the candidates end with the launch."""
+        if self._witness is not None:
+            self._witness.close()
+
+    # --- what the launcher tells ---
+
+    def spawned(self, worker_id: int, pid: int) -> None:
+        """A worker of this node has been started."""
+        if self._witness is not None:
+            self._witness.spawned(worker_id, pid)
+
+    def ended(self, worker_id: int, how: str) -> None:
+        """A worker of this node has been reaped; ``how``: "SIGKILL", "exit code 1"."""
+        if self._witness is not None:
+            self._witness.ended(worker_id, how)
+
+    def stopping(self, number: int) -> None:
+        """The signal ``number`` has told this launcher to end its workers.
+
+        Said before they end, or their ends would be losses.
+        """
+        if self._witness is not None:
+            self._witness.stopping(number, STOPPING_SECONDS)
+
+    # --- what the launcher asks ---
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``open`` has succeeded."""
+        return bool(self._variables)
+
     @property
     def variables(self) -> dict[str, str]:
         """What the workers' environment needs."""
         return dict(self._variables)
 
-    def spawned(self, worker: int, pid: int) -> None:
-        """A worker of this node has been started."""
-        self._witness.spawned(worker, pid)
+    @property
+    def pids(self) -> set[int]:
+        """Of the candidates that run here."""
+        return {candidate.pid for candidate in self._candidates.values() if candidate.pid is not None}
 
-    def stopping(self, signal: int) -> None:
-        """Somebody has told this launcher to end its workers. Said before they end, or their ends would be losses."""
-        self._witness.stopping(signal, STOPPING_SECONDS)
-
-    def ended(self, worker: int, how: str) -> None:
-        """A worker of this node has been reaped."""
-        self._witness.ended(worker, how)
+    @property
+    def led(self) -> bool:
+        """Whether a coordinator leads, or has led."""
+        return self._witness is not None and self._witness.led
 
     @property
     def undecided(self) -> bool:
         """Whether the run is under way, for all that this launcher knows: others may go on without its workers."""
-        return self._witness.led and self._witness.out is None
+        return self._witness is not None and self._witness.led and self._witness.out is None
 
     @property
     def under_way(self) -> bool:
         """Whether the run has had its first plan, and goes on."""
-        return self._witness.epoch > 0 and self._witness.out is None
+        return self._witness is not None and self._witness.epoch > 0 and self._witness.out is None
 
     @property
     def planned(self) -> frozenset[int]:
         """The workers that were in any plan."""
-        return self._witness.planned
+        return self._witness.planned if self._witness is not None else NOBODY
 
     @property
     def condemned(self) -> frozenset[int]:
         """The workers that the coordinator has put out: they do not go on."""
-        return self._witness.condemned
+        return self._witness.condemned if self._witness is not None else NOBODY
 
     @property
     def taken(self) -> frozenset[int]:
         """The ids that the run has used."""
-        return self._witness.taken
-
-    def when_decided(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, in another thread, when the run is over or no coordinator is reached any more."""
-        self._after(self._witness.wait_out, callback)
-
-    def when_up_to_date(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call ``callback``, in another thread, when all is known that the coordinator knows now, after ``seconds`` at
-        the latest."""
-        self._after(lambda: self._witness.catch_up(seconds), callback)
+        return self._witness.taken if self._witness is not None else NOBODY
 
     @property
     def missing(self) -> frozenset[int]:
         """Whom, of the workers of the launch, the coordinator does without; nobody before it leads."""
-        return self._witness.missing(self._world)
+        return self._witness.missing(self._plan.world_size) if self._witness is not None else NOBODY
+
+    @property
+    def told(self) -> bool:
+        """Whether a coordinator has said how the run ends; else what ``verdict`` says is that none was reached."""
+        out = self._witness.out if self._witness is not None else None
+        return isinstance(out, CoordinatorLost) and out.told
+
+    @property
+    def reason(self) -> str:
+        """Why the run has ended, as the coordinator told; empty if it has told nothing."""
+        out = self._witness.out if self._witness is not None else None
+        return str(out) if isinstance(out, CoordinatorLost) else ""
+
+    @property
+    def complaint(self) -> str:
+        """Why this launcher has no coordinator any more; empty: it has, or still looks for one."""
+        return str((self._witness.out if self._witness is not None else None) or "")
+
+    # --- waiting ---
+
+    def when_decided(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the run is over or no coordinator is reached any more."""
+        assert self._witness is not None
+        self._after(self._witness.wait_out, callback)
 
     def when_led(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call ``callback``, in another thread, when a coordinator leads, or is not reached within ``seconds``."""
-        self._after(lambda: self._witness.wait_led(seconds), callback)
+        """Call ``callback`` when a coordinator leads, or is not reached within ``seconds``."""
+        witness = self._witness
+        assert witness is not None
+        self._after(lambda: witness.wait_led(seconds), callback)
 
-    @staticmethod
-    def _after(wait: Callable[[], object], callback: Callable[[], None]) -> None:
+    def when_up_to_date(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when all is known that the coordinator knows now, after ``seconds`` at the latest.
+
+        Without a session: at once.
+        """
+        witness = self._witness
+        if witness is None:
+            callback()
+        else:
+            self._after(lambda: witness.catch_up(seconds), callback)
+
+    def _after(self, wait: Callable[[], object], callback: Callable[[], None]) -> None:
         def run() -> None:
             wait()
-            callback()
+            self._loop.call_from_thread(callback)
 
         threading.Thread(target=run, daemon=True, name="recover-launch-verdict").start()
 
     def verdict(self) -> int | None:
         """The run's exit code as the coordinator decided it: 0 when the last members left in order.
 
-        Asked when all workers have ended.  None: it decided nothing, since no worker opened a session, or the run did
-        not get as far as its first epoch; unless a worker said that the run must end.
+        Asked when all workers have ended; waits LAST_WORD_SECONDS.  None: it decided nothing, since no worker opened a
+        session, or the run did not get as far as its first epoch; unless a worker said that the run must end.
         """
-        self._witness.catch_up(LAST_WORD_SECONDS)  # the last worker may have been told first
-        if not self._witness.led and self._witness.out is None:
+        witness = self._witness
+        if witness is None:
             return None
-        out = self._witness.wait_out(LAST_WORD_SECONDS)
-        if not isinstance(out, CoordinatorLost) or (self._witness.epoch == 0 and out.by is None):
+        witness.catch_up(LAST_WORD_SECONDS)  # the last worker may have been told first
+        if not witness.led and witness.out is None:
+            return None
+        out = witness.wait_out(LAST_WORD_SECONDS)
+        if not isinstance(out, CoordinatorLost) or (witness.epoch == 0 and out.by is None):
             return None
         return out.code
-
-    @property
-    def told(self) -> bool:
-        """Whether a coordinator has said how the run ends; else what ``verdict`` says is that none was reached."""
-        out = self._witness.out
-        return isinstance(out, CoordinatorLost) and out.told
 
     def linger(self) -> None:
         """After the verdict: let the coordinator that gave it tell those, too, that are on their way back to it.
 
         Where it is one of this launch's own, which would be ended with it. Returns when it has ended by itself.
         """
-        candidate = self._candidates.get(self._witness.candidate)
+        candidate = self._candidates.get(self._witness.candidate) if self._witness is not None else None
         if not self.told or candidate is None or candidate.pid is None:
             return
         try:
@@ -256,23 +321,3 @@ class ControlPlane:
         poll.register(ended, select.POLLIN)
         poll.poll(1000 * (2 * self._settings.heartbeat_timeout + 1))
         os.close(ended)
-
-    @property
-    def led(self) -> bool:
-        """Whether a coordinator leads, or has led."""
-        return self._witness.led
-
-    @property
-    def complaint(self) -> str:
-        """Why this launcher has no coordinator any more; empty: it has, or still looks for one."""
-        return str(self._witness.out or "")
-
-    @property
-    def reason(self) -> str:
-        """Why the run has ended, as the coordinator told; empty if it has told nothing."""
-        out = self._witness.out
-        return str(out) if isinstance(out, CoordinatorLost) else ""
-
-    def close(self) -> None:
-        """End the witness's session; the candidates end with the launch."""
-        self._witness.close()

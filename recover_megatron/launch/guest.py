@@ -44,7 +44,7 @@ class Guest:
             own = self._take_part(store)
             if own is None:
                 return
-            self._tell(self._events.joined, self._run_id)
+            self._tell(self._events.accepted, self._run_id)
         except (RuntimeError, ImportError, ValueError, KeyError, TypeError) as error:
             self._tell(self._events.failed, f"the store of node 0 cannot be used: {one_line(error)}", LAUNCH_FAILED)
             return

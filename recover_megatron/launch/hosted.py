@@ -10,18 +10,57 @@ often (``PAUSES``), for as long as the run lasts.
 from __future__ import annotations
 
 import os
-import signal
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from recover_megatron.launch.loop import EventLoop, Timer
+from recover_megatron.launch.processes import spawn
+from recover_megatron.launch.states import signal_name
+from recover_megatron.membership.records import Settings
+from recover_megatron.membership.witness import Witness
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds before the next start, by how many candidates have ended soon one after the other."""
 SOON = 60.0
 LAST_WORD_SECONDS = 0.5
 """One that ends by itself has usually ended the run: so long after it the launcher's session knows that."""
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from recover_megatron.membership.__main__ import main; sys.exit(main())"
+)
+
+
+@dataclass(frozen=True)
+class CandidateCommand:
+    """How the process of one candidate is started."""
+
+    number: int
+    world_size: int
+    events: Path
+    """The file of its event log."""
+    settings: Settings
+    environment: Mapping[str, str]
+    """The job's secret included."""
+
+    def start(self, listener: socket.socket) -> int:
+        """Start a candidate that serves ``listener``.  Returns the pid; raises OSError if it cannot be started."""
+        times = self.settings
+        command = [sys.executable, "-I", "-c", _BOOT, _PACKAGE_ROOT, "--world", str(self.world_size)]
+        command += ["--listen-fd", str(listener.fileno()), "--events", str(self.events)]
+        command += ["--heartbeat-interval", str(times.heartbeat_interval)]
+        command += ["--heartbeat-timeout", str(times.heartbeat_timeout)]
+        command += ["--hang-timeout", str(times.hang_timeout), "--stall-timeout", str(times.stall_timeout)]
+        sink = os.open(os.devnull, os.O_WRONLY)
+        try:
+            # What it has to say on stderr (a disk that fails it, a fault of its own) is for the launcher's user.
+            return spawn(command, self.environment, sink, sys.stderr.fileno(), inherit=[listener.fileno()], deaf=True)
+        finally:
+            os.close(sink)
 
 
 class HostedCandidate:
@@ -30,21 +69,20 @@ class HostedCandidate:
     def __init__(
         self,
         loop: EventLoop,
-        number: int,
+        command: CandidateCommand,
         listener: socket.socket,
-        start: Callable[[socket.socket], int],
-        is_over: Callable[[], bool],
+        witness: Witness,
         say: Callable[[str], None],
     ) -> None:
-        """``start``: starts a process with the socket; its pid.  Raises OSError where the first one cannot be started.
+        """Starts the first process.  Raises OSError where it cannot be started.
 
-        ``is_over``: whether the run has ended, so that nobody needs another candidate.
+        ``witness``: the launcher's own session, which knows whether the run has ended, so that nobody needs another
+        candidate.
         """
         self._loop = loop
-        self._number = number
+        self._command = command
         self._listener = listener
-        self._start = start
-        self._is_over = is_over
+        self._witness = witness
         self._say = say
         self._timer: Timer | None = None
         self._soon = 0
@@ -60,7 +98,7 @@ class HostedCandidate:
         self._listener.close()
 
     def _run(self) -> None:
-        self.pid = self._start(self._listener)
+        self.pid = self._command.start(self._listener)
         self._started = time.monotonic()
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.watch(self._pidfd, self._ended)
@@ -73,8 +111,8 @@ class HostedCandidate:
     def _ended(self) -> None:
         assert self.pid is not None
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"has ended with exit code {status}"
-        what = f"candidate coordinator {self._number} (pid {self.pid}) {how}"
+        how = f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with exit code {status}"
+        what = f"candidate coordinator {self._command.number} (pid {self.pid}) {how}"
         self._forget()
         if status == 0:
             return  # it led the run to its end
@@ -91,7 +129,7 @@ class HostedCandidate:
 
     def _replace(self, what: str) -> None:
         self._timer = None
-        if self._is_over():
+        if self._witness.out is not None:
             return
         try:
             self._run()

@@ -15,6 +15,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 Callback = Callable[[], None]
 
@@ -69,6 +70,14 @@ class EventLoop:
             os.write(self._wake_write, b"\0")
         except BlockingIOError:
             return  # the pipe is full of wake-ups already
+
+    def from_thread[**P](self, callback: Callable[P, None]) -> Callable[P, None]:
+        """``callback`` for other threads: whoever calls the result has the loop call ``callback`` like that."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            self.call_from_thread(partial(callback, *args, **kwargs))
+
+        return call
 
     def handle_signals(self, signals: Iterable[int], callback: Callable[[int], None]) -> None:
         """From now on call ``callback`` with the number of each of ``signals`` that arrives."""

@@ -32,9 +32,7 @@ def opening(plan: LaunchPlan) -> str:
     )
 
 
-def worker_ended(
-    worker: Worker, others: int, left_behind: int, successor: Worker | None = None, killed: int = 0
-) -> str:
+def worker_ended(worker: Worker, others: int, left_behind: int, successor: Worker | None, killed: int) -> str:
     """One worker's death, or its end with leftovers; ``others`` workers of this node go on, ``killed`` are next."""
     how, swept = _how(worker), _swept(left_behind)
     if worker.state is WorkerState.FINISHED:

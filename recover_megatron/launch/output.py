@@ -20,6 +20,8 @@ from recover_megatron.launch.sink import PAUSE_SECONDS, Sink
 from recover_megatron.log_writer import LogWriter, open_to_append
 
 PARTIAL_SECONDS = 0.5
+STALL_SECONDS = 5.0
+"""How long the launcher waits, at its end, for a reader of its output that reads nothing."""
 LONGEST_LINE = 64 * 1024
 LONGEST_LAST = 300
 """Bytes kept of a worker's last line."""
@@ -248,3 +250,25 @@ class Console:
         if coloured:
             text = f"\x1b[{_COLOURS[colour % len(_COLOURS)]}m{text}\x1b[0m"
         return (text + padding).encode()
+
+
+class ReaderWatch:
+    """Looks every STALL_SECONDS whether the reader of the launcher's own output still reads."""
+
+    def __init__(self, loop: EventLoop, console: Console, patient: bool) -> None:
+        """``patient``: wait for as long as it reads; else until the first look."""
+        self._loop = loop
+        self._console = console
+        self._patient = patient
+        self.given_up = False
+        self._look_later()
+
+    def _look_later(self) -> None:
+        self._written = self._console.written
+        self._loop.call_later(STALL_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if self._patient and self._console.written != self._written:
+            self._look_later()
+        else:
+            self.given_up = True

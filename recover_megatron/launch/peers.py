@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome
 from recover_megatron.launch.host import LOST_SECONDS
 from recover_megatron.launch.loop import EventLoop, Timer
-from recover_megatron.launch.node_events import NodeEvents
 from recover_megatron.launch.nodes import NodeThreads
 from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.start_up import StartUp
 from recover_megatron.membership.auth import Secret
 
 REPORT_SECONDS = 10.0
@@ -25,25 +25,24 @@ FAILURE_SECONDS = 5.0
 """How long a launcher that ends the launch for all tries to tell the others."""
 
 
-@dataclass
-class PeerEvents:
-    """What the supervisor is told."""
+class PeerEvents(Protocol):
+    """What this launcher does about the others.  Called in the main thread."""
 
-    joined: Callable[[], None]
-    """This node takes part: ``Peers.joined`` and ``Peers.run_id`` are set."""
-    coordinators: Callable[[Candidates], None]
-    """Several nodes with a control plane: all candidate coordinators are known.  Never before ``joined``."""
-    stop: Callable[[str, int], None]
-    """The launch cannot go on here: the reason, and the exit code."""
-    lost: Callable[[str], None]
-    """Another node's launcher, or the store, is gone or not reached: what, in a few words."""
-    waited: Callable[[], None]
-    """Nobody needs this launcher any more; called only after ``own_workers_ended`` returned True."""
-    say: Callable[[str], None]
+    def start_workers_if_ready(self) -> None:
+        """This node takes part: ``Peers.joined`` and ``Peers.run_id`` are set."""
+
+    def start_control_plane(self, candidates: Candidates) -> None:
+        """All candidate coordinators are known (several nodes with a control plane).  Never before that."""
+
+    def stop_with_peers(self, reason: str, code: int) -> None:
+        """The launch cannot go on here: the reason, and the exit code."""
+
+    def peers_ended(self) -> None:
+        """Nobody needs this launcher any more; called only after ``own_workers_ended`` returned True."""
 
 
 class Peers:
-    """Made once per launch, also for one node."""
+    """Made once per launch, also for one node.  Its threads tell it what the others say (``NodeEvents``)."""
 
     def __init__(
         self,
@@ -51,12 +50,16 @@ class Peers:
         plan: LaunchPlan,
         secret: Secret | None,
         listener: socket.socket | None,
+        start_up: StartUp,
+        say: Callable[[str], None],
         events: PeerEvents,
     ) -> None:
         """``secret``: that of the job; None where the launchers share none."""
         self._loop = loop
         self._plan = plan
         self._listener = listener
+        self._start_up = start_up
+        self._say = say
         self._events = events
         self.joined = plan.node_rank == 0
         self.run_id = plan.run_id
@@ -67,25 +70,7 @@ class Peers:
         self._store_lost = self._silent = False
         self._waiting = False
         self._timer: Timer | None = None
-        self._threads = NodeThreads(
-            loop,
-            plan,
-            secret,
-            NodeEvents(
-                joined=self._on_joined,
-                coordinators=events.coordinators,
-                all_joined=lambda: events.say(f"all {plan.nnodes} nodes take part"),
-                refused=lambda reason: events.stop(f"refused by node 0: {reason}", REFUSED),
-                note=events.say,
-                failed=events.stop,
-                store_lost=self._on_store_lost,
-                store_back=self._on_store_back,
-                report=self._on_report,
-                node_lost=self._on_node_lost,
-                node_back=self._on_node_back,
-                delivered=self._on_waited,
-            ),
-        )
+        self._threads = NodeThreads(loop, plan, secret, self)
 
     @property
     def any_lost(self) -> bool:
@@ -105,16 +90,14 @@ class Peers:
             self._listener = None
 
     def own_workers_ended(self, outcomes: list[Outcome]) -> bool:
-        """Report them.  Whether the launcher must stay until ``waited`` is called."""
+        """Report them.  Whether the launcher must stay until ``peers_ended`` is called."""
         if self._plan.node_rank > 0 and not self._store_lost:
             self._threads.deliver(outcomes)
-            self._loop.call_later(REPORT_SECONDS, self._on_waited)
+            self._loop.call_later(REPORT_SECONDS, self._stop_waiting)
             self._waiting = True
         elif self._unreported:
             nodes = messages.ranges(sorted(self._unreported))
-            self._events.say(
-                f"the workers of this node have ended; the store stays up until node {nodes} has ended, too"
-            )
+            self._say(f"the workers of this node have ended; the store stays up until node {nodes} has ended, too")
             self._waiting = True
         return self._waiting
 
@@ -127,72 +110,104 @@ class Peers:
         """Before the process ends: wait until the others have been told of ``fail``."""
         self._threads.settle(FAILURE_SECONDS)
 
-    def _on_joined(self, run_id: str) -> None:
+    # --- what its threads tell (NodeEvents) ---
+
+    def accepted(self, run_id: str) -> None:
+        """Node 0 has this node take part."""
         if self._timer:
             self._timer.cancel()
         self.joined, self.run_id = True, run_id
         self._loop.call_later(LOST_SECONDS, self._watch_store)
-        self._events.joined()
+        self._events.start_workers_if_ready()
+
+    def coordinators(self, candidates: Candidates) -> None:
+        """All candidate coordinators are known."""
+        self._events.start_control_plane(candidates)
+
+    def all_joined(self) -> None:
+        """Every node takes part."""
+        self._say(f"all {self._plan.nnodes} nodes take part")
+
+    def refused(self, reason: str) -> None:
+        """Node 0 does not have this node take part."""
+        self._events.stop_with_peers(f"refused by node 0: {reason}", REFUSED)
+
+    def note(self, text: str) -> None:
+        """People should read ``text``."""
+        self._say(text)
+
+    def failed(self, reason: str, code: int) -> None:
+        """The launch cannot go on here."""
+        self._events.stop_with_peers(reason, code)
+
+    def delivered(self) -> None:
+        """Our report is in the store, or the store is gone."""
+        self._stop_waiting()
+
+    def store_lost(self, reason: str) -> None:
+        """The store of node 0 is gone, or not reached."""
+        if self._store_lost:
+            return
+        self._store_lost = True
+        self._start_up.launcher_lost(f"the launcher of node 0 ({reason})")
+        if not self._waiting:
+            plan = self._plan
+            self._say(
+                f"the store of node 0 ({plan.master_addr}:{plan.master_port}) is gone: its launcher ended or its host "
+                f"is lost ({reason}); the workers here go on, but cannot use the store any more"
+            )
+
+    def store_back(self) -> None:
+        """It is reached again."""
+        if self._store_lost:
+            self._store_lost = False
+            self._say("the store of node 0 is reached again")
+
+    def report(self, node_rank: int, outcomes: list[Outcome]) -> None:
+        """The workers of another node have ended so."""
+        self.outcomes += outcomes
+        self._node_ended(node_rank)
+
+    def node_lost(self, node_rank: int) -> None:
+        """The launcher of a node is not heard of any more."""
+        self._say(f"node {node_rank} is lost: its launcher has not been heard of for a while; not waiting for it")
+        self._lost.add(node_rank)
+        self._start_up.launcher_lost(f"the launcher of node {node_rank}")
+        self._node_ended(node_rank)
+
+    def node_back(self, node_rank: int) -> None:
+        """It is heard of again."""
+        self._say(f"the launcher of node {node_rank} is heard of again")
+        self._lost.discard(node_rank)
+        self._unreported.add(node_rank)
+
+    # --- watching and waiting ---
 
     def _watch_store(self) -> None:
         """A host that lost its power answers nothing, and no operation of the store says so."""
         silence = self._threads.silence
         if silence > LOST_SECONDS and not self._store_lost:
             self._silent = True
-            self._on_store_lost(f"no answer for {silence:.0f} s")
+            self.store_lost(f"no answer for {silence:.0f} s")
         elif silence < LOST_SECONDS and self._silent:
             self._silent = False
-            self._on_store_back()
+            self.store_back()
         self._loop.call_later(LOST_SECONDS / 4, self._watch_store)
 
     def _on_timeout(self) -> None:
         plan = self._plan
-        self._events.stop(
+        self._events.stop_with_peers(
             f"node 0 did not answer at {plan.master_addr}:{plan.master_port} within {plan.rendezvous_timeout:g} s "
             "(--rendezvous-timeout): is its recover-run started, with the same --master-addr and --master-port?",
             LAUNCH_FAILED,
         )
 
-    def _on_store_lost(self, reason: str) -> None:
-        if self._store_lost:
-            return
-        self._store_lost = True
-        self._events.lost(f"the launcher of node 0 ({reason})")
-        if not self._waiting:
-            plan = self._plan
-            self._events.say(
-                f"the store of node 0 ({plan.master_addr}:{plan.master_port}) is gone: its launcher ended or its host "
-                f"is lost ({reason}); the workers here go on, but cannot use the store any more"
-            )
-
-    def _on_store_back(self) -> None:
-        if self._store_lost:
-            self._store_lost = False
-            self._events.say("the store of node 0 is reached again")
-
-    def _on_report(self, node_rank: int, outcomes: list[Outcome]) -> None:
-        self.outcomes += outcomes
-        self._node_ended(node_rank)
-
-    def _on_node_lost(self, node_rank: int) -> None:
-        self._events.say(
-            f"node {node_rank} is lost: its launcher has not been heard of for a while; not waiting for it"
-        )
-        self._lost.add(node_rank)
-        self._events.lost(f"the launcher of node {node_rank}")
-        self._node_ended(node_rank)
-
-    def _on_node_back(self, node_rank: int) -> None:
-        self._events.say(f"the launcher of node {node_rank} is heard of again")
-        self._lost.discard(node_rank)
-        self._unreported.add(node_rank)
-
     def _node_ended(self, node_rank: int) -> None:
         self._unreported.discard(node_rank)
         if not self._unreported:
-            self._on_waited()
+            self._stop_waiting()
 
-    def _on_waited(self) -> None:
+    def _stop_waiting(self) -> None:
         if self._waiting:
             self._waiting = False
-            self._events.waited()
+            self._events.peers_ended()

@@ -28,6 +28,7 @@ from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
 
 _PR_SET_CHILD_SUBREAPER = 36
 _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
+_MOST_ROUNDS = 100
 _RESET_SIGNALS = [
     signal.SIGINT,
     signal.SIGTERM,
@@ -182,13 +183,13 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def kill_found(find: Callable[[], list[Process]], max_rounds: int = 100) -> set[Process]:
+def kill_found(find: Callable[[], list[Process]]) -> set[Process]:
     """SIGKILL what ``find`` returns, again while it returns processes not yet signalled.  Returns those signalled.
 
     Killed processes may take a moment to disappear; processes that fork while we look are met in the next round.
     """
     signalled: set[Process] = set()
-    for _ in range(max_rounds):
+    for _ in range(_MOST_ROUNDS):
         new = [process for process in find() if _identity(process) not in {_identity(old) for old in signalled}]
         if not new:
             break

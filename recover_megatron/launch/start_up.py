@@ -16,14 +16,17 @@ A training without a coordinator never begins in this sense: there, any loss at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 from recover_megatron.launch import messages
+from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, start_exit_code
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import Worker, WorkerState
+from recover_megatron.launch.worker_table import WorkerTable
 from recover_megatron.membership.errors import EXIT_NO_REPLICA
 
 OWN_END_SECONDS = 3.0
@@ -34,37 +37,43 @@ TELL_SECONDS = 3.0
 """So long the launcher of a lost worker may say better than others what became of it."""
 GRACE_SECONDS = 3.0
 """From SIGTERM to SIGKILL: nothing was trained that could be saved."""
+ASK_SECONDS = 2.0
+"""How long the coordinator may take to say whether there is a plan."""
 
 
-@dataclass
-class StartEvents:
-    """What it asks the supervisor, and tells it."""
+class StartEvents(Protocol):
+    """What becomes of a loss.  Called in the main thread."""
 
-    begun: Callable[[], bool]
-    """Whether there has been a plan, as far as is known here."""
-    ask: Callable[[Callable[[], None]], None]
-    """Call back, later, when all is known that the coordinator knows now."""
-    workers: Callable[[], Sequence[Worker]]
-    """Those that were launched on this node."""
-    go_on: Callable[[Worker, int], None]
-    """The training had begun when this worker ended; it had left so many processes behind."""
-    say: Callable[[str], None]
-    stop: Callable[[str, int], None]
-    """End the launch on all nodes: the reason, and the exit code."""
+    def go_on_without(self, worker: Worker, left_behind: int) -> None:
+        """The training had begun when ``worker`` ended; it had left so many processes behind."""
+
+    def fail_launch(self, reason: str, code: int) -> None:
+        """End the launch on all nodes: the reason, and the exit code."""
 
 
 class StartUp:
     """Made once per launch."""
 
-    def __init__(self, loop: EventLoop, plan: LaunchPlan, events: StartEvents) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        plan: LaunchPlan,
+        table: WorkerTable,
+        control: ControlPlane,
+        say: Callable[[str], None],
+        events: StartEvents,
+    ) -> None:
         self._loop = loop
         self._plan = plan
+        self._table = table
+        self._control = control
+        self._say = say
         self._events = events
 
     @property
     def under_way(self) -> bool:
         """Whether the launch still needs all of its workers."""
-        return self._plan.needs_all and not self._events.begun()
+        return self._plan.needs_all and not self._control.planned
 
     def ended_in_it(self, worker: Worker) -> bool:
         """Whether ``worker`` was lost while it was needed, for all that is known here."""
@@ -72,41 +81,41 @@ class StartUp:
 
     def worker_lost(self, worker: Worker, left_behind: int, cause: str) -> None:
         """A worker of this node has ended in it; ``cause``: the last that it said, if that may be why."""
-        self._events.ask(lambda: self._judge(worker, left_behind, cause))
+        self._control.when_up_to_date(ASK_SECONDS, partial(self._judge, worker, left_behind, cause))
 
     def launcher_lost(self, what: str) -> None:
         """Another node, or what all need of node 0, is gone."""
         if self.under_way:
-            self._events.ask(lambda: self._fail(f"{what} is lost", EXIT_NO_REPLICA))
+            self._control.when_up_to_date(ASK_SECONDS, partial(self._fail, f"{what} is lost", EXIT_NO_REPLICA))
 
-    def others_lost(self, missing: frozenset[int]) -> None:
-        """The coordinator does without ``missing``, of the launch's workers."""
-        theirs = missing - {worker.worker_id for worker in self._events.workers()}
+    def others_lost(self) -> None:
+        """The coordinator does without some of the launch's workers, perhaps of other nodes."""
+        theirs = self._control.missing - {worker.worker_id for worker in self._table.launched}
         if theirs and self.under_way:
             what = "worker" if len(theirs) == 1 else "workers"
             text = f"{what} {messages.ranges(sorted(theirs))} of another node lost"
-            self._loop.call_later(TELL_SECONDS, lambda: self._fail(text, EXIT_NO_REPLICA))
+            self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA))
 
     def _judge(self, worker: Worker, left_behind: int, cause: str) -> None:
         if not self.under_way:
-            self._events.go_on(worker, left_behind)
+            self._events.go_on_without(worker, left_behind)
             return
         # A refusal stands above in full, and is told once.
         text = messages.worker_lost_at_start(worker, left_behind, "" if worker.exit_code == REFUSED else cause)
-        if worker.signal is not None or not any(other.live for other in self._events.workers()):
+        if worker.signal is not None or not any(other.live for other in self._table.launched):
             self._fail(text)
             return
         wait = REFUSED_SECONDS if worker.exit_code == REFUSED else OWN_END_SECONDS
-        self._events.say(f"{text}; the training has not begun, and needs it: all end in {wait:g} s")
-        self._loop.call_later(wait, lambda: self._fail(text))
+        self._say(f"{text}; the training has not begun, and needs it: all end in {wait:g} s")
+        self._loop.call_later(wait, partial(self._fail, text))
 
     def _fail(self, text: str, code: int | None = None) -> None:
         if self.under_way:
             if not self._plan.fault_tolerant and code is not None:
                 code = LAUNCH_FAILED
-            ended = [worker.outcome for worker in self._events.workers() if not worker.live]
+            ended = [worker.outcome for worker in self._table.launched if not worker.live]
             code = start_exit_code(ended, self._plan.fault_tolerant) if code is None else code
             needs = "the training has not begun, and needs all workers"
             if not self._plan.fault_tolerant:
                 needs = "a training without --recover needs all workers"
-            self._events.stop(f"{text}; {needs}: the launch ends with exit code {code}", code)
+            self._events.fail_launch(f"{text}; {needs}: the launch ends with exit code {code}", code)

@@ -84,6 +84,11 @@ class Worker:
         """Its end, for the exit code of the run."""
         return Outcome(self.worker_id, self.exit_code, self.signal, self.ended or 0.0)
 
+    @property
+    def how(self) -> str:
+        """Its end, for the coordinator: "SIGKILL", "exit code 1"."""
+        return signal_name(self.signal) if self.signal is not None else f"exit code {self.exit_code}"
+
     def end(self, status: int, now: float) -> None:
         """Record its end: ``status`` is the exit code, or the negative number of the signal that killed it."""
         self.ended = now
@@ -97,7 +102,13 @@ def describe_end(exit_code: int | None, signal_number: int | None) -> str:
     """The end of a process in words: "exit code 3", "SIGKILL (signal 9)"."""
     if signal_number is None:
         return f"exit code {exit_code}"
+    name = signal_name(signal_number)
+    return name if name.startswith("signal") else f"{name} (signal {signal_number})"
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL"; "signal 40" for one that has no name, as most real-time signals."""
     try:
-        return f"{signal.Signals(signal_number).name} (signal {signal_number})"
+        return signal.Signals(number).name
     except ValueError:
-        return f"signal {signal_number}"
+        return f"signal {number}"

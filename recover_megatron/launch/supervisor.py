@@ -1,58 +1,55 @@
 """The supervisor: one launch on one node, from the first process to the last.
 
 Its states, and those of a worker, are drawn in states.py.  Everything here runs in the main thread, as callbacks of one
-event loop, so no two of them overlap.
+event loop, so no two of them overlap.  It decides; its parts know and do::
 
-A worker's end, step by step: its pidfd becomes readable while it is still a zombie, so that its pid, process group and
-session cannot mean others yet; what is left of it is killed; only then it is reaped, its output drained, its end said.
+    WorkerTable         the workers' records and processes
+    Subreaper, Warden   what is left of workers while the launcher lives, and when it has been killed
+    ControlPlane        the coordinator: what it wants, what it has decided
+    Peers               the launchers of other nodes
+    StartUp             what the loss of a worker means until the training has begun
+    Replacements        which worker is started in place of another
+    LateNewcomers       newcomers that come when the run is over
+    LaunchSignals       what a signal means
+    LogFolder           the files
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Mapping
 
 from recover_megatron.arguments import COORDINATOR_VARIABLE
 from recover_megatron.launch import messages, newcomers
 from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.control_plane import ControlPlane, has_secret
-from recover_megatron.launch.crew import Crew
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, run_exit_code, start_exit_code
 from recover_megatron.launch.folder_lock import FolderLock
 from recover_megatron.launch.last_checkpoint import last_checkpoint
-from recover_megatron.launch.peers import PeerEvents, Peers
+from recover_megatron.launch.late_newcomers import LateNewcomers
+from recover_megatron.launch.launch_signals import LaunchSignals
+from recover_megatron.launch.log_folder import LogFolder
+from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.output import Console, ReaderWatch
+from recover_megatron.launch.peers import Peers
 from recover_megatron.launch.plan import LaunchPlan, sets_omp_threads
-from recover_megatron.launch.processes import (
-    become_subreaper,
-    find_launch,
-    find_worker,
-    has_children,
-    kill_found,
-    kill_group,
-    kill_until_none_left,
-)
 from recover_megatron.launch.start_up import GRACE_SECONDS as START_GRACE_SECONDS
-from recover_megatron.launch.start_up import StartEvents, StartUp
-from recover_megatron.launch.states import LIVE, LaunchState, Worker, WorkerState
+from recover_megatron.launch.start_up import StartUp
+from recover_megatron.launch.states import LaunchState, Worker, WorkerState
+from recover_megatron.launch.subreaper import Subreaper
 from recover_megatron.launch.warden import Warden
-from recover_megatron.log_writer import PATIENCE_SECONDS, flush_all
-from recover_megatron.membership.auth import SECRET_VARIABLE, find_secret
+from recover_megatron.launch.worker_environment import WorkerEnvironment
+from recover_megatron.launch.worker_table import WorkerTable
+from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import SecretError
 
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-"""Batch systems send these ahead of a time limit; they are meant for the workers."""
-LAST_SWEEP_SECONDS = 10.0
 UNKILLABLE_SECONDS = 10.0
-OUTPUT_SECONDS = 5.0
-"""At the end, how long to wait for a reader of our output that reads nothing."""
 
 
-class Supervisor(Crew):
-    """Made once per launch; ``run`` returns the exit code."""
+class Supervisor:
+    """Made once per launch; ``run`` returns the exit code.  The other public methods are its parts' events."""
 
     def __init__(
         self,
@@ -61,275 +58,248 @@ class Supervisor(Crew):
         inherited: Mapping[str, str],
         lock: FolderLock | None = None,
     ) -> None:
-        """``lock``: of the log folder; a node that joins a launch makes sure of it when it knows the run's id."""
-        super().__init__(plan, inherited, lock)
+        """``listener``: the store's, on node 0; ``inherited``: the launcher's environment.
+
+        ``lock``: of the log folder; a node that joins a launch makes sure of it when it knows the run's id.
+        """
+        self._plan = plan
+        self._inherited = inherited
         self._state = LaunchState.STARTING
         self._code: int | None = None
-        self._stop_signal_at = 0.0
-        start_events = StartEvents(
-            lambda: not self._never_planned(),
-            self._ask_coordinator,
-            self._launched,
-            self._after_end,
-            self._console.say,
-            self._fail_launch,
-        )
-        self._start_up = StartUp(self._loop, plan, start_events)
-        peer_events = PeerEvents(
-            self._start_workers_if_ready,
-            self._start_control_plane,
-            self._stop_with_peers,
-            self._start_up.launcher_lost,
-            self._finish,
-            self._console.say,
-        )
+        """Of a launch that was stopped."""
+        self._loop = EventLoop()
+        self._console = Console(self._loop, plan.world_size - 1, plan.log_dir)
+        say = self._console.say
+        self._signals = LaunchSignals(self._loop, self)
+        self._subreaper = Subreaper()
+        self._warden = Warden(self._loop, plan.launch_id, say)
+        self._folder = LogFolder(plan.log_dir, lock, self._loop, say)
+        self._environment = WorkerEnvironment(plan, inherited, say)
+        self._table = WorkerTable(plan, self._loop, self._console, self._folder, self._warden, self.worker_exited)
+        self._replacements = newcomers.Replacements(plan)
+        self._control = ControlPlane(plan, inherited, self._loop, say, self)
+        self._late = LateNewcomers(plan, self._table, self._control, say)
+        self._start_up = StartUp(self._loop, plan, self._table, self._control, say, self)
         secret = find_secret(inherited) if plan.nnodes > 1 and has_secret(inherited) else None
-        self._peers = Peers(self._loop, plan, secret, listener, peer_events)
+        self._peers = Peers(self._loop, plan, secret, listener, self._start_up, say, self)
 
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
-        self._loop.handle_signals(self._handled_signals(), self._on_signal)
-        # Children from before (of a shell that became recover-run by exec) are none of ours; once there are any, an
-        # orphan that we inherit might be theirs.
-        self._owns_all_children = not has_children()
-        become_subreaper()
-        self._warden = Warden(self._loop, self._plan.launch_id, self._on_warden_replaced)
-        self._console.say(messages.opening(self._plan))
-        if sets_omp_threads(self._plan, self._inherited):
-            self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
-        self._beat()
+        self._announce()
+        self._folder.beat()
+        self._table.add(newcomers.launched(self._plan))
         self._peers.join()
         if self._plan.nnodes == 1:
-            self._start_control_plane(None)
-            if self._plan.joins and self._control:
-                self._control.when_led(self._plan.rendezvous_timeout, lambda: self._loop.call_from_thread(self._join))
-        elif not self._plan.control_plane:
-            self._console.say(messages.NO_CONTROL_PLANE)
+            self.start_control_plane(None)
         if self._state is LaunchState.STARTING:
-            self._start_workers_if_ready()
+            self.start_workers_if_ready()
             self._peers.serve_store()
         self._write_workers()
         while self._state is not LaunchState.ENDED:
             self._loop.run_once()
             self._write_workers()
-            self._reap_orphans()
+            self._reap_inherited()
         return self._close()
+
+    def _announce(self) -> None:
+        self._console.say(messages.opening(self._plan))
+        if sets_omp_threads(self._plan, self._inherited):
+            self._console.say("OMP_NUM_THREADS is set to 1 for each worker; set it yourself to choose")
+        if not self._plan.control_plane:
+            self._console.say(messages.NO_CONTROL_PLANE)
+
+    def _write_workers(self) -> None:
+        """Bring workers.json up to date, once for all changes of a round."""
+        if self._table.changed and self._peers.joined:
+            self._table.changed = not self._folder.write_workers(self._peers.run_id, self._table.all)
+
+    def _reap_inherited(self) -> None:
+        if self._subreaper.due:
+            self._subreaper.reap({self._warden.pid, *self._control.pids, *self._table.pids})
 
     # --- starting ---
 
-    def _start_control_plane(self, candidates: Candidates | None) -> None:
-        """``candidates``: of a launch over several nodes, whose workers wait for this."""
+    def start_control_plane(self, candidates: Candidates | None) -> None:
+        """Open it, then start the workers, which need it.  ``candidates``: of a launch over several nodes."""
         if self._state is not LaunchState.STARTING:
             return
         try:
-            self._control = ControlPlane(
-                self._plan,
-                self._inherited,
-                self._on_kill_order,
-                self._loop,
-                self._console.say,
-                self._on_told,
-                candidates,
-                self._on_revoke,
-                self._on_note,
-            )
+            self._control.open(candidates)
         except SecretError as error:
             self._stop(str(error), REFUSED)
+            return
         except OSError as error:
             self._stop(f"the coordinator cannot be started: {error}", LAUNCH_FAILED)
-        else:
-            self._environment |= self._control.variables
-            self._keep_secret(self._control.variables.get(SECRET_VARIABLE))
-            if self._plan.has_newcomers:
-                self._control.when_decided(lambda: self._loop.call_from_thread(self._on_run_over))
-            if self._plan.fault_tolerant and not self._plan.joins and has_secret(self._inherited):
-                coordinators = self._control.variables[COORDINATOR_VARIABLE]
-                self._console.say(messages.how_to_join(self._plan, coordinators))
-            self._start_workers_if_ready()
-
-    def _start_workers_if_ready(self) -> None:
-        """Start the workers once this node takes part and has all that they need; once."""
-        if not self._peers.joined or self._state is not LaunchState.STARTING:
             return
-        if not self._workers:  # a launcher that joins a run does not know yet which ids are free
-            return
-        if self._plan.control_plane and self._control is None:
-            return
-        if reason := self._share_folder(self._peers.run_id):
-            self._stop(reason, REFUSED)
-            return
-        for worker in self._workers.values():
-            try:
-                self._run_worker(worker)
-            except OSError as error:
-                self._stop(f"worker {worker.worker_id} cannot be started: {error}", LAUNCH_FAILED)
-                return
-        self._peers.serve_store()
+        variables = self._control.variables
+        self._environment.add(variables)
+        if SECRET_VARIABLE in variables:
+            self._folder.keep_secret(variables[SECRET_VARIABLE])
+        elif not self._plan.joins and SECRET_FILE_VARIABLE not in self._inherited:
+            self._folder.forget_secret()
+        if self._plan.has_newcomers:
+            self._control.when_decided(self._late.run_over)
+        if self._plan.joins:
+            self._control.when_led(self._plan.rendezvous_timeout, self._join_run)
+        elif self._plan.fault_tolerant and has_secret(self._inherited):
+            self._console.say(messages.how_to_join(self._plan, variables[COORDINATOR_VARIABLE]))
+        self.start_workers_if_ready()
 
-    def _run_worker(self, worker: Worker) -> None:
-        """Start ``worker`` and watch it.  Raises OSError if it cannot be started."""
-        pid, worker_id = self._start_worker(worker, self._peers.run_id), worker.worker_id
-        pidfd = os.pidfd_open(pid)
-        worker.pid, worker.started, worker.state = pid, time.time(), WorkerState.RUNNING
-        self._changed = True
-        self._pidfds[worker_id] = pidfd
-        self._warden.add_session(pid)
-        if self._control:
-            self._control.spawned(worker_id, pid)
-        # From the next round of the loop on: whoever sees a worker's output finds it in workers.json, too.
-        self._console.read(self._streams[worker_id])
-        self._loop.watch(pidfd, lambda: self._on_worker_exit(worker))
-        if self._state is LaunchState.STOPPING:
-            self._signal_worker(worker, signal.SIGTERM)
-        elif all(other.state is not WorkerState.STARTING for other in self._workers.values()):
-            self._state = LaunchState.RUNNING
-        if self._over:
-            self._end_late_ones()
-
-    # --- a worker's end ---
-
-    def _on_worker_exit(self, worker: Worker) -> None:
-        assert worker.pid is not None
-        self._loop.unwatch(self._pidfds[worker.worker_id])
-        left_behind = self._kill_remains(worker.worker_id, worker.pid)
-        _, status = os.waitpid(worker.pid, 0)
-        self._on_worker_reaped(worker, os.waitstatus_to_exitcode(status), left_behind)
-
-    def _kill_remains(self, worker_id: int, pid: int) -> int:
-        """Kill what is left of a worker that has ended and is not reaped yet.  Returns how many processes it was."""
-        kill_group(pid)
-        killed = kill_found(lambda: find_worker(self._plan.launch_id, worker_id, pid, self._spared()))
-        return len({process.pid for process in killed} - {pid})
-
-    def _on_worker_reaped(self, worker: Worker, status: int, left_behind: int) -> None:
-        """It is gone: ``status`` is its exit code or minus its signal."""
-        assert worker.pid is not None
-        worker_id = worker.worker_id
-        worker.end(status, time.time())
-        self._changed = True
-        if self._control:
-            self._control.ended(worker_id, f"exit code {status}" if status >= 0 else signal.Signals(-status).name)
-        self._warden.remove_session(worker.pid)
-        os.close(self._pidfds.pop(worker_id))
-        cause = self._close_streams(worker_id)
-        self._orphans = True
-        if self._state is not LaunchState.STOPPING and self._start_up.ended_in_it(worker):
-            self._start_up.worker_lost(worker, left_behind, cause if worker.state is WorkerState.FAILED else "")
-        else:
-            self._after_end(worker, left_behind)
-
-    def _after_end(self, worker: Worker, left_behind: int) -> None:
-        """Say how a worker has ended, and what comes after."""
-        successor = self._successor_of(worker) if self._can_start_more else None
-        waited_for = (WorkerState.RUNNING,) if self._state is LaunchState.STOPPING else LIVE
-        others = sum(other.state in waited_for for other in self._workers.values() if other is not successor)
-        if worker.state is not WorkerState.FINISHED or left_behind:
-            condemned = self._control.condemned if self._control else frozenset()
-            killed = sum(other.live and other.worker_id in condemned for other in self._workers.values())
-            self._console.say(messages.worker_ended(worker, others - killed, left_behind, successor, killed))
-        if successor is not None:
-            self._start_successor(successor)
-        elif others == 0:
-            self._own_workers_ended()
-        elif not self._plan.joins and not any(other.live for other in self._launched()) and self._never_planned():
-            self._on_run_over()
-
-    # --- a loss before the training has begun ---
-
-    def _on_revoke(self) -> None:
-        """The coordinator wants a new epoch.  Called in another thread."""
-        self._loop.call_from_thread(
-            lambda: self._start_up.others_lost(self._control.missing if self._control else frozenset())
-        )
-
-    def _fail_launch(self, reason: str, code: int) -> None:
-        if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
-            self._peers.fail(reason, code)
-            self._stop(reason, code, START_GRACE_SECONDS)
-
-    def _stop_with_peers(self, reason: str, code: int) -> None:
-        """Another launcher has ended the launch, or it cannot be made."""
-        self._stop(reason, code, START_GRACE_SECONDS if self._start_up.under_way else None)
-
-    # --- newcomers ---
-
-    @property
-    def _can_start_more(self) -> bool:
-        return self._state is LaunchState.RUNNING
-
-    def _join(self) -> None:
+    def _join_run(self) -> None:
         """The run that this launcher joins has a coordinator, or none was reached in time."""
         if self._state is not LaunchState.STARTING:
             return
-        assert self._control is not None
         if not self._control.led:
             waited = f"none answered as the leader within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
             self._stop(f"the run's coordinators are not reached: {self._control.complaint or waited}", LAUNCH_FAILED)
             return
-        workers = newcomers.joined(self._plan, self._control.taken, secrets.randbelow)
-        self._workers = {worker.worker_id: worker for worker in workers}
-        self._start_workers_if_ready()
+        self._table.add(newcomers.joined(self._plan, self._control.taken, secrets.randbelow))
+        self.start_workers_if_ready()
+
+    def start_workers_if_ready(self) -> None:
+        """Start the workers once this node takes part and they have all that they need."""
+        if self._state is not LaunchState.STARTING or not self._peers.joined:
+            return
+        if not self._table.all:  # a launcher that joins a run does not know yet which ids are free
+            return
+        if self._plan.control_plane and not self._control.is_open:
+            return
+        if reason := self._folder.share(self._peers.run_id):
+            self._stop(reason, REFUSED)
+            return
+        for worker in self._table.all:
+            try:
+                self._start_worker(worker)
+            except OSError as error:
+                self._stop(f"worker {worker.worker_id} cannot be started: {error}", LAUNCH_FAILED)
+                return
+        self._state = LaunchState.RUNNING
+        self._peers.serve_store()
+
+    def _start_worker(self, worker: Worker) -> None:
+        """Raises OSError."""
+        pid = self._table.start(worker, self._environment.of(worker, self._peers.run_id))
+        self._control.spawned(worker.worker_id, pid)
+        self._late.look()
+
+    # --- a worker's end ---
+
+    def worker_exited(self, worker: Worker) -> None:
+        """The process of ``worker`` has ended."""
+        left_behind = self._table.reap(worker)
+        self._control.ended(worker.worker_id, worker.how)
+        cause = self._table.close(worker)
+        self._subreaper.due = True
+        if self._state is not LaunchState.STOPPING and self._start_up.ended_in_it(worker):
+            self._start_up.worker_lost(worker, left_behind, cause if worker.state is WorkerState.FAILED else "")
+        else:
+            self.go_on_without(worker, left_behind)
+
+    def go_on_without(self, worker: Worker, left_behind: int) -> None:
+        """Say how ``worker`` has ended, and start what takes its place, or end with the last one."""
+        successor = self._successor_of(worker)
+        stopping = self._state is LaunchState.STOPPING
+        others = [other for other in (self._table.running if stopping else self._table.live) if other is not successor]
+        if worker.state is not WorkerState.FINISHED or left_behind:
+            condemned = sum(other.live and other.worker_id in self._control.condemned for other in self._table.all)
+            going_on = len(others) - condemned
+            self._console.say(messages.worker_ended(worker, going_on, left_behind, successor, condemned))
+        if successor is not None:
+            self._start_successor(successor)
+        elif not others:
+            self._own_workers_ended()
+        elif not self._plan.joins and not self._control.planned and not any(w.live for w in self._table.launched):
+            self._late.run_over()
+
+    def _successor_of(self, worker: Worker) -> Worker | None:
+        """The worker that is to take the place of one that has ended; it is in the table from now on."""
+        if self._state is not LaunchState.RUNNING or not self._control.under_way:
+            return None
+        successor = self._replacements.of(worker, self._table.first_id)
+        if successor is not None:
+            self._table.add([successor])
+        return successor
 
     def _start_successor(self, worker: Worker) -> None:
         try:
-            self._run_worker(worker)
+            self._start_worker(worker)
         except OSError as error:
             self._console.say(f"worker {worker.worker_id} cannot be started: {error}")
-            worker.end(-signal.SIGKILL, time.time())
-            if not any(other.live for other in self._workers.values()):
+            self._table.abandon([worker])
+            if not self._table.live:
                 self._own_workers_ended()
+
+    def put_out(self, worker_id: int, reason: str) -> None:
+        """The coordinator has put a worker of this node out."""
+        worker = self._table.running_worker(worker_id)
+        if worker is not None:
+            self._replacements.put_out.add(worker_id)
+            self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it")
+            self._table.signal([worker], signal.SIGKILL)
+
+    def noted(self, worker_id: int, text: str) -> None:
+        """A worker says something of itself."""
+        self._table.note(worker_id, text)
+
+    def epoch_wanted(self) -> None:
+        """A worker of another node may be missing."""
+        self._start_up.others_lost()
 
     # --- after the last worker ---
 
     def _own_workers_ended(self) -> None:
         if self._state is LaunchState.STOPPING:
             self._end()
-        elif self._peers.own_workers_ended(self._outcomes()):
+        elif self._peers.own_workers_ended(self._table.outcomes):
             self._state = LaunchState.WAITING
         else:
-            self._finish()
+            self.peers_ended()
 
-    def _finish(self) -> None:
+    def peers_ended(self) -> None:
         """Nobody waits for this launcher; its candidate and its exit code are those of the run, which may go on."""
         others = self._plan.nnodes > 1 or bool(self._plan.joins)
-        if self._control and others and self._control.undecided:
+        if others and self._control.undecided:
             self._state = LaunchState.WAITING
             self._console.say(
                 "the workers of this node have ended; staying until the coordinator says how the run ends"
             )
-            self._control.when_decided(lambda: self._loop.call_from_thread(self._end))
+            self._control.when_decided(self._end)
         else:
             self._end()
 
+    def _end(self) -> None:
+        self._state = LaunchState.ENDED
+
     # --- stopping ---
 
-    @staticmethod
-    def _handled_signals() -> list[int]:
-        signals: list[int] = [signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, *PASSED_ON]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-            signals.append(signal.SIGHUP)
-        return signals
+    def child_ended(self) -> None:
+        """SIGCHLD: look for inherited children when this round of the loop is over."""
+        self._subreaper.due = True
 
-    def _on_signal(self, number: int) -> None:
-        if number == signal.SIGCHLD:
-            self._orphans = True
-            return
-        if number in PASSED_ON:
-            for worker in self._running():
-                self._signal_worker(worker, number)
-            return
-        if self._state is not LaunchState.STOPPING:
-            name = signal.Signals(number).name
-            self._stop_signal_at = time.monotonic()
-            if self._control:
-                self._control.stopping(number)
-            self._stop(f"{name} received", 128 + number)
-        elif self._stop_signal_at == 0.0:
-            self._stop_signal_at = time.monotonic()  # it was stopping for another reason: this signal is the first
-        elif number != signal.SIGHUP or time.monotonic() - self._stop_signal_at > 1.0:
-            # A closed terminal sends SIGHUP twice, by the kernel and by the shell: that is one wish, not two.
-            self._console.say("second signal: killing at once")
-            self._kill_everything()
+    def pass_on(self, number: int) -> None:
+        """A signal for the workers."""
+        self._table.signal(self._table.running, number)
+
+    def stop_asked(self, number: int) -> None:
+        """A signal ends the launch."""
+        if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
+            self._control.stopping(number)
+            self._stop(f"{signal.Signals(number).name} received", 128 + number)
+
+    def kill_asked(self) -> None:
+        """A second signal ends it at once."""
+        self._console.say("second signal: killing at once")
+        self._kill_everything()
+
+    def fail_launch(self, reason: str, code: int) -> None:
+        """The launch ends on all nodes."""
+        if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
+            self._peers.fail(reason, code)
+            self._stop(reason, code, START_GRACE_SECONDS)
+
+    def stop_with_peers(self, reason: str, code: int) -> None:
+        """Another launcher has ended the launch, or it cannot be made."""
+        self._stop(reason, code, START_GRACE_SECONDS if self._start_up.under_way else None)
 
     def _stop(self, reason: str, code: int, grace: float | None = None) -> None:
         """Ask all workers to end, and see to it that they do within ``grace`` seconds (None: --grace-seconds).
@@ -340,85 +310,57 @@ class Supervisor(Crew):
             return
         self._state = LaunchState.STOPPING
         self._code = code
-        running = self._running()
+        running = self._table.running
         grace = self._plan.grace_seconds if grace is None else min(grace, self._plan.grace_seconds)
         then = f": SIGTERM to {messages.count(len(running))}, SIGKILL after {grace:g} s"
         self._console.say(reason + (then if running else ""))
         self._loop.call_later(grace, self._kill_everything)
-        for worker in running:
-            self._signal_worker(worker, signal.SIGTERM)
+        self._table.signal(running, signal.SIGTERM)
         if not running:
             self._own_workers_ended()
 
     def _kill_everything(self) -> None:
-        running = self._running()
+        running = self._table.running
         if running:
             ids = messages.ranges([worker.worker_id for worker in running])
             self._console.say(f"SIGKILL to {'worker' if len(running) == 1 else 'workers'} {ids}")
-        for worker in running:
-            self._signal_worker(worker, signal.SIGKILL)
+        self._table.signal(running, signal.SIGKILL)
         self._loop.call_later(UNKILLABLE_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
-        """A worker that SIGKILL does not end is blocked in the kernel; its log of states says "killed" all the same."""
+        """A worker that SIGKILL does not end is blocked in the kernel; its record says "killed" all the same."""
         if self._state is LaunchState.STOPPING:
             self._end()
-
-    def _end(self) -> None:
-        self._state = LaunchState.ENDED
-
-    # --- other processes of ours ---
-
-    def _on_warden_replaced(self, killed: int) -> None:
-        self._console.say(f"the warden (pid {killed}) was killed; a new one (pid {self._warden.pid}) took its place")
 
     # --- the end ---
 
     def _close(self) -> int:
         """Nothing of the launch is left after this but the store, which ends with the process."""
         # Before the sweep: that ends the coordinators, too, and the last worker may have told them something just now.
-        verdict = self._verdict() if self._control and self._code is None else None
-        if self._control:
-            self._control.end_candidates()
-        for worker in self._workers.values():
-            if worker.live:
-                worker.end(-signal.SIGKILL, time.time())
-                self._changed = True
-        subreaper = os.getpid() if self._owns_all_children else None
-        left = kill_until_none_left(
-            lambda: find_launch(self._plan.launch_id, (), self._spared(), subreaper), timeout=LAST_SWEEP_SECONDS
-        )
-        if left:
-            self._console.say(
-                f"these processes cannot be killed (blocked in the kernel): {[item.pid for item in left]}"
-            )
+        verdict = self._verdict() if self._code is None else None
+        self._control.end_candidates()
+        self._table.abandon(self._table.live)
+        if left := self._subreaper.kill_all(self._plan.launch_id, self._warden.spared):
+            pids = [process.pid for process in left]
+            self._console.say(f"these processes cannot be killed (blocked in the kernel): {pids}")
         self._write_workers()
-        self._finish_files()
+        self._folder.finish()
         code = self._exit_code(verdict)
-        if any(worker.pid is not None for worker in self._workers.values()):
-            self._console.say(messages.summary(list(self._workers.values()), code))
-            if self._control and verdict is not None and code == verdict != 0:
-                self._console.say(f"the run was ended: {self._control.reason}")
-            if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script_args)):
-                self._console.say(f"last checkpoint: {last}")
+        if any(worker.pid is not None for worker in self._table.all):
+            self._say_end(code, verdict)
         self._peers.settle()
         self._flush_output()
-        flush_all(self._written, PATIENCE_SECONDS)  # what came in the meantime
-        if self._control:
-            self._control.close()
+        self._folder.flush_logs()
+        self._control.close()
         self._warden.finish()
         self._loop.close()
         return code
 
     def _verdict(self) -> int | None:
         """How the coordinator says that the run has ended."""
-        assert self._control is not None
         verdict = self._control.verdict()
-        if (
-            verdict is not None
-            and not self._control.told
-            and any(worker.state is WorkerState.FINISHED for worker in self._workers.values())
-        ):
+        finished = any(worker.state is WorkerState.FINISHED for worker in self._table.all)
+        if verdict is not None and not self._control.told and finished:
             self._console.say(
                 f"the end was not heard from the coordinator ({self._control.reason}); workers of this node have "
                 "finished the run"
@@ -433,27 +375,24 @@ class Supervisor(Crew):
             return self._code
         if verdict is not None:
             return verdict
-        if self._start_up.under_way and any(worker.outcome.code for worker in self._launched()):
-            return start_exit_code([*self._outcomes(), *self._peers.outcomes], self._plan.fault_tolerant)
-        code = run_exit_code([*self._outcomes(), *self._peers.outcomes], self._plan.fault_tolerant)
+        outcomes = [*self._table.outcomes, *self._peers.outcomes]
+        if self._start_up.under_way and any(worker.outcome.code for worker in self._table.launched):
+            return start_exit_code(outcomes, self._plan.fault_tolerant)
+        code = run_exit_code(outcomes, self._plan.fault_tolerant)
         if code == 0 and self._peers.any_lost and not self._plan.fault_tolerant:
             return LAUNCH_FAILED
         return code
 
+    def _say_end(self, code: int, verdict: int | None) -> None:
+        self._console.say(messages.summary(self._table.all, code))
+        if verdict is not None and code == verdict != 0:
+            self._console.say(f"the run was ended: {self._control.reason}")
+        if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script_args)):
+            self._console.say(f"last checkpoint: {last}")
+
     def _flush_output(self) -> None:
         """Wait until our own reader has taken everything, as long as it takes anything; after a stop, not for long."""
-        given_up: list[bool] = []
-
-        def look(before: int) -> None:
-            written = self._console.written
-            if written == before or self._code is not None:
-                given_up.append(True)
-            else:
-                self._loop.call_later(OUTPUT_SECONDS, lambda: look(written))
-
-        written = self._console.written
-        self._loop.call_later(OUTPUT_SECONDS, lambda: look(written))
-        self._state = LaunchState.STOPPING  # a signal from here on gives up the output
-        self._stop_signal_at = 0.0
-        while not self._console.flushed and not given_up and self._stop_signal_at == 0.0:
+        self._signals.forget()  # a signal from here on gives up the output
+        reader = ReaderWatch(self._loop, self._console, patient=self._code is None)
+        while not (self._console.flushed or reader.given_up or self._signals.stop_asked):
             self._loop.run_once()

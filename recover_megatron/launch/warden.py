@@ -27,13 +27,19 @@ _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from recover_megatron.laun
 class Warden:
     """The launcher's side: keeps one warden running."""
 
-    def __init__(self, loop: EventLoop, launch_id: str, on_replaced: Callable[[int], None]) -> None:
+    def __init__(self, loop: EventLoop, launch_id: str, say: Callable[[str], None]) -> None:
+        """``say`` tells people of a warden that was killed."""
         self._loop = loop
         self._launch_id = launch_id
-        self._on_replaced = on_replaced
+        self._say = say
         self._sessions: set[int] = set()
         self.pid = 0
         self._start()
+
+    @property
+    def spared(self) -> tuple[int, int]:
+        """The launcher and its warden: what no search for the launch's processes may kill."""
+        return os.getpid(), self.pid
 
     def add_session(self, session: int) -> None:
         """A worker leads ``session`` from now on."""
@@ -86,7 +92,7 @@ class Warden:
         os.close(self._pipe)
         killed = self.pid
         self._start()
-        self._on_replaced(killed)
+        self._say(f"the warden (pid {killed}) was killed; a new one (pid {self.pid}) took its place")
 
 
 def main() -> None:

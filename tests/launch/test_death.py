@@ -41,6 +41,15 @@ def test_one_workers_death_does_not_end_the_others(bench):
     assert str(bench.folder / "logs" / "worker-1.log") in said
 
 
+def test_a_worker_killed_by_a_signal_that_has_no_name_is_told_like_any_other(bench):
+    script = bench.script("import os; os.kill(os.getpid(), 40)")
+    code, launch = bench.run("--log-dir", "logs", script)
+    assert code == 128 + 40
+    assert "was killed by signal 40" in launch.err
+    assert bench.workers()[0]["signal"] == 40
+    assert "Traceback" not in launch.err
+
+
 def test_survivors_that_finish_a_fault_tolerant_run_make_it_a_success(bench):
     joined = """
         from recover_megatron.membership.worker import connect
