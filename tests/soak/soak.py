@@ -41,8 +41,8 @@ from tests.soak.processes import Sample, descendants, growth, sample
 
 WORKERS, BATCH = 3, 6
 HEARTBEAT_TIMEOUT = 5.0
-ITERATIONS_PER_KILL = 40
-"""Enough: a kill and the rejoin take some fifteen, on a busy machine thirty."""
+ITERATIONS_PER_KILL = 60
+"""Enough: a kill and the rejoin of a worker that starts from nothing take some twenty, on a busy machine forty."""
 ASK_SECONDS = 0.5
 STUCK_SECONDS = 300.0
 SCRIPT = str(REPOSITORY / "tests" / "soak" / "paced.py")
