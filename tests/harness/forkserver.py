@@ -75,6 +75,7 @@ class ForkServer:
         restarts: int = 0,
         nodes: list[str] | None = None,
         networks: list[tuple[str, str]] | None = None,
+        documents: int = 1000,
     ) -> Run:
         """Run ``argv`` (script first) in ``workers`` processes and wait for all of them.
 
@@ -94,6 +95,9 @@ class ForkServer:
 
         ``networks``: (file of a network namespace, address there) of each rank, and behind them that of the store and
         the coordinator (tests/hosts).
+
+        ``documents``: of Megatron's mock data. Its own number is 100,000, whose index takes each worker half a second;
+        a run is comparable only with one that has as many.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -112,6 +116,7 @@ class ForkServer:
             "restarts": restarts,
             "nodes": nodes or ["node"] * workers,
             "networks": networks,
+            "documents": documents,
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()

@@ -81,6 +81,9 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
     }  # fmt: skip
     sys.argv = request["argv"]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = request["documents"]
     if "--save" in sys.argv:
         # Megatron starts its checkpoint writer's helper by spawning, which would import everything once more a worker.
         from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
@@ -282,11 +285,10 @@ def _prepare_megatron() -> None:
     """Do once what each worker would do again at its start.
 
     Megatron reads the help of its flags in the source of its dataclasses, whenever it makes a parser: three times a
-    worker.  Its mock data has 100,000 documents, whose index has millions of samples; here it has 1,000.
+    worker.
     """
     import argparse
 
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
@@ -299,7 +301,6 @@ def _prepare_megatron() -> None:
 
     ArgumentGroupFactory._get_field_docstrings = once
     add_megatron_arguments(argparse.ArgumentParser())
-    MockGPTLowLevelDataset.size = 1000
 
 
 def main() -> None:

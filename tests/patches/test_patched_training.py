@@ -50,7 +50,7 @@ def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def test_a_step_in_which_a_worker_is_killed_is_that_of_the_stock_run(
     forkserver: ForkServer, tree: Path, tmp_path: Path
 ) -> None:
-    stock = forkserver.run(4, [SCRIPT, *FLAGS], tmp_path / "stock", losses=tmp_path / "stock.jsonl")
+    stock = forkserver.run(4, [SCRIPT, *FLAGS], tmp_path / "stock", losses=tmp_path / "stock.jsonl", documents=100_000)
     assert stock.ok, stock.tail()
     out, launch = tmp_path / "killed", ("-m", "recover_megatron.launch", "--nproc-per-node", "4")
     faults = ("--recover", "--recover-inject", "1@3:backward#2")
