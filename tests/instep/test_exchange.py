@@ -11,6 +11,8 @@ import pytest
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = str(Path(__file__).with_name("columns.py"))
 ITERATIONS, REPLICAS = 3, 3
 OPERATIONS = ("first", "second", "third", "all")

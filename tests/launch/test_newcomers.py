@@ -14,6 +14,8 @@ from recover_megatron.membership.records import MAX_WORKERS
 from tests.harness import REPOSITORY
 from tests.harness.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 AGREEING = REPOSITORY / "tests" / "agreeing.py"
 TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", 3, "--recover-hang-timeout", 4]
 SCRIPT = [AGREEING, 10, 0.05, "--recover", *TIMES]
@@ -132,7 +134,6 @@ def test_restarts_are_counted_for_the_whole_node(bench):
     assert (spare["RANK"], spare["LOCAL_RANK"], spare["RECOVER_SPARE"]) == ("0", "2", "1")
 
 
-@pytest.mark.slow
 def test_a_worker_that_the_coordinator_has_put_out_is_not_started_again(bench):
     options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs"]
     launch = bench.start(*options, AGREEING, 400, 0.05, "--recover", *TIMES)

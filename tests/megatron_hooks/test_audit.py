@@ -11,6 +11,8 @@ from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.harness.forkserver import ForkServer, Run
 from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 
+pytestmark = pytest.mark.slow
+
 GOOD = [*MODEL, *SCHEDULE, *MOCK, "--train-iters", "4", "--recover"]
 
 

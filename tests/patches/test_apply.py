@@ -14,7 +14,7 @@ from recover_megatron.megatron_hooks.versions import NEWEST, OLDEST, parse_relea
 from tests.harness import REPOSITORY
 from tests.patches.trees import FILES, apply, contents, copy_of
 
-pytestmark = pytest.mark.xdist_group("wheels")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheels")]
 
 WHEELS = {"0.17.1": "core_v0.17.1", "0.18.2": "core_v0.18.2", "0.19.0": "core_v0.19.0", "0.19.2": "core_v0.19.0"}
 """Version -> the patch that is its."""

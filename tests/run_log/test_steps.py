@@ -124,7 +124,7 @@ def test_whoever_takes_over_adds_only_what_is_missing(tmp_path: Path) -> None:
     assert [s.iteration for s in read_steps(path)] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("lines", [0, 1, 2, 3, 7, 64])
+@pytest.mark.parametrize("lines", [0, 1, 2, 3, 7, pytest.param(64, marks=pytest.mark.slow)])
 def test_every_first_iteration_is_found(tmp_path: Path, lines: int) -> None:
     whole = [step(iteration, microbatches={0: list(range(iteration * 500))}) for iteration in range(1, lines + 1)]
     for first in range(1, lines + 2):
