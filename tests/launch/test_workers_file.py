@@ -9,15 +9,6 @@ from recover_megatron.launch.states import Worker, WorkerState
 from recover_megatron.launch.workers_file import WorkersFile
 
 
-def write_workers(folder, run_id, workers):
-    """As a launcher does; on the disk when this returns."""
-    told = []
-    file = WorkersFile(folder, told.append)
-    file.put(run_id, workers)
-    assert file.writing.flush()
-    assert told == []
-
-
 def worker(worker_id, state=WorkerState.RUNNING):
     return Worker(worker_id, 100 + worker_id, "host", state, 0, worker_id)
 
