@@ -61,7 +61,7 @@ def worker(folder: Path) -> None:
 
 
 def main() -> None:
-    from tests.forkserver import ForkServer
+    from tests.harness.forkserver import ForkServer
     from tests.instep.runs import LAYOUTS, Case, Strike
 
     layout = next(layout for layout in LAYOUTS if layout.name == "tp2-dp3")

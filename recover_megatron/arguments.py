@@ -253,11 +253,3 @@ def spares_from_argv(argv: Sequence[str]) -> int:
     except UserError:
         return 0
     return max(0, config.spares) if config.enabled else 0
-
-
-def device_from_argv(argv: Sequence[str]) -> str:
-    """``--recover-device`` in a script's command line; "auto" where it is bad, which the script refuses."""
-    try:
-        return config_from_argv(argv).device
-    except UserError:
-        return "auto"
