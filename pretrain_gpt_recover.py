@@ -14,7 +14,7 @@ import sys
 from recover_megatron import __version__
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.errors import UserError, refuse
-from recover_megatron.megatron_hooks.program import choose_device, load
+from recover_megatron.megatron_hooks.entry.program import choose_device, load
 
 PROGRAM = "pretrain_gpt_recover.py"
 

@@ -42,7 +42,7 @@ from recover_megatron.collectives.bucket import Bucket  # noqa: E402
 from recover_megatron.collectives.epoch import SessionEpoch  # noqa: E402
 from recover_megatron.collectives.errors import EpochRevoked  # noqa: E402
 from recover_megatron.collectives.group import Group  # noqa: E402
-from recover_megatron.collectives.opening import open_group  # noqa: E402
+from recover_megatron.collectives.group_factory import open_group  # noqa: E402
 from recover_megatron.membership.auth import SECRET_VARIABLE, Secret  # noqa: E402
 from recover_megatron.membership.session import Session  # noqa: E402
 

@@ -53,7 +53,7 @@ from tests.harness.forkserver import ForkServer, Run  # noqa: E402
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 WORKERS, SHAPE = 12, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-GRID = launch_grid(WORKERS, tensor=2, context=1, pipeline=2, lanes=1)
+GRID = launch_grid(WORKERS, tensor=2, context=1, pipeline=2, inner_ranks=1)
 KILLS = [(GRID.replicas[0][1], 2), (GRID.replicas[1][2], 4), (GRID.replicas[2][0], 6)]
 """(worker, iteration): each of a replica that is whole then, and in a position of which there is a spare."""
 ITERATIONS = 7
@@ -141,14 +141,14 @@ def ways(me: int) -> dict[str, Callable[[], Any]]:
     import torch
     import torch.distributed as dist
 
-    from recover_megatron.collectives.epoch import Revocation
-    from recover_megatron.collectives.gloo import GlooBackend
+    from recover_megatron.collectives.epoch import CancelToken
+    from recover_megatron.collectives.gloo.abort import GlooBackend
     from recover_megatron.instep import transfer
 
     torch.set_num_threads(1)
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, is_master=me == 0, wait_for_workers=False)
-    pair = GlooBackend(me, 2, store, Revocation(1), ring="state")
+    pair = GlooBackend(me, 2, store, CancelToken(1), ring="state")
     tree = [torch.randn(TENSOR // 4) for _ in range(SIZE // TENSOR)] if me == 0 else []
     chunk = torch.ones(transfer.CHUNK, dtype=torch.uint8)
     if me == 0:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import EpochRevoked
-from recover_megatron.collectives.opening import open_group
+from recover_megatron.collectives.group_factory import open_group
 
 
 class PipeEpoch:
@@ -61,7 +61,7 @@ def work(rank: int, world: int, store: str, revoke: int, answer: int, arguments:
         dist.FileStore(store, -1),
         name="bench",
         secret=b"bench",
-        carrier=arguments.carrier,
+        transport_kind=arguments.transport_kind,
     )
     bucket = Bucket(torch.ones(int(arguments.mib * (1 << 18))))
     os.write(answer, b"ready\n")
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.carrier}")
+    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.transport_kind}")
     print("| world | signal | struck -> raised ms: median | max | told -> raised ms: median | max |")
     print("| ---: | --- | ---: | ---: | ---: | ---: |")
     rows: list[dict[str, Any]] = []

@@ -37,10 +37,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.collectives.opening import open_group
-from recover_megatron.collectives.ring_group import RingGroup, Tuning
-from recover_megatron.collectives.schedule import even_chunks, segments
+from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.schedule import even_chunks, segments
 
 MIB = 1 << 20
 COLUMNS = (
@@ -108,8 +108,8 @@ def arithmetic(flat: torch.Tensor, world: int, segment: int) -> None:
     scratch = torch.empty(segment)
     chunks = even_chunks([Span(0, flat.numel())], world)
     for number in range(2 * world - 2):
-        for piece in segments(chunks[number % world], segment):
-            part, partial = flat[piece.start : piece.stop], scratch[: len(piece)]
+        for fragment in segments(chunks[number % world], segment):
+            part, partial = flat[fragment.start : fragment.stop], scratch[: len(fragment)]
             if number < world - 1:
                 partial.add_(part)
             else:
@@ -141,7 +141,12 @@ def work(rank: int, world: int, arguments: argparse.Namespace, port: int) -> lis
             store.set(name, secret.hex())
         secret = bytes.fromhex(store.get(name).decode())
         ring = open_group(
-            WholeRun(world, rank), store, name=name, secret=secret, carrier=arguments.carrier, tuning=tuning
+            WholeRun(world, rank),
+            store,
+            name=name,
+            secret=secret,
+            transport_kind=arguments.transport_kind,
+            tuning=tuning,
         )
         rows.append(compare(ring, gloo, pump, meet, int(mib * MIB) // 4, arguments))
         meet()
@@ -261,7 +266,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=50, help="repetitions at most")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.carrier}")
+    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.transport_kind}")
     print("| " + " | ".join(COLUMNS) + " |")
     print("| " + " | ".join(["---:"] * len(COLUMNS)) + " |")
     results = []

@@ -118,7 +118,7 @@ def on_the_wire(size: int, numel: int, operation: Callable[[Group, Bucket], Any]
         meet.wait()
         return received(group) - before
 
-    return sum(together(size, work, carrier="tcp-inline")) / size / (numel * dtype.itemsize)
+    return sum(together(size, work, transport_kind="tcp-inline")) / size / (numel * dtype.itemsize)
 
 
 def wire(options: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_gpt_recover
-from recover_megatron.megatron_hooks import gpt_script
+from recover_megatron.megatron_hooks.entry import gpt_script
 
 pace = float(os.environ["BENCH_PACES"].split(",")[int(os.environ["RANK"])])
 forward_step = gpt_script.forward_step

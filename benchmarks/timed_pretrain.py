@@ -190,7 +190,7 @@ def _kills(text: str) -> list[tuple[int, int]]:
 def main() -> None:
     """Install the clock, then be the script."""
     from recover_megatron.arguments import config_from_argv
-    from recover_megatron.megatron_hooks.program import load
+    from recover_megatron.megatron_hooks.entry.program import load
 
     load(config_from_argv(sys.argv[1:]))
     clock = Clock(dict(os.environ))

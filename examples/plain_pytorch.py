@@ -13,7 +13,7 @@ import contextlib
 import torch
 
 from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.column import Column
+from recover_megatron.collectives.elastic import ElasticDataParallel
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.workload import reassign
 
@@ -33,7 +33,7 @@ def run(iteration: int, j: int) -> None:
     bucket.flat[-1] += loss.detach()
 
 
-def share(column: Column, iteration: int) -> list[int]:
+def share(column: ElasticDataParallel, iteration: int) -> list[int]:
     """What this worker runs of what the members did not have when they joined: nobody has a new iteration's."""
     had = {w: status["ran"] for w, status in column.statuses.items() if status["iteration"] == iteration}
     lost = sorted(set(range(M)).difference(*had.values()))
@@ -42,7 +42,7 @@ def share(column: Column, iteration: int) -> list[int]:
 
 
 def main(iterations: int) -> None:
-    column = Column.from_environment()
+    column = ElasticDataParallel.from_environment()
     for iteration in range(1, iterations + 1):
         bucket.clear()
         ran: list[int] = []

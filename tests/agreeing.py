@@ -35,7 +35,7 @@ def strike(session: Session, iteration: int) -> None:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "fault":
-                session.last_words(iteration, None, "ValueError: no such token", "", worker)
+                session.report_exception(iteration, None, "ValueError: no such token", "", worker)
                 os._exit(1)
             os._exit(how)
 

@@ -142,7 +142,7 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
     for drain in drains:
         drain.start()
     wait_until_iteration(out, 4)
-    runs[0].kill()  # its warden, and the kernel, end the worker and the candidate
+    runs[0].kill()  # its reaper, and the kernel, end the worker and the candidate
     assert [run.wait(timeout=PATIENCE) for run in runs] == [-signal.SIGKILL, 0, 0]
     for drain in drains:
         drain.join()

@@ -57,7 +57,7 @@ class Chaos:
                 due = math.inf  # only see the run's end
             if not self._sleep_until(due):
                 return
-            self._strike(number, draw)
+            self._inject(number, draw)
 
     def _sleep_until(self, due: float) -> bool:
         """Wait until it is ``due``; False if the run ended before: no worker lives or is about to."""
@@ -68,7 +68,7 @@ class Chaos:
             self._victims.wait(min(_LOOK_AGAIN, left))
         return False
 
-    def _strike(self, number: int, draw: Draw) -> None:
+    def _inject(self, number: int, draw: Draw) -> None:
         live = {worker: held for worker, held in self._victims.live().items() if held.pid not in self._struck}
         if len(live) <= self._keep:
             self._say("kept", draw, number=number, live=len(live), keep=self._keep)

@@ -44,7 +44,7 @@ class Injector:
             return
         fault = self._visit(phase, iteration)
         if fault is not None:
-            _strike(fault)
+            _inject(fault)
 
     def _visit(self, phase: str, iteration: int) -> Fault | None:
         """Count the visit; the fault that strikes at it."""
@@ -60,7 +60,7 @@ class Injector:
             return fault
 
 
-def _strike(fault: Fault) -> None:
+def _inject(fault: Fault) -> None:
     log.info(f"injected fault {fault}")
     if fault.kind is Kind.KILL:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -55,10 +55,10 @@ class SessionEpoch:
             revoked(self.number, "the epoch was over before its group was opened")
 
 
-class Revocation:
-    """A switch thrown once: from then on every operation of the group raises ``EpochRevoked``.
+class CancelToken:
+    """A switch cancelled once: from then on every operation of the group raises ``EpochRevoked``.
 
-    ``throw`` may be called from any thread, also while others wait: it calls the wakers, which end their waits.
+    ``cancel`` may be called from any thread, also while others wait: it calls the wakers, which end their waits.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -66,31 +66,31 @@ class Revocation:
         self.reason = ""
         self.lost: PeerLost | None = None
         """With whom it failed, where this member noticed that itself and first."""
-        self._thrown = threading.Event()
+        self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
 
     @property
-    def thrown(self) -> bool:
-        return self._thrown.is_set()
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
 
-    def throw(self, reason: str | PeerLost) -> None:
+    def cancel(self, reason: str | PeerLost) -> None:
         """End the group; the first reason stands."""
         with self._lock:
-            if self._thrown.is_set():
+            if self._cancelled.is_set():
                 return
             self.reason = str(reason)
             if isinstance(reason, PeerLost):  # without its frames, which keep connections and memory of the epoch alive
                 self.lost = PeerLost(self.reason, reason.peer, road=reason.road)
-            self._thrown.set()
+            self._cancelled.set()
             wakers, self._wakers = self._wakers, []
         for waker in wakers:
             waker()
 
-    def on_throw(self, waker: Callable[[], None]) -> None:
-        """``waker`` must be quick and must not raise; it is called at once if the switch is already thrown."""
+    def on_cancel(self, waker: Callable[[], None]) -> None:
+        """``waker`` must be quick and must not raise; it is called at once if the switch is already cancelled."""
         with self._lock:
-            if not self._thrown.is_set():
+            if not self._cancelled.is_set():
                 self._wakers.append(waker)
                 return
         waker()
@@ -99,10 +99,10 @@ class Revocation:
         return EpochRevoked(self.epoch, self.reason)
 
     def check(self) -> None:
-        """Raise ``EpochRevoked`` if the switch is thrown."""
-        if self._thrown.is_set():
+        """Raise ``EpochRevoked`` if the token is cancelled."""
+        if self._cancelled.is_set():
             raise self.error()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Block until the switch is thrown; False when ``seconds`` passed first."""
-        return self._thrown.wait(seconds)
+        """Block until the token is cancelled; False when ``seconds`` passed first."""
+        return self._cancelled.wait(seconds)

@@ -20,11 +20,11 @@ from itertools import pairwise
 import torch
 
 from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.epoch import Epoch, Revocation
+from recover_megatron.collectives.epoch import CancelToken, Epoch
 from recover_megatron.collectives.errors import CollectiveMismatch, LedgerError, PeerLost
 from recover_megatron.collectives.ledger import Held, Ledger, Span, from_digest, merge
-from recover_megatron.collectives.progress import Handle
-from recover_megatron.collectives.schedule import Chunks, even_chunks, within
+from recover_megatron.collectives.ring.progress import Handle
+from recover_megatron.collectives.ring.schedule import Chunks, even_chunks, within
 
 Shards = Sequence[Sequence[Span]]
 """By rank the spans that it owns, ascending."""
@@ -33,15 +33,15 @@ MAX_DIGEST = 1 << 20
 
 
 class Group(ABC):
-    """What ring and native groups have in common.  ``device`` is that of every bucket."""
+    """What ring and backend groups have in common.  ``device`` is that of every bucket."""
 
-    def __init__(self, epoch: Epoch, revocation: Revocation, device: torch.device) -> None:
+    def __init__(self, epoch: Epoch, cancel_token: CancelToken, device: torch.device) -> None:
         self.epoch = epoch.number
         self.members = tuple(epoch.members)
         self.size = len(self.members)
         self.rank = self.members.index(epoch.me)
         self.device = device
-        self._revocation = revocation
+        self._cancel_token = cancel_token
 
     # ---- collectives
 
@@ -87,8 +87,8 @@ class Group(ABC):
         ledgers = self._exchange_ledgers([bucket.ledger for bucket in buckets])
         handles = []
         for number, bucket in enumerate(buckets):
-            pieces = merge([member[number] for member in ledgers])
-            partly = [piece for piece in pieces if len(piece.holders) < self.size]
+            fragments = merge([member[number] for member in ledgers])
+            partly = [fragment for fragment in fragments if len(fragment.holders) < self.size]
             handle = self._start(
                 "pull", bucket.flat, bucket.ledger, share_sources(partly, self.size),
                 reduce=False, gather_hops=self.size - 1, epoch_of=_lookup(partly),
@@ -101,12 +101,12 @@ class Group(ABC):
 
     @property
     def revoked(self) -> bool:
-        return self._revocation.thrown
+        return self._cancel_token.cancelled
 
     @property
     def lost(self) -> PeerLost | None:
         """What ended this group where it was a connection of this member's; its ``peer`` is a member, not a rank."""
-        lost = self._revocation.lost
+        lost = self._cancel_token.lost
         if lost is None or lost.peer is None:
             return lost
         return PeerLost(str(lost), self.members[lost.peer], road=lost.road)
@@ -116,7 +116,7 @@ class Group(ABC):
 
         The neighbours notice too.  When a wait has raised, or ``close`` returned, the buckets are the caller's again.
         """
-        self._revocation.throw(reason)
+        self._cancel_token.cancel(reason)
 
     @abstractmethod
     def close(self) -> None:
@@ -208,17 +208,17 @@ class Group(ABC):
         return received
 
 
-def share_sources(pieces: Sequence[Held], size: int) -> list[list[Span]]:
+def share_sources(fragments: Sequence[Held], size: int) -> list[list[Span]]:
     """Who supplies what: each piece by the holder that has the least to supply so far, the lowest rank among equals."""
     load = [0] * size
     chunks: list[list[Span]] = [[] for _ in range(size)]
-    for piece in pieces:
-        source = min(piece.holders, key=lambda rank: (load[rank], rank))
-        load[source] += len(piece)
-        chunks[source].append(Span(piece.start, piece.stop))
+    for fragment in fragments:
+        source = min(fragment.holders, key=lambda rank: (load[rank], rank))
+        load[source] += len(fragment)
+        chunks[source].append(Span(fragment.start, fragment.stop))
     return chunks
 
 
-def _lookup(pieces: Sequence[Held]) -> Callable[[int], int]:
-    starts = [piece.start for piece in pieces]
-    return lambda element: pieces[bisect_right(starts, element) - 1].epoch
+def _lookup(fragments: Sequence[Held]) -> Callable[[int], int]:
+    starts = [fragment.start for fragment in fragments]
+    return lambda element: fragments[bisect_right(starts, element) - 1].epoch

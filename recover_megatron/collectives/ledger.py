@@ -150,7 +150,7 @@ def merge(ledgers: Sequence[Ledger]) -> list[Held]:
             stops.setdefault(span.stop, []).append(rank)
     cuts = sorted(starts.keys() | stops.keys())
     active: dict[int, int] = {}
-    pieces: list[Held] = []
+    fragments: list[Held] = []
     for start, stop in pairwise(cuts):
         for rank in stops.get(start, ()):
             del active[rank]
@@ -159,5 +159,5 @@ def merge(ledgers: Sequence[Ledger]) -> list[Held]:
         if len(epochs) > 1:
             raise LedgerError(f"span {start}:{stop} was finished in different epochs: {dict(sorted(active.items()))}")
         if active:
-            pieces.append(Held(start, stop, epochs.pop(), tuple(sorted(active))))
-    return pieces
+            fragments.append(Held(start, stop, epochs.pop(), tuple(sorted(active))))
+    return fragments

@@ -22,7 +22,7 @@ _PAUSE = 0.25
 
 
 def unreached(addresses: Mapping[int, str], seconds: float, gone: Callable[[], Collection[int]] = tuple) -> set[int]:
-    """The workers whose boards (worker -> "HOST PORT") cannot be connected to.
+    """The workers whose peer stores (worker -> "HOST PORT") cannot be connected to.
 
     ``gone``: who need not be tried any more, asked again and again; they are not among the answer.
     """

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from recover_megatron.collectives.epoch import Revocation
+from recover_megatron.collectives.epoch import CancelToken
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 
@@ -38,16 +38,16 @@ class Known:
         return all(key in self._values for key in keys)
 
 
-def await_key(store: KeyValue, key: str, revocation: Revocation, timeout: float) -> str:
+def await_key(store: KeyValue, key: str, cancel_token: CancelToken, timeout: float) -> str:
     """The value of ``key`` as soon as somebody sets it.
 
-    Raises ``EpochRevoked`` when the switch is thrown and ``TimeoutError`` after ``timeout`` seconds.  The store is
+    Raises ``EpochRevoked`` when the token is cancelled and ``TimeoutError`` after ``timeout`` seconds.  The store is
     asked again and again with growing pauses: a wait inside a store can't be ended from outside.
     """
     deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
     while not store.check([key]):
-        if revocation.wait(pause):
-            raise revocation.error()
+        if cancel_token.wait(pause):
+            raise cancel_token.error()
         if time.monotonic() > deadline:
             raise TimeoutError(f"nobody published {key} within {timeout:g} s")
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -82,12 +82,12 @@ def activate(within: str | None = None) -> None:
             f"the host device must be activated before Megatron is imported, but {loaded[0]} already is: "
             "call recover_megatron.hostdevice.activate() first, at the top of the training script."
         )
-    from recover_megatron.hostdevice import apex_standin, megatron_fixes, replacements
+    from recover_megatron.hostdevice import apex_stub, megatron_fixes, replacements
 
     table = replacements.table()
     for entry in table:
         setattr(entry.owner, entry.name, entry.value)
-    apex_standin.install()
+    apex_stub.install()
     megatron_fixes.install()
     _active = True
     if os.environ.get("RANK", "0") == "0" and not _spawned():

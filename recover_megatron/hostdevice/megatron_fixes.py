@@ -116,7 +116,7 @@ def _with_rms_norm(class_name: str) -> Callable[[ModuleType], None]:
     parameters = ["config", "hidden_size", "eps", "persist_layer_norm", "zero_centered_gamma", "normalization"]
 
     def apply(module: ModuleType) -> None:
-        from recover_megatron.hostdevice.apex_standin import RMSNorm
+        from recover_megatron.hostdevice.apex_stub import RMSNorm
 
         original = _expect(module, class_name, parameters)
 

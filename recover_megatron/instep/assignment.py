@@ -10,7 +10,7 @@ import threading
 
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.edges import roads_of
-from recover_megatron.instep.generation import Fabric, Generation
+from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.membership.session import Session
 from recover_megatron.workload import assign, quotas
@@ -19,7 +19,7 @@ NEARLY_STILL = 1e-9
 """The speed of a replica that should run as little as can be."""
 
 
-class Shares:
+class Quotas:
     """Which microbatches each replica runs in a step, by the present plan.
 
     The same answers on all workers, which must all have been told the same.
@@ -27,7 +27,7 @@ class Shares:
 
     def __init__(self, grid: LaunchGrid, multiple_of: int) -> None:
         self._grid = grid
-        self.granularity = multiple_of * grid.lanes
+        self.granularity = multiple_of * grid.inner_ranks
         """What the number of microbatches of a replica must be a multiple of."""
         self.easing = False
         """Whether the fresh replicas of the plan begin their first step, when their state has come: they run as little
@@ -54,11 +54,11 @@ class Shares:
         self._kept.clear()
 
     def of(self, decision: Decision, replica: int, total: int) -> list[list[int]]:
-        """The ids of ``replica``, by lane."""
+        """The ids of ``replica``, by inner rank."""
         key = (decision.epoch, total, self.easing)
         if key not in self._kept:
             counts = self.counts(decision, total)
-            every = assign(total, self._grid.lanes, decision.replicas, counts, len(self._grid.replicas))
+            every = assign(total, self._grid.inner_ranks, decision.replicas, counts, len(self._grid.replicas))
             self._kept = {key: every[replica]}
         return self._kept[key]
 
@@ -66,23 +66,25 @@ class Shares:
 class Assignment:
     """The place of worker ``me``.  Changed by its main thread, read by the session's and the spare's threads, too."""
 
-    def __init__(self, session: Session, me: int, grid: LaunchGrid, fabric: Fabric, multiple_of: int = 1) -> None:
-        """``multiple_of``: of this number of microbatches, per lane, every replica runs a multiple."""
+    def __init__(
+        self, session: Session, me: int, grid: LaunchGrid, comm_config: CommunicationConfig, multiple_of: int = 1
+    ) -> None:
+        """``multiple_of``: of this number of microbatches, per inner rank, every replica runs a multiple."""
         self._session = session
         self.me = me
         self.grid = grid
-        self._fabric = fabric
-        self.shares = Shares(grid, multiple_of)
+        self._comm_config = comm_config
+        self.shares = Quotas(grid, multiple_of)
         self.lock = threading.Lock()
         """Held while the assignment changes, and while this worker becomes a spare or ceases to be one (`orphan`)."""
-        self.slot, self.replica, self.lane = -1, -1, 0
+        self.slot, self.replica, self.inner_rank = -1, -1, 0
         self.position: int | None = None
         """What this worker's model is built for; None: for nothing yet."""
         self.taken_up: Decision | None = None
         """The plan in which this worker had a place last; None: the first epoch was not joined yet."""
         self.committed_by_plan = 0
         """The last decision that was over when the last epoch was made."""
-        self._generation: Generation | None = None
+        self._epoch_groups: EpochGroups | None = None
         self._pending: Decision | None = None
         self._live: tuple[Decision, dict[int, int], frozenset[int]] | None = None
         self._shown = (0, False, 0)
@@ -90,10 +92,10 @@ class Assignment:
     # ---- the present epoch
 
     @property
-    def generation(self) -> Generation:
+    def epoch_groups(self) -> EpochGroups:
         """The groups of the present epoch."""
-        assert self._generation is not None, "start() was not called"
-        return self._generation
+        assert self._epoch_groups is not None, "start() was not called"
+        return self._epoch_groups
 
     @property
     def decision(self) -> Decision:
@@ -106,15 +108,15 @@ class Assignment:
         """Whether the first epoch was joined: before it a death ends the run."""
         return self.taken_up is not None
 
-    def present(self) -> tuple[Generation | None, bool]:
+    def present(self) -> tuple[EpochGroups | None, bool]:
         """The groups of the present epoch, if there is one, and whether the first epoch was joined; at one moment."""
         with self.lock:
-            return self._generation, self.started
+            return self._epoch_groups, self.started
 
     def end(self, reason: str) -> None:
         """Make every operation of the present epoch's groups fail, if there are any; from any thread."""
-        if self._generation is not None:
-            self._generation.end(reason)
+        if self._epoch_groups is not None:
+            self._epoch_groups.end(reason)
 
     def committed(self, number: int) -> bool:
         """Whether a decision was over when the present epoch was made: all of the epoch say the same.
@@ -172,7 +174,7 @@ class Assignment:
     # ---- the microbatches
 
     def share(self, total: int) -> list[list[int]]:
-        """The microbatches of my replica, by lane, of a step of ``total``, by the present plan."""
+        """The microbatches of my replica, by inner rank, of a step of ``total``, by the present plan."""
         return self.shares.of(self.decision, self.replica, total)
 
     def show(self, total: int) -> None:
@@ -189,7 +191,7 @@ class Assignment:
         """Have this place."""
         self.replica, self.position = replica, position
         self.slot = self.grid.replicas[replica][position]
-        self.lane = self.grid.lane_of[position]
+        self.inner_rank = self.grid.inner_rank_of[position]
 
     def take_up(self, decision: Decision) -> None:
         """Stand where the decision says, with groups that live as long as its epoch."""
@@ -199,22 +201,22 @@ class Assignment:
         with self.lock:
             self.stand(*place)
             self.taken_up = decision
-            boards, roads = decision.boards_by_slot(self.grid), roads_of(decision, self.grid)
-            self._generation = Generation(decision.epoch, self.slot, self._fabric, boards, roads)
+            peer_stores, roads = decision.peer_stores_by_slot(self.grid), roads_of(decision, self.grid)
+            self._epoch_groups = EpochGroups(decision.epoch, self.slot, self._comm_config, peer_stores, roads)
         self._end_if_over(decision)
 
     def wait_for_step(self, decision: Decision | None) -> None:
         """Have ``pending`` give this plan for the step that others have begun; None: nobody has."""
         self._pending = decision
 
-    def look_on(self, decision: Decision) -> Generation:
+    def look_on(self, decision: Decision) -> EpochGroups:
         """A spare's groups in an epoch in which it keeps another worker's state: it stands in a slot of nobody."""
         with self.lock:
-            boards = decision.boards_by_slot(self.grid)
-            self._generation = Generation(decision.epoch, -1 - self.me, self._fabric, boards)
+            peer_stores = decision.peer_stores_by_slot(self.grid)
+            self._epoch_groups = EpochGroups(decision.epoch, -1 - self.me, self._comm_config, peer_stores)
         self._end_if_over(decision)
-        return self._generation
+        return self._epoch_groups
 
     def _end_if_over(self, decision: Decision) -> None:
         if self._session.revoked or self._session.epoch != decision.epoch:
-            self.generation.end("the epoch was over before its groups were opened")
+            self.epoch_groups.end("the epoch was over before its groups were opened")

@@ -17,7 +17,7 @@ from recover_megatron.workload.edges import Edge
 
 
 @dataclass(frozen=True)
-class Status:
+class JoinStatus:
     """What a worker tells when it joins an epoch."""
 
     replica: int | None
@@ -33,7 +33,7 @@ class Status:
     total: int = 0
     """Microbatches of that step, over all replicas."""
     ran: Sequence[int] = ()
-    """Ids whose gradients the workers of this replica hold, all lanes together."""
+    """Ids whose gradients the workers of this replica hold, all inner ranks together."""
     iteration: int = 0
     """The training iteration under way, from 1; a spare's: when it became one."""
     version: int | None = None
@@ -48,8 +48,8 @@ class Status:
     """The last checkpoint that it knows of, in words."""
     note: str = ""
     """Why it is a spare, for the log."""
-    board: str = ""
-    """Where it keeps what the members of an epoch tell each other (``collectives.board``)."""
+    peer_store: str = ""
+    """Where it keeps what the members of an epoch tell each other (``collectives.peer_store_client``)."""
     unreached: Sequence[int] = ()
     """Live workers that it has tried to reach, and could not (``instep.edges``)."""
 
@@ -57,7 +57,7 @@ class Status:
         return {**asdict(self), "ran": list(self.ran), "unreached": list(self.unreached)}
 
     @classmethod
-    def from_json(cls, value: Any) -> Status:
+    def from_json(cls, value: Any) -> JoinStatus:
         """Raises Disagreement for what no worker of this version sends."""
         try:
             return cls(**{**value, "ran": tuple(value["ran"]), "unreached": tuple(value["unreached"])})
@@ -70,7 +70,7 @@ class Rules:
     """What every worker of a run knows and no epoch changes."""
 
     multiple_of: int = 1
-    """What every replica's number of microbatches must be a multiple of, per lane."""
+    """What every replica's number of microbatches must be a multiple of, per inner rank."""
     cross_node: bool = False
     """Whether a tensor-parallel group may reach over nodes."""
     strict: bool = False
@@ -97,7 +97,7 @@ class Decision:
     step: bool = False
     """Whether ``at`` is a step that some replica has gradients of."""
     rerun: Mapping[int, list[list[int]]] = field(default_factory=dict)
-    """Replica -> by lane, the ids to run on top of what it ran."""
+    """Replica -> by inner rank, the ids to run on top of what it ran."""
     regroup: bool = False
     """Whether an epoch at the next boundary would have more replicas."""
     fresh: tuple[int, ...] = ()
@@ -118,8 +118,8 @@ class Decision:
     """How many replicas there are, or may be once all who are on their way have come."""
     state_lost: str = ""
     """Why the state is lost although workers enough for a replica live; empty: it is not."""
-    boards: Mapping[int, str] = field(default_factory=dict)
-    """Worker with a place -> the address of its board."""
+    peer_stores: Mapping[int, str] = field(default_factory=dict)
+    """Worker with a place -> the address of its peer store."""
     broken: frozenset[Edge] = frozenset()
     """Pairs of live workers that cannot talk to each other."""
     order: tuple[int, ...] = ()
@@ -146,9 +146,9 @@ class Decision:
         )
         return dict(sorted(pairs))
 
-    def boards_by_slot(self, launch: LaunchGrid) -> dict[int, str]:
-        """Slot -> the address of the board of who stands there."""
-        return {slot: self.boards[worker] for slot, worker in self.slots(launch).items()}
+    def peer_stores_by_slot(self, launch: LaunchGrid) -> dict[int, str]:
+        """Slot -> the address of the peer store of who stands there."""
+        return {slot: self.peer_stores[worker] for slot, worker in self.slots(launch).items()}
 
     def place(self, worker: int) -> tuple[int, int] | None:
         """(replica, position) of a worker; None: it has no place."""

@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from recover_megatron.collectives.probe import SECONDS, unreached
-from recover_megatron.instep.decision import Decision, Status
-from recover_megatron.instep.generation import Roads
+from recover_megatron.instep.decision import Decision, JoinStatus
+from recover_megatron.instep.epoch_groups import Roads
 from recover_megatron.instep.grid import LaunchGrid
 
 AGAIN_SECONDS = 1.0
@@ -39,7 +39,7 @@ class Edges:
         self._me = me
         self._probe = probe
         self._pause = pause
-        self._known: dict[int, Status] = {}
+        self._known: dict[int, JoinStatus] = {}
         """What everybody joined the last epoch with."""
         self._unreached: set[int] = set()
         self._failed: set[int] = set()
@@ -78,7 +78,7 @@ class Edges:
         self._unreached = found & members()
         return tuple(sorted(self._unreached))
 
-    def told(self, decision: Decision, statuses: Mapping[int, Status], committed: int) -> None:
+    def told(self, decision: Decision, statuses: Mapping[int, JoinStatus], committed: int) -> None:
         """The plan of an epoch."""
         state = [(worker, s.replica, s.position, s.ready, s.version) for worker, s in sorted(statuses.items())]
         now = decision.at, committed, state, decision.grid
@@ -100,20 +100,22 @@ class Edges:
         } - {self._me}
 
     def _try(self, workers: set[int], seconds: float, members: Callable[[], frozenset[int]]) -> set[int]:
-        addresses = {worker: self._known[worker].board for worker in sorted(workers) if self._known[worker].board}
+        addresses = {
+            worker: self._known[worker].peer_store for worker in sorted(workers) if self._known[worker].peer_store
+        }
         if not addresses:
             return set()
         return self._probe(addresses, seconds, lambda: set(addresses) - members())
 
 
-def describe(decision: Decision, statuses: Mapping[int, Status]) -> list[str]:
+def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str]:
     """What a plan does about broken edges, for people; nothing where none is broken."""
     if not decision.broken:
         return []
 
     def name(worker: int) -> str:
         status = statuses.get(worker)
-        return f"worker {worker}" + (f" on {status.node} ({status.board.split(' ')[0]})" if status else "")
+        return f"worker {worker}" + (f" on {status.node} ({status.peer_store.split(' ')[0]})" if status else "")
 
     pairs = sorted(decision.broken)
     lines = [
@@ -131,7 +133,7 @@ def describe(decision: Decision, statuses: Mapping[int, Status]) -> list[str]:
 
 
 def news(
-    before: Decision | None, decision: Decision, statuses: Mapping[int, Status], tries: int, reason: str
+    before: Decision | None, decision: Decision, statuses: Mapping[int, JoinStatus], tries: int, reason: str
 ) -> list[str]:
     """What to say on the console of an epoch that nobody's death has made; ``reason``: why the last one ended."""
     if before is None:

@@ -15,12 +15,12 @@ Whoever is past the barrier knows that all have come to it, and so have the resu
 over its own.  If it is over for nobody, those who are there repeat it, on the input that each had.  (It may have been
 over for one who has died since: nobody knows, and nobody needs to.)
 
-Who is asked is the lowest member that lives: it asks all others and tells them the answer.  Answers are on the boards,
-so the main thread of whoever is past the operation may be anywhere: when a rendezvous is opened, a worker puts on its
-board which operations are over for it.
+Who is asked is the lowest member that lives: it asks all others and tells them the answer.  Answers are on the peer
+stores, so the main thread of whoever is past the operation may be anywhere: when a rendezvous is opened, a worker puts
+on its peer store which operations are over for it.
 
-Where two members live and cannot reach each other's boards, the one that is asked counts as one that has left, and the
-one that asks in vain leaves: its replica is out, and is not put together again over that road (`edges`).
+Where two members live and cannot reach each other's peer stores, the one that is asked counts as one that has left, and
+the one that asks in vain leaves: its replica is out, and is not put together again over that road (`edges`).
 
 The rendezvous that is open meanwhile waits for this worker, and this worker does not join it before its operation is
 over.  No wait can become a circle by it: the operation waits for what its members would wait for without any death.
@@ -34,15 +34,15 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from recover_megatron.collectives.board import Pinned
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.collectives.gloo import GlooBackend
-from recover_megatron.collectives.round import RoundBackend
+from recover_megatron.collectives.gloo.abort import GlooBackend
+from recover_megatron.collectives.peer_store_client import PeerStoreClient
+from recover_megatron.collectives.ring.torch_operations import RoundBackend
 from recover_megatron.instep.announcements import HERE, OVER, Announcements, key, left_key
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.edges import Edges, roads_of
+from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups, Failure, name_of
 from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.generation import Fabric, Failure, Generation, name_of
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.planner import Planner
@@ -56,7 +56,7 @@ ALLOW_SECONDS = 600.0
 """How long a worker that waits in an interrupted operation may wait beyond the hang timeout, while others wait for it
 at a rendezvous: if somebody hangs, it is the one that it waits for, whose mark allows nothing."""
 LOOK_SECONDS = 0.005
-"""How often it looks at what has come from a board."""
+"""How often it looks at what has come from a peer store."""
 
 UNREACHED_SECONDS = 5.0
 RETRY_SECONDS = 0.25
@@ -71,7 +71,7 @@ class Exchange:
     def __init__(
         self,
         hooks: Hooks,
-        fabric: Fabric,
+        comm_config: CommunicationConfig,
         progress: ProgressReports,
         assignment: Assignment,
         planner: Planner,
@@ -80,7 +80,7 @@ class Exchange:
         announcements: Announcements,
     ) -> None:
         self._hooks = hooks
-        self._fabric = fabric
+        self._comm_config = comm_config
         self._progress = progress
         self._assignment = assignment
         self._planner = planner
@@ -101,7 +101,7 @@ class Exchange:
         performed = _Performed(perform)
         with self._progress.waiting(f"{label} operation"):
             try:
-                self._together(self._assignment.generation, group, members, performed)
+                self._together(self._assignment.epoch_groups, group, members, performed)
             except EpochRevoked:
                 self._orphan.stay()
                 self._settle(group, operation, members, performed)
@@ -120,29 +120,29 @@ class Exchange:
         self._counts[group] = self._counts.get(group, 0) + 1
         return f"{self._at}.{self._counts[group]}"
 
-    def _together(self, generation: Generation, group: str, members: Sequence[int], performed: _Performed) -> None:
+    def _together(self, epoch_groups: EpochGroups, group: str, members: Sequence[int], performed: _Performed) -> None:
         try:
-            generation.check()
-            backend = generation.control(group, members)
+            epoch_groups.check()
+            backend = epoch_groups.control(group, members)
             performed(backend, members)
             backend.wait(backend.call(lambda on: on.barrier(dist.BarrierOptions())))
         except PeerLost as lost:
-            generation.fail(Failure(str(lost), lost.peer, lost.road))
-            raise EpochRevoked(generation.number, str(lost)) from lost
+            epoch_groups.fail(Failure(str(lost), lost.peer, lost.road))
+            raise EpochRevoked(epoch_groups.number, str(lost)) from lost
 
     def _settle(self, group: str, operation: str, members: Sequence[int], performed: _Performed) -> None:
         """The epoch has ended in the middle: find out whether the operation is over, or repeat it until it is."""
         mine, orphan = self._assignment, self._orphan
         self._planner.ask()  # nothing, if the end is known
-        tried = mine.generation.number
+        tried = mine.epoch_groups.number
         while True:
             rendezvous, workers = self._await_rendezvous(tried)
             tried = rendezvous
             orphan.stay()  # its own replica may be the one that is broken
             self._progress.mark(self._progress.phase, waiting=True, allow=ALLOW_SECONDS)
             here = [slot for slot in members if self._counted(slot, workers)]
-            with self._boards() as boards:
-                found = self._agreed(boards, rendezvous, group, operation, here)
+            with self._peer_stores() as peer_stores:
+                found = self._agreed(peer_stores, rendezvous, group, operation, here)
             if found == OVER:
                 performed.check(group)
                 return
@@ -171,13 +171,15 @@ class Exchange:
         replica, _ = self._assignment.grid.place(slot)
         return workers.issuperset(self._assignment.decision.grid[replica])
 
-    def _agreed(self, boards: _Boards, rendezvous: int, group: str, operation: str, members: Sequence[int]) -> str:
+    def _agreed(
+        self, peer_stores: _PeerStores, rendezvous: int, group: str, operation: str, members: Sequence[int]
+    ) -> str:
         """``OVER``; ``GO`` and who repeats it; or empty, when another rendezvous must say."""
         me = self._assignment.slot
         name = key(rendezvous, group, operation)
         self._announcements.here(rendezvous, group, operation)
         for leader in members[: members.index(me)]:
-            answer = self._ask(boards, leader, f"{name}/found", rendezvous)
+            answer = self._ask(peer_stores, leader, f"{name}/found", rendezvous)
             if answer == UNREACHED:
                 worker = self._assignment.standing[leader]
                 self._edges.suspect([worker])
@@ -186,8 +188,8 @@ class Exchange:
                 return answer
         others = [slot for slot in members if slot > me]
         for slot in others:
-            boards.ask(slot, name)  # all at once
-        answers = {slot: self._ask(boards, slot, name, rendezvous) for slot in others}
+            peer_stores.ask(slot, name)  # all at once
+        answers = {slot: self._ask(peer_stores, slot, name, rendezvous) for slot in others}
         if "" in answers.values():
             return ""
         present = [me, *(slot for slot in others if answers[slot] == HERE)]
@@ -195,49 +197,52 @@ class Exchange:
         self._announcements.answer(rendezvous, group, operation, found)
         return found
 
-    def _ask(self, boards: _Boards, slot: int, name: str, rendezvous: int) -> str:
-        """What a member's board says: the value of ``name``, "left", or empty when that rendezvous is open no more.
+    def _ask(self, peer_stores: _PeerStores, slot: int, name: str, rendezvous: int) -> str:
+        """What a member's peer store says: the value of ``name``, "left", or empty when that rendezvous is open no
+        more.
 
-        ``UNREACHED``: it lives, and its board was not reached for ``UNREACHED_SECONDS``.
+        ``UNREACHED``: it lives, and its peer store was not reached for ``UNREACHED_SECONDS``.
         """
         until, pause = time.monotonic() + UNREACHED_SECONDS, LOOK_SECONDS
         left = left_key(self._assignment.decision.epoch)
         while True:
             try:
                 for wanted in (name, left):
-                    if (said := boards.look(slot, wanted)) is not None:
+                    if (said := peer_stores.look(slot, wanted)) is not None:
                         return said
             except PeerLost as lost:
                 if not lost.road:
                     return ""  # it is gone: the next rendezvous will say so
                 if time.monotonic() > until:
                     return UNREACHED
-                boards.hang_up(slot)
+                peer_stores.hang_up(slot)
                 pause = RETRY_SECONDS
             self._orphan.stay()
             if not self._announcements.wait(rendezvous, pause):
                 return ""
 
-    def _repeating(self, rendezvous: int) -> Generation:
+    def _repeating(self, rendezvous: int) -> EpochGroups:
         """The groups in which operations are repeated while this rendezvous is open."""
         if (known := self._announcements.repeating(rendezvous)) is not None:
             return known
         self._announcements.settled()
         mine = self._assignment
-        boards, roads = mine.decision.boards_by_slot(mine.grid), roads_of(mine.decision, mine.grid)
-        repeats = Generation(rendezvous, mine.slot, self._fabric, boards, roads)
+        peer_stores, roads = mine.decision.peer_stores_by_slot(mine.grid), roads_of(mine.decision, mine.grid)
+        repeats = EpochGroups(rendezvous, mine.slot, self._comm_config, peer_stores, roads)
         still_open = self._announcements.repeat(repeats)
         if not still_open or self._orphan.orphaned:
             repeats.end("the rendezvous is open no more")
         return repeats
 
     @contextmanager
-    def _boards(self) -> Iterator[_Boards]:
-        boards = _Boards(self._assignment.decision.boards_by_slot(self._assignment.grid), self._fabric.secret)
+    def _peer_stores(self) -> Iterator[_PeerStores]:
+        peer_stores = _PeerStores(
+            self._assignment.decision.peer_stores_by_slot(self._assignment.grid), self._comm_config.secret
+        )
         try:
-            yield boards
+            yield peer_stores
         finally:
-            boards.close()
+            peer_stores.close()
 
 
 class _Performed:
@@ -257,18 +262,18 @@ class _Performed:
             raise Disagreement(f"an operation of {group} is over for others, and this worker did not take part in it")
 
 
-class _Boards:
-    """The boards of the members of an epoch, by slot."""
+class _PeerStores:
+    """The peer stores of the members of an epoch, by slot."""
 
     def __init__(self, addresses: dict[int, str], secret: bytes) -> None:
         self._addresses = addresses
         self._secret = secret
-        self._clients: dict[int, Pinned] = {}
+        self._clients: dict[int, PeerStoreClient] = {}
 
     def look(self, slot: int, key: str) -> str | None:
         """What is known of the value of ``key`` by now; asks for it.  Raises ``PeerLost``."""
         if slot not in self._clients:
-            self._clients[slot] = Pinned(self._addresses[slot], self._secret)
+            self._clients[slot] = PeerStoreClient(self._addresses[slot], self._secret)
         client = self._clients[slot]
         return client.get(key).decode() if client.check([key]) else None
 

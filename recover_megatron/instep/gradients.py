@@ -20,9 +20,9 @@ import torch
 
 from recover_megatron.collectives.bucket import Aside, Bucket
 from recover_megatron.collectives.errors import EpochRevoked
-from recover_megatron.collectives.progress import Handle
+from recover_megatron.collectives.ring.progress import Handle
+from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.generation import Generation
 from recover_megatron.instep.shards import Shards
 
 Column = tuple[int, ...]
@@ -42,7 +42,7 @@ class Gradients:
         self._ready = [False] * len(parts)
         self._handles: list[Handle] = []
         self._next = 0
-        self._stream: tuple[Generation, frozenset[int]] | None = None
+        self._stream: tuple[EpochGroups, frozenset[int]] | None = None
 
     @property
     def columns(self) -> list[Column]:
@@ -55,10 +55,10 @@ class Gradients:
         for _, bucket in self._parts:
             bucket.ledger.clear()
 
-    def stream(self, generation: Generation, live: frozenset[int]) -> None:
+    def stream(self, epoch_groups: EpochGroups, live: frozenset[int]) -> None:
         """From now on a bucket is summed as soon as it and all before it are ready (--overlap-grad-reduce)."""
         self.hold()
-        self._stream = generation, live
+        self._stream = epoch_groups, live
 
     def hold(self) -> None:
         """No bucket is submitted until ``reduce``; those under way were waited for or their epoch has ended."""
@@ -78,7 +78,7 @@ class Gradients:
                 self._stream = None  # told again where the step reduces; until then this replica goes on computing
                 return
 
-    def reduce(self, generation: Generation, live: frozenset[int], tail: Tail) -> None:
+    def reduce(self, epoch_groups: EpochGroups, live: frozenset[int], tail: Tail) -> None:
         """Sum everything that is LOCAL, the tail last; afterwards all of it is REDUCED (with shards: at its holders).
 
         Raises ``EpochRevoked``.
@@ -86,20 +86,20 @@ class Gradients:
         if self._stream is None:
             self.hold()
         while self._next < len(self._parts):
-            self._submit(generation, live)
+            self._submit(epoch_groups, live)
         self._stream = None
-        self._handles.append(generation.ring(alive(tail.column, live)).all_reduce(tail.bucket))
+        self._handles.append(epoch_groups.ring(alive(tail.column, live)).all_reduce(tail.bucket))
         for handle in self._handles:
             handle.wait()
         self.hold()
 
-    def pull(self, generation: Generation, live: frozenset[int], tail: Tail) -> None:
+    def pull(self, epoch_groups: EpochGroups, live: frozenset[int], tail: Tail) -> None:
         """Take over what is REDUCED at any member of a column: it is final.  Raises ``EpochRevoked``."""
         for column in dict.fromkeys([*self.columns, tail.column]):
             buckets = [bucket for its, bucket in self._parts if its == column]
             if column == tail.column:
                 buckets.append(tail.bucket)
-            generation.ring(alive(column, live)).pull(buckets)
+            epoch_groups.ring(alive(column, live)).pull(buckets)
 
     def set_aside(self) -> list[Aside]:
         """Copies of what is REDUCED, while lost microbatches run again into the same buffers."""
@@ -112,9 +112,9 @@ class Gradients:
             for span in bucket.ledger.local:
                 bucket.flat[span.start : span.stop] /= factor
 
-    def _submit(self, generation: Generation, live: frozenset[int]) -> None:
+    def _submit(self, epoch_groups: EpochGroups, live: frozenset[int]) -> None:
         column, bucket = self._parts[self._next]
-        ring = generation.ring(alive(column, live))
+        ring = epoch_groups.ring(alive(column, live))
         if self._shards is None:
             handle = ring.all_reduce(bucket)
         else:

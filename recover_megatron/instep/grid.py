@@ -13,20 +13,20 @@ from dataclasses import dataclass
 class LaunchGrid:
     """Replicas of a launch, each with its slots by position.
 
-    ``lanes``: how many data-parallel ranks one replica holds (1; more where experts are spread over them).
-    ``lane_of[p]``: the lane of position p.  ``tensor``: the size of a tensor-parallel group; its positions follow each
-    other.
+    ``inner_ranks``: how many data-parallel ranks one replica holds (1; more where experts are spread over them).
+    ``inner_rank_of[p]``: the inner rank of position p.  ``tensor``: the size of a tensor-parallel group; its positions
+    follow each other.
     """
 
     replicas: tuple[tuple[int, ...], ...]
-    lanes: int
-    lane_of: tuple[int, ...]
+    inner_ranks: int
+    inner_rank_of: tuple[int, ...]
     tensor: int = 1
 
     @property
     def size(self) -> int:
         """Workers of a replica."""
-        return len(self.lane_of)
+        return len(self.inner_rank_of)
 
     @property
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -45,25 +45,25 @@ class LaunchGrid:
                 return number, replica.index(slot)
         raise ValueError(f"{slot} is in no replica")
 
-    def lane(self, slot: int) -> int:
-        """The lane of a slot in its replica."""
-        return self.lane_of[self.place(slot)[1]]
+    def inner_rank(self, slot: int) -> int:
+        """The inner rank of a slot in its replica."""
+        return self.inner_rank_of[self.place(slot)[1]]
 
 
 def launch_grid(
-    world: int, *, tensor: int, context: int, pipeline: int, lanes: int, pipeline_before_data: bool = False
+    world: int, *, tensor: int, context: int, pipeline: int, inner_ranks: int, pipeline_before_data: bool = False
 ) -> LaunchGrid:
     """The grid of Megatron's rank order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with ``pipeline_before_data``.
 
-    Positions are in the order (lane, pp, cp, tp), tensor fastest.  ValueError if the sizes do not fill the world.
+    Positions are in the order (inner rank, pp, cp, tp), tensor fastest.  ValueError if the sizes do not fill the world.
 
-    >>> launch_grid(8, tensor=2, context=1, pipeline=2, lanes=1).replicas
+    >>> launch_grid(8, tensor=2, context=1, pipeline=2, inner ranks=1).replicas
     ((0, 1, 4, 5), (2, 3, 6, 7))
     """
     inner = tensor * context
     ranks, rest = divmod(world, inner * pipeline)
-    if rest or ranks % lanes:
-        raise ValueError(f"{world} workers cannot hold replicas of {inner} x {pipeline} x {lanes}")
+    if rest or ranks % inner_ranks:
+        raise ValueError(f"{world} workers cannot hold replicas of {inner} x {pipeline} x {inner_ranks}")
 
     def worker(data: int, stage: int, at: int) -> int:
         if pipeline_before_data:
@@ -72,12 +72,12 @@ def launch_grid(
 
     replicas = tuple(
         tuple(
-            worker(replica * lanes + lane, stage, at)
-            for lane in range(lanes)
+            worker(replica * inner_ranks + inner_rank, stage, at)
+            for inner_rank in range(inner_ranks)
             for stage in range(pipeline)
             for at in range(inner)
         )
-        for replica in range(ranks // lanes)
+        for replica in range(ranks // inner_ranks)
     )
-    lane_of = tuple(lane for lane in range(lanes) for _ in range(pipeline * inner))
-    return LaunchGrid(replicas, lanes, lane_of, tensor)
+    inner_rank_of = tuple(inner_rank for inner_rank in range(inner_ranks) for _ in range(pipeline * inner))
+    return LaunchGrid(replicas, inner_ranks, inner_rank_of, tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.generation import Generation
+from recover_megatron.instep.epoch_groups import EpochGroups
 
 
 class Hooks(Protocol):
@@ -24,7 +24,7 @@ class Hooks(Protocol):
     def last_checkpoint(self) -> str:
         """The last checkpoint that this worker knows of, in words for people."""
 
-    def strike(self, phase: str, iteration: int | None) -> None:
+    def inject(self, phase: str, iteration: int | None) -> None:
         """Inject a fault if one is due: a phase was reached, of ``iteration``; None: of that under way."""
 
     def describe(self, decision: Decision) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Hooks(Protocol):
         In the main thread.
         """
 
-    def mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
+    def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
         """This worker, a spare, keeps the state of the one that ``decision`` names until the epoch ends.
 
         Returns what of its ``Status`` has changed by it.  In the main thread.

@@ -88,7 +88,7 @@ class Orphan:
     def check(self) -> None:
         """Raise ``EpochRevoked`` if the present epoch is over, ``Orphaned`` if my replica is broken."""
         self.leave_if_broken()
-        self._assignment.generation.check()
+        self._assignment.epoch_groups.check()
 
     def stay(self) -> None:
         """Raise ``Orphaned`` if my replica is broken, ``Fenced`` or ``CoordinatorLost`` if this worker is out."""
@@ -152,9 +152,9 @@ class Orphan:
         """
         spare = self._spare or self._be_spare("it has no place yet")
         while isinstance(outcome := spare.arrive(**offer), Mirror):
-            generation = self._assignment.look_on(outcome.decision)
-            offer = offer | self._hooks.mirror(outcome.decision, generation)
-            generation.close()
+            epoch_groups = self._assignment.look_on(outcome.decision)
+            offer = offer | self._hooks.mirror(outcome.decision, epoch_groups)
+            epoch_groups.close()
         if isinstance(outcome, Over):
             raise RunOver(outcome.code, outcome.reason)
         if isinstance(outcome, Rebuild):
@@ -177,9 +177,9 @@ class Orphan:
     def revoked(self, epoch: int, reason: str) -> None:
         """An epoch has ended, or (epoch 0) this worker's part in the run."""
         self._planner.why = reason
-        generation, started = self._assignment.present()
-        if generation is not None:
-            generation.end(reason)
+        epoch_groups, started = self._assignment.present()
+        if epoch_groups is not None:
+            epoch_groups.end(reason)
         if epoch == 0:
             self._announcements.wake()
         else:

@@ -10,7 +10,7 @@ need not.  Once all have agreed that the update is made, every holder of a unit 
 `shards`) has the unit's new parameters in its own model.  There they stay until its next update, and nobody makes that
 before all that live have agreed on the next step, so have run their forward pass, so have all parameters.  Until then a
 part can be had from any of its holders, whatever they do and whichever epoch they are in: a thread of theirs answers
-(`collectives.fetch`), for the update that it is asked about and for no other.
+(`collectives.peer_read`), for the update that it is asked about and for no other.
 
 A unit has the same bits at all of its holders, so it does not matter who answers.  (Where another kind of processor
 updates the shadows it has not; then parameters are gathered at the end of the step: `parameters`.)  A part that no
@@ -28,14 +28,14 @@ import torch
 
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.collectives.fetch import Fetcher
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.collectives.progress import Handle
+from recover_megatron.collectives.peer_read import Fetcher
+from recover_megatron.collectives.ring.progress import Handle
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Shards
 from recover_megatron.logger import get_logger
-from recover_megatron.network.store import MOST_BYTES
+from recover_megatron.network.peer_store import MOST_BYTES
 from recover_megatron.workload.shards import owned
 
 log = get_logger(__name__)
@@ -84,14 +84,14 @@ class Overlap:
     def publish(self, update: int) -> None:
         """What this worker holds has been updated: from now on it is given to others.  Before it reports that."""
         self._published = update
-        self._recovery.fabric.board.source = self.give
+        self._recovery.comm_config.peer_store.source = self.give
 
     def withdraw(self) -> None:
         """What this worker holds is going to change."""
         self._published = None
 
     def give(self, what: Sequence[int]) -> bytes | None:
-        """In the board's thread: parts of buckets, one behind the other; see ``_bring``."""
+        """In the peer store's thread: parts of buckets, one behind the other; see ``_bring``."""
         update, *numbers = what
         parts = [self._flat(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
         if update != self._published or sum(part.nbytes for part in parts) > MOST_BYTES:
@@ -118,12 +118,12 @@ class Overlap:
             bucket.ledger.clear()
         if recovery.assignment.committed(update):
             return
-        generation, live = recovery.assignment.generation, recovery.assignment.live
+        epoch_groups, live = recovery.assignment.epoch_groups, recovery.assignment.live
         try:
             for number in self._missing:
                 column, bucket = self._parts[number]
                 spans, _ = self._shards.cut(column, bucket.ledger.numel)
-                ring = generation.ring(alive(column, live))
+                ring = epoch_groups.ring(alive(column, live))
                 self._missing[number] = ring.all_gather(bucket, spans, missing=True)
         except EpochRevoked:
             return  # the rest is fetched
@@ -257,7 +257,7 @@ class Overlap:
     def _ask(self, worker: int, what: Sequence[int]) -> bytes | None:
         if worker not in self._fetchers:
             recovery = self._recovery
-            address, secret = recovery.assignment.decision.boards[worker], recovery.fabric.secret
+            address, secret = recovery.assignment.decision.peer_stores[worker], recovery.comm_config.secret
             self._fetchers[worker] = Fetcher(address, secret, lambda: self._wait_for(worker))
         return self._fetchers[worker].fetch(what)
 
@@ -268,7 +268,7 @@ class Overlap:
 
     def _is_gone(self, worker: int) -> bool:
         recovery = self._recovery
-        return worker not in recovery.session.opened_members or worker not in recovery.assignment.decision.boards
+        return worker not in recovery.session.opened_members or worker not in recovery.assignment.decision.peer_stores
 
 
 def _requests(parts: Sequence[Part], bytes_each: Callable[[int], int]) -> Iterator[list[Part]]:

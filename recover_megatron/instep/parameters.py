@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.instep.generation import Generation
+from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.shards import Shards
 
@@ -30,17 +30,17 @@ class Parameters:
         for _, bucket in self._parts:
             bucket.ledger.clear()
 
-    def gather(self, generation: Generation, live: frozenset[int], *, again: bool) -> None:
+    def gather(self, epoch_groups: EpochGroups, live: frozenset[int], *, again: bool) -> None:
         """Give every part to all; afterwards the parameters are complete.  Raises ``EpochRevoked``.
 
         ``again``: somebody may hold parts that an earlier epoch brought; the same at all members.
         """
         if again:
             for column in dict.fromkeys(column for column, _ in self._parts):
-                generation.ring(alive(column, live)).pull([bucket for its, bucket in self._parts if its == column])
+                epoch_groups.ring(alive(column, live)).pull([bucket for its, bucket in self._parts if its == column])
         handles = []
         for column, bucket in self._parts:
             spans, _ = self._shards.cut(column, bucket.ledger.numel)
-            handles.append(generation.ring(alive(column, live)).all_gather(bucket, spans, missing=True))
+            handles.append(epoch_groups.ring(alive(column, live)).all_gather(bucket, spans, missing=True))
         for handle in handles:
             handle.wait()

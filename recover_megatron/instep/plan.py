@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from recover_megatron.instep.decision import Decision, Rules, Status
+from recover_megatron.instep.decision import Decision, JoinStatus, Rules
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.workload import Candidate, Placement, Shape, assemble, reassign
@@ -31,7 +31,7 @@ from recover_megatron.workload.edges import Edge, edge
 from recover_megatron.workload.seating import can_join, free_of, ring_of, seated
 
 
-def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules: Rules | None = None) -> Decision:
+def decide(epoch: int, statuses: Mapping[int, JoinStatus], launch: LaunchGrid, rules: Rules | None = None) -> Decision:
     """The decision of an epoch whose members joined with ``statuses``.
 
     Raises Disagreement when the workers of one replica tell different things.
@@ -52,7 +52,7 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
         grid, fresh = dict(sorted({**whole, **placement.replicas}.items())), tuple(placement.replicas)
         version = _version({status.version for status in told.values()})
     transfers, mended, disputed = _transfers(whole, fresh, grid, statuses, broken) if boundary else ({}, (), [])
-    newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=Status(None))
+    newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=JoinStatus(None))
     working = {worker for workers in grid.values() for worker in workers}
     enough, state_lost = _prospects(whole, grid, statuses, launch, rules, broken)
     if disputed and rules.strict:
@@ -76,7 +76,7 @@ def decide(epoch: int, statuses: Mapping[int, Status], launch: LaunchGrid, rules
         mirrors=_mirrors(grid, statuses, placement, broken) if len(grid) == 1 and not rules.spread else {},
         enough=enough,
         state_lost=state_lost,
-        boards={worker: statuses[worker].board for worker in sorted(working)},
+        peer_stores={worker: statuses[worker].peer_store for worker in sorted(working)},
         broken=broken,
         order=ring_of(grid, broken),
         put_out=put_out,
@@ -90,7 +90,7 @@ _DISPUTED = "the states of workers {} differ, and as many say one thing as anoth
 # ---- who can talk to whom
 
 
-def _broken(statuses: Mapping[int, Status]) -> frozenset[Edge]:
+def _broken(statuses: Mapping[int, JoinStatus]) -> frozenset[Edge]:
     """One end's word is enough: whoever cannot be reached cannot be told so."""
     return frozenset(
         edge(worker, other) for worker, status in statuses.items() for other in status.unreached if other in statuses
@@ -100,7 +100,7 @@ def _broken(statuses: Mapping[int, Status]) -> frozenset[Edge]:
 # ---- who stands where
 
 
-def _whole(statuses: Mapping[int, Status], launch: LaunchGrid) -> dict[int, tuple[int, ...]]:
+def _whole(statuses: Mapping[int, JoinStatus], launch: LaunchGrid) -> dict[int, tuple[int, ...]]:
     """The replicas that are complete among those who say that they have a place."""
     places: dict[int, dict[int, int]] = {}
     for worker, status in statuses.items():
@@ -116,7 +116,7 @@ def _whole(statuses: Mapping[int, Status], launch: LaunchGrid) -> dict[int, tupl
     }
 
 
-def _candidates(whole: Mapping[int, Sequence[int]], statuses: Mapping[int, Status]) -> dict[int, Candidate]:
+def _candidates(whole: Mapping[int, Sequence[int]], statuses: Mapping[int, JoinStatus]) -> dict[int, Candidate]:
     """Everybody who could take a place: orphans on their way out of the training count as not ready yet.
 
     Who is not ready and has no position is out for good: its training is over.
@@ -130,7 +130,7 @@ def _candidates(whole: Mapping[int, Sequence[int]], statuses: Mapping[int, Statu
 
 
 def _usable(
-    whole: Mapping[int, Sequence[int]], statuses: Mapping[int, Status], broken: frozenset[Edge]
+    whole: Mapping[int, Sequence[int]], statuses: Mapping[int, JoinStatus], broken: frozenset[Edge]
 ) -> dict[int, Candidate]:
     """Those of them that can talk to all who work, and to each other."""
     working = {worker for workers in whole.values() for worker in workers}
@@ -139,7 +139,7 @@ def _usable(
 
 def _placement(
     whole: Mapping[int, Sequence[int]],
-    statuses: Mapping[int, Status],
+    statuses: Mapping[int, JoinStatus],
     launch: LaunchGrid,
     rules: Rules,
     broken: frozenset[Edge],
@@ -157,7 +157,7 @@ def _shape(launch: LaunchGrid, rules: Rules) -> Shape:
 
 
 def _from_orphans(
-    statuses: Mapping[int, Status], launch: LaunchGrid, rules: Rules, broken: frozenset[Edge]
+    statuses: Mapping[int, JoinStatus], launch: LaunchGrid, rules: Rules, broken: frozenset[Edge]
 ) -> tuple[dict[int, tuple[int, ...]], int | None]:
     """Nobody's replica is whole: the replicas that the orphans make, and the version of their state.
 
@@ -190,7 +190,7 @@ def _version(told: set[int | None]) -> int | None:
     return told.pop()
 
 
-def _majority(statuses: Mapping[int, Status], worker: int, version: int) -> set[str]:
+def _majority(statuses: Mapping[int, JoinStatus], worker: int, version: int) -> set[str]:
     """The digest that most holders of a version have at this worker's position (of equally many the smallest)."""
     position = statuses[worker].position
     digests = [s.digest for s in statuses.values() if (s.position, s.version, s.ready) == (position, version, True)]
@@ -206,7 +206,7 @@ def _transfers(
     whole: Mapping[int, tuple[int, ...]],
     fresh: Sequence[int],
     grid: Mapping[int, tuple[int, ...]],
-    statuses: Mapping[int, Status],
+    statuses: Mapping[int, JoinStatus],
     broken: frozenset[Edge],
 ) -> tuple[dict[int, int], tuple[int, ...], list[int]]:
     """Who gets its state from whom: all of the fresh replicas, and who holds another state than most of its column.
@@ -234,7 +234,7 @@ def _transfers(
 
 def _mirrors(
     grid: Mapping[int, tuple[int, ...]],
-    statuses: Mapping[int, Status],
+    statuses: Mapping[int, JoinStatus],
     placement: Placement,
     broken: frozenset[Edge],
 ) -> dict[int, int]:
@@ -252,7 +252,7 @@ def _mirrors(
 def _prospects(
     whole: Mapping[int, Sequence[int]],
     grid: Mapping[int, Sequence[int]],
-    statuses: Mapping[int, Status],
+    statuses: Mapping[int, JoinStatus],
     launch: LaunchGrid,
     rules: Rules,
     broken: frozenset[Edge],
@@ -283,9 +283,9 @@ def _prospects(
 
 
 def _lost(
-    begun: Mapping[int, Status], replicas: Sequence[int], launch: LaunchGrid, rules: Rules
+    begun: Mapping[int, JoinStatus], replicas: Sequence[int], launch: LaunchGrid, rules: Rules
 ) -> dict[int, list[list[int]]]:
-    """The microbatches of the step under way that are in nobody's gradient, shared out: replica -> by lane."""
+    """The microbatches of the step under way that are in nobody's gradient, shared out: replica -> by inner rank."""
     totals = {status.total for status in begun.values()}
     if len(totals) > 1:
         raise Disagreement(f"replicas disagree on the microbatches of one step: {sorted(totals)}")
@@ -297,10 +297,10 @@ def _lost(
     late = {replica: 0 for replica in replicas if replica not in begun}
     # Whoever has not begun has all of its share still to run; the others have finished theirs and wait.
     before = dict.fromkeys(replicas, 0) if not late else {**load, **late}
-    return reassign(lost, launch.lanes, replicas, load=before, multiple_of=rules.multiple_of * launch.lanes)
+    return reassign(lost, launch.inner_ranks, replicas, load=before, multiple_of=rules.multiple_of * launch.inner_ranks)
 
 
-def _told(replica: int, statuses: Sequence[Status]) -> Status:
+def _told(replica: int, statuses: Sequence[JoinStatus]) -> JoinStatus:
     """What a whole replica says: its workers run in lock-step, so they must say the same.
 
     But for one case: a decision is over, one worker has heard so and begun the next, and the coordinator died before
@@ -315,5 +315,5 @@ def _told(replica: int, statuses: Sequence[Status]) -> Status:
     return newest
 
 
-def _told_of(begun: Mapping[int, Status]) -> dict[int, list[int]]:
+def _told_of(begun: Mapping[int, JoinStatus]) -> dict[int, list[int]]:
     return {replica: list(status.ran) for replica, status in begun.items()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.decision import Decision, Rules, Status
+from recover_megatron.instep.decision import Decision, JoinStatus, Rules
 from recover_megatron.instep.edges import MOST, Edges, explanation, news
 from recover_megatron.instep.errors import NoReplica, StateLost
 from recover_megatron.instep.grid import LaunchGrid
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 
 @dataclass
-class Loss:
+class Failure:
     """Workers that an epoch found missing."""
 
     iteration: int
@@ -37,15 +37,15 @@ class Loss:
         return f"iteration {self.iteration}: {', '.join(map(str, self.workers))}"
 
 
-class Losses:
+class Failures:
     """All losses of a run, as one worker has met them.  ``grid``: where everybody stands before the first decision."""
 
     def __init__(self, grid: LaunchGrid) -> None:
-        self._every: list[Loss] = []
+        self._every: list[Failure] = []
         self._places = {slot: number for number, slots in enumerate(grid.replicas) for slot in slots}
         self._known = set(self._places)
 
-    def note(self, decision: Decision, before: Decision | None) -> Loss | None:
+    def note(self, decision: Decision, before: Decision | None) -> Failure | None:
         """Who is missing in ``decision`` and was not before; ``before``: the last one that this worker took up."""
         present = {*decision.workers, *decision.spares}
         missing = sorted(self._known - present)
@@ -56,10 +56,10 @@ class Losses:
         if before is not None:
             places = {worker: replica for replica, workers in before.grid.items() for worker in workers}
         replicas = sorted({places[worker] for worker in missing if worker in places})
-        self._every.append(Loss(decision.iteration, missing, replicas))
+        self._every.append(Failure(decision.iteration, missing, replicas))
         return self._every[-1]
 
-    def last_words(self, decision: Decision, wanted: int) -> str:
+    def report_exception(self, decision: Decision, wanted: int) -> str:
         """Why a run ends that ``decision`` leaves fewer replicas than ``wanted``: who was lost, what is left."""
         lost = "; ".join(map(str, self._every))
         need = f"{wanted} are wanted" if wanted > 1 else "one is needed"
@@ -73,7 +73,7 @@ class Losses:
 
 
 class Planner:
-    """Of one worker.  ``node``, ``board``: told in its status.  Called by one thread at a time.
+    """Of one worker.  ``node``, ``peer_store``: told in its status.  Called by one thread at a time.
 
     ``min_replicas``: with fewer the run ends.
     """
@@ -87,7 +87,7 @@ class Planner:
         rules: Rules,
         *,
         node: str,
-        board: str,
+        peer_store: str,
         min_replicas: int,
     ) -> None:
         self._session = session
@@ -96,27 +96,27 @@ class Planner:
         self._edges = edges
         self._rules = rules
         self._node = node
-        self._board = board
+        self._peer_store = peer_store
         self._min_replicas = min_replicas
-        self._losses = Losses(assignment.grid)
-        self._statuses: dict[int, Status] = {}
+        self._losses = Failures(assignment.grid)
+        self._statuses: dict[int, JoinStatus] = {}
         self._explained = ""
         self.why = ""
         """Why the last epoch ended, as the coordinator told."""
 
-    def status(self, **fields: Any) -> Status:
+    def status(self, **fields: Any) -> JoinStatus:
         """What this worker joins with; ``fields`` are added to what holds wherever it is."""
         hooks, mine = self._hooks, self._assignment
         told = {
             "position": mine.position,
             "version": hooks.version(),
             "node": self._node,
-            "board": self._board,
+            "peer_store": self._peer_store,
             **fields,
         }
-        return Status(mine.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **told)
+        return JoinStatus(mine.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **told)
 
-    def meet(self, status: Status, reason: str) -> tuple[Decision, Loss | None]:
+    def meet(self, status: JoinStatus, reason: str) -> tuple[Decision, Failure | None]:
         """Join the next epoch: what it decided, and whom it found missing.
 
         ``reason``: why, if this worker is the first to ask for the epoch.  Raises ``Fenced``, ``CoordinatorLost``,
@@ -125,7 +125,7 @@ class Planner:
         mine = self._assignment
         status = replace(status, unreached=self._edges.look(status.at, lambda: self._session.opened_members))
         plan = self._session.join(status.to_json(), reason)
-        statuses = {int(worker): Status.from_json(value) for worker, value in plan.data["statuses"].items()}
+        statuses = {int(worker): JoinStatus.from_json(value) for worker, value in plan.data["statuses"].items()}
         decision = decide(plan.epoch, statuses, mine.grid, self._rules)
         self._edges.told(decision, statuses, plan.committed)
         self._statuses = statuses
@@ -143,7 +143,7 @@ class Planner:
             for line in news(before, decision, self._statuses, self._edges.tries, self.why):
                 log.info(line)
 
-    def log(self, decision: Decision, lost: Loss | None, seconds: float) -> None:
+    def log(self, decision: Decision, lost: Failure | None, seconds: float) -> None:
         """Write the plan's event; ``seconds``: what it took to meet."""
         self._hooks.log(
             "plan",
@@ -172,7 +172,7 @@ class Planner:
     def _failure(self) -> tuple[str, int | None]:
         """What this worker has found, and with whom it failed, if that is known."""
         mine = self._assignment
-        failure = mine.generation.failure
+        failure = mine.epoch_groups.failure
         if failure is None:
             return "an operation of the epoch has failed", None
         worker = None if failure.slot is None else mine.standing.get(failure.slot)
@@ -195,12 +195,12 @@ class Planner:
             raise CoordinatorLost(reason, EXIT_LOST_MAJORITY)
         if decision.enough >= self._min_replicas:
             return
-        message = self._losses.last_words(decision, self._min_replicas)
+        message = self._losses.report_exception(decision, self._min_replicas)
         self._session.give_up(EXIT_STATE_LOST if decision.state_lost else EXIT_NO_REPLICA, message)
         raise StateLost(message) if decision.state_lost else NoReplica(message)
 
     def lose_state(self, what: str) -> NoReturn:
         """End the run, for all: something of the training's state was lost with those who are gone."""
-        message = self._losses.last_words(replace(self._assignment.decision, state_lost=what), self._min_replicas)
+        message = self._losses.report_exception(replace(self._assignment.decision, state_lost=what), self._min_replicas)
         self._session.give_up(EXIT_STATE_LOST, message)
         raise StateLost(message)

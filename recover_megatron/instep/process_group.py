@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from recover_megatron.collectives.gloo.abortable_work import AbortableWorks
 from recover_megatron.instep.among import Among
 from recover_megatron.instep.callers import caller
-from recover_megatron.instep.generation import name_of
-from recover_megatron.instep.guard import Guard
+from recover_megatron.instep.epoch_groups import name_of
 from recover_megatron.instep.traffic import Mode, Operation, Traffic
 
 
@@ -241,19 +241,19 @@ class EpochGroup(dist.ProcessGroup):
     # Point-to-point messages stay inside a replica (an interleaved pipeline of two stages sends them over the default
     # group): torch's own group carries them, whatever the mode, under the ranks of the launch, or ``mates`` does.
 
-    def guard_by(self, guard: Guard) -> None:
+    def guard_by(self, guard: AbortableWorks) -> None:
         """Have gloo's messages over torch's own group end with ``guard``'s switch."""
         self._guarded = {name: guard.method(name, getattr(self.original, name)) for name in ("send", "recv")}
 
     def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
-        carry, rank = self._carrier("send", to)
+        carry, rank = self._transport_kind("send", to)
         return carry(tensors, rank, tag)
 
     def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:
-        carry, rank = self._carrier("recv", source)
+        carry, rank = self._transport_kind("recv", source)
         return carry(tensors, rank, tag)
 
-    def _carrier(self, name: str, rank: int) -> tuple[Callable[..., dist.Work], int]:
+    def _transport_kind(self, name: str, rank: int) -> tuple[Callable[..., dist.Work], int]:
         slot = self._traffic.members(self)[rank]
         if not self._traffic.is_mate(slot):
             self._traffic.refuse(

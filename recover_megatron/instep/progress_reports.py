@@ -42,7 +42,7 @@ class ProgressReports:
 
     def agree(self, number: int) -> None:
         """Report the decision done and wait for all; raises as ``Session.agree`` does."""
-        self.strike("agree")
+        self.inject("agree")
         self.mark("agree", waiting=True)
         self._session.agree(number)
         self._warm = True
@@ -71,10 +71,10 @@ class ProgressReports:
         """Mark as waiting for storage, in ``phase``: the stall timeout is allowed on top of the hang timeout."""
         before, microbatch, allow = self.phase, self.microbatch, self._allow
         self.mark(phase, microbatch=microbatch, allow=self._session.settings.stall_timeout)
-        self.strike(phase)
+        self.inject(phase)
         yield
         self.mark(before, microbatch=microbatch, allow=allow)
 
-    def strike(self, phase: str, iteration: int | None = None) -> None:
+    def inject(self, phase: str, iteration: int | None = None) -> None:
         """Inject a fault if one is due in this phase of ``iteration``; None: of that under way."""
-        self._hooks.strike(phase, iteration)
+        self._hooks.inject(phase, iteration)

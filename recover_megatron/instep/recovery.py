@@ -21,8 +21,8 @@ from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.boundary import Boundary
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.edges import Edges
+from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.exchange import Exchange
-from recover_megatron.instep.generation import Fabric
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.orphan import Orphan
@@ -41,7 +41,7 @@ class Recovery:
         session: Session,
         me: int,
         grid: LaunchGrid,
-        fabric: Fabric,
+        comm_config: CommunicationConfig,
         hooks: Hooks,
         *,
         slot: int | None,
@@ -56,17 +56,24 @@ class Recovery:
         """
         rules = rules or Rules()
         self.session = session
-        self.fabric = fabric
+        self.comm_config = comm_config
         self.hooks = hooks
         self.progress = ProgressReports(session, hooks)
-        mine = self.assignment = Assignment(session, me, grid, fabric, rules.multiple_of)
+        mine = self.assignment = Assignment(session, me, grid, comm_config, rules.multiple_of)
         if slot is not None:
             mine.stand(*grid.place(slot))
         self.edges = Edges(me)
         self.planner = Planner(
-            session, hooks, mine, self.edges, rules, node=node, board=fabric.board.address, min_replicas=min_replicas
+            session,
+            hooks,
+            mine,
+            self.edges,
+            rules,
+            node=node,
+            peer_store=comm_config.peer_store.address,
+            min_replicas=min_replicas,
         )
-        announcements = Announcements(mine, fabric.board)
+        announcements = Announcements(mine, comm_config.peer_store)
         self.orphan = Orphan(
             session, hooks, self.progress, mine, self.planner, self.edges, announcements, at_launch=slot is not None
         )
@@ -74,7 +81,7 @@ class Recovery:
         self.sections = Sections(hooks, self.progress, mine, self.orphan, self.rendezvous)
         self.boundary = Boundary(hooks, self.progress, mine, self.rendezvous, verify_interval)
         self.exchange = Exchange(
-            hooks, fabric, self.progress, mine, self.planner, self.edges, self.orphan, announcements
+            hooks, comm_config, self.progress, mine, self.planner, self.edges, self.orphan, announcements
         )
         session.on_revoke(self.orphan.revoked)
 
@@ -82,5 +89,5 @@ class Recovery:
         """The training is over for this worker: leave in order, when all have come this far."""
         self.sections.run("end", lambda: None)
         self.orphan.finished = True
-        self.assignment.generation.close()
+        self.assignment.epoch_groups.close()
         self.session.leave()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.decision import Status
+from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.instep.edges import why_out
 from recover_megatron.instep.errors import Orphaned
 from recover_megatron.instep.hooks import Hooks
@@ -54,15 +54,15 @@ class Rendezvous:
         """As ``meet``, at the boundary before step ``number``; ``digest``: of this worker's state."""
         self.meet(self._planner.status(at=number, boundary=True, digest=digest))
 
-    def meet(self, status: Status) -> None:
+    def meet(self, status: JoinStatus) -> None:
         """Meet the others and take up the plan of the next epoch.
 
         Raises ``Orphaned`` when this worker has no place any more, ``NoReplica`` when nobody has, ``Fenced`` and
         ``CoordinatorLost`` when this worker is out.
         """
         self._orphan.leave_if_broken()
-        self._assignment.generation.close()
-        self._progress.strike("recovery")
+        self._assignment.epoch_groups.close()
+        self._progress.inject("recovery")
         self._join(status)
 
     def start(self) -> None:
@@ -81,7 +81,7 @@ class Rendezvous:
         self._session.wait_revoked()
         return self._session.committed >= number
 
-    def _join(self, status: Status) -> None:
+    def _join(self, status: JoinStatus) -> None:
         mine, planner = self._assignment, self._planner
         started, before = time.perf_counter(), mine.taken_up
         decision, lost = planner.meet(status, "asked for by a worker")

@@ -72,7 +72,7 @@ class Sections:
                     # reported it could see it committed, by what others report now, while one of its members runs it
                     # again and needs the rest.  So nobody reports before all have run it again.
                     with self._progress.waiting(kind):
-                        self._assignment.generation.any(False, tuple(sorted(self._assignment.live)))
+                        self._assignment.epoch_groups.any(False, tuple(sorted(self._assignment.live)))
                 result = outcome
                 self._progress.agree(number)
                 self.kept.forget()

@@ -24,7 +24,7 @@ from typing import Any
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.generation import Generation
+from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.transfer import receive, send
 from recover_megatron.workload.shards import (
@@ -58,7 +58,7 @@ def ring_order(column: Sequence[int], grid: LaunchGrid, instances: int = 1) -> C
 
 
 @dataclass(frozen=True)
-class Portion:
+class ElementRange:
     """Part of a bucket that changes hands."""
 
     bucket: int
@@ -201,13 +201,13 @@ class Shards:
 
     def exchange(
         self,
-        generation: Generation,
-        portions: Mapping[tuple[int, int], Sequence[Portion]],
-        give: Callable[[Sequence[Portion]], Any],
-        take: Callable[[Sequence[Portion], Any], None],
+        epoch_groups: EpochGroups,
+        element_ranges: Mapping[tuple[int, int], Sequence[ElementRange]],
+        give: Callable[[Sequence[ElementRange]], Any],
+        take: Callable[[Sequence[ElementRange], Any], None],
         progress: Callable[[], None],
     ) -> int:
-        """Give and get all ``portions``, by (source, target), both workers; the bytes that came.
+        """Give and get all ``element_ranges``, by (source, target), both workers; the bytes that came.
 
         ``give`` makes a tree of them (see ``transfer``), ``take`` gets it.  Every worker sends to others in ascending
         order from a thread, and receives from them in ascending order, so nobody waits in a circle.  Raises
@@ -217,39 +217,39 @@ class Shards:
         me = self._me
 
         def pair(source: int, target: int) -> Any:
-            return generation.control("shards", (slots[source], slots[target]))
+            return epoch_groups.control("shards", (slots[source], slots[target]))
 
         failed: list[BaseException] = []
 
         def give_all() -> None:
-            for target in sorted(target for source, target in portions if source == me):
+            for target in sorted(target for source, target in element_ranges if source == me):
                 try:
-                    send(give(portions[me, target]), pair(me, target), 1)
+                    send(give(element_ranges[me, target]), pair(me, target), 1)
                 except EpochRevoked:
                     return  # told to the main thread, too
                 except (PeerLost, TimeoutError) as error:
-                    generation.end(f"worker {target} could not be given a part of the state: {error}")
+                    epoch_groups.end(f"worker {target} could not be given a part of the state: {error}")
                 except BaseException as error:  # noqa: BLE001  the thread's boundary: this worker's own fault, raised below
                     failed.append(error)
-                    generation.end(f"worker {me} cannot give a part of the state: {error}")
+                    epoch_groups.end(f"worker {me} cannot give a part of the state: {error}")
                     return
 
         giver = threading.Thread(target=give_all, name="giving parts of the optimizer's state", daemon=True)
         giver.start()
         came = 0
         try:
-            for source in sorted(source for source, target in portions if target == me):
+            for source in sorted(source for source, target in element_ranges if target == me):
                 tree, size = receive(pair(source, me), 0, progress)
-                take(portions[source, me], tree)
+                take(element_ranges[source, me], tree)
                 came += size
         except (PeerLost, TimeoutError) as error:
-            generation.end(f"worker {source} could not give a part of the state: {error}")
-            raise EpochRevoked(generation.number, str(error)) from error
+            epoch_groups.end(f"worker {source} could not give a part of the state: {error}")
+            raise EpochRevoked(epoch_groups.number, str(error)) from error
         finally:
             giver.join()
             if failed:
                 raise failed[0]
-        generation.check()
+        epoch_groups.check()
         return came
 
 

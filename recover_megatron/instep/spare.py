@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from recover_megatron.instep.decision import Decision, Status
+from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.errors import NoReplica, StateLost
 from recover_megatron.instep.planner import Planner
 from recover_megatron.membership.errors import (
@@ -78,7 +78,7 @@ Outcome = Placed | Rebuild | Mirror | Over
 class Spare:
     """Of worker ``me``.  ``status``: what it joins with until its main thread arrives."""
 
-    def __init__(self, planner: Planner, session: Session, me: int, status: Status) -> None:
+    def __init__(self, planner: Planner, session: Session, me: int, status: JoinStatus) -> None:
         self._planner = planner
         self._session = session
         self._me = me
@@ -154,7 +154,7 @@ class Spare:
         decision, _ = planner.meet(sent, f"worker {me} is a spare: {sent.note}")
         with self._changed:
             news = self._here and not told
-            # Should nobody else be left, the last words are this worker's: it remembers what the others told.
+            # Should nobody else be left, the exception report are this worker's: it remembers what the others told.
             self._status = replace(
                 self._status,
                 at=max(self._status.at, decision.at),

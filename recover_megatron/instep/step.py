@@ -58,7 +58,7 @@ class Trainer(Protocol):
     def compute(self, ids: Sequence[int], *, again: bool) -> None:
         """Run these microbatches forward and backward and add their gradients to the buckets, summing nothing.
 
-        ``ids`` are those of this worker's lane.  ``again``: on top of what earlier calls of this step added.
+        ``ids`` are those of this worker's inner rank.  ``again``: on top of what earlier calls of this step added.
         """
 
     def settle(self) -> None:
@@ -160,8 +160,8 @@ class Step:
         """My replica's share of the microbatches; buckets that are complete are summed meanwhile."""
         mine = self._assignment
         self._progress.mark("forward")
-        if not mine.generation.over:
-            self._trainer.gradients.stream(mine.generation, mine.live)
+        if not mine.epoch_groups.over:
+            self._trainer.gradients.stream(mine.epoch_groups, mine.live)
         self._run_microbatches()
         return State.REDUCE
 
@@ -171,7 +171,7 @@ class Step:
         self._progress.mark("reduce-scatter", waiting=True)
         self._orphan.check()
         self._tail.fill(mine.replica, self._ran, self._trainer.extras(), self._share, self._pace)
-        self._trainer.gradients.reduce(mine.generation, mine.live, self._tail)
+        self._trainer.gradients.reduce(mine.epoch_groups, mine.live, self._tail)
         self._tail.verify()
         return State.AGREE
 
@@ -191,8 +191,8 @@ class Step:
         if mine.committed(self._number):
             self._outcome.by_plan = True
             return State.COMMITTED
-        for replica, lanes in mine.decision.rerun.items():
-            if lost := [j for lane in lanes for j in lane]:
+        for replica, inner_ranks in mine.decision.rerun.items():
+            if lost := [j for inner_rank in inner_ranks for j in inner_rank]:
                 self._outcome.reran.setdefault(replica, []).extend(lost)
         self._todo = mine.decision.rerun.get(mine.replica, [])
         return State.RERUN
@@ -205,8 +205,8 @@ class Step:
             self._open_rings()
         # If it is revoked: other columns may have finished and be running already, so this one runs, and tells later.
         with self._phase("pull"), suppress(EpochRevoked):
-            gradients.pull(mine.generation, mine.live, self._tail)
-        self._progress.strike("recovery")
+            gradients.pull(mine.epoch_groups, mine.live, self._tail)
+        self._progress.inject("recovery")
         with self._phase("rerun"):
             kept = gradients.set_aside()
             self._outcome.aside_bytes = max(self._outcome.aside_bytes, sum(aside.nbytes for aside in kept))
@@ -221,18 +221,18 @@ class Step:
         """Open the rings of this epoch before anything depends on them."""
         with suppress(EpochRevoked):  # raised again in REDUCE
             for column in dict.fromkeys([*self._trainer.gradients.columns, self._tail.column]):
-                self._assignment.generation.ring(alive(column, self._assignment.live))
+                self._assignment.epoch_groups.ring(alive(column, self._assignment.live))
 
     def _run_microbatches(self) -> None:
-        mine = self._todo[self._assignment.lane] if self._todo else []
-        self._progress.tried.update(j for lane in self._todo if lane is not mine for j in lane)
+        mine = self._todo[self._assignment.inner_rank] if self._todo else []
+        self._progress.tried.update(j for inner_rank in self._todo if inner_rank is not mine for j in inner_rank)
         if mine:
             started = time.perf_counter()
             self._trainer.compute(mine, again=self._again)
             if not self._again:
                 self._pace = (time.perf_counter() - started) / len(mine)
             self._again = True
-        self._ran += [j for lane in self._todo for j in lane]
+        self._ran += [j for inner_rank in self._todo for j in inner_rank]
         self._todo = []
         self._trainer.settle()
 

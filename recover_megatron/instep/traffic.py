@@ -20,9 +20,9 @@ from typing import Any, NoReturn, Protocol
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.instep.among import Among
 from recover_megatron.instep.callers import Caller, caller
+from recover_megatron.instep.epoch_groups import Failure
 from recover_megatron.instep.errors import UnknownOperation
 from recover_megatron.instep.exchange import AnyBackend
-from recover_megatron.instep.generation import Failure
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.staging import Staged
 
@@ -120,7 +120,7 @@ class Traffic:
             alone()
         elif self.mode is Mode.OPEN:
             self._once(group, operation)
-        elif self.mode is Mode.DEFERRED and self.recovery is not None and self.recovery.assignment.generation.over:
+        elif self.mode is Mode.DEFERRED and self.recovery is not None and self.recovery.assignment.epoch_groups.over:
             alone()
         else:
             try:
@@ -147,7 +147,7 @@ class Traffic:
         assert recovery is not None
 
         def perform(backend: AnyBackend, present: Sequence[int]) -> None:
-            recovery.progress.strike("traffic")
+            recovery.progress.inject("traffic")
             among = Among(members, tuple(present))
             backend.wait(backend.call(lambda on: operation(staged.to(on), among)))
 
@@ -157,15 +157,15 @@ class Traffic:
     def _inside(self, group: OverReplicas, operation: Operation) -> None:
         """In a section: a second run of it finds its tensors as the first one did."""
         assert self.recovery is not None
-        generation, members = self.recovery.assignment.generation, self.members(group)
-        self.recovery.progress.strike("traffic")
+        epoch_groups, members = self.recovery.assignment.epoch_groups, self.members(group)
+        self.recovery.progress.inject("traffic")
         try:
             with self.recovery.progress.waiting(f"{group.label} operation"):
-                backend = generation.control(group.label, members)
+                backend = epoch_groups.control(group.label, members)
                 staged = Staged()
                 backend.wait(backend.call(lambda on: operation(staged.to(on), Among(members, members))))
                 self.recovery.sections.kept.keep(staged.spoiled)
                 staged.bring_back()
         except PeerLost as lost:
-            generation.fail(Failure(str(lost), lost.peer, lost.road))
-            raise EpochRevoked(generation.number, str(lost)) from lost
+            epoch_groups.fail(Failure(str(lost), lost.peer, lost.road))
+            raise EpochRevoked(epoch_groups.number, str(lost)) from lost

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from recover_megatron.collectives.gloo import GlooBackend
+from recover_megatron.collectives.gloo.abort import GlooBackend
 from recover_megatron.instep.errors import Disagreement
 
 CHUNK = 8 << 20

@@ -14,7 +14,7 @@ Modules, from the outside in::
     worker_table                    the workers' records and processes
     worker_environment, interfaces  what they find in their environment, and over which network they talk
     processes, exec_worker          start a process that dies with the launcher; find and kill what is left of it
-    subreaper, warden               ... while the launcher lives; ... when it has been killed
+    subreaper, reaper               ... while the launcher lives; ... when it has been killed
     start_up                        what the loss of a worker means until the training has begun
     newcomers, late_newcomers       workers that are started while the run goes on; those that come too late
     output, sink                    workers' output: prefixes, log files, bounded memory

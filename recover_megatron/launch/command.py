@@ -32,7 +32,7 @@ def run_guarded(argv: Sequence[str]) -> int:
     _open_standard_streams()
     try:
         return run(argv)
-    except Exception:  # noqa: BLE001 - shown in full; the warden ends the workers when this process has ended
+    except Exception:  # noqa: BLE001 - shown in full; the reaper ends the workers when this process has ended
         traceback.print_exc()
         log.info("this is a fault of recover-run itself; all workers are killed")
         return LAUNCH_FAILED

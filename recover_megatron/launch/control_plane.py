@@ -3,12 +3,12 @@
 The launcher of a single-node launch starts two candidate coordinators on loopback (processes of their own; when one is
 killed the workers turn to the other, and the launcher starts another in its place: hosted.py); of several launchers
 each of the first three starts one (candidates.py); one that joins a running job starts none.  A launcher gives its
-workers the addresses and the job's secret, and is the witness of its node: it says how its workers end, and kills those
-that the coordinator puts out.  A script that never opens a session is not affected.
+workers the addresses and the job's secret, and is the node agent of its node: it says how its workers end, and kills
+those that the coordinator puts out.  A script that never opens a session is not affected.
 
     RECOVER_COORDINATOR   host:port,host:port   the candidates, in the order in which the members turn to them
     RECOVER_SECRET        the job's secret: the user's own, or a random one for this launch
-    RECOVER_NODE          the name under which this launcher is a witness
+    RECOVER_NODE_AGENT          the name under which this launcher is a node agent
     RECOVER_HOST          several nodes: the address by which the others reach this one
 """
 
@@ -30,8 +30,8 @@ from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import CoordinatorLost
+from recover_megatron.membership.node_agent import NodeAgent
 from recover_megatron.membership.records import Settings
-from recover_megatron.membership.witness import Witness
 from recover_megatron.membership.worker import COORDINATOR_VARIABLE, HOST_VARIABLE, NODE_VARIABLE
 
 HERE = 2
@@ -62,7 +62,8 @@ class ControlPlaneEvents(Protocol):
 
 
 class ControlPlane:
-    """Candidates and witness of one launch: nothing until ``open``; not opened it knows nobody and has decided nothing.
+    """Candidates and node agent of one launch: nothing until ``open``; not opened it knows nobody and has decided
+    nothing.
 
     Callbacks that its methods take are called in the main thread, by the event loop.
     """
@@ -92,7 +93,7 @@ class ControlPlane:
         self._variables: dict[str, str] = {}
         self._candidates: dict[int, HostedCandidate] = {}
         """By their place among the addresses."""
-        self._witness: Witness | None = None
+        self._node_agent: NodeAgent | None = None
 
     def open(self, candidates: Candidates | None) -> None:
         """Start this launcher's candidates and open its session; once.
@@ -105,7 +106,7 @@ class ControlPlane:
         environment = {**self._inherited, **made_up, LAUNCH_ID_VARIABLE: plan.launch_id}
         secret = find_secret(environment)
         addresses, listeners, host = self._places(candidates)
-        self._witness = Witness(
+        self._node_agent = NodeAgent(
             addresses,
             plan.node_name,
             secret,
@@ -121,7 +122,7 @@ class ControlPlane:
         except OSError:
             self.end_candidates()
             self.close()
-            self._witness = None
+            self._node_agent = None
             raise
         self._variables = {
             **made_up,
@@ -149,13 +150,13 @@ class ControlPlane:
         listeners: Sequence[tuple[int, socket.socket]],
         environment: Mapping[str, str],
     ) -> None:
-        assert self._witness is not None
+        assert self._node_agent is not None
         plan = self._plan
         for number, listener in listeners:
             events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
             command = CandidateCommand(number, plan.world_size, events, self._settings, environment)
             place = list(addresses).index(listener.getsockname()[:2])
-            self._candidates[place] = HostedCandidate(self._loop, command, listener, self._witness, self._say)
+            self._candidates[place] = HostedCandidate(self._loop, command, listener, self._node_agent, self._say)
 
     def end_candidates(self) -> None:
         """The launch is over: the candidates that run are killed with it, and no others are started."""
@@ -164,29 +165,29 @@ class ControlPlane:
         self._candidates.clear()
 
     def close(self) -> None:
-        """End the witness's session; the candidates end with the launch."""
-        if self._witness is not None:
-            self._witness.close()
+        """End the node agent's session; the candidates end with the launch."""
+        if self._node_agent is not None:
+            self._node_agent.close()
 
     # --- what the launcher tells ---
 
     def spawned(self, worker_id: int, pid: int) -> None:
         """A worker of this node has been started."""
-        if self._witness is not None:
-            self._witness.spawned(worker_id, pid)
+        if self._node_agent is not None:
+            self._node_agent.spawned(worker_id, pid)
 
     def ended(self, worker_id: int, how: str) -> None:
         """A worker of this node has been reaped; ``how``: "SIGKILL", "exit code 1"."""
-        if self._witness is not None:
-            self._witness.ended(worker_id, how)
+        if self._node_agent is not None:
+            self._node_agent.ended(worker_id, how)
 
     def stopping(self, number: int) -> None:
         """The signal ``number`` has told this launcher to end its workers.
 
         Said before they end, or their ends would be losses.
         """
-        if self._witness is not None:
-            self._witness.stopping(number, STOPPING_SECONDS)
+        if self._node_agent is not None:
+            self._node_agent.stopping(number, STOPPING_SECONDS)
 
     # --- what the launcher asks ---
 
@@ -208,78 +209,78 @@ class ControlPlane:
     @property
     def led(self) -> bool:
         """Whether a coordinator leads, or has led."""
-        return self._witness is not None and self._witness.led
+        return self._node_agent is not None and self._node_agent.led
 
     @property
     def undecided(self) -> bool:
         """Whether the run is under way, for all that this launcher knows: others may go on without its workers."""
-        return self._witness is not None and self._witness.led and self._witness.out is None
+        return self._node_agent is not None and self._node_agent.led and self._node_agent.out is None
 
     @property
     def under_way(self) -> bool:
         """Whether the run has had its first plan, and goes on."""
-        return self._witness is not None and self._witness.epoch > 0 and self._witness.out is None
+        return self._node_agent is not None and self._node_agent.epoch > 0 and self._node_agent.out is None
 
     @property
     def planned(self) -> frozenset[int]:
         """The workers that were in any plan."""
-        return self._witness.planned if self._witness is not None else NOBODY
+        return self._node_agent.planned if self._node_agent is not None else NOBODY
 
     @property
     def condemned(self) -> frozenset[int]:
         """The workers that the coordinator has put out: they do not go on."""
-        return self._witness.condemned if self._witness is not None else NOBODY
+        return self._node_agent.condemned if self._node_agent is not None else NOBODY
 
     @property
     def taken(self) -> frozenset[int]:
         """The ids that the run has used."""
-        return self._witness.taken if self._witness is not None else NOBODY
+        return self._node_agent.taken if self._node_agent is not None else NOBODY
 
     @property
     def missing(self) -> frozenset[int]:
         """Whom, of the workers of the launch, the coordinator does without; nobody before it leads."""
-        return self._witness.missing(self._plan.world_size) if self._witness is not None else NOBODY
+        return self._node_agent.missing(self._plan.world_size) if self._node_agent is not None else NOBODY
 
     @property
     def told(self) -> bool:
         """Whether a coordinator has said how the run ends; else what ``verdict`` says is that none was reached."""
-        out = self._witness.out if self._witness is not None else None
+        out = self._node_agent.out if self._node_agent is not None else None
         return isinstance(out, CoordinatorLost) and out.told
 
     @property
     def reason(self) -> str:
         """Why the run has ended, as the coordinator told; empty if it has told nothing."""
-        out = self._witness.out if self._witness is not None else None
+        out = self._node_agent.out if self._node_agent is not None else None
         return str(out) if isinstance(out, CoordinatorLost) else ""
 
     @property
     def complaint(self) -> str:
         """Why this launcher has no coordinator any more; empty: it has, or still looks for one."""
-        return str((self._witness.out if self._witness is not None else None) or "")
+        return str((self._node_agent.out if self._node_agent is not None else None) or "")
 
     # --- waiting ---
 
     def when_decided(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the run is over or no coordinator is reached any more."""
-        assert self._witness is not None
-        self._after(self._witness.wait_out, callback)
+        assert self._node_agent is not None
+        self._after(self._node_agent.wait_out, callback)
 
     def when_led(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call ``callback`` when a coordinator leads, or is not reached within ``seconds``."""
-        witness = self._witness
-        assert witness is not None
-        self._after(lambda: witness.wait_led(seconds), callback)
+        node_agent = self._node_agent
+        assert node_agent is not None
+        self._after(lambda: node_agent.wait_led(seconds), callback)
 
     def when_up_to_date(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call ``callback`` when all is known that the coordinator knows now, after ``seconds`` at the latest.
 
         Without a session: at once.
         """
-        witness = self._witness
-        if witness is None:
+        node_agent = self._node_agent
+        if node_agent is None:
             callback()
         else:
-            self._after(lambda: witness.catch_up(seconds), callback)
+            self._after(lambda: node_agent.catch_up(seconds), callback)
 
     def _after(self, wait: Callable[[], object], callback: Callable[[], None]) -> None:
         def run() -> None:
@@ -294,14 +295,14 @@ class ControlPlane:
         Asked when all workers have ended; waits LAST_WORD_SECONDS.  None: it decided nothing, since no worker opened a
         session, or the run did not get as far as its first epoch; unless a worker said that the run must end.
         """
-        witness = self._witness
-        if witness is None:
+        node_agent = self._node_agent
+        if node_agent is None:
             return None
-        witness.catch_up(LAST_WORD_SECONDS)  # the last worker may have been told first
-        if not witness.led and witness.out is None:
+        node_agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have been told first
+        if not node_agent.led and node_agent.out is None:
             return None
-        out = witness.wait_out(LAST_WORD_SECONDS)
-        if not isinstance(out, CoordinatorLost) or (witness.epoch == 0 and out.by is None):
+        out = node_agent.wait_out(LAST_WORD_SECONDS)
+        if not isinstance(out, CoordinatorLost) or (node_agent.epoch == 0 and out.by is None):
             return None
         return out.code
 
@@ -310,7 +311,7 @@ class ControlPlane:
 
         Where it is one of this launch's own, which would be ended with it. Returns when it has ended by itself.
         """
-        candidate = self._candidates.get(self._witness.candidate) if self._witness is not None else None
+        candidate = self._candidates.get(self._node_agent.candidate) if self._node_agent is not None else None
         if not self.told or candidate is None or candidate.pid is None:
             return
         try:

@@ -19,7 +19,7 @@ NO_FAULT = (*RUN_VERDICTS, EXIT_FENCED)
 """What a worker ends with that has nothing wrong itself."""
 
 
-class Outcome(NamedTuple):
+class ExitOutcome(NamedTuple):
     """The end of one worker: exactly one of ``exit_code`` and ``signal`` is set; ``ended`` orders the ends."""
 
     worker_id: int
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
         return 128 + self.signal if self.signal is not None else self.exit_code or 0
 
 
-def start_exit_code(outcomes: Sequence[Outcome], fault_tolerant: bool) -> int:
+def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
     """The exit code of a launch that lost a worker before the training began; ``outcomes``: of those that have ended.
 
     The first row that fits decides:
@@ -55,7 +55,7 @@ def start_exit_code(outcomes: Sequence[Outcome], fault_tolerant: bool) -> int:
     return faults[0] if faults and faults[0] is not None else EXIT_NO_REPLICA
 
 
-def run_exit_code(outcomes: Sequence[Outcome], fault_tolerant: bool) -> int:
+def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
     """The exit code of a run that ended by itself (a run ended by signal S exits with 128 + S instead).
 
     A run whose workers had sessions ends as their coordinator decided (``ControlPlane.verdict``), with the code that a

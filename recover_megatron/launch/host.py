@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from recover_megatron.launch.candidates import Address, Candidates, OwnPlace, address_from, hosting
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, Outcome
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, ExitOutcome
 from recover_megatron.launch.messages import SHARE_A_SECRET
 from recover_megatron.launch.node_events import NodeEvents
 from recover_megatron.launch.plan import LaunchPlan
@@ -218,8 +218,8 @@ class Host:
         self._store.set(PREFIX + key, self._values[key])
 
 
-def _outcome(worker_id: int, exit_code: int | None, signal_number: int | None, ended: float) -> Outcome:
-    return Outcome(
+def _outcome(worker_id: int, exit_code: int | None, signal_number: int | None, ended: float) -> ExitOutcome:
+    return ExitOutcome(
         int(worker_id),
         None if exit_code is None else int(exit_code),
         None if signal_number is None else int(signal_number),

@@ -20,8 +20,8 @@ from pathlib import Path
 from recover_megatron.launch.loop import EventLoop, Timer
 from recover_megatron.launch.processes import spawn
 from recover_megatron.launch.states import signal_name
+from recover_megatron.membership.node_agent import NodeAgent
 from recover_megatron.membership.records import Settings
-from recover_megatron.membership.witness import Witness
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds before the next start, by how many candidates have ended soon one after the other."""
@@ -71,18 +71,18 @@ class HostedCandidate:
         loop: EventLoop,
         command: CandidateCommand,
         listener: socket.socket,
-        witness: Witness,
+        node_agent: NodeAgent,
         say: Callable[[str], None],
     ) -> None:
         """Starts the first process.  Raises OSError where it cannot be started.
 
-        ``witness``: the launcher's own session, which knows whether the run has ended, so that nobody needs another
+        ``node_agent``: the launcher's own session, which knows whether the run has ended, so that nobody needs another
         candidate.
         """
         self._loop = loop
         self._command = command
         self._listener = listener
-        self._witness = witness
+        self._node_agent = node_agent
         self._say = say
         self._timer: Timer | None = None
         self._soon = 0
@@ -129,7 +129,7 @@ class HostedCandidate:
 
     def _replace(self, what: str) -> None:
         self._timer = None
-        if self._witness.out is not None:
+        if self._node_agent.out is not None:
             return
         try:
             self._run()

@@ -17,7 +17,7 @@ from recover_megatron.launch.folder_lock import BEAT_SECONDS, FolderLock
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import LogFile
 from recover_megatron.launch.secret_file import SecretFile
-from recover_megatron.launch.states import Worker
+from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.launch.workers_file import WorkersFile
 from recover_megatron.log_writer import PATIENCE_SECONDS, Aside, LogWriter, flush_all
 
@@ -56,7 +56,7 @@ class LogFolder:
         self._logs.append(log.file)
         return log
 
-    def write_workers(self, run_id: str, workers: Sequence[Worker]) -> bool:
+    def write_workers(self, run_id: str, workers: Sequence[WorkerProcess]) -> bool:
         """Bring workers.json up to date.  False: the folder is not this run's yet; call it again."""
         if self._lock is not None and not self._lock.held:
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.states import Worker, WorkerState, describe_end
+from recover_megatron.launch.states import WorkerProcess, WorkerState, describe_end
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 SHARE_A_SECRET = (
@@ -32,7 +32,9 @@ def opening(plan: LaunchPlan) -> str:
     )
 
 
-def worker_ended(worker: Worker, others: int, left_behind: int, successor: Worker | None, killed: int) -> str:
+def worker_ended(
+    worker: WorkerProcess, others: int, left_behind: int, successor: WorkerProcess | None, killed: int
+) -> str:
     """One worker's death, or its end with leftovers; ``others`` workers of this node go on, ``killed`` are next."""
     how, swept = _how(worker), _swept(left_behind)
     if worker.state is WorkerState.FINISHED:
@@ -47,17 +49,17 @@ def worker_ended(worker: Worker, others: int, left_behind: int, successor: Worke
     return f"{_who(worker)} {how} after {seconds(worker)}{swept}; {now}; {_log(worker)}"
 
 
-def worker_lost_at_start(worker: Worker, left_behind: int, cause: str) -> str:
+def worker_lost_at_start(worker: WorkerProcess, left_behind: int, cause: str) -> str:
     """A worker that was lost before the training began; ``cause``: the last that it said, if that may be why."""
     why = f" ({cause})" if cause else ""
     return f"{_who(worker)} {_how(worker)} after {seconds(worker)}{why}{_swept(left_behind)}; {_log(worker)}"
 
 
-def _who(worker: Worker) -> str:
+def _who(worker: WorkerProcess) -> str:
     return f"worker {worker.worker_id} on {worker.host} (pid {worker.pid})"
 
 
-def _how(worker: Worker) -> str:
+def _how(worker: WorkerProcess) -> str:
     end = describe_end(worker.exit_code, worker.signal)
     return {
         WorkerState.FINISHED: "finished",
@@ -70,11 +72,11 @@ def _swept(left_behind: int) -> str:
     return f"; {count(left_behind, 'process', 'processes')} it left behind ended" if left_behind else ""
 
 
-def _log(worker: Worker) -> str:
+def _log(worker: WorkerProcess) -> str:
     return f"its log: {worker.log}" if worker.log else "no log kept (--log-dir)"
 
 
-def late(worker: Worker) -> str:
+def late(worker: WorkerProcess) -> str:
     """A newcomer that was not ready in time."""
     return f"the run is over before worker {worker.worker_id} was in it: killing it"
 
@@ -87,10 +89,10 @@ def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
     )
 
 
-def summary(workers: Sequence[Worker], code: int) -> str:
+def summary(workers: Sequence[WorkerProcess], code: int) -> str:
     """One line on everybody's end; workers that ended alike are named once, together."""
     finished = [worker for worker in workers if worker.state is WorkerState.FINISHED]
-    groups: dict[str, list[Worker]] = {}
+    groups: dict[str, list[WorkerProcess]] = {}
     never = [worker for worker in workers if worker.pid is None]
     for worker in sorted(workers, key=lambda worker: worker.ended or 0.0):
         if worker.state in (WorkerState.FAILED, WorkerState.KILLED) and worker.pid is not None:
@@ -122,7 +124,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def seconds(worker: Worker) -> str:
+def seconds(worker: WorkerProcess) -> str:
     """How long ``worker`` ran."""
     if worker.started is None or worker.ended is None:
         return "0.0 s"

@@ -17,14 +17,14 @@ from collections.abc import Callable
 
 from recover_megatron.launch.exit_codes import RUN_VERDICTS
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.states import Worker, WorkerState
+from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.membership.errors import EXIT_FENCED
 from recover_megatron.membership.records import MAX_WORKERS
 
 JOINED_FROM = 1 << 19
 
 
-def launched(plan: LaunchPlan) -> list[Worker]:
+def launched(plan: LaunchPlan) -> list[WorkerProcess]:
     """The workers of this node that the launch has from the beginning; of one that joins: none yet."""
     if plan.joins:
         return []
@@ -35,7 +35,7 @@ def launched(plan: LaunchPlan) -> list[Worker]:
     return workers
 
 
-def joined(plan: LaunchPlan, taken: frozenset[int], draw: Callable[[int], int]) -> list[Worker]:
+def joined(plan: LaunchPlan, taken: frozenset[int], draw: Callable[[int], int]) -> list[WorkerProcess]:
     """The workers of a launcher that joins a run; ``draw(n)``: a random number below n."""
     count = plan.nproc_per_node + plan.max_restarts
     while True:
@@ -53,7 +53,7 @@ class Replacements:
         self.put_out: set[int] = set()
         """Workers that the coordinator has put out of the run."""
 
-    def of(self, worker: Worker, first_joined: int) -> Worker | None:
+    def of(self, worker: WorkerProcess, first_joined: int) -> WorkerProcess | None:
         """The one that takes the place of ``worker``, which has ended while the run goes on; None: nobody does.
 
         ``first_joined``: the lowest id of a launcher that joins. Who finished, or ended by what is decided about the
@@ -73,6 +73,8 @@ class Replacements:
         return successor
 
 
-def _worker(plan: LaunchPlan, worker_id: int, local_rank: int, rank: int | None) -> Worker:
+def _worker(plan: LaunchPlan, worker_id: int, local_rank: int, rank: int | None) -> WorkerProcess:
     log = str(path) if (path := plan.log_file(worker_id)) else None
-    return Worker(worker_id, None, plan.host, WorkerState.STARTING, plan.node_rank, local_rank, log=log, rank=rank)
+    return WorkerProcess(
+        worker_id, None, plan.host, WorkerState.STARTING, plan.node_rank, local_rank, log=log, rank=rank
+    )

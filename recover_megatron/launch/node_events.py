@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from recover_megatron.launch.candidates import Candidates
-from recover_megatron.launch.exit_codes import Outcome
+from recover_megatron.launch.exit_codes import ExitOutcome
 
 
 class NodeEvents(Protocol):
@@ -35,7 +35,7 @@ class NodeEvents(Protocol):
     def store_back(self) -> None:
         """It is reached again."""
 
-    def report(self, node_rank: int, outcomes: list[Outcome]) -> None:
+    def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None:
         """The workers of a node have ended so (node 0)."""
 
     def node_lost(self, node_rank: int) -> None:

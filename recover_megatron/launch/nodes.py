@@ -24,7 +24,7 @@ worker starts before all know all of them.  Node 0 keeps the store up until it k
 ended, or the node's count has stopped for LOST_SECONDS.
 
 Store operations block, so each side (guest.py, host.py) runs in a thread of its own and calls back through the event
-loop; last words go over a connection of their own.
+loop; exception report go over a connection of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, Outcome
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, ExitOutcome
 from recover_megatron.launch.guest import Guest
 from recover_megatron.launch.host import Host
 from recover_megatron.launch.loop import EventLoop
@@ -60,7 +60,7 @@ class NodeThreads:
         self._store: Store | None = None  # keeps the server alive
         self._guest = Guest(plan, self._seal, events, self._tell)
         self._host: Host | None = None
-        self._last_words: list[threading.Thread] = []
+        self._report_exception: list[threading.Thread] = []
 
     def serve(self, listener: socket.socket) -> None:
         """Node 0: serve the store, and follow the other nodes."""
@@ -70,19 +70,19 @@ class NodeThreads:
         """Another node: take part in the launch of node 0."""
         self._run(self._guest.run)
 
-    def deliver(self, outcomes: list[Outcome]) -> None:
+    def deliver(self, outcomes: list[ExitOutcome]) -> None:
         """Another node: tell how its workers ended."""
         self._run(lambda: self._deliver({"report": outcomes}))
 
     def fail(self, reason: str, code: int) -> None:
         """Have all nodes end the launch with ``code``; this node ends by itself."""
         if self._plan.nnodes > 1:
-            self._last_words.append(self._run(lambda: self._fail(reason, code)))
+            self._report_exception.append(self._run(lambda: self._fail(reason, code)))
 
     def settle(self, seconds: float) -> None:
         """Wait until the others know of ``fail``, at most so long."""
         until = time.monotonic() + seconds
-        for thread in self._last_words:
+        for thread in self._report_exception:
             thread.join(max(0.0, until - time.monotonic()))
 
     @property

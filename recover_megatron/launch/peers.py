@@ -11,7 +11,7 @@ from typing import Protocol
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.candidates import Candidates
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, Outcome
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, ExitOutcome
 from recover_megatron.launch.host import LOST_SECONDS
 from recover_megatron.launch.loop import EventLoop, Timer
 from recover_megatron.launch.nodes import NodeThreads
@@ -63,7 +63,7 @@ class Peers:
         self._events = events
         self.joined = plan.node_rank == 0
         self.run_id = plan.run_id
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[ExitOutcome] = []
         """Of the workers of other nodes (known to node 0 only)."""
         self._lost: set[int] = set()
         self._unreported = set(range(1, plan.nnodes)) if plan.node_rank == 0 else set()
@@ -89,7 +89,7 @@ class Peers:
             self._threads.serve(self._listener)
             self._listener = None
 
-    def own_workers_ended(self, outcomes: list[Outcome]) -> bool:
+    def own_workers_ended(self, outcomes: list[ExitOutcome]) -> bool:
         """Report them.  Whether the launcher must stay until ``peers_ended`` is called."""
         if self._plan.node_rank > 0 and not self._store_lost:
             self._threads.deliver(outcomes)
@@ -163,7 +163,7 @@ class Peers:
             self._store_lost = False
             self._say("the store of node 0 is reached again")
 
-    def report(self, node_rank: int, outcomes: list[Outcome]) -> None:
+    def report(self, node_rank: int, outcomes: list[ExitOutcome]) -> None:
         """The workers of another node have ended so."""
         self.outcomes += outcomes
         self._node_ended(node_rank)

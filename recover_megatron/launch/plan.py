@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recover_megatron.arguments import LOG_DIR_VARIABLE
-from recover_megatron.launch.states import Worker
+from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.membership.worker import (
     JOIN_VARIABLE,
     NODE_NAME_VARIABLE,
     SPARE_VARIABLE,
-    WORKER_VARIABLE,
+    WORKER_ID_VARIABLE,
 )
 
 LAUNCH_ID_VARIABLE = "RECOVER_LAUNCH_ID"
-WORKER_ID_VARIABLE = "RECOVER_WORKER_ID"
 TRAINING = "pretrain_gpt_recover"
 """The script that comes with this package, as a file or a module."""
 
@@ -77,7 +76,7 @@ class LaunchPlan:
 
     @property
     def node_name(self) -> str:
-        """The name of this node in the run, and of its launcher as a witness."""
+        """The name of this node in the run, and of its launcher as a node agent."""
         return f"{self.host}-joined-{self.launch_id}" if self.joins else f"{self.host}-{self.node_rank}"
 
     @property
@@ -102,7 +101,7 @@ def sets_omp_threads(plan: LaunchPlan, inherited: Mapping[str, str]) -> bool:
 def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that all workers of this node share: the inherited ones, torchrun's and ours."""
     environment = dict(inherited)
-    for name in (LOG_DIR_VARIABLE, WORKER_VARIABLE, JOIN_VARIABLE, SPARE_VARIABLE):
+    for name in (LOG_DIR_VARIABLE, JOIN_VARIABLE, SPARE_VARIABLE):
         environment.pop(name, None)
     environment |= {
         NODE_NAME_VARIABLE: plan.node_name,
@@ -127,7 +126,7 @@ def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[s
     return environment
 
 
-def worker_variables(plan: LaunchPlan, worker: Worker, run_id: str) -> dict[str, str]:
+def worker_variables(plan: LaunchPlan, worker: WorkerProcess, run_id: str) -> dict[str, str]:
     """The environment variables that differ from worker to worker, or are not known when the launch starts."""
     rank, worker_id = str(worker.rank or 0), str(worker.worker_id)
     variables = {
@@ -138,7 +137,7 @@ def worker_variables(plan: LaunchPlan, worker: Worker, run_id: str) -> dict[str,
         WORKER_ID_VARIABLE: worker_id,
     }
     if worker.worker_id >= plan.world_size:
-        variables |= {WORKER_VARIABLE: worker_id, JOIN_VARIABLE: "1"}
+        variables |= {JOIN_VARIABLE: "1"}
         if worker.rank is None and not plan.joins:
             variables[SPARE_VARIABLE] = "1"
     return variables

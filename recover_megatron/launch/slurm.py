@@ -27,7 +27,7 @@ PORTS_OF_A_STEP = 8
 
 
 @dataclass(frozen=True)
-class Step:
+class SlurmStep:
     """The step of which this process is a task."""
 
     job: int
@@ -50,7 +50,7 @@ class Step:
         return ports(self.job, self.number)[0]
 
 
-def step_of(environ: Mapping[str, str]) -> Step | None:
+def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
     """The step in whose environment this process is; None: it was not started by srun.
 
     Raises ValueError for values that SLURM does not set.
@@ -63,7 +63,7 @@ def step_of(environ: Mapping[str, str]) -> Step | None:
     if node >= len(nodes):
         raise ValueError(f"SLURM_NODEID is {node}, but the step's node list {text!r} has {len(nodes)} nodes")
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", len(nodes)))
-    return Step(
+    return SlurmStep(
         _number(environ, JOB, None),
         _number(environ, STEP, None),
         nodes,

@@ -3,7 +3,7 @@
 A node's address is its name, where the network knows it, else the NodeAddr that SLURM itself uses.
 
 ``python -m recover_megatron.launch.slurm_launch``, in a batch script whose srun starts the workers itself, prints where
-everything is to be: see ``Places``.
+everything is to be: see ``JobPlacement``.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def left_alone(environ: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Places:
+class JobPlacement:
     """Of a job whose srun starts every worker: the store, in worker 0, and coordinators in a step of their own."""
 
     master_addr: str
@@ -119,7 +119,7 @@ class Places:
         return self.listen if self.relative else self.listen[1:] + self.listen[:1]
 
 
-def places_of(environ: Mapping[str, str], resolve: Callable[[str], str] = address_of) -> Places:
+def places_of(environ: Mapping[str, str], resolve: Callable[[str], str] = address_of) -> JobPlacement:
     """The same for the same job, whoever asks.  Raises ValueError outside of a job and for an unknown node."""
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
         raise ValueError("this is no SLURM job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
@@ -127,7 +127,7 @@ def places_of(environ: Mapping[str, str], resolve: Callable[[str], str] = addres
     store, *free = ports(int(environ["SLURM_JOB_ID"]), 0)
     relative = 1 if len(nodes) > CANDIDATES else 0
     hosts = [resolve(name) for name in nodes[relative : relative + CANDIDATES]]
-    return Places(
+    return JobPlacement(
         resolve(nodes[0]),
         store,
         relative,

@@ -25,7 +25,7 @@ from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, start_exit_code
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.states import Worker, WorkerState
+from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.launch.worker_table import WorkerTable
 from recover_megatron.membership.errors import EXIT_NO_REPLICA
 
@@ -44,7 +44,7 @@ ASK_SECONDS = 2.0
 class StartEvents(Protocol):
     """What becomes of a loss.  Called in the main thread."""
 
-    def go_on_without(self, worker: Worker, left_behind: int) -> None:
+    def go_on_without(self, worker: WorkerProcess, left_behind: int) -> None:
         """The training had begun when ``worker`` ended; it had left so many processes behind."""
 
     def fail_launch(self, reason: str, code: int) -> None:
@@ -75,11 +75,11 @@ class StartUp:
         """Whether the launch still needs all of its workers."""
         return self._plan.needs_all and not self._control.planned
 
-    def ended_in_it(self, worker: Worker) -> bool:
+    def ended_in_it(self, worker: WorkerProcess) -> bool:
         """Whether ``worker`` was lost while it was needed, for all that is known here."""
         return self.under_way and worker.worker_id < self._plan.world_size and worker.state is not WorkerState.FINISHED
 
-    def worker_lost(self, worker: Worker, left_behind: int, cause: str) -> None:
+    def worker_lost(self, worker: WorkerProcess, left_behind: int, cause: str) -> None:
         """A worker of this node has ended in it; ``cause``: the last that it said, if that may be why."""
         self._control.when_up_to_date(ASK_SECONDS, partial(self._judge, worker, left_behind, cause))
 
@@ -96,7 +96,7 @@ class StartUp:
             text = f"{what} {messages.ranges(sorted(theirs))} of another node lost"
             self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA))
 
-    def _judge(self, worker: Worker, left_behind: int, cause: str) -> None:
+    def _judge(self, worker: WorkerProcess, left_behind: int, cause: str) -> None:
         if not self.under_way:
             self._events.go_on_without(worker, left_behind)
             return

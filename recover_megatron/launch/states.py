@@ -22,7 +22,7 @@ import enum
 import signal
 from dataclasses import dataclass
 
-from recover_megatron.launch.exit_codes import Outcome
+from recover_megatron.launch.exit_codes import ExitOutcome
 
 
 class WorkerState(enum.StrEnum):
@@ -49,7 +49,7 @@ LIVE = (WorkerState.STARTING, WorkerState.RUNNING)
 
 
 @dataclass
-class Worker:
+class WorkerProcess:
     """One worker as the launcher knows it; the fields, in this order, are the objects of workers.json.
 
     Times are seconds since the epoch (UTC).  ``exit_code`` and ``signal`` are None while it lives, and one of them
@@ -80,9 +80,9 @@ class Worker:
         return self.state in LIVE
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ExitOutcome:
         """Its end, for the exit code of the run."""
-        return Outcome(self.worker_id, self.exit_code, self.signal, self.ended or 0.0)
+        return ExitOutcome(self.worker_id, self.exit_code, self.signal, self.ended or 0.0)
 
     @property
     def how(self) -> str:

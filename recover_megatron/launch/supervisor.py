@@ -4,7 +4,7 @@ Its states, and those of a worker, are drawn in states.py.  Everything here runs
 event loop, so no two of them overlap.  It decides; its parts know and do::
 
     WorkerTable         the workers' records and processes
-    Subreaper, Warden   what is left of workers while the launcher lives, and when it has been killed
+    Subreaper, Reaper   what is left of workers while the launcher lives, and when it has been killed
     ControlPlane        the coordinator: what it wants, what it has decided
     Peers               the launchers of other nodes
     StartUp             what the loss of a worker means until the training has begun
@@ -35,11 +35,11 @@ from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, ReaderWatch
 from recover_megatron.launch.peers import Peers
 from recover_megatron.launch.plan import LaunchPlan, sets_omp_threads
+from recover_megatron.launch.reaper import Reaper
 from recover_megatron.launch.start_up import GRACE_SECONDS as START_GRACE_SECONDS
 from recover_megatron.launch.start_up import StartUp
-from recover_megatron.launch.states import LaunchState, Worker, WorkerState
+from recover_megatron.launch.states import LaunchState, WorkerProcess, WorkerState
 from recover_megatron.launch.subreaper import Subreaper
-from recover_megatron.launch.warden import Warden
 from recover_megatron.launch.worker_environment import WorkerEnvironment
 from recover_megatron.launch.worker_table import WorkerTable
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
@@ -72,10 +72,10 @@ class Supervisor:
         say = self._console.say
         self._signals = LaunchSignals(self._loop, self)
         self._subreaper = Subreaper()
-        self._warden = Warden(self._loop, plan.launch_id, say)
+        self._reaper = Reaper(self._loop, plan.launch_id, say)
         self._folder = LogFolder(plan.log_dir, lock, self._loop, say)
         self._environment = WorkerEnvironment(plan, inherited, say)
-        self._table = WorkerTable(plan, self._loop, self._console, self._folder, self._warden, self.worker_exited)
+        self._table = WorkerTable(plan, self._loop, self._console, self._folder, self._reaper, self.worker_exited)
         self._replacements = newcomers.Replacements(plan)
         self._control = ControlPlane(plan, inherited, self._loop, say, self)
         self._late = LateNewcomers(plan, self._table, self._control, say)
@@ -115,7 +115,7 @@ class Supervisor:
 
     def _reap_inherited(self) -> None:
         if self._subreaper.due:
-            self._subreaper.reap({self._warden.pid, *self._control.pids, *self._table.pids})
+            self._subreaper.reap({self._reaper.pid, *self._control.pids, *self._table.pids})
 
     # --- starting ---
 
@@ -176,7 +176,7 @@ class Supervisor:
         self._state = LaunchState.RUNNING
         self._peers.serve_store()
 
-    def _start_worker(self, worker: Worker) -> None:
+    def _start_worker(self, worker: WorkerProcess) -> None:
         """Raises OSError."""
         pid = self._table.start(worker, self._environment.of(worker, self._peers.run_id))
         self._control.spawned(worker.worker_id, pid)
@@ -184,7 +184,7 @@ class Supervisor:
 
     # --- a worker's end ---
 
-    def worker_exited(self, worker: Worker) -> None:
+    def worker_exited(self, worker: WorkerProcess) -> None:
         """The process of ``worker`` has ended."""
         left_behind = self._table.reap(worker)
         self._control.ended(worker.worker_id, worker.how)
@@ -195,7 +195,7 @@ class Supervisor:
         else:
             self.go_on_without(worker, left_behind)
 
-    def go_on_without(self, worker: Worker, left_behind: int) -> None:
+    def go_on_without(self, worker: WorkerProcess, left_behind: int) -> None:
         """Say how ``worker`` has ended, and start what takes its place, or end with the last one."""
         successor = self._successor_of(worker)
         stopping = self._state is LaunchState.STOPPING
@@ -211,7 +211,7 @@ class Supervisor:
         elif not self._plan.joins and not self._control.planned and not any(w.live for w in self._table.launched):
             self._late.run_over()
 
-    def _successor_of(self, worker: Worker) -> Worker | None:
+    def _successor_of(self, worker: WorkerProcess) -> WorkerProcess | None:
         """The worker that is to take the place of one that has ended; it is in the table from now on."""
         if self._state is not LaunchState.RUNNING or not self._control.under_way:
             return None
@@ -220,7 +220,7 @@ class Supervisor:
             self._table.add([successor])
         return successor
 
-    def _start_successor(self, worker: Worker) -> None:
+    def _start_successor(self, worker: WorkerProcess) -> None:
         try:
             self._start_worker(worker)
         except OSError as error:
@@ -340,7 +340,7 @@ class Supervisor:
         verdict = self._verdict() if self._code is None else None
         self._control.end_candidates()
         self._table.abandon(self._table.live)
-        if left := self._subreaper.kill_all(self._plan.launch_id, self._warden.spared):
+        if left := self._subreaper.kill_all(self._plan.launch_id, self._reaper.spared):
             pids = [process.pid for process in left]
             self._console.say(f"these processes cannot be killed (blocked in the kernel): {pids}")
         self._write_workers()
@@ -352,7 +352,7 @@ class Supervisor:
         self._flush_output()
         self._folder.flush_logs()
         self._control.close()
-        self._warden.finish()
+        self._reaper.finish()
         self._loop.close()
         return code
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from recover_megatron.launch.candidates import local_address
 from recover_megatron.launch.interfaces import LOOPBACK, variables_for
 from recover_megatron.launch.plan import LaunchPlan, launch_environment, worker_variables
-from recover_megatron.launch.states import Worker
+from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.membership.worker import HOST_VARIABLE
 
 
@@ -28,7 +28,7 @@ class WorkerEnvironment:
         """All workers get these, too."""
         self._added |= variables
 
-    def of(self, worker: Worker, run_id: str) -> dict[str, str]:
+    def of(self, worker: WorkerProcess, run_id: str) -> dict[str, str]:
         """The whole environment of ``worker``; ``run_id``: that of the launch of all nodes."""
         if self._network is None:
             self._network = self._choose_interface()

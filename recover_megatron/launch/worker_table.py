@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from recover_megatron.launch.exit_codes import Outcome
+from recover_megatron.launch.exit_codes import ExitOutcome
 from recover_megatron.launch.log_folder import LogFolder
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.processes import find_worker, kill_found, kill_group, spawn
-from recover_megatron.launch.states import LIVE, Worker, WorkerState
-from recover_megatron.launch.warden import Warden
+from recover_megatron.launch.reaper import Reaper
+from recover_megatron.launch.states import LIVE, WorkerProcess, WorkerState
 
 
 @dataclass
@@ -39,44 +39,44 @@ class WorkerTable:
     """All workers that this launcher has started or is about to start, by worker id."""
 
     def __init__(
-        self, plan: LaunchPlan, loop: EventLoop, console: Console, folder: LogFolder, warden: Warden,
-        on_exit: Callable[[Worker], None],
+        self, plan: LaunchPlan, loop: EventLoop, console: Console, folder: LogFolder, reaper: Reaper,
+        on_exit: Callable[[WorkerProcess], None],
     ) -> None:  # fmt: skip
         """``on_exit``: called when a worker's process has ended; it calls ``reap`` and ``close``."""
         self._plan = plan
         self._loop = loop
         self._console = console
         self._folder = folder
-        self._warden = warden
+        self._reaper = reaper
         self._on_exit = on_exit
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, WorkerProcess] = {}
         self._handles: dict[int, _Handles] = {}
         self.changed = True
         """Whether workers.json is to be written."""
 
-    def add(self, workers: Iterable[Worker]) -> None:
+    def add(self, workers: Iterable[WorkerProcess]) -> None:
         """These are to be started."""
         self._workers |= {worker.worker_id: worker for worker in workers}
 
     # --- the records ---
 
     @property
-    def all(self) -> list[Worker]:
+    def all(self) -> list[WorkerProcess]:
         """In the order in which they were added."""
         return list(self._workers.values())
 
     @property
-    def running(self) -> list[Worker]:
+    def running(self) -> list[WorkerProcess]:
         """Those whose process runs."""
         return [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
 
     @property
-    def launched(self) -> list[Worker]:
+    def launched(self) -> list[WorkerProcess]:
         """Those that were launched with the run."""
         return [worker for worker in self._workers.values() if worker.worker_id < self._plan.world_size]
 
     @property
-    def live(self) -> list[Worker]:
+    def live(self) -> list[WorkerProcess]:
         """Those that run or are about to."""
         return [worker for worker in self._workers.values() if worker.state in LIVE]
 
@@ -86,7 +86,7 @@ class WorkerTable:
         return min(self._workers)
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[ExitOutcome]:
         """Of all, for the exit code; of one that has not ended: as if it had finished."""
         return [worker.outcome for worker in self._workers.values()]
 
@@ -95,7 +95,7 @@ class WorkerTable:
         """Of the processes that are not reaped yet."""
         return {worker.pid for worker in self.live if worker.pid is not None}
 
-    def running_worker(self, worker_id: int) -> Worker | None:
+    def running_worker(self, worker_id: int) -> WorkerProcess | None:
         """None: there is none of this id, or its process does not run."""
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.state is WorkerState.RUNNING else None
@@ -107,7 +107,7 @@ class WorkerTable:
 
     # --- the processes ---
 
-    def start(self, worker: Worker, environment: Mapping[str, str]) -> int:
+    def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> int:
         """Start the process of ``worker``, and watch it.  Returns the pid; raises OSError if it cannot be started."""
         log = self._folder.open_log(path) if (path := self._plan.log_file(worker.worker_id)) else None
         streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log)
@@ -119,13 +119,13 @@ class WorkerTable:
         worker.pid, worker.started, worker.state = pid, time.time(), WorkerState.RUNNING
         self.changed = True
         self._handles[worker.worker_id] = handles = _Handles(os.pidfd_open(pid), streams, log)
-        self._warden.add_session(pid)
+        self._reaper.add_session(pid)
         # From the next round of the loop on: whoever sees a worker's output finds it in workers.json, too.
         self._console.read(streams)
         self._loop.watch(handles.pidfd, partial(self._on_exit, worker))
         return pid
 
-    def signal(self, workers: Iterable[Worker], number: int) -> None:
+    def signal(self, workers: Iterable[WorkerProcess], number: int) -> None:
         """Send the signal ``number`` to ``workers``, which run."""
         for worker in workers:
             try:
@@ -133,22 +133,22 @@ class WorkerTable:
             except ProcessLookupError:
                 continue  # it has ended: its pidfd says so in a moment
 
-    def reap(self, worker: Worker) -> int:
+    def reap(self, worker: WorkerProcess) -> int:
         """``worker`` has ended: kill what it left behind, then reap it.  Returns how many processes it had left."""
         assert worker.pid is not None
         self._loop.unwatch(self._handles[worker.worker_id].pidfd)
         kill_group(worker.pid)
-        find = partial(find_worker, self._plan.launch_id, worker.worker_id, worker.pid, self._warden.spared)
+        find = partial(find_worker, self._plan.launch_id, worker.worker_id, worker.pid, self._reaper.spared)
         killed = {process.pid for process in kill_found(find)}
         _, status = os.waitpid(worker.pid, 0)
         worker.end(os.waitstatus_to_exitcode(status), time.time())
         self.changed = True
         return len(killed - {worker.pid})
 
-    def close(self, worker: Worker) -> str:
+    def close(self, worker: WorkerProcess) -> str:
         """Forget the process of ``worker``, which was reaped.  Returns its last line on stderr."""
         assert worker.pid is not None
-        self._warden.remove_session(worker.pid)
+        self._reaper.remove_session(worker.pid)
         handles = self._handles.pop(worker.worker_id)
         os.close(handles.pidfd)
         for stream in handles.streams:
@@ -157,7 +157,7 @@ class WorkerTable:
             handles.log.close()
         return handles.streams[-1].last_line
 
-    def abandon(self, workers: Iterable[Worker]) -> None:
+    def abandon(self, workers: Iterable[WorkerProcess]) -> None:
         """``workers`` were not started, or could not be killed: they count as killed."""
         for worker in workers:
             worker.end(-signal.SIGKILL, time.time())

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from recover_megatron.launch.states import Worker
+from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.log_writer import Aside
 
 NAME = "workers.json"
@@ -33,7 +33,7 @@ class WorkersFile:
         self._latest: tuple[str, Entries] = ("", {})
         self.writing = Aside(str(folder / NAME), say)
 
-    def put(self, run_id: str, workers: Sequence[Worker]) -> None:
+    def put(self, run_id: str, workers: Sequence[WorkerProcess]) -> None:
         """Merge ``workers``, all those of this launcher, into the file.  It has them then, if the disk is well."""
         self._latest = (run_id, {worker.worker_id: dataclasses.asdict(worker) for worker in workers})
         if self.writing.left < 2:  # one that is written now, and one that will write the latest

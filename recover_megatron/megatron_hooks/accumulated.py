@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from recover_megatron.instep.errors import Disagreement
-from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks import monkeypatch
 
 
 class Accumulated:
@@ -21,7 +21,7 @@ class Accumulated:
 
     def install(self) -> None:
         """Wrap the seam; must come before the model is built."""
-        seams.wrap(DistributedDataParallel, "_make_backward_post_hook", ("self", "param"), self._counting)
+        monkeypatch.wrap(DistributedDataParallel, "_make_backward_post_hook", ("self", "param"), self._counting)
 
     def _counting(self, make: Callable[..., Any]) -> Callable[..., Any]:
         counts = self._counts

@@ -24,7 +24,7 @@ from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.gradients import Column, Gradients
 from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.shards import Shards, ring_order
-from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.groups import column_of
 
 
@@ -155,11 +155,11 @@ class BucketSeams:
 
     def install(self) -> None:
         """Wrap the methods; raises UserError if this Megatron's are not the ones we know."""
-        seams.wrap(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), self._start_gathering)
+        monkeypatch.wrap(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), self._start_gathering)
         waits = ("self", "skip_next_bucket_dispatch")
-        seams.wrap(_ParamAndGradBucketGroup, "finish_param_sync", waits, self._finish_gathering)
-        seams.wrap(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), self._start)
-        seams.wrap(_ParamAndGradBucketGroup, "finish_grad_sync", ("self", "force_all_reduce"), self._finish)
+        monkeypatch.wrap(_ParamAndGradBucketGroup, "finish_param_sync", waits, self._finish_gathering)
+        monkeypatch.wrap(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), self._start)
+        monkeypatch.wrap(_ParamAndGradBucketGroup, "finish_grad_sync", ("self", "force_all_reduce"), self._finish)
 
     def _start(self, original: Callable[..., None]) -> Callable[..., None]:
         ours = self

@@ -27,7 +27,7 @@ from recover_megatron.instep.errors import CheckpointFailed, InStepError
 from recover_megatron.instep.faults import is_communication, is_full, signature
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
-from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.membership.errors import MembershipError
@@ -68,13 +68,13 @@ class Checkpoints:
 
     def install(self) -> None:
         """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
-        seams.wrap(training, "save_checkpoint", ("iteration", "model", "optimizer"), self._save)
-        seams.wrap(training, "maybe_finalize_async_save", ("blocking", "terminate"), self._finalize)
-        seams.wrap(checkpointing, "get_checkpoint_name", ("checkpoints_path", "iteration", "release"), self._name)
-        seams.wrap(checkpointing, "get_checkpoint_tracker_filename", ("checkpoints_path",), self._tracker)
-        seams.wrap(checkpointing, "schedule_async_save", ("async_request",), self._schedule)
+        monkeypatch.wrap(training, "save_checkpoint", ("iteration", "model", "optimizer"), self._save)
+        monkeypatch.wrap(training, "maybe_finalize_async_save", ("blocking", "terminate"), self._finalize)
+        monkeypatch.wrap(checkpointing, "get_checkpoint_name", ("checkpoints_path", "iteration", "release"), self._name)
+        monkeypatch.wrap(checkpointing, "get_checkpoint_tracker_filename", ("checkpoints_path",), self._tracker)
+        monkeypatch.wrap(checkpointing, "schedule_async_save", ("async_request",), self._schedule)
         told = ("checkpoint_path", "tracker_filename", "save_dir", "iteration")
-        seams.wrap(checkpointing.wandb_utils, "on_save_checkpoint_success", told, self._tell)
+        monkeypatch.wrap(checkpointing.wandb_utils, "on_save_checkpoint_success", told, self._tell)
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ class Checkpoints:
             def run() -> Any:
                 nonlocal begun
                 recovery.progress.mark("checkpoint", allow=CHECKPOINT_SECONDS)
-                recovery.progress.strike("checkpoint")
+                recovery.progress.inject("checkpoint")
                 if begun:  # what the last attempt has left here is not to be taken for a part of this one
                     self._abandon(recovery)
                 begun = True

@@ -20,7 +20,7 @@ import torch
 from megatron.training import training
 
 from recover_megatron.instep.errors import Disagreement
-from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks import monkeypatch
 
 SAMPLE = "recover_sample"
 """The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""
@@ -180,7 +180,7 @@ def sources_of(iterators: Any) -> Sequence[Source]:
 
 def install() -> None:
     """Wrap the seam where Megatron builds its loaders."""
-    seams.wrap(training, "build_pretraining_data_loader", ("dataset", "consumed_samples"), _with_sources)
+    monkeypatch.wrap(training, "build_pretraining_data_loader", ("dataset", "consumed_samples"), _with_sources)
 
 
 def _with_sources(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from megatron.training import get_args, training
 
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
-from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.data import Microbatches, source_of, sources_of
 from recover_megatron.megatron_hooks.groups import Groups
 
@@ -27,7 +27,7 @@ class Evaluation:
 
     def install(self) -> None:
         """Wrap the seam; raises UserError if this Megatron's is not the one we know."""
-        seams.wrap(training, "evaluate", ("forward_step_func", "data_iterator", "model"), self._evaluate)
+        monkeypatch.wrap(training, "evaluate", ("forward_step_func", "data_iterator", "model"), self._evaluate)
 
     def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ class Evaluation:
         assert self.recovery is not None
         args, mine, progress = get_args(), self.recovery.assignment, self.recovery.progress
         total = call["num_microbatches"] * args.data_parallel_size
-        ids = mine.share(total)[mine.lane]
+        ids = mine.share(total)[mine.inner_rank]
         chunks = call["data_iterator"] if isinstance(call["data_iterator"], list) else [call["data_iterator"]]
         iterators: list[Any] = []
         for chunk in chunks:
@@ -66,7 +66,7 @@ class Evaluation:
             iterators.append(
                 None if source is None else Microbatches(source, ids, lambda: progress.storage("eval-data"))
             )
-        progress.strike("eval")
+        progress.inject("eval")
         forward_step_func = call["forward_step_func"]
 
         def forward_step(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 torch.distributed.init_process_group     the default group  --> EpochGroup
 parallel_state.create_group              of several replicas --> EpochGroup
-                                         of one replica      --> ReplicaGroup, noted by InsideGroups
+                                         of one replica      --> SwappableGroup, noted by ModelParallelGroups
 a new plan                               global ranks count the slots in which somebody stands, without gaps: rank 0
                                          prints, the last rank logs, checkpoints are written by ranks 0 .. n-1;
                                          sizes in Megatron's arguments stay those of the launch
@@ -24,18 +24,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import get_args, initialize
 
-from recover_megatron.collectives.board import Pinned
+from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
+from recover_megatron.collectives.peer_store_client import PeerStoreClient
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.generation import Fabric
+from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
-from recover_megatron.instep.inside import InsideGroups
+from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.process_group import EpochGroup, register, register_new, renumber, stands_in
-from recover_megatron.instep.replica_group import ReplicaGroup
 from recover_megatron.instep.traffic import WORLD, Mode, Traffic
-from recover_megatron.megatron_hooks import seams, writers
+from recover_megatron.megatron_hooks import monkeypatch, writers
 from recover_megatron.megatron_hooks.known import is_known
-from recover_megatron.megatron_hooks.layout import lanes_of
+from recover_megatron.megatron_hooks.layout import inner_ranks_of
 
 RANK_LISTS = tuple(name for name in vars(parallel_state) if name.endswith("_GLOBAL_RANKS"))
 """parallel_state's lists of the global ranks of a group."""
@@ -50,31 +50,31 @@ class Groups:
     def __init__(self, slot: int, *, alone: bool = False) -> None:
         self.traffic = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known)
         self.alone = alone
-        self.inside = InsideGroups(store_port=int(os.environ["MASTER_PORT"]))
+        self.inside = ModelParallelGroups(store_port=int(os.environ["MASTER_PORT"]))
         self.grid: LaunchGrid | None = None
         self._replica = -1
-        self._own: list[ReplicaGroup] = []
-        self._mates: ReplicaGroup | None = None
+        self._own: list[SwappableGroup] = []
+        self._mates: SwappableGroup | None = None
         self._lists: dict[str, Any] = {}
 
     def install(self) -> None:
         """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
-        seams.wrap(
+        monkeypatch.wrap(
             parallel_state,
             "create_group",
             ("ranks", "timeout", "backend", "pg_options", "use_local_synchronization", "group_desc"),
             self._create_group,
         )
-        seams.wrap(initialize, "_initialize_distributed", ("get_embedding_ranks",), self._initialize)
+        monkeypatch.wrap(initialize, "_initialize_distributed", ("get_embedding_ranks",), self._initialize)
         # Megatron takes a line with another number of GPUs than `args.world_size` for one of another job, and then
         # finds no start of its own.  (0.17 has no such function: it writes `args.world_size`.)
         if (progress_log := sys.modules.get("megatron.training.utils.log_utils")) is not None:
-            seams.wrap(progress_log, "safe_get_world_size", (), lambda original: lambda: get_args().world_size)
+            monkeypatch.wrap(progress_log, "safe_get_world_size", (), lambda original: lambda: get_args().world_size)
 
     def again(self, slot: int) -> None:
         """Everything is built once more, for another slot, alone: forget the groups that there are."""
         self.traffic, self.alone = Traffic(slot, Mode.ALONE, is_known), True
-        self.inside = InsideGroups(store_port=int(os.environ["MASTER_PORT"]))
+        self.inside = ModelParallelGroups(store_port=int(os.environ["MASTER_PORT"]))
         self.grid, self._replica = None, -1
         self._own, self._mates, self._lists = [], None, {}
 
@@ -89,7 +89,7 @@ class Groups:
                     # It carries messages inside a replica, too: those of an interleaved pipeline of two stages.
                     self.inside.make(lambda: make_default(*args, **kwargs))
 
-            with seams.replaced(dist, "init_process_group", init_process_group):
+            with monkeypatch.replaced(dist, "init_process_group", init_process_group):
                 result = original(*args, **kwargs)
             if not self.alone:
                 default = dist.distributed_c10d._get_default_group()
@@ -140,18 +140,18 @@ class Groups:
 
         return create_group
 
-    def _inside(self, group: Any, members: tuple[int, ...], label: str, backend: str) -> ReplicaGroup:
+    def _inside(self, group: Any, members: tuple[int, ...], label: str, backend: str) -> SwappableGroup:
         assert self.grid is not None
         positions = [self.grid.place(slot)[1] for slot in members]
         name = "-".join([label or "group", *map(str, positions)])
         number = sum(own.own_name.startswith(f"{name}#") for own in self._own)
         me = self.grid.place(self.traffic.slot)[1]
-        outside = ReplicaGroup(group, positions, me, f"{name}#{number}", backend, placeholder=self.alone)
+        outside = SwappableGroup(group, positions, me, f"{name}#{number}", backend, placeholder=self.alone)
         self._own.append(outside)
         self.inside.keep(outside)
         return outside
 
-    def regroup(self, mine: Assignment, fabric: Fabric) -> None:
+    def regroup(self, mine: Assignment, comm_config: CommunicationConfig) -> None:
         """This worker has a place in a replica with other workers: make the groups inside it anew, among them.
 
         Every worker of that replica calls it.  Raises ``EpochRevoked`` and ``PeerLost``.
@@ -164,12 +164,12 @@ class Groups:
             # The default group's messages inside the replica need a carrier: see EpochGroup.
             everyone = range(self.grid.size)
             alone = EpochGroup(self.traffic, None, slots, "mates")
-            self._mates = ReplicaGroup(alone, everyone, mine.position or 0, "mates", str(dist.get_backend(default)))
+            self._mates = SwappableGroup(alone, everyone, mine.position or 0, "mates", str(dist.get_backend(default)))
             self.inside.keep(self._mates)
-        # The groups outlive the epoch, so their board is one that lives as long as the replica.
-        board = mine.decision.boards[mine.decision.grid[mine.replica][0]]
-        store = Pinned(board, fabric.secret)
-        self.inside.rebuild(mine.generation, mine.replica, store, fabric.host, fabric.device)
+        # The groups outlive the epoch, so their peer store is one that lives as long as the replica.
+        peer_store = mine.decision.peer_stores[mine.decision.grid[mine.replica][0]]
+        store = PeerStoreClient(peer_store, comm_config.secret)
+        self.inside.rebuild(mine.epoch_groups, mine.replica, store, comm_config.host, comm_config.device)
         default.mates = (self._mates, slots)
         moved = dict(zip(self.grid.replicas[self._replica], slots, strict=True))
         for group in self._own:
@@ -215,6 +215,6 @@ def grid_of(args: Any, world: int) -> LaunchGrid:
         tensor=args.tensor_model_parallel_size,
         context=args.context_parallel_size,
         pipeline=args.pipeline_model_parallel_size,
-        lanes=lanes_of(args),
+        inner_ranks=inner_ranks_of(args),
         pipeline_before_data=getattr(args, "use_tp_pp_dp_mapping", False),
     )

@@ -21,7 +21,7 @@ def data_parallel_ranks_per_replica(*, tensor: int, context: int, expert: int, e
     return lcm(dense, expert * expert_tensor if expert > 1 else dense) // dense
 
 
-def lanes_of(args: Any) -> int:
+def inner_ranks_of(args: Any) -> int:
     """``data_parallel_ranks_per_replica`` of a run with these flags of Megatron's."""
     return data_parallel_ranks_per_replica(
         tensor=args.tensor_model_parallel_size,

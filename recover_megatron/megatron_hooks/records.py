@@ -1,8 +1,8 @@
 """What a run leaves for people: steps.jsonl and events.jsonl, by one writer at a time.
 
-Every replica has a candidate (last stage, first tensor and context rank, first lane), which keeps the lines of the last
-steps in memory; the candidate of the first replica writes.  When that replica is lost the next candidate takes the file
-over: it adds what the old writer had committed and not written yet, so no committed step is missing.
+Every replica has a candidate (last stage, first tensor and context rank, first inner rank), which keeps the lines of
+the last steps in memory; the candidate of the first replica writes.  When that replica is lost the next candidate takes
+the file over: it adds what the old writer had committed and not written yet, so no committed step is missing.
 
 The training waits for the disk for a moment at most (``log_writer``): the writer may be behind by what fits into its
 queue, so its successor keeps as much.
@@ -23,7 +23,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
 from recover_megatron.run_log.events import EVENTS_FILE, EventsFile
-from recover_megatron.run_log.steps import STEPS_FILE, Step, StepsFile
+from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
 
 KEPT_BYTES = 2 << 20
 """Lines of steps that a candidate remembers, in bytes: less than its queue takes at once."""
@@ -55,7 +55,7 @@ class Records:
         args = get_args()
         loss, grad_norm = result[0].get("lm loss"), result[5]
         total = sum(map(len, outcome.counted.values()))
-        step = Step(
+        step = StepRecord(
             iteration=args.curr_iteration + 1,
             loss=None if loss is None else float(loss),
             grad_norm=None if grad_norm is None else float(grad_norm),
@@ -118,7 +118,7 @@ class Records:
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0
-            and recovery.assignment.lane == 0
+            and recovery.assignment.inner_rank == 0
         )
 
     def _writes(self, recovery: Recovery) -> bool:
@@ -135,7 +135,7 @@ class Records:
                 file.close()
         self._file = self._events = None
 
-    def _keep(self, step: Step) -> None:
+    def _keep(self, step: StepRecord) -> None:
         line = step.to_line()
         self._lines.append((step.iteration, line))
         self._kept += len(line)
@@ -181,9 +181,9 @@ def _to_megatrons_writers(recovery: Recovery, outcome: Outcome) -> None:
         "recover/recovery-seconds": sum(outcome.seconds.values()),
     }
     iteration = get_args().curr_iteration + 1
-    if board := get_tensorboard_writer():
+    if peer_store := get_tensorboard_writer():
         for name, value in scalars.items():
-            board.add_scalar(name, value, iteration)
+            peer_store.add_scalar(name, value, iteration)
     if wandb := get_wandb_writer():
         wandb.log(scalars, iteration)
 

@@ -24,12 +24,12 @@ from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import alone
+from recover_megatron.megatron_hooks import detached_build
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.places import INTERRUPTED, Places, first_iteration
-from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer
+from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
+from recover_megatron.megatron_hooks.state_exchange import INTERRUPTED, StateExchange, first_iteration
 
 log = get_logger(__name__)
 
@@ -42,7 +42,7 @@ class Rejoin:
         recovery: Recovery,
         groups: Groups,
         state: TrainingState,
-        places: Places,
+        places: StateExchange,
         checkpoints: Checkpoints,
         sharded: ShardedOptimizer | None,
         blame: Blame,
@@ -106,11 +106,11 @@ class Rejoin:
         recovery.orphan.come_back(decision)
         progress.mark("regroup", waiting=True)
         self._groups.traffic.recovery = recovery
-        self._groups.regroup(mine, recovery.fabric)
-        progress.strike("regroup", first)
+        self._groups.regroup(mine, recovery.comm_config)
+        progress.inject("regroup", first)
         grouped = time.perf_counter()
         size = self._places.fetch_state(decision)
-        progress.strike("regroup", first)
+        progress.inject("regroup", first)
         recovery.hooks.planned(decision)
         # Where a replica goes on, that one tells of the plan; this one only where all are new.
         recovery.planner.log(decision, None, 0.0)
@@ -130,7 +130,7 @@ def build_elsewhere(recovery: Recovery, groups: Groups, position: int, *, built:
     slot = mine.grid.replicas[0][position]
     log.info(f"worker {mine.me} builds the model of position {position}")
     if built:
-        alone.forget_megatron()
+        detached_build.forget_megatron()
     os.environ["RANK"] = str(slot)
     mine.position = position
     groups.again(slot)

@@ -26,7 +26,7 @@ from megatron.training import get_args, get_timers, training
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.transfer import digest
 from recover_megatron.megatron_hooks.data import source_of
-from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer, groups_with_parameters
+from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer, groups_with_parameters
 from recover_megatron.megatron_hooks.totals import LogTotals
 
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test")

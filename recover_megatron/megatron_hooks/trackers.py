@@ -27,7 +27,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 
-from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks import monkeypatch
 
 EXPERT_TRACKER = "megatron.core.transformer.moe.moe_logging"
 HAS_EXPERT_TRACKER = importlib.util.find_spec(EXPERT_TRACKER) is not None
@@ -155,7 +155,7 @@ class TrackerSeam:
     def install(self) -> None:
         """Wrap the seam, where this Megatron has it (0.18 on)."""
         if hasattr(training, "consume_seqlen_stats_in_iteration"):
-            seams.wrap(training, "consume_seqlen_stats_in_iteration", (), self._not_added)
+            monkeypatch.wrap(training, "consume_seqlen_stats_in_iteration", (), self._not_added)
 
     def _not_added(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def consume_seqlen_stats_in_iteration() -> Any:

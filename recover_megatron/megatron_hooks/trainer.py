@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 
 from recover_megatron.instep.gradients import Gradients
 from recover_megatron.instep.progress_reports import ProgressReports
-from recover_megatron.megatron_hooks import seams
+from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.data import Microbatches, source_of
@@ -39,7 +39,7 @@ class NominalCount:
         parameters = (
             "model", "output_tensor", "loss_func", "config", "vp_stage", "collect_non_loss_data", "num_microbatches",
         )  # fmt: skip
-        seams.wrap(schedules, "forward_step_calc_loss", parameters, self._wrap)
+        monkeypatch.wrap(schedules, "forward_step_calc_loss", parameters, self._wrap)
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         place = 6
@@ -173,7 +173,7 @@ class MegatronTrainer:
             j = ids[calls[id(model)]]
             calls[id(model)] += 1
             self._progress.mark("forward", microbatch=j)
-            self._progress.strike("forward")
+            self._progress.inject("forward")
             self._seeds.seed(self._iteration, j, chunks[id(model)])
             return original(data_iterator, model, *args, **kwargs)
 

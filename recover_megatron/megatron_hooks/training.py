@@ -29,7 +29,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.traffic import Mode, Traffic
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import seams, sharded_optimizer, writers
+from recover_megatron.megatron_hooks import monkeypatch, writers
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets, BucketSeams
@@ -37,12 +37,13 @@ from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.data import sources_of
 from recover_megatron.megatron_hooks.evaluation import Evaluation
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.places import Places
+from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
+from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rejoin import Rejoin
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
-from recover_megatron.megatron_hooks.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
+from recover_megatron.megatron_hooks.state_exchange import StateExchange
 from recover_megatron.megatron_hooks.trackers import Trackers, TrackerSeam
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
@@ -89,7 +90,7 @@ class TrainingHooks:
         self._seeds = MicrobatchSeeds(device)
         self._nominal = NominalCount()
         self._accumulated = Accumulated()
-        self._bucket_seams = BucketSeams()
+        self._bucket_monkeypatch = BucketSeams()
         self._tracker_seam = TrackerSeam()
         self._trackers: Trackers | None = None
         self._recovery: Recovery | None = None
@@ -98,7 +99,7 @@ class TrainingHooks:
         self._checkpoints = Checkpoints(groups, records, self._before_checkpoint)
         self._sharded: ShardedOptimizer | None = None
         self._state: TrainingState | None = None
-        self._places: Places | None = None
+        self._places: StateExchange | None = None
 
     @property
     def _traffic(self) -> Traffic:
@@ -110,7 +111,7 @@ class TrainingHooks:
         return self._state
 
     @property
-    def places(self) -> Places | None:
+    def places(self) -> StateExchange | None:
         """None before ``train`` has been entered."""
         return self._places
 
@@ -126,7 +127,7 @@ class TrainingHooks:
 
     @property
     def _buckets(self) -> Buckets | None:
-        return self._bucket_seams.buckets
+        return self._bucket_monkeypatch.buckets
 
     @property
     def iteration(self) -> int:
@@ -135,7 +136,7 @@ class TrainingHooks:
 
     def forget(self) -> None:
         """The model is to be built again for another position."""
-        self._bucket_seams.buckets, self._tracker_seam.active = None, False
+        self._bucket_monkeypatch.buckets, self._tracker_seam.active = None, False
         self._trackers = self._state = self._places = self._outcome = self._sharded = None
 
     def planned(self, decision: Decision) -> None:
@@ -164,16 +165,16 @@ class TrainingHooks:
         step = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config")
         self._nominal.install()
         self._accumulated.install()
-        self._bucket_seams.install()
+        self._bucket_monkeypatch.install()
         sharded_optimizer.install()
         self._tracker_seam.install()
         loop = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
-        seams.wrap(training, "train", (*loop, "valid_data_iterator"), self._train)
-        seams.wrap(training, "train_step", step, self._train_step)
-        seams.wrap(
+        monkeypatch.wrap(training, "train", (*loop, "valid_data_iterator"), self._train)
+        monkeypatch.wrap(training, "train_step", step, self._train_step)
+        monkeypatch.wrap(
             training, "training_log", ("loss_dict", "total_loss_dict", "learning_rate", "iteration"), self._training_log
         )
-        seams.wrap(training, "get_forward_backward_func", (), self._schedule)
+        monkeypatch.wrap(training, "get_forward_backward_func", (), self._schedule)
         self._evaluation.install()
         self._checkpoints.install()
 
@@ -188,7 +189,7 @@ class TrainingHooks:
             if self._recovery is None:
                 self.recovery = self._make_recovery()
             recovery = self.recovery
-            buckets = self._bucket_seams.buckets = Buckets(model, recovery.assignment, self._shadows)
+            buckets = self._bucket_monkeypatch.buckets = Buckets(model, recovery.assignment, self._shadows)
             self._trackers = Trackers(get_args(), len(buckets.tail))
             self._tracker_seam.active = True
             writers.stand_in()
@@ -197,7 +198,7 @@ class TrainingHooks:
             state = TrainingState(model, optimizer, scheduler, validation, blank=late, sharded=self._sharded)
             self._state = state
             self._count_versions(optimizer)
-            places = self._places = Places(recovery, state)
+            places = self._places = StateExchange(recovery, state)
             rejoin = Rejoin(recovery, self._groups, state, places, self._checkpoints, self._sharded, self._blame)
             if late:
                 rejoin.come_back()
@@ -247,7 +248,7 @@ class TrainingHooks:
             started = time.perf_counter()
             with self._traffic.during(Mode.STEP):
                 result = original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
-            self.recovery.progress.strike("optimizer")
+            self.recovery.progress.inject("optimizer")
             assert self._outcome is not None
             self._records.step(self.recovery, self._outcome, result, time.perf_counter() - started)
             return result
@@ -328,7 +329,7 @@ class TrainingHooks:
         column = self._buckets.tail
         in_column = set(column) & set(mine.grid.replicas[mine.replica])
         for source in sources_of(call["data_iterator"]):
-            source.begin(args.consumed_train_samples, mine.share(total)[mine.lane], total)
+            source.begin(args.consumed_train_samples, mine.share(total)[mine.inner_rank], total)
         self._trackers.begin()
         trainer = MegatronTrainer(
             schedule,
@@ -352,5 +353,5 @@ class TrainingHooks:
             rebalance(recovery, outcome, total)
         losses = trainer.finish(outcome.extras)
         progress.mark("optimizer")
-        progress.strike("optimizer")
+        progress.inject("optimizer")
         return losses

@@ -8,7 +8,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
 from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.generation import Generation
+from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.megatron_hooks.fault_injection import FaultInjection
 from recover_megatron.megatron_hooks.groups import Groups
@@ -67,9 +67,9 @@ class TurningPoints(Hooks):
     def last_checkpoint(self) -> str:
         return self._records.last_checkpoint()
 
-    def strike(self, phase: str, iteration: int | None = None) -> None:
+    def inject(self, phase: str, iteration: int | None = None) -> None:
         if self._faults is not None:
-            self._faults.strike(phase, iteration)
+            self._faults.inject(phase, iteration)
 
     def describe(self, decision: Decision) -> dict[str, Any]:
         recovery = self._training.recovery
@@ -90,10 +90,10 @@ class TurningPoints(Hooks):
         state = self._training.state
         return "" if state is None else state.digest()
 
-    def mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
+    def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
         places = self._training.places
         assert places is not None
-        return places.mirror(decision, generation)
+        return places.mirror(decision, epoch_groups)
 
     def iteration(self) -> int:
         return self._training.iteration

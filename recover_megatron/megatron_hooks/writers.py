@@ -42,7 +42,7 @@ WANTED = {"_GLOBAL_TENSORBOARD_WRITER": "tensorboard_dir", "_GLOBAL_WANDB_WRITER
 """Megatron's writers -> the argument that asks for them."""
 
 
-class StandIn:
+class Stub:
     """One of Megatron's writers, or none yet: its methods that log are kept, and forwarded where this worker writes.
 
     ``open`` opens a writer; ``iteration``: that under way.
@@ -153,9 +153,9 @@ def stand_in() -> None:
         return
     for name, asked in WANTED.items():
         writer = getattr(global_vars, name, None)
-        if getattr(args, asked, None) and not isinstance(writer, StandIn):
+        if getattr(args, asked, None) and not isinstance(writer, Stub):
             told = "TensorBoard" if "TENSORBOARD" in name else "W&B"
-            setattr(global_vars, name, StandIn(told, writer, _opener(name), _iteration))
+            setattr(global_vars, name, Stub(told, writer, _opener(name), _iteration))
 
 
 def _iteration() -> int:
@@ -178,5 +178,5 @@ def take_turns(last: bool) -> None:
     """A new plan: whether this worker is the last rank now."""
     for name in SETTERS:
         writer = getattr(global_vars, name, None)
-        if isinstance(writer, StandIn):
+        if isinstance(writer, Stub):
             writer.begin() if last else writer.rest()

@@ -1,6 +1,6 @@
 """Control plane: coordinator, sessions, epochs, revoke, agree. Standard library only.
 
-docs/membership.md has the protocol. A worker uses ``Session``, a launcher ``Witness`` and ``recover-coordinator``
+docs/membership.md has the protocol. A worker uses ``Session``, a launcher ``NodeAgent`` and ``recover-coordinator``
 (``python -m recover_megatron.membership``).
 """
 
@@ -14,9 +14,9 @@ from recover_megatron.membership.errors import (
     NoPlan,
     SecretError,
 )
+from recover_megatron.membership.node_agent import NodeAgent
 from recover_megatron.membership.records import Plan, PlanRequest, Settings
 from recover_megatron.membership.session import Session
-from recover_megatron.membership.witness import Witness
 
 __all__ = [
     "AuthenticationError",
@@ -25,12 +25,12 @@ __all__ = [
     "Fenced",
     "MembershipError",
     "NoPlan",
+    "NodeAgent",
     "Plan",
     "PlanRequest",
     "Secret",
     "SecretError",
     "Session",
     "Settings",
-    "Witness",
     "find_secret",
 ]

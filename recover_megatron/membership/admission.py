@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recover_megatron.membership.detect import Progress
+from recover_megatron.membership.detect import WorkerProgress
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.events import Close, Outbox
+from recover_megatron.membership.failover import presentation_from_wire
 from recover_megatron.membership.leadership import Leadership
 from recover_megatron.membership.records import from_runs, to_runs
-from recover_megatron.membership.roster import Fate, Roster, Witness, Worker
-from recover_megatron.membership.succession import presentation_from_wire
+from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
 
 
 class Admission:
-    """Takes in the first message of a session, a checked ``attach`` or ``attach_witness``."""
+    """Takes in the first message of a session, a checked ``attach`` or ``attach_node_agent``."""
 
     def __init__(
         self, roster: Roster, leadership: Leadership, epochs: Epochs, rendezvous: Rendezvous, out: Outbox
@@ -56,11 +56,11 @@ class Admission:
         self._roster.bind(worker, session, now)
         worker.new = new
         worker.incarnation, worker.host = message["incarnation"], message["host"]
-        worker.witness, worker.done = message.get("witness", ""), message["done"]
+        worker.node_agent, worker.done = message.get("node_agent", ""), message["done"]
         worker.left_silence = message.get("silent", False)
         worker.idle_in = message.get("idle", 0)
         worker.formed_epoch = message["formed_epoch"]
-        worker.progress = Progress(worker.number, marked=now, heard=now)
+        worker.progress = WorkerProgress(worker.number, marked=now, heard=now)
         self._rendezvous.withdraw(worker)
         self._out.log("attached", worker=worker.number, host=worker.host, pid=message["pid"])
         self._present(session, message)
@@ -74,23 +74,23 @@ class Admission:
         elif number not in self._leadership.evidence.target:
             self._roster.exclude(worker, "it was put out of the run before", now)
 
-    def witness(self, session: int, message: Mapping[str, Any], now: float) -> None:
+    def node_agent(self, session: int, message: Mapping[str, Any], now: float) -> None:
         """A launcher attaches."""
         node = message["node"]
-        witness = self._roster.witnesses.setdefault(node, Witness(node, None, now))
-        self._roster.bind(witness, session, now)
-        witness.acknowledged, witness.ended = 0, False
-        witness.running = set(from_runs(message.get("running", [])))
-        self._out.log("witness", node=node)
+        node_agent = self._roster.node_agents.setdefault(node, NodeAgentStatus(node, None, now))
+        self._roster.bind(node_agent, session, now)
+        node_agent.acknowledged, node_agent.ended = 0, False
+        node_agent.running = set(from_runs(message.get("running", [])))
+        self._out.log("node_agent", node=node)
         self._present(session, message)
         if self._epochs.own and not self._rendezvous.is_open:
             self._out.send([session], self._rendezvous.revoke_message("attached"))
             self._out.send([session], self._epochs.plan_message)
         for number in self._roster.with_fate(Fate.OUT):
-            if self._roster.workers[number].witness == node:
+            if self._roster.workers[number].node_agent == node:
                 self._roster.kill(self._roster.workers[number], "put out of the run")
 
-    def _why_barred(self, worker: Worker, message: Mapping[str, Any], new: bool) -> str:
+    def _why_barred(self, worker: Member, message: Mapping[str, Any], new: bool) -> str:
         """What speaks against a process that presents itself as ``worker``; empty: nothing."""
         evidence = self._leadership.evidence
         if worker.number in evidence.dead | evidence.left and self._leadership.term > 0:
@@ -124,9 +124,11 @@ class Admission:
     def _tell_of_rendezvous(self, session: int) -> None:
         """Tell a launcher, or a worker that has to join it, of the open rendezvous."""
         peer, revoke = self._roster.sessions[session], self._rendezvous.revoke_message("attached")
-        if isinstance(peer, Worker) and peer.number not in self._rendezvous.members:
+        if isinstance(peer, Member) and peer.number not in self._rendezvous.members:
             return
-        if isinstance(peer, Witness) and self._epochs.own:  # that the run has begun decides what a death means to it
+        if (
+            isinstance(peer, NodeAgentStatus) and self._epochs.own
+        ):  # that the run has begun decides what a death means to it
             formed = {"epoch": self._epochs.formed.epoch, "members": to_runs(self._epochs.formed.members)}
             self._out.send([session], {**revoke, **formed})
             self._out.send([session], self._epochs.plan_message)

@@ -19,7 +19,7 @@ GATHERING   Tells who leads (``lead``), and waits for the others that may be run
             known to all before anybody is told that the epoch is over. Not at the start of a run: there is nothing yet.
 RENDEZVOUS  ``revoke(n)`` has been pushed; waits for ``join(n, status)`` of every worker the run counts on. A change
             of membership opens n+1, and so does a newcomer. If a worker is left out that may still run somewhere
-            (*contested*), the plan also waits for the quorum and for the acknowledgement of the members' witnesses.
+            (*contested*), the plan also waits for the quorum and for the acknowledgement of the members' node agents.
 STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits iteration t. Who has said ``idle(n)``
             has no part in epoch n: commits and hang detection pass it over.
 STOPPED     The run is over or may not go on here; everybody was told why.
@@ -60,12 +60,12 @@ from recover_megatron.membership.events import (
     Tick,
     Verdict,
 )
+from recover_megatron.membership.exception_reports import ExceptionReports
 from recover_megatron.membership.lateness import Lateness
 from recover_megatron.membership.leadership import Leadership
 from recover_megatron.membership.records import Planner, Settings, members_only, to_runs
-from recover_megatron.membership.roster import Fate, Roster, Witness, Worker
+from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
 from recover_megatron.membership.view import History, Observers, view
-from recover_megatron.membership.words import ExceptionReports
 
 
 class State(Enum):
@@ -165,15 +165,15 @@ class Coordinator:
         if peer is None:
             return
         ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # by the clock: no excuses
-        if isinstance(peer, Witness):
+        if isinstance(peer, NodeAgentStatus):
             peer.ended = ended
-            self._out.log("witness_gone", node=peer.node, reason=reason)
+            self._out.log("node_agent_gone", node=peer.node, reason=reason)
         elif ended and peer.fate is Fate.LIVE:
             self.roster.dead(peer, reason, now)
         elif peer.fate is Fate.LIVE:
             self._lost_touch(peer, reason, now)
 
-    def _lost_touch(self, worker: Worker, reason: str, now: float) -> None:
+    def _lost_touch(self, worker: Member, reason: str, now: float) -> None:
         """A worker is not reached that may still be running."""
         if self.state is State.STANDBY:
             self.roster.unbind(worker)
@@ -186,7 +186,7 @@ class Coordinator:
     def _acknowledged(self, session: int, silence: float, now: float) -> None:
         """The answer of the kernel to a ``Probe``."""
         worker = self.roster.sessions.get(session)
-        if not isinstance(worker, Worker) or silence <= self.settings.heartbeat_timeout:
+        if not isinstance(worker, Member) or silence <= self.settings.heartbeat_timeout:
             return
         reason = f"its host has acknowledged nothing for {silence:.1f} s"
         if self.state in (State.STANDBY, State.GATHERING):
@@ -292,7 +292,7 @@ class Coordinator:
         self.rendezvous.open(members, now)
         reason = "; ".join(reasons[:4]) + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
         self._out.log("revoke", epoch=self.rendezvous.opened.epoch, reason=reason, members=to_runs(members))
-        everybody = [*roster.sessions_of(members), *roster.witness_sessions]
+        everybody = [*roster.sessions_of(members), *roster.node_agent_sessions]
         self._out.send(everybody, self.rendezvous.revoke_message(reason))
 
     def _try_to_form(self, now: float) -> None:
@@ -303,7 +303,7 @@ class Coordinator:
         self.state = State.STEADY
         plan, members = self.epochs.plan_message, self.epochs.formed.members
         self._out.send(self.roster.sessions_of(members), {**plan, "data": self.epochs.plan})
-        self._out.send(self.roster.witness_sessions, plan)
+        self._out.send(self.roster.node_agent_sessions, plan)
 
     # -- what members say ---------------------------------------------------------------------------------------------
 
@@ -311,8 +311,8 @@ class Coordinator:
         peer = self.roster.sessions.get(session)
         if peer is not None:
             self.roster.hear(peer, now)
-            if isinstance(peer, Witness):
-                self.roster.from_witness(peer, session, message, self.leadership.term, now)
+            if isinstance(peer, NodeAgentStatus):
+                self.roster.from_node_agent(peer, session, message, self.leadership.term, now)
             else:
                 self._from_worker(peer, session, message, now)
         elif message["type"] == "observe":
@@ -320,7 +320,7 @@ class Coordinator:
         elif session in self._observers:
             self._observers.forget(session)
             self.roster.refuse(session, f"{message['type']} of an observer")
-        elif message["type"] not in ("attach", "attach_witness"):
+        elif message["type"] not in ("attach", "attach_node_agent"):
             self.roster.refuse(session, f"{message['type']} before attach")
         elif self.state is not State.STANDBY and message["term"] > self.leadership.term:
             self.roster.refuse(session, "you follow a newer coordinator")
@@ -328,9 +328,9 @@ class Coordinator:
         elif message["type"] == "attach":
             self._admission.worker(session, message, now)
         else:
-            self._admission.witness(session, message, now)
+            self._admission.node_agent(session, message, now)
 
-    def _from_worker(self, worker: Worker, session: int, message: Mapping[str, Any], now: float) -> None:
+    def _from_worker(self, worker: Member, session: int, message: Mapping[str, Any], now: float) -> None:
         epochs, changes = self.epochs, self.roster.changes
         steady = self.state is State.STEADY
         of_this_epoch = steady and message.get("epoch") == epochs.formed.epoch

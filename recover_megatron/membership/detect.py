@@ -25,7 +25,7 @@ STORAGE_PHASES = ("data", "eval-data")
 
 
 @dataclass
-class Progress:
+class WorkerProgress:
     """What is known of one worker's progress. Times by the coordinator's clock."""
 
     worker: int
@@ -80,7 +80,7 @@ class Judgement:
     """Workers that would hang, had they not said that they wait for storage."""
 
 
-def judge(group: Iterable[Progress], now: float, hang_timeout: float, fresh: float = -math.inf) -> Judgement:
+def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fresh: float = -math.inf) -> Judgement:
     """Judge the workers of one epoch, or of one rendezvous; what was before ``fresh`` is held against nobody."""
     progress = list(group)
     waiting = [p.waiting_since for p in progress if p.waiting_since is not None]
@@ -104,7 +104,7 @@ def judge(group: Iterable[Progress], now: float, hang_timeout: float, fresh: flo
     return judgement
 
 
-def _allowed(progress: Progress, now: float, hang_timeout: float) -> float:
+def _allowed(progress: WorkerProgress, now: float, hang_timeout: float) -> float:
     """What a mark allows, unless nothing has been heard of the worker for so long that its process must be stopped."""
     silent = progress.heard is not None and now - progress.heard > hang_timeout
     return 0.0 if silent else progress.allow

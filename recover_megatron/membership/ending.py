@@ -50,7 +50,9 @@ class Ending:
         workers = absent if over.by is not None else frozenset[int]()
         nodes: set[str] = set()
         if over.by is not None or code != EXIT_LOST_MAJORITY:
-            nodes = {w.witness for w in roster.workers.values() if w.witness and w.witness not in roster.witnesses}
+            nodes = {
+                w.node_agent for w in roster.workers.values() if w.node_agent and w.node_agent not in roster.node_agents
+            }
         until = [patience] * bool(workers) + [now + settings.heartbeat_timeout] * bool(nodes)
         if code != EXIT_LOST_MAJORITY and (lost := self._just_lost(now)):
             nodes |= lost
@@ -70,7 +72,7 @@ class Ending:
         waited = bool(self._untold)
         if isinstance(event, Received):
             message = event.message
-            if message["type"] == "observe" or (waited and message["type"] in ("attach", "attach_witness")):
+            if message["type"] == "observe" or (waited and message["type"] in ("attach", "attach_node_agent")):
                 self._out.send([event.session], self._farewell)
                 self._out.do(Close(event.session))
                 self._untold -= {message.get("worker"), message.get("node")}
@@ -84,16 +86,16 @@ class Ending:
     def _told_to_stop(self, formed: Formed) -> tuple[int, str] | None:
         """Code and reason of a run whose launchers, all that have workers in it, were told to end them."""
         roster = self._roster
-        nodes = {roster.workers[number].witness for number in formed.members}
-        witnesses = [roster.witnesses[node] for node in sorted(nodes) if node in roster.witnesses]
-        if not nodes or len(witnesses) < len(nodes) or not all(witness.stopping for witness in witnesses):
+        nodes = {roster.workers[number].node_agent for number in formed.members}
+        node_agents = [roster.node_agents[node] for node in sorted(nodes) if node in roster.node_agents]
+        if not nodes or len(node_agents) < len(nodes) or not all(node_agent.stopping for node_agent in node_agents):
             return None
-        number = witnesses[0].stopping
-        names = ", ".join(witness.node for witness in witnesses)
+        number = node_agents[0].stopping
+        names = ", ".join(node_agent.node for node_agent in node_agents)
         return 128 + number, f"ended by {Signals(number).name}, which the launcher on {names} received"
 
     def _just_lost(self, now: float) -> set[str]:
         """The launchers that are not reached, but were not long ago, and are not known to have ended."""
         since = now - self._roster.settings.lost_timeout
-        witnesses = self._roster.witnesses.values()
-        return {w.node for w in witnesses if w.session is None and not w.ended and w.heard > since}
+        node_agents = self._roster.node_agents.values()
+        return {w.node for w in node_agents if w.session is None and not w.ended and w.heard > since}

@@ -17,10 +17,10 @@ from typing import Any
 
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, NoPlan, RunOver
 from recover_megatron.membership.events import Outbox
+from recover_megatron.membership.failover import Evidence
 from recover_megatron.membership.leadership import Leadership
 from recover_megatron.membership.records import Formed, Json, Opened, Planner, PlanRequest, to_runs
-from recover_megatron.membership.roster import Fate, Roster, Worker
-from recover_megatron.membership.succession import Evidence
+from recover_megatron.membership.roster import Fate, Member, Roster
 
 
 class Epochs:
@@ -99,7 +99,7 @@ class Epochs:
 
     # -- its commits --------------------------------------------------------------------------------------------------
 
-    def done(self, worker: Worker, iteration: int, now: float) -> None:
+    def done(self, worker: Member, iteration: int, now: float) -> None:
         """A member has reported an iteration."""
         before = self.is_ready(worker)
         worker.done = max(worker.done, iteration)
@@ -110,13 +110,13 @@ class Epochs:
             self._roster.changes.append("a worker has left while others go on")
         self._reported(worker, before)
 
-    def idle(self, worker: Worker) -> None:
+    def idle(self, worker: Member) -> None:
         """A member has said that it has no part in this epoch."""
         before = self.is_ready(worker)
         worker.idle_in = self.formed.epoch
         self._reported(worker, before)
 
-    def left(self, worker: Worker) -> None:
+    def left(self, worker: Member) -> None:
         """A worker has finished, and left in order."""
         worker.fate = Fate.LEFT
         self._some_left = True
@@ -143,7 +143,7 @@ class Epochs:
         self._ready = sum(self.is_ready(workers[member]) for member in self.formed.members)
         return new
 
-    def is_ready(self, worker: Worker) -> bool:
+    def is_ready(self, worker: Member) -> bool:
         """Whether the next commit of the epoch does not wait for this member (any more)."""
         return worker.done > self.committed or worker.idle_in == self.formed.epoch
 
@@ -155,7 +155,7 @@ class Epochs:
             raise RunOver(EXIT_LOST_MAJORITY, f"all workers waited for each other in {self._stuck} epochs in a row")
         self._roster.changes.append("all workers wait for each other")
 
-    def _reported(self, worker: Worker, before: bool) -> None:
+    def _reported(self, worker: Member, before: bool) -> None:
         """Commit if that was the last report missing; ``before``: whether the worker was ready before it."""
         self._ready += self.is_ready(worker) and not before
         if self._some_left:
@@ -223,7 +223,7 @@ class Rendezvous:
                 message["present_plan"] = holder.number
         return message
 
-    def join(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
+    def join(self, worker: Member, message: Mapping[str, Any], now: float) -> None:
         """A worker joins, with its status and its last reports; another rendezvous than this one is let pass."""
         if not self.is_open or message["epoch"] != self.opened.epoch or worker.number not in self.members:
             return
@@ -234,7 +234,7 @@ class Rendezvous:
         if "plan" in message and not self._epochs.own:
             self._epochs.plan = message["plan"]
 
-    def withdraw(self, worker: Worker) -> None:
+    def withdraw(self, worker: Member) -> None:
         """A worker has to join again, because it has made a new connection."""
         self._joined -= self.is_open and worker.joined == self.opened.epoch
         worker.joined = 0
@@ -269,7 +269,7 @@ class Rendezvous:
         self.patience += pause
         self.opened_at += pause
 
-    def _late(self, unreached: Container[int], now: float) -> list[Worker]:
+    def _late(self, unreached: Container[int], now: float) -> list[Member]:
         """Whom it waits for no longer. The launch has long to start, a newcomer never has."""
         newcomers_until = min(self.patience, self.opened_at + 1.2 * self._roster.settings.heartbeat_timeout)
         missing = [self._roster.workers[m] for m in self.members if m not in unreached]
@@ -283,7 +283,7 @@ class Rendezvous:
         if contest is None:
             return True
         roster, members = self._roster, [self._roster.workers[m] for m in self.members]
-        unheard = [w for w in members if w.witness and not self._acknowledged(w.witness)]
+        unheard = [w for w in members if w.node_agent and not self._acknowledged(w.node_agent)]
         if contest.quorum and not unheard:
             self._leadership.goes_on_without()
             return True
@@ -306,5 +306,5 @@ class Rendezvous:
         return False
 
     def _acknowledged(self, node: str) -> bool:
-        witness = self._roster.witnesses.get(node)
-        return witness is not None and (witness.ended or witness.acknowledged == self.opened.epoch)
+        node_agent = self._roster.node_agents.get(node)
+        return node_agent is not None and (node_agent.ended or node_agent.acknowledged == self.opened.epoch)

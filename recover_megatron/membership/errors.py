@@ -34,7 +34,7 @@ class Fenced(MembershipError):
 class CoordinatorLost(MembershipError):
     """No coordinator may continue the run for this worker; ``code`` is the exit code to end with.
 
-    ``by``: the worker whose word ended the run for all (``give_up``, ``last_words``); None: it was no worker's.
+    ``by``: the worker whose word ended the run for all (``give_up``, ``report_exception``); None: it was no worker's.
     ``told``: whether a coordinator has said so; else none was reached, and the run may go on, or have ended well.
     """
 

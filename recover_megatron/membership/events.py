@@ -13,7 +13,7 @@ from recover_megatron.membership.records import Json
 
 @dataclass(frozen=True)
 class Received:
-    """A checked message arrived. The first one of a session is ``attach`` or ``attach_witness``."""
+    """A checked message arrived. The first one of a session is ``attach`` or ``attach_node_agent``."""
 
     session: int
     message: Mapping[str, Any]

@@ -39,8 +39,8 @@ from recover_megatron.membership.events import (
     Say,
     Tick,
 )
+from recover_megatron.membership.failover import presentation_to_wire
 from recover_megatron.membership.records import Formed, Opened, Presentation, Settings, from_runs
-from recover_megatron.membership.succession import presentation_to_wire
 
 
 class Stage(Enum):

@@ -13,7 +13,7 @@ from recover_megatron.membership.detect import judge
 from recover_megatron.membership.epochs import Epochs
 from recover_megatron.membership.events import Outbox, Probe
 from recover_megatron.membership.records import to_runs
-from recover_megatron.membership.roster import Fate, Roster, Worker
+from recover_megatron.membership.roster import Fate, Member, Roster
 from recover_megatron.membership.stall import Answer, Stall
 from recover_megatron.membership.view import statuses_of
 
@@ -45,22 +45,22 @@ class Lateness:
             self._out.send([worker.session], {"type": "beat"})
             if roster.silence(worker, now) > settings.heartbeat_timeout and roster.vouched(worker, now):
                 self._out.do(Probe(worker.session))
-        for witness in roster.witnesses.values():
-            if witness.session is not None and roster.silence(witness, now) > settings.heartbeat_timeout:
-                self._out.log("witness_gone", node=witness.node, reason="silent")
-                roster.unbind(witness)
+        for node_agent in roster.node_agents.values():
+            if node_agent.session is not None and roster.silence(node_agent, now) > settings.heartbeat_timeout:
+                self._out.log("node_agent_gone", node=node_agent.node, reason="silent")
+                roster.unbind(node_agent)
 
-    def silent(self, now: float, fresh: float = -math.inf) -> list[Worker]:
+    def silent(self, now: float, fresh: float = -math.inf) -> list[Member]:
         """Workers without a sign of life for the heartbeat timeout (and since ``fresh``), for whom nobody vouches."""
         timeout = self._roster.settings.heartbeat_timeout
         return [w for w in self._quiet(timeout, now) if now - fresh > timeout and not self._roster.vouched(w, now)]
 
-    def lost_touch(self, worker: Worker, reason: str, now: float) -> None:
+    def lost_touch(self, worker: Member, reason: str, now: float) -> None:
         """The connection of a worker that may still be running has ended."""
         self._roster.unbind(worker)
         self.unreached[worker.number] = now, reason
 
-    def unacknowledged(self, worker: Worker, reason: str, now: float) -> None:
+    def unacknowledged(self, worker: Member, reason: str, now: float) -> None:
         """The host of a worker that is not heard does not answer either."""
         self._deaf[worker.number] = now, reason
 
@@ -94,7 +94,7 @@ class Lateness:
         self._tell(answer, replica_of, now)
         return judgement.stuck
 
-    def _quiet(self, seconds: float, now: float) -> list[Worker]:
+    def _quiet(self, seconds: float, now: float) -> list[Member]:
         """Attached workers of which nothing was heard for so long."""
         workers = self._roster.workers.values()
         return [w for w in workers if w.session is not None and self._roster.silence(w, now) > seconds]
@@ -168,11 +168,11 @@ class Lateness:
             self._out.log(
                 "stalled", workers=to_runs(waited), replicas=replicas, seconds=seconds, left=left, reason=text
             )
-            self._out.send(self._roster.witness_sessions, {"type": "tell", "text": text[:2000]})
+            self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
         if answer.over is not None:
             text = f"the stall is over after {answer.over:.0f} s: the run goes on"
             self._out.log("stall_over", seconds=answer.over)
-            self._out.send(self._roster.witness_sessions, {"type": "tell", "text": text})
+            self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text})
 
     def _who(self, waited: dict[int, str]) -> str:
         """Workers with their hosts and what they do, for people."""

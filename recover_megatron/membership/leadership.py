@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from recover_megatron.membership.events import AskArbiter, Outbox
+from recover_megatron.membership.failover import Evidence, next_term
 from recover_megatron.membership.quorum import can_tell, may_go_on
 from recover_megatron.membership.records import Formed, Opened, Presentation, to_runs
-from recover_megatron.membership.roster import Fate, Roster, Worker
-from recover_megatron.membership.succession import Evidence, next_term
+from recover_megatron.membership.roster import Fate, Member, Roster
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class Leadership:
         return {"type": "lead", "term": self.term}
 
     @property
-    def not_come(self) -> list[Worker]:
+    def not_come(self) -> list[Member]:
         """Those whom the run counts on, by what was presented, and that have no session."""
         workers = (self._roster.workers[n] for n in sorted(self.evidence.target))
         return [w for w in workers if w.fate is Fate.LIVE and w.session is None]
 
-    def gathers_until(self, worker: Worker, now: float) -> float:
+    def gathers_until(self, worker: Member, now: float) -> float:
         """Until when a new coordinator waits for a worker that it does not reach.
 
         Whose launcher says that it runs may be deaf for a while. Else, where all have heard nothing of the lost
@@ -103,7 +103,7 @@ class Leadership:
         here = [w for w in roster.workers.values() if w.session is not None]
         if roster.vouched(worker, now):
             patience = max(settings.hang_timeout, settings.heartbeat_timeout)
-        elif all(w.left_silence for w in here) and all(w.witness and roster.vouched(w, now) for w in here):
+        elif all(w.left_silence for w in here) and all(w.node_agent and roster.vouched(w, now) for w in here):
             patience = settings.heartbeat_interval
         else:
             patience = settings.heartbeat_timeout + settings.heartbeat_interval

@@ -40,11 +40,11 @@ class Member(Follower):
         """For people: replica, position and quota, which marks tell along."""
         self.mark(0, "", None, False, 0.0)
         self.noted = False
-        """Whether a coordinator has heard the last words."""
+        """Whether a coordinator has heard the exception report."""
         self.idle_in = 0
         """The last epoch in which this member has no part; 0: none."""
         self._plea: dict[str, Any] | None = None
-        self._words: dict[str, Any] | None = None
+        self._report: dict[str, Any] | None = None
         self._status: tuple[Json] | None = None
         self._present_plan = False
 
@@ -135,17 +135,17 @@ class Member(Follower):
                 self._say(self._plea)
         return self._effects
 
-    def last_words(self, words: Mapping[str, Any]) -> list[MemberEffect]:
+    def report_exception(self, report: Mapping[str, Any]) -> list[MemberEffect]:
         """Tell why this worker ends; ``noted`` when a coordinator has heard it."""
         self._effects = []
-        if self._words is None and self.stage is not Stage.OUT:
-            self._words = {"type": "last_words", **words}
+        if self._report is None and self.stage is not Stage.OUT:
+            self._report = {"type": "last_words", **report}
             if self._connected:
-                self._say(self._words)
+                self._say(self._report)
         return self._effects
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
-        """As ``Follower.handle``; last words that nobody has heard are told to the next coordinator."""
+        """As ``Follower.handle``; exception report that nobody has heard are told to the next coordinator."""
         if self._asleep:
             if self._status is None:
                 self.deadline = math.inf
@@ -153,8 +153,8 @@ class Member(Follower):
             self._asleep = False
             self._alone_since = self._reached_at = self._move_at = now
         effects = super().handle(event, now)
-        if isinstance(event, Connected) and self._connected and self._words is not None and not self.noted:
-            self._say(self._words)
+        if isinstance(event, Connected) and self._connected and self._report is not None and not self.noted:
+            self._say(self._report)
         return effects
 
     def _reached(self, now: float) -> None:

@@ -1,6 +1,6 @@
 """Who may go on: the rule of partition and succession, as pure functions.
 
-Words. ``gone``: workers known to have ended (their kernel closed the connection, a witness saw the process end) or
+Words. ``gone``: workers known to have ended (their kernel closed the connection, a node agent saw the process end) or
 to have left in order. The unreachable are not gone: they may be running on the other side of a partition.
 
 The rule, for a coordinator that wants to fix the plan of a new epoch with the workers it reaches:
@@ -19,8 +19,8 @@ The rule, for a coordinator that wants to fix the plan of a new epoch with the w
 Why two sides can never both go on: let M be the last epoch both know, A the side that formed it, B the other. They are
 disjoint, because a member follows one coordinator at a time and only ever a higher term. A has at least half of those
 of M that are not gone, B has more than half; both cannot be, unless B knows deaths on A's side that happened
-after A went on. Such a death could only be told by a witness, and a side that leaves somebody out goes on
-only after the witnesses of its own members have acknowledged the new rendezvous: a witness that later turns to B
+after A went on. Such a death could only be told by a node agent, and a side that leaves somebody out goes on
+only after the node agents of its own members have acknowledged the new rendezvous: a node agent that later turns to B
 presents it, and B needs a majority of that one too.
 
 *Newcomers* add members to an epoch and votes to its count, but never take the place of those before: until a rendezvous
@@ -28,7 +28,7 @@ counts on them they are in no set that anybody needs a majority of, until they h
 committed, and newcomers alone go on nowhere. The argument above holds as it stands, since whoever of M is in a later
 epoch has joined it, so presents it.
 
-The Promela model (models/) explores this exhaustively, for a run without newcomers.
+The Promela model (tests/formal/) explores this exhaustively, for a run without newcomers.
 """
 
 from __future__ import annotations

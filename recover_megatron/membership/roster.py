@@ -1,4 +1,4 @@
-"""Whom the coordinator knows: workers, witnesses, their sessions, and what became of them.
+"""Whom the coordinator knows: workers, node agents, their sessions, and what became of them.
 
 What makes a worker go, by what is known of it: its kernel closes the session, or its launcher sees the process end: it
 is *dead* and never counts again. Its host is silent, or it hangs (``detect``): it is *out*, is told so if it ever
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from recover_megatron.membership.detect import Progress
+from recover_megatron.membership.detect import WorkerProgress
 from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.records import Formed, Json, Settings, to_runs
 
@@ -32,16 +32,16 @@ class Fate(Enum):
 
 
 @dataclass
-class Worker:
+class Member:
     """What is known of one worker."""
 
     number: int
-    progress: Progress
+    progress: WorkerProgress
     fate: Fate = Fate.LIVE
     session: int | None = None
     incarnation: str = ""
     host: str = ""
-    witness: str = ""
+    node_agent: str = ""
     heard: float = 0.0
     excused: float = 0.0
     """Seconds since then in which this coordinator could not have heard it."""
@@ -67,7 +67,7 @@ class Worker:
 
 
 @dataclass
-class Witness:
+class NodeAgentStatus:
     """A launcher that watches the workers of its node."""
 
     node: str
@@ -90,10 +90,10 @@ class Roster:
         self.world = world
         """Workers of the launch."""
         self.settings = settings
-        self.workers = {n: Worker(n, Progress(n)) for n in range(world)}
-        self.witnesses: dict[str, Witness] = {}
+        self.workers = {n: Member(n, WorkerProgress(n)) for n in range(world)}
+        self.node_agents: dict[str, NodeAgentStatus] = {}
         """By the name of the node."""
-        self.sessions: dict[int, Worker | Witness] = {}
+        self.sessions: dict[int, Member | NodeAgentStatus] = {}
         self.changes: list[str] = []
         """Why the next rendezvous has to be opened, for people; empty: it has not."""
         self.fault_at: float | None = None
@@ -132,27 +132,27 @@ class Roster:
         return [s for n in sorted(members) if (s := self.workers[n].session) is not None]
 
     @property
-    def witness_sessions(self) -> list[int]:
+    def node_agent_sessions(self) -> list[int]:
         """The sessions of the launchers that have one."""
-        return [w.session for w in self.witnesses.values() if w.session is not None]
+        return [w.session for w in self.node_agents.values() if w.session is not None]
 
-    def witness_of(self, worker: Worker) -> Witness | None:
+    def node_agent_of(self, worker: Member) -> NodeAgentStatus | None:
         """Its launcher: the one it has named itself, or that says that it runs there."""
-        if worker.witness:
-            return self.witnesses.get(worker.witness)
-        return next((w for w in self.witnesses.values() if worker.number in w.running), None)
+        if worker.node_agent:
+            return self.node_agents.get(worker.node_agent)
+        return next((w for w in self.node_agents.values() if worker.number in w.running), None)
 
-    def vouched(self, worker: Worker, now: float) -> bool:
+    def vouched(self, worker: Member, now: float) -> bool:
         """Whether the worker's launcher is heard, so that it would have told if the process had ended."""
-        witness = self.witness_of(worker)
+        node_agent = self.node_agent_of(worker)
         return (
-            witness is not None
-            and witness.session is not None
-            and self.silence(witness, now) <= self.settings.heartbeat_timeout
+            node_agent is not None
+            and node_agent.session is not None
+            and self.silence(node_agent, now) <= self.settings.heartbeat_timeout
         )
 
     @staticmethod
-    def silence(peer: Worker | Witness, now: float) -> float:
+    def silence(peer: Member | NodeAgentStatus, now: float) -> float:
         """For how many seconds nothing was heard of a peer, while this coordinator could have heard it."""
         return now - peer.heard - peer.excused
 
@@ -162,12 +162,12 @@ class Roster:
         """From now on these are known, if they were not: newcomers that others count on."""
         for number in numbers:
             if number not in self.workers:
-                self.workers[number] = Worker(number, Progress(number))
+                self.workers[number] = Member(number, WorkerProgress(number))
 
-    def hear(self, peer: Worker | Witness, now: float) -> None:
+    def hear(self, peer: Member | NodeAgentStatus, now: float) -> None:
         """Something has come from this peer."""
         peer.heard, peer.excused = now, 0.0
-        if isinstance(peer, Worker):
+        if isinstance(peer, Member):
             peer.progress.heard = now
 
     def excuse(self, pause: float, now: float) -> None:
@@ -179,8 +179,8 @@ class Roster:
             worker.excused = min(worker.excused + pause, now - worker.heard)
             worker.awaited_until += pause
             worker.progress.excuse(pause, now)
-        for witness in self.witnesses.values():
-            witness.excused = min(witness.excused + pause, now - witness.heard)
+        for node_agent in self.node_agents.values():
+            node_agent.excused = min(node_agent.excused + pause, now - node_agent.heard)
 
     def take_changes(self) -> list[str]:
         """All ``changes`` since the last call; from now on there are none."""
@@ -188,49 +188,51 @@ class Roster:
         self.changes.clear()
         return changes
 
-    def pass_on(self, worker: Worker, text: str) -> None:
+    def pass_on(self, worker: Member, text: str) -> None:
         """A worker has something to say to people: its launcher shows it."""
         self._out.log("note", worker=worker.number, host=worker.host, text=text)
-        witness = self.witnesses.get(worker.witness)
-        if witness is not None and witness.session is not None:
-            self._out.send([witness.session], {"type": "note", "worker": worker.number, "text": text})
+        node_agent = self.node_agents.get(worker.node_agent)
+        if node_agent is not None and node_agent.session is not None:
+            self._out.send([node_agent.session], {"type": "note", "worker": worker.number, "text": text})
 
-    def from_witness(self, witness: Witness, session: int, message: Mapping[str, Any], term: int, now: float) -> None:
+    def from_node_agent(
+        self, node_agent: NodeAgentStatus, session: int, message: Mapping[str, Any], term: int, now: float
+    ) -> None:
         """A launcher says something, to the coordinator of ``term``."""
         match message["type"]:
             case "beat":
                 self._out.send([session], {"type": "beat"})
             case "ack" if message["term"] == term:
-                witness.acknowledged = max(witness.acknowledged, message["epoch"])
+                node_agent.acknowledged = max(node_agent.acknowledged, message["epoch"])
             case "spawned":
-                witness.running.add(message["worker"])
-                self._out.log("spawned", worker=message["worker"], pid=message["pid"], node=witness.node)
+                node_agent.running.add(message["worker"])
+                self._out.log("spawned", worker=message["worker"], pid=message["pid"], node=node_agent.node)
             case "stopping":
-                witness.stopping = message["signal"]
-                self._out.log("stopping", node=witness.node, signal=witness.stopping)
+                node_agent.stopping = message["signal"]
+                self._out.log("stopping", node=node_agent.node, signal=node_agent.stopping)
             case "ended":
-                witness.running.discard(message["worker"])
+                node_agent.running.discard(message["worker"])
                 self._ended(message["worker"], message["how"], now)
             case "abandon":
-                self.unbind(witness)
+                self.unbind(node_agent)
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def bind(self, peer: Worker | Witness, session: int, now: float) -> None:
+    def bind(self, peer: Member | NodeAgentStatus, session: int, now: float) -> None:
         """The peer is reached by this session from now on, and by no other."""
         self.unbind(peer)
         peer.session = session
         self.hear(peer, now)
         self.sessions[session] = peer
 
-    def unbind(self, peer: Worker | Witness) -> None:
+    def unbind(self, peer: Member | NodeAgentStatus) -> None:
         """Close the peer's session, if it has one."""
         if peer.session is not None:
             del self.sessions[peer.session]
             self._out.do(Close(peer.session))
             peer.session = None
 
-    def forget(self, session: int) -> Worker | Witness | None:
+    def forget(self, session: int) -> Member | NodeAgentStatus | None:
         """A session has ended by itself; whose it was."""
         peer = self.sessions.pop(session, None)
         if peer is not None:
@@ -245,7 +247,7 @@ class Roster:
 
     # -- workers go ---------------------------------------------------------------------------------------------------
 
-    def dead(self, worker: Worker, reason: str, now: float) -> None:
+    def dead(self, worker: Member, reason: str, now: float) -> None:
         """The process has ended, for certain."""
         if worker.fate is Fate.LIVE:
             self.changes.append(f"{worker.name} died: {reason}")
@@ -253,7 +255,7 @@ class Roster:
         self.unbind(worker)
         self._fault("dead", worker, reason, now)
 
-    def turned_away(self, worker: Worker, reason: str, now: float, *, followed: bool) -> None:
+    def turned_away(self, worker: Member, reason: str, now: float, *, followed: bool) -> None:
         """It looks for another coordinator; ``followed``: this one leads.
 
         It comes back if there is no other, or its launcher tells of its end. Not out, whoever was silent: what this
@@ -274,7 +276,7 @@ class Roster:
                 worker.fate = Fate.LEFT if number in left else Fate.DEAD
                 self.unbind(worker)
 
-    def exclude(self, worker: Worker, reason: str, now: float, together: frozenset[int] = frozenset()) -> None:
+    def exclude(self, worker: Member, reason: str, now: float, together: frozenset[int] = frozenset()) -> None:
         """Put a worker out that may still be running: tell it, and have its launcher kill it.
 
         ``together``: all that are being put out at once, so that their launcher says of none that it goes on.
@@ -287,14 +289,14 @@ class Roster:
         self.unbind(worker)
         self.kill(worker, reason, together)
 
-    def kill(self, worker: Worker, reason: str, together: frozenset[int] = frozenset()) -> None:
+    def kill(self, worker: Member, reason: str, together: frozenset[int] = frozenset()) -> None:
         """Have the launcher of a worker that is out end its process, if it is reached."""
-        witness = self.witness_of(worker)
-        if witness is not None and witness.session is not None:
+        node_agent = self.node_agent_of(worker)
+        if node_agent is not None and node_agent.session is not None:
             order = {"type": "kill", "worker": worker.number, "reason": reason}
             if together:
                 order["with"] = to_runs(together)
-            self._out.send([witness.session], order)
+            self._out.send([node_agent.session], order)
 
     def _ended(self, number: int, how: str, now: float) -> None:
         """A launcher has seen a process end."""
@@ -304,6 +306,6 @@ class Roster:
         elif self.workers[number].fate in (Fate.LIVE, Fate.OUT):
             self.dead(self.workers[number], f"its process has ended ({how})", now)
 
-    def _fault(self, kind: str, worker: Worker, reason: str, now: float) -> None:
+    def _fault(self, kind: str, worker: Member, reason: str, now: float) -> None:
         self.fault_at = now if self.fault_at is None else self.fault_at
         self._out.log("fault", kind=kind, worker=worker.number, host=worker.host, reason=reason)

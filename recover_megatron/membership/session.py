@@ -16,14 +16,14 @@ from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address, Client
 from recover_megatron.membership.errors import EXIT_FENCED, CoordinatorLost, EpochRevoked, Fenced
 from recover_megatron.membership.events import Notify
+from recover_megatron.membership.exception_reports import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED, cut_middle
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.records import Json, Plan, Settings
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, encode
-from recover_megatron.membership.words import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED, cut_middle
 
 RevokeCallback = Callable[[int, str], None]
 
-LAST_WORDS_SECONDS = 2.0
+EXCEPTION_REPORT_SECONDS = 2.0
 """A worker that ends waits this long for a coordinator to hear why."""
 
 
@@ -55,15 +55,15 @@ class Session:
         worker: int,
         secret: Secret,
         settings: Settings | None = None,
-        witness: str | None = None,
+        node_agent: str | None = None,
         on_revoke: RevokeCallback | None = None,
         exit_when_out: float | None = None,
         newcomer: bool = False,
     ) -> Session:
         """Start the session of ``worker`` and return at once; the first ``join`` waits for the others.
 
-        ``addresses``: the candidate coordinators, in the same order for all. ``witness``: the node name under which
-        the worker's launcher runs a ``Witness``; None if there is none. ``exit_when_out``: seconds after which the
+        ``addresses``: the candidate coordinators, in the same order for all. ``node_agent``: the node name under which
+        the worker's launcher runs a ``NodeAgent``; None if there is none. ``exit_when_out``: seconds after which the
         session's thread ends a process that is out of the run but still there, its main thread stuck in a call that
         nothing wakes; the exit code is ``EXIT_FENCED``, or that of ``CoordinatorLost``. None: never.
 
@@ -77,8 +77,8 @@ class Session:
             "host": socket.gethostname()[:256],
             "pid": os.getpid(),
         }
-        if witness is not None:
-            hello["witness"] = witness
+        if node_agent is not None:
+            hello["node_agent"] = node_agent
         if newcomer:
             hello["newcomer"] = True
         core = Member(hello, len(addresses), settings, now=time.monotonic())
@@ -314,7 +314,7 @@ class Session:
             if self._core.out is None:
                 self._client.perform(self._core.end_run(code, cut_middle(reason, 2000)))
 
-    def last_words(
+    def report_exception(
         self,
         iteration: int,
         microbatch: int | None,
@@ -328,25 +328,25 @@ class Session:
     ) -> bool:
         """Tell that an exception ends this process, which ends right after; whether a coordinator has heard it.
 
-        Waits for that, at most ``LAST_WORDS_SECONDS``. ``error``: the exception's type and message (cut to 2,000
+        Waits for that, at most ``EXCEPTION_REPORT_SECONDS``. ``error``: the exception's type and message (cut to 2,000
         characters), ``traceback``: cut to 16 Ki, each in the middle; ``group``: the worker's replica. ``tried``: all
         microbatches of the iteration that may have raised it, ``microbatch`` is the last one; none of them: what
         ``phase`` names did. ``own``: it is a fault of this worker's host or device. From what several replicas tell the
-        coordinator may conclude that nobody can do this work, and end the run for all (``words``). Raises
+        coordinator may conclude that nobody can do this work, and end the run for all (``report``). Raises
         ``ValueError`` for a negative number.
         """
         if min(iteration, microbatch or 0, group) < 0:
             raise ValueError(f"negative: iteration {iteration}, microbatch {microbatch} or group {group}")
-        words: dict[str, Json] = {"iteration": iteration, "group": group, "phase": phase[:256], "own": own}
+        report: dict[str, Json] = {"iteration": iteration, "group": group, "phase": phase[:256], "own": own}
         if microbatch is not None:
-            words["microbatch"] = microbatch
-        words["tried"] = sorted(tried)[-MAX_TRIED:]
-        words["error"], words["traceback"] = cut_middle(error, MAX_ERROR), cut_middle(traceback, MAX_TRACEBACK)
+            report["microbatch"] = microbatch
+        report["tried"] = sorted(tried)[-MAX_TRIED:]
+        report["error"], report["traceback"] = cut_middle(error, MAX_ERROR), cut_middle(traceback, MAX_TRACEBACK)
         with self._client.condition:
             if self._core.out is None:
-                self._client.perform(self._core.last_words(words))
+                self._client.perform(self._core.report_exception(report))
             heard_or_out = lambda: self._core.noted or self._core.out is not None  # noqa: E731
-            self._client.condition.wait_for(heard_or_out, LAST_WORDS_SECONDS)
+            self._client.condition.wait_for(heard_or_out, EXCEPTION_REPORT_SECONDS)
             return self._core.noted
 
     def leave(self) -> None:

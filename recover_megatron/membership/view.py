@@ -22,7 +22,7 @@ from typing import Any
 from recover_megatron.membership.epochs import Epochs
 from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.records import Json, Opened, to_runs
-from recover_megatron.membership.roster import Fate, Roster, Worker
+from recover_megatron.membership.roster import Fate, Member, Roster
 from recover_megatron.membership.stall import Stall
 
 PAUSE_SECONDS = 0.4
@@ -188,14 +188,14 @@ def view(
 
 
 def _row(
-    worker: Worker, epochs: Epochs, opened: Opened, history: History, status: Mapping[str, Json] | None, now: float
+    worker: Member, epochs: Epochs, opened: Opened, history: History, status: Mapping[str, Json] | None, now: float
 ) -> dict[str, Json]:
     progress = worker.progress
     row: dict[str, Json] = {
         "worker": worker.number,
         "fate": worker.fate.value,
         "host": _cut(worker.host, _NAME),
-        "node": _cut(worker.witness, _NAME),
+        "node": _cut(worker.node_agent, _NAME),
     }
     if worker.fate is not Fate.LIVE:
         since, why = history.ends.get(worker.number, (None, "known from the coordinator before this one"))

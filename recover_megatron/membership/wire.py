@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from recover_megatron.membership.exception_reports import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED
 from recover_megatron.membership.records import MAX_WORKERS
-from recover_megatron.membership.words import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED
 from recover_megatron.network import frames
 from recover_megatron.network.frames import WireError
 
@@ -103,14 +103,14 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "incarnation": (_hex(32), True),
         "host": (_NAME, True),
         "pid": (_integer(0, 1 << 31), True),
-        "witness": (_NAME, False),
+        "node_agent": (_NAME, False),
         "done": (_ITERATION, True),
         "idle": (_EPOCH, False),
         "newcomer": (_FLAG, False),
         "silent": (_FLAG, False),
         **_PRESENTATION,
     },
-    "attach_witness": {
+    "attach_node_agent": {
         "node": (_NAME, True),
         "incarnation": (_hex(32), True),
         "running": (_runs, False),

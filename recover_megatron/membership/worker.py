@@ -12,12 +12,12 @@ from recover_megatron.membership.records import Settings
 from recover_megatron.membership.session import RevokeCallback, Session
 from recover_megatron.network.kernel import use_all_descriptors
 
-NODE_VARIABLE = "RECOVER_NODE"
-"""The name under which the launcher of this worker's node is a witness; not set: there is none."""
+NODE_VARIABLE = "RECOVER_NODE_AGENT"
+"""The name under which the launcher of this worker's node is a node agent; not set: there is none."""
 HOST_VARIABLE = "RECOVER_HOST"
 """The address of this worker's node by which the other nodes reach it; not set: there are no others."""
-WORKER_VARIABLE = "RECOVER_WORKER"
-"""The worker id, where it is not the rank: a newcomer's."""
+WORKER_ID_VARIABLE = "RECOVER_WORKER_ID"
+"""The worker id; not set: it is the rank."""
 JOIN_VARIABLE = "RECOVER_JOIN"
 """1: this worker is a newcomer, not one of the launch."""
 SPARE_VARIABLE = "RECOVER_SPARE"
@@ -37,24 +37,24 @@ def connect(
 
     And raise this process's limit of open files (``kernel.use_all_descriptors``).
 
-    ``addresses``: the candidates, instead of the environment's. The launcher is a witness with its own candidates only:
-    with others this worker has none.
+    ``addresses``: the candidates, instead of the environment's. The launcher is a node agent with its own candidates
+    only: with others this worker has none.
 
     Raises KeyError where the launcher gave no coordinator or no rank, ValueError for a malformed address, and
     SecretError without a usable secret.
     """
     use_all_descriptors()
-    witness = environ.get(NODE_VARIABLE)
+    node_agent = environ.get(NODE_VARIABLE)
     if addresses is None:
         addresses = _launchers_addresses(environ[COORDINATOR_VARIABLE])
     elif COORDINATOR_VARIABLE not in environ or list(addresses) != _launchers_addresses(environ[COORDINATOR_VARIABLE]):
-        witness = None
+        node_agent = None
     return Session.connect(
         addresses,
         worker_id(environ),
         find_secret(environ),
         settings,
-        witness=witness,
+        node_agent=node_agent,
         on_revoke=on_revoke,
         exit_when_out=exit_when_out,
         newcomer=is_newcomer(environ),
@@ -63,7 +63,7 @@ def connect(
 
 def worker_id(environ: Mapping[str, str] = os.environ) -> int:
     """Which worker this process is. Raises KeyError where the launcher gave neither an id nor a rank."""
-    return int(environ.get(WORKER_VARIABLE) or environ["RANK"])
+    return int(environ.get(WORKER_ID_VARIABLE) or environ["RANK"])
 
 
 def is_newcomer(environ: Mapping[str, str] = os.environ) -> bool:

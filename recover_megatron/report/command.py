@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron import __version__
-from recover_megatron.report.run_dir import NotARun, Run, read_run
+from recover_megatron.report.run_dir import NotARun, RecordedRun, read_run
 from recover_megatron.run_log.audit import violations
 
 _SHOWN = 20
@@ -24,7 +24,7 @@ def arguments(program: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def audited(args: argparse.Namespace) -> tuple[Run, list[str]]:
+def audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
     """The run and what the audit found.  Raises NotARun, OSError."""
     run = read_run(args.run_dir, args.corpus)
     return run, violations(run.steps, args.microbatches or run.settings.get("microbatches"))

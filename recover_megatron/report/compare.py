@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from recover_megatron.run_log.steps import Step
+from recover_megatron.run_log.steps import StepRecord
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Comparison:
         return max(self.grad_norms, key=lambda difference: difference.relative, default=None)
 
 
-def compare(run: Sequence[Step], reference: Sequence[Step]) -> Comparison:
+def compare(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> Comparison:
     """Compare the iterations that both have."""
     other = {step.iteration: step for step in reference}
     pairs = [(step, other[step.iteration]) for step in run if step.iteration in other]
@@ -70,7 +70,9 @@ def compare(run: Sequence[Step], reference: Sequence[Step]) -> Comparison:
     )
 
 
-def _differences(pairs: Sequence[tuple[Step, Step]], value: Callable[[Step], float | None]) -> list[Difference]:
+def _differences(
+    pairs: Sequence[tuple[StepRecord, StepRecord]], value: Callable[[StepRecord], float | None]
+) -> list[Difference]:
     found = []
     for mine, theirs in pairs:
         a, b = value(mine), value(theirs)

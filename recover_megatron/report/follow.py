@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from recover_megatron.run_log.steps import Step
+from recover_megatron.run_log.steps import StepRecord
 
 
 class Follower:
@@ -24,7 +24,7 @@ class Follower:
             stat = path.stat()
             self._inode, self._offset = stat.st_ino, stat.st_size
 
-    def new_steps(self) -> list[Step]:
+    def new_steps(self) -> list[StepRecord]:
         """The complete lines added since the last call; none while there is no file.
 
         Raises ValueError for a line that is no step.
@@ -40,5 +40,5 @@ class Follower:
             return []
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        steps = [Step.from_json(line) for line in complete.decode().splitlines()]
+        steps = [StepRecord.from_json(line) for line in complete.decode().splitlines()]
         return [step for step in steps if step.iteration > self._after]

@@ -22,7 +22,7 @@ PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryRecord:
     """One change of the membership, and what it cost."""
 
     time: float
@@ -58,7 +58,7 @@ class History:
     launches: int
     start: Event | None
     """The last start that a worker told."""
-    recoveries: list[Recovery]
+    recoveries: list[RecoveryRecord]
     """In the order of time."""
     quotas: list[Event]
     """Changes of the quotas for measured speeds."""
@@ -134,7 +134,7 @@ def _launches(workers: Sequence[Event], coordinators: Sequence[Event]) -> list[f
 
 def _recoveries(
     launch: int, workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]
-) -> list[Recovery]:
+) -> list[RecoveryRecord]:
     """Of one launch."""
     told: dict[int, list[Event]] = {}
     for event in workers:
@@ -161,7 +161,7 @@ def _recoveries(
     for fault in by_plan.get(len(epochs), []):  # no plan followed
         causes = (_cause(fault, chaos),)
         recoveries.append(
-            Recovery(
+            RecoveryRecord(
                 fault["time"], launch, lost_workers=(fault["worker"],), causes=causes, seconds=_detect([fault], chaos)
             )
         )
@@ -177,7 +177,7 @@ def _recovery(
     faults: Sequence[Event],
     reasons: Sequence[str],
     chaos: Sequence[Event],
-) -> Recovery:
+) -> RecoveryRecord:
     plans = [event for event in told if event["event"] == "plan"]
     finished = [event for event in told if event["event"] == "recovery"]
     plan: Mapping[str, Any] = plans[0] if plans else {}
@@ -195,7 +195,7 @@ def _recovery(
     if decided is not None and "committed" in decided:
         iterations.append(decided["committed"] + 1)  # if no worker told: the one after the last that was committed
     doing = dict.fromkeys(event["phase"] for event in plans if event.get("phase"))
-    return Recovery(
+    return RecoveryRecord(
         time=faults[0]["time"] if faults else planned,
         launch=launch,
         epoch=epoch,

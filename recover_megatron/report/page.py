@@ -15,8 +15,8 @@ from time import gmtime, strftime
 import jinja2
 
 from recover_megatron.report.compare import Comparison, Difference
-from recover_megatron.report.history import PHASES, History, Recovery
-from recover_megatron.report.run_dir import Run
+from recover_megatron.report.history import PHASES, History, RecoveryRecord
+from recover_megatron.report.run_dir import RecordedRun
 from recover_megatron.report.throughput import levels
 from recover_megatron.run_log.audit import microbatches_per_iteration
 
@@ -28,10 +28,10 @@ _MAX_ROWS = 500
 class Report:
     """All that a page tells."""
 
-    run: Run
+    run: RecordedRun
     violations: Sequence[str]
     history: History
-    reference: Run | None = None
+    reference: RecordedRun | None = None
     comparison: Comparison | None = None
 
 
@@ -170,7 +170,7 @@ def _recoveries(past: History) -> Table | None:
     return Table(head, [_recovery_row(r, phases, past.launches > 1) for r in shown], numbers)
 
 
-def _recovery_row(r: Recovery, phases: Sequence[str], launches: bool) -> list[str]:
+def _recovery_row(r: RecoveryRecord, phases: Sequence[str], launches: bool) -> list[str]:
     lost = [f"workers {_ids(r.lost_workers)}"] if r.lost_workers else []
     lost += [f"replicas {_ids(r.lost_replicas)}"] if r.lost_replicas else []
     lost += [f"put together: replicas {_ids(r.fresh)}"] if r.fresh else []

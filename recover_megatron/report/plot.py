@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron.report.compare import Comparison
-from recover_megatron.report.history import PHASES, Recovery
-from recover_megatron.report.run_dir import Run
+from recover_megatron.report.history import PHASES, RecoveryRecord
+from recover_megatron.report.run_dir import RecordedRun
 from recover_megatron.report.throughput import rates
-from recover_megatron.run_log.steps import Step
+from recover_megatron.run_log.steps import StepRecord
 
 MAX_BARS = 30
 _MAX_COLUMNS = 600
@@ -34,7 +34,7 @@ _PHASE_COLOURS = {
 }
 
 
-def plot_loss(run: Run, path: Path) -> bool:
+def plot_loss(run: RecordedRun, path: Path) -> bool:
     """Draw the loss over the iterations into ``path`` (PNG).  False if matplotlib is not installed."""
     return save(path, lambda axes: draw_loss(axes[0], run), [4.5])
 
@@ -58,7 +58,7 @@ def save(path: Path, draw: Callable[[Sequence[Any]], None], heights: Sequence[fl
     return True
 
 
-def draw_loss(axes: Any, run: Run, reference: Run | None = None) -> None:
+def draw_loss(axes: Any, run: RecordedRun, reference: RecordedRun | None = None) -> None:
     """The loss over the iterations, the reference below it, evaluations, and where the number of replicas changed."""
     if reference is not None:
         _line(axes, [(s.iteration, s.loss) for s in reference.steps], color=_REFERENCE, linewidth=3, label="reference")
@@ -88,7 +88,7 @@ def draw_difference(axes: Any, comparison: Comparison) -> None:
     axes.set(xlabel="iteration", ylabel="relative difference\nof the loss")
 
 
-def draw_replicas(axes: Any, steps: Sequence[Step]) -> None:
+def draw_replicas(axes: Any, steps: Sequence[StepRecord]) -> None:
     """How many replicas counted microbatches."""
     axes.step([s.iteration for s in steps], [s.replicas for s in steps], where="post", color=_RUN, linewidth=1.5)
     axes.set(ylabel="replicas")
@@ -97,7 +97,7 @@ def draw_replicas(axes: Any, steps: Sequence[Step]) -> None:
     mark_changes(axes, steps, text=False)
 
 
-def draw_quotas(axes: Any, steps: Sequence[Step]) -> None:
+def draw_quotas(axes: Any, steps: Sequence[StepRecord]) -> None:
     """How many microbatches each replica counted in each iteration, as colours; white: none.
 
     Of a long run each column is the mean over several iterations.
@@ -117,7 +117,7 @@ def draw_quotas(axes: Any, steps: Sequence[Step]) -> None:
     axes.figure.colorbar(image, ax=axes, label="microbatches", pad=0.01)
 
 
-def draw_recoveries(axes: Any, recoveries: Sequence[Recovery]) -> None:
+def draw_recoveries(axes: Any, recoveries: Sequence[RecoveryRecord]) -> None:
     """A stacked bar of the phases for each recovery, in milliseconds; of many the longest `MAX_BARS`.
 
     ``detect`` is written, not drawn: a hang is noticed after seconds, beside which nothing else would be seen.
@@ -145,7 +145,7 @@ def draw_recoveries(axes: Any, recoveries: Sequence[Recovery]) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=8, fontsize="small", frameon=False)
 
 
-def draw_throughput(axes: Any, steps: Sequence[Step]) -> None:
+def draw_throughput(axes: Any, steps: Sequence[StepRecord]) -> None:
     """Samples per second of each iteration."""
     _line(axes, rates(steps), color=_RUN, linewidth=1)
     mark_changes(axes, steps)
@@ -153,7 +153,7 @@ def draw_throughput(axes: Any, steps: Sequence[Step]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def mark_changes(axes: Any, steps: Sequence[Step], text: bool = True) -> None:
+def mark_changes(axes: Any, steps: Sequence[StepRecord], text: bool = True) -> None:
     """A red line wherever the number of replicas changed, unless there are too many to be told apart."""
     changes = [step for before, step in pairwise(steps) if step.replicas != before.replicas]
     if len(changes) > _MAX_LINES:
@@ -168,14 +168,14 @@ def mark_changes(axes: Any, steps: Sequence[Step], text: bool = True) -> None:
             )  # fmt: skip
 
 
-def _bar_note(recovery: Recovery) -> str:
+def _bar_note(recovery: RecoveryRecord) -> str:
     doing = f", in {recovery.phase}" if recovery.phase else ""
     return doing + (
         f"; detected after {1000 * recovery.seconds['detect']:.0f} ms" if "detect" in recovery.seconds else ""
     )
 
 
-def _bar_name(recovery: Recovery) -> str:
+def _bar_name(recovery: RecoveryRecord) -> str:
     where = f"iteration {recovery.iteration}" if recovery.iteration is not None else f"epoch {recovery.epoch}"
     lost = recovery.lost_workers
     if not lost:

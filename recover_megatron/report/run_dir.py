@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.run_log.steps import STEPS_FILE, Step, read_steps
+from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, read_steps
 
 # Megatron prints it; no file has it in a better form.
 _EVALUATION = re.compile(
@@ -21,11 +21,11 @@ class NotARun(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What is known of a run."""
 
     folder: Path
-    steps: list[Step]
+    steps: list[StepRecord]
     """In the order of their iterations; a last line that a crash cut short is not among them."""
     corpus: dict[str, Any] | None
     """corpus.json of scripts/prepare_corpus.py."""
@@ -42,7 +42,7 @@ class Run:
         return None if self.corpus is None else float(self.corpus["unigram_entropy_nats"]["valid_under_train"])
 
 
-def read_run(folder: Path, corpus: Path | None = None) -> Run:
+def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
     """Read what is there.  ``corpus`` is the corpus.json to compare with (default: the one in ``folder``, if any).
 
     Raises NotARun if there is no steps.jsonl, if a file of the run is damaged, or no corpus at a path that was given.
@@ -59,7 +59,7 @@ def read_run(folder: Path, corpus: Path | None = None) -> Run:
         raise NotARun(f"a line of {STEPS_FILE} cannot be read: {error}") from error
     if corpus is not None and not corpus.is_file():
         raise NotARun(f"{corpus}: no such file")
-    return Run(
+    return RecordedRun(
         folder=folder,
         steps=steps,
         corpus=_json(corpus or folder / "corpus.json", dict),

@@ -8,9 +8,9 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from recover_megatron.report.run_dir import Run
+from recover_megatron.report.run_dir import RecordedRun
 from recover_megatron.run_log.audit import microbatches_per_iteration
-from recover_megatron.run_log.steps import Step
+from recover_megatron.run_log.steps import StepRecord
 
 _LAST = 10
 """The training loss of one iteration is noisy: the summary gives the mean over so many."""
@@ -19,7 +19,7 @@ _CHANGES = 8
 """Of the number of replicas, as many are told one by one."""
 
 
-def summary(run: Run, violations: Sequence[str]) -> str:
+def summary(run: RecordedRun, violations: Sequence[str]) -> str:
     """The summary of ``run``; ``violations`` are what the audit found."""
     steps = run.steps
     rows: list[tuple[str, str]] = [("run", str(run.folder))]
@@ -42,7 +42,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<16}{text}" for name, text in rows)
 
 
-def _iterations(run: Run, steps: Sequence[Step]) -> str:
+def _iterations(run: RecordedRun, steps: Sequence[StepRecord]) -> str:
     text = f"{len(steps)} ({steps[0].iteration} to {steps[-1].iteration})"
     text += f"; {steps[-1].consumed_samples:,} samples"
     if sequence := run.settings.get("seq_length"):
@@ -50,12 +50,12 @@ def _iterations(run: Run, steps: Sequence[Step]) -> str:
     return text
 
 
-def _time(steps: Sequence[Step]) -> str:
+def _time(steps: Sequence[StepRecord]) -> str:
     seconds = [step.seconds for step in steps]
     return f"{median(seconds):.3f} s an iteration (median), {sum(seconds):.0f} s in all iterations"
 
 
-def _replicas(steps: Sequence[Step]) -> str:
+def _replicas(steps: Sequence[StepRecord]) -> str:
     changes = [step for before, step in pairwise(steps) if step.replicas != before.replicas]
     parts = [f"{step.replicas} from iteration {step.iteration}" for step in changes]
     if len(parts) > _CHANGES:
@@ -77,7 +77,7 @@ def _workers(workers: Sequence[dict[str, Any]]) -> str:
     return f"{len(workers)}: {', '.join(parts)}"
 
 
-def _losses(run: Run, steps: Sequence[Step]) -> list[tuple[str, str]]:
+def _losses(run: RecordedRun, steps: Sequence[StepRecord]) -> list[tuple[str, str]]:
     rows = []
     if losses := [step.loss for step in steps if step.loss is not None]:  # None: the optimizer skipped the step
         last = losses[-_LAST:]
@@ -96,7 +96,7 @@ def _nats(value: float) -> str:
     return f"{value:.4f} nats ({value / math.log(2):.3f} bits) a token"
 
 
-def _audit(run: Run, steps: Sequence[Step], violations: Sequence[str]) -> str:
+def _audit(run: RecordedRun, steps: Sequence[StepRecord], violations: Sequence[str]) -> str:
     total = run.settings.get("microbatches") or microbatches_per_iteration(steps)
     if not violations:
         return f"in every iteration each of 0..{total - 1} was counted exactly once"

@@ -8,10 +8,10 @@ from itertools import pairwise
 from statistics import median
 
 from recover_megatron.run_log.audit import samples_per_microbatch
-from recover_megatron.run_log.steps import Step
+from recover_megatron.run_log.steps import StepRecord
 
 
-def samples(steps: Sequence[Step]) -> dict[int, int]:
+def samples(steps: Sequence[StepRecord]) -> dict[int, int]:
     """Iteration -> the samples it consumed; of the first, and after a gap, counted from its microbatches."""
     size = samples_per_microbatch(steps)
     found = {}
@@ -24,7 +24,7 @@ def samples(steps: Sequence[Step]) -> dict[int, int]:
     return found
 
 
-def rates(steps: Sequence[Step]) -> list[tuple[int, float]]:
+def rates(steps: Sequence[StepRecord]) -> list[tuple[int, float]]:
     """(iteration, samples per second of its compute time), for all iterations whose samples are known."""
     counts = samples(steps)
     return [(s.iteration, counts[s.iteration] / s.seconds) for s in steps if s.iteration in counts and s.seconds > 0]
@@ -42,14 +42,14 @@ class Level:
     """Median."""
 
 
-def levels(steps: Sequence[Step]) -> list[Level]:
+def levels(steps: Sequence[StepRecord]) -> list[Level]:
     """By the number of replicas, most first.
 
     An iteration in which the number changed is left out: its time is that of a recovery.  So is the first of all, which
     warms up, if there are others.
     """
     rate = dict(rates(steps))
-    groups: dict[int, list[Step]] = {}
+    groups: dict[int, list[StepRecord]] = {}
     for before, step in pairwise([None, *steps]):
         assert step is not None
         changed = before is not None and (before.epoch, before.replicas) != (step.epoch, step.replicas)

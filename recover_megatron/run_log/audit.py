@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from recover_megatron.run_log.steps import Step, audit_problem
+from recover_megatron.run_log.steps import StepRecord, audit_problem
 
 
-def microbatches_per_iteration(steps: Sequence[Step]) -> int:
+def microbatches_per_iteration(steps: Sequence[StepRecord]) -> int:
     """The largest M as the steps themselves show it: one more than the highest id that was counted in any of them."""
     return 1 + max((j for step in steps for ids in step.microbatches.values() for j in ids), default=-1)
 
 
-def samples_per_microbatch(steps: Sequence[Step]) -> int | None:
+def samples_per_microbatch(steps: Sequence[StepRecord]) -> int | None:
     """The micro batch size as most of the steps show it; None where none of them can (a single line, a bad run)."""
     sizes: Counter[int] = Counter()
     for before, step in pairwise(steps):
@@ -29,7 +29,7 @@ def samples_per_microbatch(steps: Sequence[Step]) -> int | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def violations(steps: Sequence[Step], expected: int | None = None) -> list[str]:
+def violations(steps: Sequence[StepRecord], expected: int | None = None) -> list[str]:
     """What is wrong, a sentence each, in the order of the iterations; empty: the invariant was kept.
 
     ``expected`` is M where it is known and constant.  Without it M is taken from the samples an iteration consumed;
@@ -38,12 +38,12 @@ def violations(steps: Sequence[Step], expected: int | None = None) -> list[str]:
     return [*_first(steps[:1], expected), *_others(steps, expected)]
 
 
-def _first(first: Sequence[Step], expected: int | None) -> Iterator[str]:
+def _first(first: Sequence[StepRecord], expected: int | None) -> Iterator[str]:
     for step in first:
         yield from _counts(step, microbatches_per_iteration([step]) if expected is None else expected)
 
 
-def _others(steps: Sequence[Step], expected: int | None) -> Iterator[str]:
+def _others(steps: Sequence[StepRecord], expected: int | None) -> Iterator[str]:
     size = samples_per_microbatch(steps)
     for before, step in pairwise(steps):
         consumed = step.consumed_samples - before.consumed_samples
@@ -62,7 +62,7 @@ def _others(steps: Sequence[Step], expected: int | None) -> Iterator[str]:
         yield from _counts(step, total)
 
 
-def _counts(step: Step, total: int) -> Iterator[str]:
+def _counts(step: StepRecord, total: int) -> Iterator[str]:
     """What is wrong with the ids of a step that has ``total`` microbatches."""
     counted = {j for ids in step.microbatches.values() for j in ids}
     if problem := audit_problem(step):

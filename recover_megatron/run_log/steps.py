@@ -23,7 +23,7 @@ STEPS_FILE = "steps.jsonl"
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One committed iteration."""
 
     iteration: int
@@ -52,7 +52,7 @@ class Step:
         return (self.to_json() + "\n").encode()
 
     @classmethod
-    def from_json(cls, line: str) -> Step:
+    def from_json(cls, line: str) -> StepRecord:
         """The inverse of ``to_json``; raises ValueError for anything else."""
         try:
             fields: dict[str, Any] = json.loads(line)
@@ -62,7 +62,7 @@ class Step:
             raise ValueError(f"no step: {line!r} ({error})") from None
 
 
-def audit_problem(step: Step) -> str | None:
+def audit_problem(step: StepRecord) -> str | None:
     """What is wrong with the microbatches of a step, in words; None if each of 0..M-1 was counted exactly once.
 
     M itself is not in the line: it is the number of ids, so a step that lost its last ids shows only against the
@@ -78,7 +78,7 @@ def audit_problem(step: Step) -> str | None:
     return None
 
 
-def read_steps(path: Path) -> Iterator[Step]:
+def read_steps(path: Path) -> Iterator[StepRecord]:
     """The steps of a file, in order.
 
     A last line that was cut by a crash is left out; raises ValueError, naming the line, for a bad one before it.
@@ -88,7 +88,7 @@ def read_steps(path: Path) -> Iterator[Step]:
             if not line.endswith("\n"):
                 return
             try:
-                yield Step.from_json(line)
+                yield StepRecord.from_json(line)
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
 
@@ -119,7 +119,7 @@ class StepsFile:
         """Continue the file of a writer that is gone."""
         return cls(path, None, may_write)
 
-    def append(self, step: Step) -> None:
+    def append(self, step: StepRecord) -> None:
         """Add one line, if the file does not have its iteration already."""
         self.append_line(step.iteration, step.to_line())
 

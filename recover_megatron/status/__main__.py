@@ -18,7 +18,7 @@ from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIAB
 from recover_megatron.membership.errors import AuthenticationError, SecretError
 from recover_megatron.membership.observer import NoAnswer
 from recover_megatron.status.folder import candidates, ending, secret_file
-from recover_megatron.status.model import Status
+from recover_megatron.status.model import RunStatus
 from recover_megatron.status.watch import Watch
 
 EXIT_NOBODY = 1
@@ -95,7 +95,7 @@ def _show(watch: Watch, args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(status: Status, as_json: bool) -> None:
+def _print(status: RunStatus, as_json: bool) -> None:
     if as_json:
         print(json.dumps(status.to_json()))
     else:

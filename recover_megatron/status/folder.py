@@ -17,7 +17,7 @@ from recover_megatron.membership.errors import EXIT_LOST_MAJORITY
 from recover_megatron.run_log import tail
 from recover_megatron.run_log.events import COORDINATOR_FILES
 from recover_megatron.run_log.steps import STEPS_FILE
-from recover_megatron.status.model import Gone, Status, read
+from recover_megatron.status.model import Gone, RunStatus, read
 
 
 def candidates(folder: Path) -> str:
@@ -34,7 +34,7 @@ def secret_file(folder: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def ending(folder: Path) -> Status | None:
+def ending(folder: Path) -> RunStatus | None:
     """How the last launch into ``folder`` ended; None if no candidate has told (it may go on, or was killed)."""
     launches = _launches(folder)
     stops = [(record, launch) for launch in launches for record in launch if record["event"] == "stop"]

@@ -15,7 +15,7 @@ from rich.live import Live
 
 from recover_megatron.membership.errors import AuthenticationError
 from recover_megatron.membership.observer import NoAnswer
-from recover_megatron.status.model import Status
+from recover_megatron.status.model import RunStatus
 from recover_megatron.status.screen import render
 from recover_megatron.status.watch import Watch
 
@@ -28,7 +28,7 @@ def _console() -> Console:
     return Console(highlight=False, markup=False, width=None if Console().is_terminal else PIPE_COLUMNS)
 
 
-def show_once(status: Status) -> None:
+def show_once(status: RunStatus) -> None:
     """Print one view, all of it."""
     _console().print(render(status))
 
@@ -36,7 +36,7 @@ def show_once(status: Status) -> None:
 def follow(watch: Watch, interval: float, patience: float) -> None:
     """Show view after view. Where there is no terminal they are printed one below the other."""
     console = _console()
-    last: Status | None = None
+    last: RunStatus | None = None
     answered = time.monotonic()
     with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
         while True:
@@ -58,7 +58,7 @@ def follow(watch: Watch, interval: float, patience: float) -> None:
             time.sleep(interval)
 
 
-def _ended_as_seen(status: Status, last: Status | None) -> Status:
+def _ended_as_seen(status: RunStatus, last: RunStatus | None) -> RunStatus:
     """The end of a run tells only how it ended: what was seen last stays on the screen."""
     if status.code is None or last is None:
         return status

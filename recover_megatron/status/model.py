@@ -19,7 +19,7 @@ Raw = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerStatus:
     """A live worker. Times are seconds ago; None: not known."""
 
     worker: int
@@ -47,7 +47,7 @@ class Replica:
     """One that runs."""
 
     replica: int
-    workers: Sequence[Worker]
+    workers: Sequence[WorkerStatus]
     quota: int | None
     """Microbatches of an iteration, where the plan tells them."""
 
@@ -75,7 +75,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryStatus:
     """One of the last plans."""
 
     ago: float
@@ -100,7 +100,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Status:
+class RunStatus:
     """The whole run, as its coordinator at ``address`` knows it."""
 
     address: str
@@ -122,11 +122,11 @@ class Status:
     live: int = 0
     replicas_of_launch: int | None = None
     grid: Sequence[Replica] = ()
-    spares: Sequence[Worker] = ()
-    unplaced: Sequence[Worker] = ()
+    spares: Sequence[WorkerStatus] = ()
+    unplaced: Sequence[WorkerStatus] = ()
     gone: Sequence[Gone] = ()
     faults: Sequence[Fault] = ()
-    recoveries: Sequence[Recovery] = ()
+    recoveries: Sequence[RecoveryStatus] = ()
     hidden: int = 0
     """Live workers that the view had no room for."""
     awaited: Sequence[int] = ()
@@ -144,11 +144,11 @@ class Status:
         return {"replicas_running": len(self.grid), **asdict(self)}
 
 
-def read(answer: Raw, address: str) -> Status:
+def read(answer: Raw, address: str) -> RunStatus:
     """The status in an answer of the coordinator at ``address``: a ``view``, or ``stop``."""
     if answer.get("type") == "stop":
         code, reason = _number(answer, "code"), _text(answer, "reason")
-        return Status(address, "stopped", code=code, reason=reason, epoch=_number(answer, "epoch") or 0)
+        return RunStatus(address, "stopped", code=code, reason=reason, epoch=_number(answer, "epoch") or 0)
     rows = [row for row in answer.get("workers", ()) if _number(row, "worker") is not None]
     live = {row["worker"]: _worker(row) for row in rows if row.get("fate", "live") == "live"}
     statuses = {row["worker"]: row.get("status") or {} for row in rows}
@@ -159,7 +159,7 @@ def read(answer: Raw, address: str) -> Status:
     idle = {row["worker"] for row in rows if row.get("idle")}
     rendezvous = answer.get("state") in ("gathering", "rendezvous")
     members = {row["worker"] for row in rows if row.get("member")} or live.keys()
-    return Status(
+    return RunStatus(
         address=address,
         state=_text(answer, "state"),
         term=_number(answer, "term") or 0,
@@ -183,9 +183,9 @@ def read(answer: Raw, address: str) -> Status:
     )
 
 
-def _grid(workers: Sequence[Worker], size: int) -> list[Replica]:
+def _grid(workers: Sequence[WorkerStatus], size: int) -> list[Replica]:
     """The replicas of which every position is there; ``size``: how many positions one has."""
-    by_replica: dict[int, list[Worker]] = {}
+    by_replica: dict[int, list[WorkerStatus]] = {}
     for worker in workers:
         assert worker.replica is not None
         by_replica.setdefault(worker.replica, []).append(worker)
@@ -198,7 +198,7 @@ def _grid(workers: Sequence[Worker], size: int) -> list[Replica]:
     return grid
 
 
-def _place(worker: Worker) -> int:
+def _place(worker: WorkerStatus) -> int:
     """Two workers of one replica at the same position are one place; where none is told, each has its own."""
     return worker.worker if worker.position is None else worker.position
 
@@ -210,14 +210,14 @@ def _replicas_of_launch(answer: Raw) -> int | None:
     return max(sum(last - first + 1 for first, last in runs), launched // size) if size else None
 
 
-def _spare(worker: Worker) -> Worker:
+def _spare(worker: WorkerStatus) -> WorkerStatus:
     """One that joined with a place has lost it since."""
     if worker.note or worker.replica is None:
         return worker
-    return Worker(**{**worker.__dict__, "note": f"replica {worker.replica} is not whole"})
+    return WorkerStatus(**{**worker.__dict__, "note": f"replica {worker.replica} is not whole"})
 
 
-def _worker(row: Raw) -> Worker:
+def _worker(row: Raw) -> WorkerStatus:
     status = row.get("status") or {}
     # What it says now, if it does: a plan may have given it another place than it joined with.
     replica, position, quota = row.get("place") or (
@@ -225,7 +225,7 @@ def _worker(row: Raw) -> Worker:
         _number(status, "position"),
         _number(status, "quota"),
     )
-    return Worker(
+    return WorkerStatus(
         worker=row["worker"],
         host=_text(row, "host"),
         node=_text(status, "node") or _text(row, "node"),
@@ -252,9 +252,9 @@ def _fault(row: Raw) -> Fault:
     return Fault(ago, _text(row, "kind"), _number(row, "worker"), _text(row, "host"), _text(row, "why"))
 
 
-def _recovery(row: Raw) -> Recovery:
+def _recovery(row: Raw) -> RecoveryStatus:
     seconds = row.get("seconds") or {}
-    return Recovery(
+    return RecoveryStatus(
         ago=_seconds(row, "ago") or 0.0,
         epoch=_number(row, "epoch") or 0,
         reason=_text(row, "reason"),

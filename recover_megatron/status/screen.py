@@ -10,14 +10,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from recover_megatron.status.model import Fault, Gone, Recovery, Replica, Status, Worker
+from recover_megatron.status.model import Fault, Gone, RecoveryStatus, Replica, RunStatus, WorkerStatus
 
 QUIET_SECONDS = 3.0
 """A worker that is silent for longer is shown in colour: a heartbeat a second is usual."""
 _TERM_COUNTER = 32  # bits of a term that only make it unlike any other
 
 
-def render(status: Status, lines: int | None = None, complaint: str = "") -> RenderableType:
+def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> RenderableType:
     """The whole view; ``lines``: how many there is room for (None: any number), ``complaint``: why it is not newer."""
     parts: list[RenderableType] = [_headline(status, complaint)]
     if status.stall is not None:
@@ -54,7 +54,7 @@ def ago(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def state(status: Status) -> Text:
+def state(status: RunStatus) -> Text:
     """What the run does, in words."""
     if status.code is not None:
         verdict = "finished" if status.code == 0 else "ended"
@@ -73,7 +73,7 @@ def state(status: Status) -> Text:
     return Text("running" if status.state == "steady" else status.state, "green")
 
 
-def _headline(status: Status, complaint: str) -> Panel:
+def _headline(status: RunStatus, complaint: str) -> Panel:
     first = Text.assemble(state(status), f"   epoch {status.epoch}", f"   term {status.term >> _TERM_COUNTER}")
     if status.code is not None:
         return _panel(status, first, *_at_the_end(status))
@@ -85,11 +85,11 @@ def _headline(status: Status, complaint: str) -> Panel:
     return _panel(status, first, second, *([Text(complaint, "bold red")] if complaint else []))
 
 
-def _panel(status: Status, *rows: Text) -> Panel:
+def _panel(status: RunStatus, *rows: Text) -> Panel:
     return Panel(Group(*rows), title=Text(f"recover-status {status.address}"), title_align="left", expand=False)
 
 
-def _at_the_end(status: Status) -> list[Text]:
+def _at_the_end(status: RunStatus) -> list[Text]:
     """Of a run that has ended: what is known of it, which is nothing where only its coordinator was asked."""
     known = []
     if status.iteration:
@@ -99,7 +99,7 @@ def _at_the_end(status: Status) -> list[Text]:
     return [Text("   ").join(known)] if known else []
 
 
-def _replicas(status: Status) -> Text:
+def _replicas(status: RunStatus) -> Text:
     if status.replicas_of_launch is None:
         return Text("not told")
     running = len(status.grid)
@@ -143,7 +143,7 @@ def _by_replica(grid: Sequence[Replica], room: int) -> Table:
     return table
 
 
-def _loose(workers: Sequence[Worker], room: int | None) -> Table:
+def _loose(workers: Sequence[WorkerStatus], room: int | None) -> Table:
     table = _table("worker", "host", "iteration", "phase", "microbatch", "silent", "note")
     for worker in workers[:room]:
         _add(table, *_activity(worker), worker.note)
@@ -170,7 +170,7 @@ def _faults(faults: Sequence[Fault]) -> Table:
     return table
 
 
-def _recoveries(recoveries: Sequence[Recovery]) -> Table:
+def _recoveries(recoveries: Sequence[RecoveryStatus]) -> Table:
     table = _table("when", "epoch", "workers", "rendezvous", "since fault", "because")
     for plan in recoveries:
         times = [ago(plan.rendezvous), ago(plan.since_fault)]
@@ -178,7 +178,7 @@ def _recoveries(recoveries: Sequence[Recovery]) -> Table:
     return table
 
 
-def _activity(worker: Worker) -> list[str | Text]:
+def _activity(worker: WorkerStatus) -> list[str | Text]:
     phase = worker.phase + (f", waits {ago(worker.waiting)}" if worker.waiting is not None else "")
     told = [str(worker.worker), worker.host, str(worker.iteration), phase, _or_nothing(worker.microbatch)]
     return [*told, _silence(worker.silence)]
@@ -210,7 +210,7 @@ def _newest[T](entries: Sequence[T], lines: int | None) -> list[T]:
     return list(reversed(entries))[: None if lines is None else 3]
 
 
-def _lines_of(status: Status) -> int:
+def _lines_of(status: RunStatus) -> int:
     """How many lines all but the grid takes."""
     lists = [(status.spares, 9), (status.gone, 9), (status.faults, 3), (status.recoveries, 3)]
     return sum(min(len(entries), most) + 4 for entries, most in lists if entries)

@@ -14,7 +14,7 @@ from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, AuthenticationError
 from recover_megatron.membership.observer import ANSWER_SECONDS, NoAnswer, Observer
-from recover_megatron.status.model import Status, read
+from recover_megatron.status.model import RunStatus, read
 
 
 class Watch:
@@ -26,9 +26,9 @@ class Watch:
         self._timeout = timeout
         self._observer: Observer | None = None
 
-    def look(self) -> Status:
+    def look(self) -> RunStatus:
         """The run now. Raises ``NoAnswer`` if nobody answers, ``AuthenticationError`` if all who do refuse us."""
-        seconds: list[Status] = []
+        seconds: list[RunStatus] = []
         complaints: list[NoAnswer] = []
         refusals: list[AuthenticationError] = []
         again = self._observer is not None  # the connection may have ended, and its candidate be there: one more try
@@ -56,7 +56,7 @@ class Watch:
             self._observer.close()
             self._observer = None
 
-    def _ask(self) -> Status:
+    def _ask(self) -> RunStatus:
         if self._observer is None:
             self._observer = Observer(self._addresses[0], self._secret, self._timeout)
         return read(self._observer.ask(), self._observer.name)

@@ -1,12 +1,14 @@
 """Which microbatches each replica runs.
 
-Microbatch ids count through an iteration, 0..total-1.  At launch there are D0 = replicas * lanes data-parallel ranks,
-and stock Megatron deals the ids like cards: j = n * D0 + r is the n-th microbatch of rank r.  A replica holds ``lanes``
-of these ranks, rank r being lane ``r % lanes`` of replica ``r // lanes``: one, except where experts are spread over
-data-parallel ranks; then its ranks run in lock-step, the n-th microbatch of each at the same time.
+Microbatch ids count through an iteration, 0..total-1.  At launch there are D0 = replicas * inner ranks data-parallel
+ranks, and stock Megatron deals the ids like cards: j = n * D0 + r is the n-th microbatch of rank r.  A replica holds
+``inner_ranks`` of these ranks, rank r being inner rank ``r % inner_ranks`` of replica ``r // lanes``: one, except where
+experts are spread over data-parallel ranks; then its ranks run in lock-step, the n-th microbatch of each at the same
+time.
 
-So the ids come in rows of ``lanes`` consecutive ones, and a row is what a replica runs in one step.  Whatever moves to
-another replica moves in such rows, lane by lane: ids that would have met in the experts of a failure-free run still do.
+So the ids come in rows of ``inner_ranks`` consecutive ones, and a row is what a replica runs in one step.  Whatever
+moves to another replica moves in such rows, inner rank by inner rank: ids that would have met in the experts of a
+failure-free run still do.
 """
 
 from __future__ import annotations
@@ -18,88 +20,91 @@ from recover_megatron.workload.quotas import distinct, greedy, known_speeds, who
 
 
 def assign(
-    total: int, lanes: int, replicas: Sequence[int], counts: Mapping[int, int], launch_replicas: int
+    total: int, inner_ranks: int, replicas: Sequence[int], counts: Mapping[int, int], launch_replicas: int
 ) -> dict[int, list[list[int]]]:
-    """The ids of an iteration: replica -> lane -> ids in the order to run them; each of 0..total-1 exactly once.
+    """The ids of an iteration: replica -> inner rank -> ids in the order to run them; each of 0..total-1 exactly once.
 
-    ``counts``: how many microbatches each replica runs, over all its lanes (see `quotas`).  A replica runs its own
-    nominal ids first, as many as its count allows; then some of those that are left, which are dealt in ascending
+    ``counts``: how many microbatches each replica runs, over all its inner ranks (see `quotas`).  A replica runs its
+    own nominal ids first, as many as its count allows; then some of those that are left, which are dealt in ascending
     order, a row to each replica in turn.  With the nominal counts on all launch replicas the answer is the nominal one.
 
-    Raises ValueError for counts that are not multiples of ``lanes`` or do not sum to ``total``, and a total that is no
-    multiple of the launch's ranks.
+    Raises ValueError for counts that are not multiples of ``inner_ranks`` or do not sum to ``total``, and a total that
+    is no multiple of the launch's ranks.
     """
     ids = distinct(replicas)
-    _check_lanes(lanes)
-    ranks = launch_replicas * lanes
+    _check_inner_ranks(inner_ranks)
+    ranks = launch_replicas * inner_ranks
     if launch_replicas < 1 or total < 0 or total % ranks:
-        raise ValueError(f"{total} microbatches cannot be dealt to {launch_replicas} replicas of {lanes} lanes")
-    _check_counts(ids, counts, lanes)
+        raise ValueError(f"{total} microbatches cannot be dealt to {launch_replicas} replicas of {inner_ranks} lanes")
+    _check_counts(ids, counts, inner_ranks)
     if sum(counts[replica] for replica in ids) != total:
         raise ValueError(f"the counts {dict(counts)} do not sum to {total}")
     own = {
-        replica: range(replica * lanes, total, ranks)[: counts[replica] // lanes] if replica < launch_replicas else ()
+        replica: range(replica * inner_ranks, total, ranks)[: counts[replica] // inner_ranks]
+        if replica < launch_replicas
+        else ()
         for replica in ids
     }
     shares: dict[int, list[list[int]]] = {
-        replica: [[first + lane for first in own[replica]] for lane in range(lanes)] for replica in ids
+        replica: [[first + inner_rank for first in own[replica]] for inner_rank in range(inner_ranks)]
+        for replica in ids
     }
-    taken = {j for lists in shares.values() for ids_of_lane in lists for j in ids_of_lane}
+    taken = {j for lists in shares.values() for ids_of_inner_rank in lists for j in ids_of_inner_rank}
     rest = [j for j in range(total) if j not in taken]
-    _deal(rest, lanes, {replica: counts[replica] // lanes - len(own[replica]) for replica in ids}, shares)
+    _deal(rest, inner_ranks, {replica: counts[replica] // inner_ranks - len(own[replica]) for replica in ids}, shares)
     return shares
 
 
 def reassign(
     lost: Sequence[int],
-    lanes: int,
+    inner_ranks: int,
     replicas: Sequence[int],
     *,
     load: Mapping[int, int] | None = None,
     speeds: Mapping[int, float] | None = None,
     multiple_of: int = 1,
 ) -> dict[int, list[list[int]]]:
-    """Share the ``lost`` ids out: replica -> lane -> ids in the order to run them; each exactly once.
+    """Share the ``lost`` ids out: replica -> inner rank -> ids in the order to run them; each exactly once.
 
     Minimises the time when the last replica has finished, max((load + share) / speed).  ``load``: the microbatches that
-    a replica has to run before, over all its lanes (default: none); ``speeds``: as in `quotas`.  Each replica's share
-    is a multiple of ``multiple_of`` and of ``lanes``, and may be empty.
+    a replica has to run before, over all its inner ranks (default: none); ``speeds``: as in `quotas`.  Each replica's
+    share is a multiple of ``multiple_of`` and of ``inner_ranks``, and may be empty.
 
     Raises ValueError for no replicas, an id twice, a number of ids that is no multiple of both, a negative load.
     """
     ids = distinct(replicas)
-    _check_lanes(lanes)
+    _check_inner_ranks(inner_ranks)
     if len(set(lost)) != len(lost):
         raise ValueError(f"an id is lost twice in {list(lost)}")
     if multiple_of < 1:
         raise ValueError(f"multiple_of is {multiple_of}, not at least 1")
-    unit = math.lcm(multiple_of, lanes)
+    unit = math.lcm(multiple_of, inner_ranks)
     before = {replica: 0 if load is None else load.get(replica, 0) for replica in ids}
     if min(before.values()) < 0:
         raise ValueError(f"a load is negative in {before}")
     given = greedy(whole_units(len(lost), unit), before, known_speeds(ids, speeds), unit)
-    shares: dict[int, list[list[int]]] = {replica: [[] for _ in range(lanes)] for replica in ids}
-    _deal(sorted(lost), lanes, {replica: units * unit // lanes for replica, units in given.items()}, shares)
+    shares: dict[int, list[list[int]]] = {replica: [[] for _ in range(inner_ranks)] for replica in ids}
+    _deal(sorted(lost), inner_ranks, {replica: units * unit // inner_ranks for replica, units in given.items()}, shares)
     return shares
 
 
-def _deal(ids: Sequence[int], lanes: int, rows: Mapping[int, int], shares: Mapping[int, list[list[int]]]) -> None:
-    """Add ``ids`` to ``shares`` in rows of ``lanes``, a row to each replica in turn until it has its ``rows``."""
+def _deal(ids: Sequence[int], inner_ranks: int, rows: Mapping[int, int], shares: Mapping[int, list[list[int]]]) -> None:
+    """Add ``ids`` to ``shares`` in rows of ``inner_ranks``, a row to each replica in turn until it has its ``rows``."""
     turns = sorted((turn, replica) for replica, count in rows.items() for turn in range(count))
     for number, (_, replica) in enumerate(turns):
-        for lane, j in enumerate(ids[number * lanes : (number + 1) * lanes]):
-            shares[replica][lane].append(j)
+        for inner_rank, j in enumerate(ids[number * inner_ranks : (number + 1) * inner_ranks]):
+            shares[replica][inner_rank].append(j)
 
 
-def _check_lanes(lanes: int) -> None:
-    if lanes < 1:
-        raise ValueError(f"a replica has at least one lane, not {lanes}")
+def _check_inner_ranks(inner_ranks: int) -> None:
+    if inner_ranks < 1:
+        raise ValueError(f"a replica has at least one lane, not {inner_ranks}")
 
 
-def _check_counts(ids: Sequence[int], counts: Mapping[int, int], lanes: int) -> None:
+def _check_counts(ids: Sequence[int], counts: Mapping[int, int], inner_ranks: int) -> None:
     if missing := [replica for replica in ids if replica not in counts]:
         raise ValueError(f"no count for the replicas {missing}")
-    if bad := {replica: counts[replica] for replica in ids if counts[replica] < 0 or counts[replica] % lanes}:
-        raise ValueError(f"the counts {bad} are no multiples of {lanes} lanes")
+    if bad := {replica: counts[replica] for replica in ids if counts[replica] < 0 or counts[replica] % inner_ranks}:
+        raise ValueError(f"the counts {bad} are no multiples of {inner_ranks} lanes")
     if stray := sorted(replica for replica, count in counts.items() if count and replica not in ids):
         raise ValueError(f"counts for replicas that are not there: {stray}")

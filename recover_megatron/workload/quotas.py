@@ -5,8 +5,8 @@ All microbatches of an iteration cost the same, so the time of an iteration is t
 that would finish it first.  (Were there a better sharing, some replica would have fewer units in it than here; but the
 greedy rule gave it that last unit because nobody could finish one earlier.)
 
-A unit is ``multiple_of`` microbatches: all lanes of a replica run equally many, and an interleaved pipeline schedule
-runs only whole multiples of its pipeline size in each lane.
+A unit is ``multiple_of`` microbatches: all inner ranks of a replica run equally many, and an interleaved pipeline
+schedule runs only whole multiples of its pipeline size in each inner rank.
 """
 
 from __future__ import annotations

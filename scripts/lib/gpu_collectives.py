@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.nccl import abort_beside, make_backend
+from recover_megatron.collectives.transport.nccl import abort_beside, make_backend
 from tests.collectives.together import together
 
 REHEARSE = os.environ.get("RECOVER_REHEARSE") == "1"
@@ -39,7 +39,7 @@ def reduced(way: dict[str, Any], size: int) -> str:
     """All-reduce of whole numbers whose writing is still under way on another stream when the bucket is handed over."""
     expected = sum(range(1, size + 1))
     staged = {"staged": True} if REHEARSE else {}
-    if way["carrier"] == "nccl":
+    if way["transport_kind"] == "nccl":
         staged = {}
 
     def work(group: Group) -> float:
@@ -92,11 +92,11 @@ def aborted() -> str:
 
 
 CHECKS = {
-    "ring-tcp": lambda: reduced({"carrier": "tcp"}, 3),
-    "ring-gloo": lambda: reduced({"carrier": "gloo"}, 3),
-    "native-gloo": lambda: reduced({"carrier": "gloo", "collective": "native"}, 3),
-    "ring-nccl": lambda: reduced({"carrier": "nccl"}, 1),
-    "native-nccl": lambda: reduced({"carrier": "nccl", "collective": "native"}, 1),
+    "ring-tcp": lambda: reduced({"transport_kind": "tcp"}, 3),
+    "ring-gloo": lambda: reduced({"transport_kind": "gloo"}, 3),
+    "native-gloo": lambda: reduced({"transport_kind": "gloo", "collective": "native"}, 3),
+    "ring-nccl": lambda: reduced({"transport_kind": "nccl"}, 1),
+    "native-nccl": lambda: reduced({"transport_kind": "nccl", "collective": "native"}, 1),
     "abort-nccl": aborted,
 }
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from statistics import fmean
 
-from recover_megatron.run_log.steps import Step
+from recover_megatron.run_log.steps import StepRecord
 
 _ROWS = 25
 _BAR_WIDTH = 30
@@ -20,13 +20,13 @@ class Progress:
         self._iterations = iterations
         self._reference = reference
         self._every = max(1, iterations // rows)
-        self._since: list[Step] = []
+        self._since: list[StepRecord] = []
 
     def header(self) -> str:
         """The first line of the table."""
         return f"{'iteration':>11}  {'loss':>6}  {'ms/iter':>7}  {'left':>6}  | = unigram entropy {self._reference:.2f}"
 
-    def lines(self, steps: Iterable[Step]) -> Iterable[str]:
+    def lines(self, steps: Iterable[StepRecord]) -> Iterable[str]:
         """The lines that are due after ``steps``: the mean loss since the last line, and the time that is left."""
         for step in steps:
             self._since.append(step)
@@ -34,7 +34,7 @@ class Progress:
                 yield self._line(step)
                 self._since.clear()
 
-    def _line(self, step: Step) -> str:
+    def _line(self, step: StepRecord) -> str:
         loss = fmean(math.nan if s.loss is None else s.loss for s in self._since)
         seconds = fmean(s.seconds for s in self._since)
         left = round(seconds * (self._iterations - step.iteration))

@@ -39,8 +39,8 @@ from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.collectives.progress import Handle
-from recover_megatron.collectives.ring_group import RingGroup, Tuning
+from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.progress import Handle
 from tests.collectives.transports import open_group
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ class Scenario:
     dtype: str = "float32"
     integers: bool = True
     shadows: int = 0
-    carrier: str | None = "tcp"
+    transport_kind: str | None = "tcp"
     collective: str = "ring"
     hanging: bool = False
     segment_bytes: int = 256
@@ -235,7 +235,7 @@ class Worker:
         s = self.scenario
         return open_group(
             self.epoch, self.store, name="column", secret=b"the crew's secret", timeout=s.timeout,
-            carrier=s.carrier, collective=s.collective, hanging=s.hanging, hook=self.boundary,
+            transport_kind=s.transport_kind, collective=s.collective, hanging=s.hanging, hook=self.boundary,
             tuning=Tuning(s.segment_bytes, s.least_bytes, s.depth),
         )  # fmt: skip
 

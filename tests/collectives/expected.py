@@ -43,7 +43,7 @@ def check(scenario: Scenario, outcome: Outcome) -> None:
         check_completeness(scenario, outcome, number, ledgers)
     for result in outcome.results:
         # gloo may leave an aborted group behind, with its device and what connections it had.
-        left_behind = (3 + scenario.workers) * len(result.revoked) if scenario.carrier == "gloo" else 0
+        left_behind = (3 + scenario.workers) * len(result.revoked) if scenario.transport_kind == "gloo" else 0
         before, after = result.descriptors
         assert after <= before + 1 + left_behind, f"descriptors leaked: {result.descriptors}"
 

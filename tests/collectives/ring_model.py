@@ -19,7 +19,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
-from recover_megatron.collectives.schedule import Action, Program
+from recover_megatron.collectives.ring.schedule import Action, Program
 
 LOOKAHEAD = 1
 """``Transport.lookahead``: how many receives are asked for ahead of the one that is waited for."""

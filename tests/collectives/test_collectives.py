@@ -16,21 +16,21 @@ from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Ledger, Reduced, Span
-from recover_megatron.collectives.ring_group import RingGroup, Tuning
-from recover_megatron.collectives.schedule import even_chunks
+from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.schedule import even_chunks
 from tests.collectives.expected import in_order_of_the_ring
 from tests.collectives.together import DEADLINE, PlainEpoch, together
 from tests.harness.waiting import eventually
 
 SMALL = Tuning(segment_bytes=256, least_bytes=16)
 WAYS = {
-    "shared-memory": {"carrier": "tcp", "tuning": SMALL},
-    "tcp": {"carrier": "tcp-inline", "tuning": SMALL},
-    "gloo": {"carrier": "gloo", "tuning": SMALL},
-    "hanging": {"carrier": "tcp", "tuning": SMALL, "hanging": True},
-    "staged": {"carrier": "tcp", "tuning": SMALL, "staged": True},
-    "native": {"collective": "native", "carrier": "gloo"},
-    "staged-native": {"collective": "native", "carrier": "gloo", "staged": True},
+    "shared-memory": {"transport_kind": "tcp", "tuning": SMALL},
+    "tcp": {"transport_kind": "tcp-inline", "tuning": SMALL},
+    "gloo": {"transport_kind": "gloo", "tuning": SMALL},
+    "hanging": {"transport_kind": "tcp", "tuning": SMALL, "hanging": True},
+    "staged": {"transport_kind": "tcp", "tuning": SMALL, "staged": True},
+    "native": {"collective": "native", "transport_kind": "gloo"},
+    "staged-native": {"collective": "native", "transport_kind": "gloo", "staged": True},
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 rings = pytest.mark.parametrize("way", list(WAYS.values())[:5], ids=list(WAYS)[:5])
@@ -67,10 +67,10 @@ def test_all_reduce_sums_buckets_of_every_size(store: Any, way: dict, size: int)
             assert torch.equal(result, sum(integers(rank, numel) for rank in range(size)))
 
 
-@pytest.mark.parametrize("carrier", ["tcp", "tcp-inline"])
+@pytest.mark.parametrize("transport_kind", ["tcp", "tcp-inline"])
 @pytest.mark.parametrize(("size", "depth", "shadows"), [(5, 2, 0), (6, 2, 1), (9, 4, 0)])
 def test_a_ring_whose_slots_are_full_of_sent_partial_sums_goes_on(
-    carrier: str, size: int, depth: int, shadows: int
+    transport_kind: str, size: int, depth: int, shadows: int
 ) -> None:
     """The case of the model in test_schedule: as many partial sums as slots, in hundreds of segments a member."""
     tuning, buckets, elements = Tuning(segment_bytes=64, least_bytes=64, depth=depth), 8, 16
@@ -83,7 +83,7 @@ def test_a_ring_whose_slots_are_full_of_sent_partial_sums_goes_on(
         return [bucket.flat[group.rank * length : (group.rank + 1) * length] for bucket in mine]
 
     wanted = sum(integers(rank, size * depth * 8 * elements) for rank in range(size)).chunk(size)
-    for rank, shards in enumerate(together(size, work, carrier=carrier, tuning=tuning)):
+    for rank, shards in enumerate(together(size, work, transport_kind=transport_kind, tuning=tuning)):
         assert all(torch.equal(shard, wanted[rank]) for shard in shards)
 
 
@@ -229,10 +229,10 @@ def test_what_is_reduced_survives_a_second_run_of_microbatches() -> None:
 
 @pytest.mark.parametrize("numel", [200, 4000, 300_000])
 @pytest.mark.parametrize("size", [2, 4, 7])
-@pytest.mark.parametrize("carrier", ["tcp", "tcp-inline"])
+@pytest.mark.parametrize("transport_kind", ["tcp", "tcp-inline"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scratch_is_at_most_two_chunks_and_two_segments(
-    store: Any, carrier: str, size: int, numel: int, dtype: torch.dtype
+    store: Any, transport_kind: str, size: int, numel: int, dtype: torch.dtype
 ) -> None:
     """In bytes of what travels, and of all buckets in flight together, not of each."""
 
@@ -245,11 +245,11 @@ def test_scratch_is_at_most_two_chunks_and_two_segments(
         segment = group.segment_elements(even_chunks([Span(0, numel)], size), dtype.itemsize)
         assert 0 < group.scratch_peak <= dtype.itemsize * (2 * chunk + 2 * segment)
 
-    together(size, work, store, carrier=carrier, tuning=Tuning(segment_bytes=64 << 10))
+    together(size, work, store, transport_kind=transport_kind, tuning=Tuning(segment_bytes=64 << 10))
 
 
-@pytest.mark.parametrize("carrier", ["tcp", "tcp-inline"])
-def test_members_that_do_different_things_are_told_so(store: Any, carrier: str) -> None:
+@pytest.mark.parametrize("transport_kind", ["tcp", "tcp-inline"])
+def test_members_that_do_different_things_are_told_so(store: Any, transport_kind: str) -> None:
     def work(group: Group) -> str:
         own = torch.full((1000,), float(group.rank))
         bucket = Bucket(own.clone())
@@ -261,7 +261,7 @@ def test_members_that_do_different_things_are_told_so(store: Any, carrier: str) 
             return type(error).__name__
         return "returned"
 
-    ends = together(3, work, store, carrier=carrier)
+    ends = together(3, work, store, transport_kind=transport_kind)
     assert "CollectiveMismatch" in ends
     assert "returned" not in ends
 
@@ -349,7 +349,7 @@ def test_a_group_that_is_closed_takes_nothing_more(store: Any) -> None:
 def test_a_member_may_leave_when_its_own_part_is_done(store: Any) -> None:
     """Whoever finishes first closes its group at once; the others still get everything."""
     for _ in range(20):
-        results = together(4, _reduce_once, store=None, carrier="tcp-inline", tuning=SMALL)
+        results = together(4, _reduce_once, store=None, transport_kind="tcp-inline", tuning=SMALL)
         assert all(result == [4.0] * 3000 for result in results)
 
 
@@ -395,11 +395,11 @@ def test_gradients_must_be_floating_point_parameters_need_not(store: Any) -> Non
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
     segment=st.sampled_from([16, 100, 1024, 1 << 16]),
     depth=st.integers(1, 4),
-    carrier=st.sampled_from(["tcp", "tcp-inline"]),
+    transport_kind=st.sampled_from(["tcp", "tcp-inline"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_any_shape_of_ring_and_bucket(
-    size: int, sizes: list[int], segment: int, depth: int, carrier: str, dtype: torch.dtype
+    size: int, sizes: list[int], segment: int, depth: int, transport_kind: str, dtype: torch.dtype
 ) -> None:
     def work(group: Group) -> list[torch.Tensor]:
         buckets = [Bucket(randoms(group.rank, numel, dtype, seed=numel)) for numel in sizes]
@@ -407,7 +407,7 @@ def test_any_shape_of_ring_and_bucket(
             handle.wait(DEADLINE)
         return [bucket.flat for bucket in buckets]
 
-    results = together(size, work, carrier=carrier, tuning=Tuning(segment, 16, depth))
+    results = together(size, work, transport_kind=transport_kind, tuning=Tuning(segment, 16, depth))
     for at, numel in enumerate(sizes):
         gradients = [randoms(rank, numel, dtype, seed=numel) for rank in range(size)]
         wanted = in_order_of_the_ring(gradients, even_chunks([Span(0, numel)], size))
@@ -416,7 +416,7 @@ def test_any_shape_of_ring_and_bucket(
 
 
 def test_an_epoch_that_is_over_before_it_begins_opens_no_group(store: Any) -> None:
-    from recover_megatron.collectives.opening import open_group
+    from recover_megatron.collectives.group_factory import open_group
 
     epoch = PlainEpoch(4, [1, 2], 1)
     epoch.revoke("a worker died")
@@ -424,8 +424,8 @@ def test_an_epoch_that_is_over_before_it_begins_opens_no_group(store: Any) -> No
         open_group(epoch, store, name="c", secret=b"s", timeout=DEADLINE)
 
 
-@pytest.mark.parametrize("carrier", ["tcp", "gloo"])
-def test_a_revocation_ends_the_opening_of_a_group(store: Any, carrier: str) -> None:
+@pytest.mark.parametrize("transport_kind", ["tcp", "gloo"])
+def test_a_revocation_ends_the_opening_of_a_group(store: Any, transport_kind: str) -> None:
     """A member died before it came: nobody waits for it."""
     from tests.collectives.transports import open_group
 
@@ -433,7 +433,7 @@ def test_a_revocation_ends_the_opening_of_a_group(store: Any, carrier: str) -> N
 
     def opening() -> None:
         try:
-            open_group(epoch, store, name="c", secret=b"s", timeout=DEADLINE, carrier=carrier)
+            open_group(epoch, store, name="c", secret=b"s", timeout=DEADLINE, transport_kind=transport_kind)
         except EpochRevoked as error:
             ends.append(error)
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.collectives import column as column_module
+from recover_megatron.collectives import elastic as column_module
 from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.column import Column
-from recover_megatron.collectives.door import Door
+from recover_megatron.collectives.elastic import ElasticDataParallel
 from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.group_factory import open_group, open_ring_listener
 from recover_megatron.collectives.ledger import Reduced, Span
-from recover_megatron.collectives.opening import open_door, open_group
 from recover_megatron.collectives.rendezvous import Known
+from recover_megatron.collectives.transport.listener import RingListener
 from recover_megatron.membership import Session
 from recover_megatron.membership.auth import read_secret_file
 from recover_megatron.membership.errors import CoordinatorLost
@@ -36,13 +36,13 @@ def control(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def columns(control: Cluster, size: int, work: Callable[[Column], Any]) -> list[Any]:
+def columns(control: Cluster, size: int, work: Callable[[ElasticDataParallel], Any]) -> list[Any]:
     """What ``work`` returns at each of ``size`` members, by worker id; a real coordinator, members as threads."""
     control.start_coordinators(size)
     secret = read_secret_file(control.secret_file)
 
     def member(me: int) -> Any:
-        column = Column(Session.connect(control.addresses, me, secret), me, SECRET)
+        column = ElasticDataParallel(Session.connect(control.addresses, me, secret), me, SECRET)
         try:
             return work(column)
         finally:
@@ -53,7 +53,7 @@ def columns(control: Cluster, size: int, work: Callable[[Column], Any]) -> list[
 
 
 def test_members_learn_everybodys_status_and_sum(control: Cluster) -> None:
-    def work(column: Column) -> tuple[Any, ...]:
+    def work(column: ElasticDataParallel) -> tuple[Any, ...]:
         bucket = Bucket(torch.full((1000,), float(column.me)))
         assert column.over
         assert column.members == []
@@ -70,7 +70,7 @@ def test_members_learn_everybodys_status_and_sum(control: Cluster) -> None:
 def test_the_next_epoch_brings_what_was_finished_anywhere_to_all(control: Cluster) -> None:
     """Worker 1 asks for a new epoch; worker 0 holds a finished half."""
 
-    def work(column: Column) -> list[float]:
+    def work(column: ElasticDataParallel) -> list[float]:
         column.join({"epoch": 1})
         bucket = Bucket(torch.full((10,), float(column.me)))
         group = column.group([bucket])
@@ -130,15 +130,21 @@ def test_what_is_reduced_is_put_back_however_the_block_ends(error: type[Exceptio
     assert bucket.flat.tolist() == [2, 1, 1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("carrier", ["tcp", "tcp-inline"])
-def test_members_that_know_each_others_doors_need_no_store(carrier: Any) -> None:
-    doors = [open_door(carrier=carrier) for _ in range(3)]
-    known = Known({f"ring/column/1/{rank}": door.address for rank, door in enumerate(doors)})
+@pytest.mark.parametrize("transport_kind", ["tcp", "tcp-inline"])
+def test_members_that_know_each_others_doors_need_no_store(transport_kind: Any) -> None:
+    ring_listeners = [open_ring_listener(transport_kind=transport_kind) for _ in range(3)]
+    known = Known({f"ring/column/1/{rank}": ring_listener.address for rank, ring_listener in enumerate(ring_listeners)})
 
     def member(rank: int) -> list[float]:
         epoch = PlainEpoch(1, [0, 1, 2], rank)
         group = open_group(
-            epoch, known, name="column", secret=SECRET, carrier=carrier, timeout=DEADLINE, door=doors[rank]
+            epoch,
+            known,
+            name="column",
+            secret=SECRET,
+            transport_kind=transport_kind,
+            timeout=DEADLINE,
+            ring_listener=ring_listeners[rank],
         )
         bucket = Bucket(torch.full((100,), float(rank)))
         group.all_reduce(bucket).wait(DEADLINE)
@@ -147,13 +153,15 @@ def test_members_that_know_each_others_doors_need_no_store(carrier: Any) -> None
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(member, range(3))) == [[3.0]] * 3
-    assert all(door.listener.fileno() == -1 for door in doors), "a door is closed when all have met"
+    assert all(ring_listener.listener.fileno() == -1 for ring_listener in ring_listeners), (
+        "a door is closed when all have met"
+    )
 
 
 def test_a_forked_child_does_not_keep_a_door_open() -> None:
-    """Else the predecessor of a dead worker would wait at its door instead of being refused."""
-    door = Door("127.0.0.1", (2, 1 << 12))
-    address = door.listener.getsockname()
+    """Else the predecessor of a dead worker would wait at its ring listener instead of being refused."""
+    ring_listener = RingListener("127.0.0.1", (2, 1 << 12))
+    address = ring_listener.listener.getsockname()
     ours, theirs = socket.socketpair()
     if (child := os.fork()) == 0:
         with contextlib.suppress(BaseException):
@@ -163,7 +171,7 @@ def test_a_forked_child_does_not_keep_a_door_open() -> None:
         os._exit(0)
     try:
         assert ours.recv(2) == b"up"
-        door.close()
+        ring_listener.close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address, timeout=DEADLINE)
     finally:
@@ -180,12 +188,12 @@ def test_a_member_that_lives_and_cannot_be_reached_ends_the_run_after_some_epoch
         nowhere = f"127.0.0.1 {closed.getsockname()[1]} -"
     epochs: list[int] = []
 
-    def work(column: Column) -> str:
+    def work(column: ElasticDataParallel) -> str:
         join = column.session.join
-        if column.me == 1:  # it tells a door at which connections are refused
+        if column.me == 1:  # it tells a ring listener at which connections are refused
 
             def elsewhere(status: Any, reason: str = "") -> Any:
-                return join({**status, "door": nowhere}, reason)
+                return join({**status, "ring_listener": nowhere}, reason)
 
             monkeypatch.setattr(column.session, "join", elsewhere)
         bucket = Bucket(torch.zeros(10))

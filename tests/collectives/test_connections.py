@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.collectives import hello
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.hello import MAC, NONCE, Meeting
-from recover_megatron.collectives.nccl import edges_in_order
-from recover_megatron.collectives.opening import open_group
-from recover_megatron.collectives.slots import Slots, machine
+from recover_megatron.collectives.group_factory import open_group
+from recover_megatron.collectives.transport import handshake
+from recover_megatron.collectives.transport.handshake import MAC, NONCE, Handshake
+from recover_megatron.collectives.transport.nccl import edges_in_order
+from recover_megatron.collectives.transport.shared_memory import SharedMemory, machine
 from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch, together
 from tests.harness.waiting import eventually
 
@@ -118,17 +118,17 @@ def test_a_connection_of_another_epoch_or_column_is_turned_away(pool: ThreadPool
 
 
 def test_shared_memory_is_opened_only_when_it_is_what_a_ring_makes() -> None:
-    slots = Slots.make(3, 1000)
-    again = Slots.open(os.getpid(), slots.descriptor, 3, 1000)
+    slots = SharedMemory.make(3, 1000)
+    again = SharedMemory.open(os.getpid(), slots.descriptor, 3, 1000)
     assert again is not None
     again.view(1, 10, torch.float32).fill_(7.0)
     assert slots.view(1, 10, torch.float32).tolist() == [7.0] * 10
-    assert Slots.open(os.getpid(), slots.descriptor, 4, 1000) is None, "of another size"
+    assert SharedMemory.open(os.getpid(), slots.descriptor, 4, 1000) is None, "of another size"
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, 3000)
-    assert Slots.open(os.getpid(), unsealed, 3, 1000) is None, "its maker could take it away under our feet"
+    assert SharedMemory.open(os.getpid(), unsealed, 3, 1000) is None, "its maker could take it away under our feet"
     os.close(unsealed)
-    assert Slots.open(os.getpid(), 1 << 20, 3, 1000) is None
+    assert SharedMemory.open(os.getpid(), 1 << 20, 3, 1000) is None
     with pytest.raises(OSError, match="Operation not permitted"):
         os.ftruncate(slots.descriptor, 0)
     slots.close()
@@ -139,14 +139,14 @@ def test_an_epoch_that_ends_just_when_the_neighbours_have_met_is_told_as_that(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not as a broken pipe, by which a worker would take itself for one whose replica is broken."""
-    hold = Meeting.hold
+    hold = Handshake.hold
 
-    def then_revoked(self: Meeting, *args: Any) -> socket.socket:
+    def then_revoked(self: Handshake, *args: Any) -> socket.socket:
         met = hold(self, *args)
-        self._revocation.throw("a worker died")
+        self._cancel_token.cancel("a worker died")
         return met
 
-    monkeypatch.setattr(Meeting, "hold", then_revoked)
+    monkeypatch.setattr(Handshake, "hold", then_revoked)
     store = Dictionary()
     for member in [pool.submit(opening, store, rank) for rank in range(2)]:
         with pytest.raises(EpochRevoked, match="a worker died"):
@@ -154,18 +154,18 @@ def test_an_epoch_that_ends_just_when_the_neighbours_have_met_is_told_as_that(
 
 
 def test_neighbours_that_cannot_share_memory_use_their_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Slots, "open", classmethod(lambda *_: None))
+    monkeypatch.setattr(SharedMemory, "open", classmethod(lambda *_: None))
     assert together(3, lambda group: all_reduce(group)) == [[3.0] * 10] * 3
 
 
 def test_members_on_different_machines_do_not_try_to_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     here, number = machine(), itertools.count()
-    monkeypatch.setattr("recover_megatron.collectives.tcp.machine", lambda: f"{here}-{next(number)}")
+    monkeypatch.setattr("recover_megatron.collectives.transport.tcp.machine", lambda: f"{here}-{next(number)}")
 
     def no(*_: object) -> None:
         raise AssertionError("opened the memory of another machine")
 
-    monkeypatch.setattr(Slots, "open", classmethod(no))
+    monkeypatch.setattr(SharedMemory, "open", classmethod(no))
     assert together(3, lambda group: all_reduce(group)) == [[3.0] * 10] * 3
 
 
@@ -241,12 +241,12 @@ class Full:
 def test_a_member_without_descriptors_waits_and_is_no_fault_of_the_work(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Meeting.__init__
+    made = Handshake.__init__
 
-    def full(self: Meeting, listener: socket.socket, *args: Any) -> None:
+    def full(self: Handshake, listener: socket.socket, *args: Any) -> None:
         made(self, Full(listener, 2), *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Meeting, "__init__", full)
+    monkeypatch.setattr(Handshake, "__init__", full)
     store = Dictionary()
     groups = [pool.submit(opening, store, rank) for rank in range(2)]
     opened = [group.result(DEADLINE) for group in groups]
@@ -256,7 +256,7 @@ def test_a_member_without_descriptors_waits_and_is_no_fault_of_the_work(
 def test_a_stranger_that_says_nothing_is_dropped_after_a_while(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hello, "PROOF_SECONDS", 0.2)
+    monkeypatch.setattr(handshake, "PROOF_SECONDS", 0.2)
     store, epoch = Dictionary(), PlainEpoch(1, [0, 1], 0)
     with socket.create_server(("127.0.0.1", 0)) as slow:  # a successor that takes its time
         store.set("ring/column/1/1", f"127.0.0.1 {slow.getsockname()[1]} -")

@@ -16,11 +16,11 @@ from tests.collectives.expected import check
 pytestmark = pytest.mark.slow
 
 TRANSPORTS = {
-    "shared-memory": {"carrier": "tcp"},
-    "tcp": {"carrier": "tcp-inline"},
-    "gloo": {"carrier": "gloo"},
-    "hanging": {"carrier": "tcp", "hanging": True},
-    "hanging-gloo": {"carrier": "gloo", "hanging": True},
+    "shared-memory": {"transport_kind": "tcp"},
+    "tcp": {"transport_kind": "tcp-inline"},
+    "gloo": {"transport_kind": "gloo"},
+    "hanging": {"transport_kind": "tcp", "hanging": True},
+    "hanging-gloo": {"transport_kind": "gloo", "hanging": True},
 }
 transports = pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 operations = pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
@@ -119,7 +119,7 @@ def test_a_dead_workers_forked_child_does_not_hide_its_death(crew: Crew, transpo
 
 def test_a_dead_workers_forked_child_does_not_hold_up_gloo(crew: Crew) -> None:
     """gloo's connections do stay open in the child: the revocation ends the wait."""
-    scenario = Scenario(3, [500], children=True, faults=[Fault(1, 20)], carrier="gloo")
+    scenario = Scenario(3, [500], children=True, faults=[Fault(1, 20)], transport_kind="gloo")
     check(scenario, crew.run(scenario))
 
 
@@ -171,7 +171,7 @@ def test_any_sequence_of_deaths_at_length(crew: Crew, scenario: Scenario) -> Non
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_native_collectives_survive_a_death_as_well(crew: Crew, op: str, how: str) -> None:
-    whole = Scenario(3, [100, 41], op=op, collective="native", carrier="gloo")
+    whole = Scenario(3, [100, 41], op=op, collective="native", transport_kind="gloo")
     check(whole, crew.run(whole))
     dying = dataclasses.replace(whole, faults=[Fault(1, 0, how)])
     check(dying, crew.run(dying))

@@ -19,8 +19,8 @@ NUMEL = 24
 def marks(draw: st.DrawFn) -> list[tuple[Span, int]]:
     """Disjoint spans in any order, of a few epochs."""
     cuts = sorted(draw(st.sets(st.integers(0, NUMEL), min_size=2)))
-    pieces = [Span(a, b) for a, b in pairwise(cuts)]
-    chosen = draw(st.lists(st.sampled_from(pieces), unique=True))
+    fragments = [Span(a, b) for a, b in pairwise(cuts)]
+    chosen = draw(st.lists(st.sampled_from(fragments), unique=True))
     return [(span, draw(st.integers(1, 3))) for span in chosen]
 
 
@@ -101,9 +101,9 @@ def test_merge_finds_what_is_reduced_anywhere_and_who_holds_it(history: list[tup
         for rank in holders:
             ledgers[rank].mark(Span(at * width, (at + 1) * width), epoch)
     held = [None] * NUMEL
-    for piece in merge(ledgers):
-        for element in range(piece.start, piece.stop):
-            held[element] = (piece.epoch, piece.holders)
+    for fragment in merge(ledgers):
+        for element in range(fragment.start, fragment.stop):
+            held[element] = (fragment.epoch, fragment.holders)
     for element in range(NUMEL):
         states = {rank: elements(ledger)[element] for rank, ledger in enumerate(ledgers)}
         holders = tuple(rank for rank, state in states.items() if state is not None)
@@ -121,8 +121,8 @@ def test_buckets_of_different_sizes_are_a_contradiction() -> None:
 
 
 def test_the_holders_share_the_supplying() -> None:
-    pieces = merge([Ledger(40, [Reduced(0, 40, 1)]), Ledger(40, [Reduced(0, 40, 1)]), Ledger(40)])
-    assert share_sources(pieces, 3) == [[Span(0, 40)], [], []]
+    fragments = merge([Ledger(40, [Reduced(0, 40, 1)]), Ledger(40, [Reduced(0, 40, 1)]), Ledger(40)])
+    assert share_sources(fragments, 3) == [[Span(0, 40)], [], []]
     striped = [Reduced(at, at + 4, 1 + at // 4 % 2) for at in range(0, 40, 4)]
-    pieces = merge([Ledger(40, striped), Ledger(40, striped), Ledger(40)])
-    assert [sum(map(len, chunk)) for chunk in share_sources(pieces, 3)] == [20, 20, 0]
+    fragments = merge([Ledger(40, striped), Ledger(40, striped), Ledger(40)])
+    assert [sum(map(len, chunk)) for chunk in share_sources(fragments, 3)] == [20, 20, 0]

@@ -15,11 +15,11 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.collectives.opening import open_group
 from recover_megatron.collectives.rendezvous import Known
-from recover_megatron.collectives.reordered import Reordered
-from recover_megatron.collectives.round import RoundBackend
+from recover_megatron.collectives.ring.reordered import Reordered
+from recover_megatron.collectives.ring.torch_operations import RoundBackend
 
 from .together import DEADLINE, SECRET, Dictionary, PlainEpoch
 

@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.collectives.ring_group import Tuning
-from recover_megatron.collectives.schedule import Action, Program, even_chunks, plan, segment_length, segments, within
+from recover_megatron.collectives.ring.group import Tuning
+from recover_megatron.collectives.ring.schedule import (
+    Action,
+    Program,
+    even_chunks,
+    plan,
+    segment_length,
+    segments,
+    within,
+)
 from tests.collectives.ring_model import Move, RingModel, Rule, Step, deadlock, in_a_row
 
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from recover_megatron.collectives import opening
-from recover_megatron.collectives.epoch import Epoch, Revocation
+from recover_megatron.collectives import group_factory
+from recover_megatron.collectives.backend_group import GlooNative, NativeGroup
+from recover_megatron.collectives.epoch import CancelToken, Epoch
 from recover_megatron.collectives.errors import PeerLost
-from recover_megatron.collectives.gloo import GlooBackend
+from recover_megatron.collectives.gloo.abort import GlooBackend
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.native import GlooNative, NativeGroup
-from recover_megatron.collectives.ring_group import RingGroup, Tuning
-from recover_megatron.collectives.scratch import Scratch
-from recover_megatron.collectives.staged import StagedNative, StagedTransport
-from recover_megatron.collectives.tcp import TcpTransport
-from recover_megatron.collectives.transport import Arrival, Pending, Transport
+from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.ring.scratch import Scratch
+from recover_megatron.collectives.transport.host_staged import StagedNative, StagedTransport
+from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
+from recover_megatron.collectives.transport.tcp import TcpTransport
 
 CPU = torch.device("cpu")
 
@@ -33,29 +33,29 @@ def open_group(
     store: Any,
     *,
     collective: str = "ring",
-    carrier: Any = None,
+    transport_kind: Any = None,
     hanging: bool = False,
     staged: bool = False,
     **options: Any,
 ) -> Group:
-    """As ``opening.open_group``, and with the transports of this module.
+    """As ``group_factory.open_group``, and with the transports of this module.
 
-    ``carrier`` may be ``gloo`` for a ring, too.  ``hanging``: hang on a dead neighbour.  ``staged``: copy on the CPU,
+    ``transport`` may be ``gloo`` for a ring, too.  ``hanging``: hang on a dead neighbour.  ``staged``: copy on the CPU,
     too.
     """
-    if not (hanging or staged or (collective == "ring" and carrier == "gloo")):
-        return opening.open_group(epoch, store, collective=collective, carrier=carrier, **options)
-    revocation = opening.revocation_of(epoch)
-    with opening.lost_revokes(revocation):
-        return _open(epoch, store, revocation, collective, carrier or "tcp", hanging, staged, **options)
+    if not (hanging or staged or (collective == "ring" and transport_kind == "gloo")):
+        return group_factory.open_group(epoch, store, collective=collective, transport_kind=transport_kind, **options)
+    cancel_token = group_factory.cancel_token_of(epoch)
+    with group_factory.lost_revokes(cancel_token):
+        return _open(epoch, store, cancel_token, collective, transport_kind or "tcp", hanging, staged, **options)
 
 
 def _open(
     epoch: Epoch,
     store: Any,
-    revocation: Revocation,
+    cancel_token: CancelToken,
     collective: str,
-    carrier: str,
+    transport_kind: str,
     hanging: bool,
     staged: bool,
     *,
@@ -68,20 +68,20 @@ def _open(
 ) -> Group:
     rank, size = list(epoch.members).index(epoch.me), len(epoch.members)
     place, tuning = {"ring": f"ring/{name}/{epoch.number}", "timeout": timeout}, tuning or Tuning()
-    if carrier == "gloo":
-        backend = GlooBackend(rank, size, store, revocation, **place)
+    if transport_kind == "gloo":
+        backend = GlooBackend(rank, size, store, cancel_token, **place)
         if collective == "native":
             native = StagedNative(GlooNative(backend), device)
-            return NativeGroup(epoch, revocation, native, device=device)
+            return NativeGroup(epoch, cancel_token, native, device=device)
         transport: Transport = GlooTransport(rank, size, backend)
     else:
-        slots = (tuning.slots, tuning.segment_bytes) if carrier == "tcp" else None
-        transport = TcpTransport(rank, size, store, revocation, secret=secret, slots=slots, **place)
+        slots = (tuning.slots, tuning.segment_bytes) if transport_kind == "tcp" else None
+        transport = TcpTransport(rank, size, store, cancel_token, secret=secret, slots=slots, **place)
     if hanging:
-        transport = HangingTransport(transport, revocation)
+        transport = HangingTransport(transport, cancel_token)
     if staged or device.type != "cpu":
         transport = StagedTransport(transport, device)
-    return RingGroup(epoch, revocation, transport, device=device, tuning=tuning, hook=hook)
+    return RingGroup(epoch, cancel_token, transport, device=device, tuning=tuning, hook=hook)
 
 
 class _Message:
@@ -156,9 +156,9 @@ class _Never:
 class HangingTransport(Transport):
     """Does not report a dead neighbour but waits until it is aborted."""
 
-    def __init__(self, inner: Transport, revocation: Revocation) -> None:
+    def __init__(self, inner: Transport, cancel_token: CancelToken) -> None:
         self._inner = inner
-        self._revocation = revocation
+        self._cancel_token = cancel_token
         self.lookahead = inner.lookahead
         self.hung = 0
         """How many times an operation hung on a dead neighbour."""
@@ -190,8 +190,8 @@ class HangingTransport(Transport):
         except PeerLost:
             pass
         self.hung += 1
-        self._revocation.wait()
-        raise self._revocation.error()
+        self._cancel_token.wait()
+        raise self._cancel_token.error()
 
     def on_sent(self, callback: Callable[[], None]) -> None:
         self._inner.on_sent(callback)

@@ -109,7 +109,7 @@ def test_files_in_commands_exist(page: Path) -> None:
 
 @each(TEXTS)
 def test_modules_that_are_named_exist(page: Path) -> None:
-    """Dotted names, and the first column of tables whose head says ``module of `PACKAGE/```."""
+    """Dotted names, and the first column of tables whose head says ``module of ``PACKAGE/```."""
     text = page.read_text(encoding="utf-8")
     missing = [
         dotted

@@ -7,7 +7,8 @@ no process group; a run's rendezvous store lives in a child of its own.
     client (pytest) --request--> server --fork--> the run  --fork--> store, coordinator (with --recover)
                                                            --fork--> worker 0 .. N-1   RANK etc., a log file, the script
                                                   waits for all workers; when one fails, ends the others; with --recover
-                                                  it is their witness instead, as recover-run is, and may start others
+                                                  it is their node agent instead, as recover-run is, and may start
+                                                  others
                     <--answer---
 
 Worker ids with --recover: the launch has 0 .. N-1, then come the spares, N .. N+S-1; the k-th worker that was started
@@ -87,9 +88,10 @@ class ForkServer:
         to WORKER.pt in that folder.
 
         With ``--recover``: ``spares`` more workers are started with the run, and one in place of each that is killed or
-        fails, ``restarts`` in all; they find RECOVER_WORKER (their id), RECOVER_JOIN=1 and, the spares, RECOVER_SPARE=1
-        in their environment, the rank and local rank of the one they replace (spares: rank 0), and have logs of their
-        own, worker-ID.log. ``nodes``: the name of each rank's node, which its worker finds in RECOVER_NODE_NAME
+        fails, ``restarts`` in all; they find RECOVER_WORKER_ID (their id), RECOVER_JOIN=1 and, the spares,
+        RECOVER_SPARE=1 in their environment, the rank and local rank of the one they replace (spares: rank 0), and have
+        logs of their own, worker-ID.log. ``nodes``: the name of each rank's node, which its worker finds in
+        RECOVER_NODE_NAME
         (default: all "node"); spares are on the last one, replacements on that of the one they replace. Who is in no
         plan when the run ends is killed.
 

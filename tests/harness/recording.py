@@ -56,11 +56,11 @@ def record_training(path: str) -> None:
 
 def _units(optimizer: Any) -> dict[tuple[int, int], int]:
     """(number of the optimizer, unit) -> digest of its state, where that is spread over the workers."""
-    from recover_megatron.megatron_hooks.pieces import Pieces
+    from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragments
 
     found: dict[tuple[int, int], int] = {}
     for number, one in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
-        pieces = getattr(getattr(one, "_copy_main_params_to_model_params", None), "__self__", None)
-        if isinstance(pieces, Pieces):
-            found |= {(number, unit): pieces.digest(unit).value for unit in pieces.held}
+        fragments = getattr(getattr(one, "_copy_main_params_to_model_params", None), "__self__", None)
+        if isinstance(fragments, ShardFragments):
+            found |= {(number, unit): fragments.digest(unit).value for unit in fragments.held}
     return found

@@ -58,7 +58,7 @@ class _Worker:
             "RECOVER_NODE_NAME": nodes[self.rank],
         }  # fmt: skip
         if self.worker >= workers:
-            variables |= {"RECOVER_WORKER": str(self.worker), "RECOVER_JOIN": "1"}
+            variables |= {"RECOVER_WORKER_ID": str(self.worker), "RECOVER_JOIN": "1"}
         if request["networks"]:
             variables |= {"RECOVER_HOST": _address(request, self.rank), "GLOO_SOCKET_IFNAME": "e0"}
         if self.rank < 0:
@@ -189,19 +189,19 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 class _Recovering:
-    """The launcher's part in a run with --recover: witness of all its workers, and it starts others."""
+    """The launcher's part in a run with --recover: node agent of all its workers, and it starts others."""
 
     def __init__(
         self, request: dict[str, Any], children: dict[int, _Worker], start: Callable[[_Worker], int], address: Any
     ) -> None:
         from recover_megatron.membership.auth import Secret
-        from recover_megatron.membership.witness import Witness
+        from recover_megatron.membership.node_agent import NodeAgent
 
         self._children, self._start = children, start
         self._workers, self._restarts = request["workers"], request["restarts"]
         self._next = self._workers + request["spares"]
         secret = Secret(request["environment"]["RECOVER_SECRET"].encode())
-        self._witness = Witness([address], "node", secret, self._kill)
+        self._node_agent = NodeAgent([address], "node", secret, self._kill)
 
     def _kill(self, worker: int, reason: str) -> None:
         pids = [pid for pid, who in self._children.copy().items() if who.worker == worker]
@@ -210,8 +210,8 @@ class _Recovering:
 
     def ended(self, who: _Worker, code: int) -> int | None:
         """Tell the coordinator; start another in its place, unless the run is over."""
-        self._witness.ended(who.worker, f"code {code}")
-        if code == 0 or not self._restarts or self._witness.out is not None:
+        self._node_agent.ended(who.worker, f"code {code}")
+        if code == 0 or not self._restarts or self._node_agent.out is not None:
             return None
         self._restarts -= 1
         self._next += 1
@@ -219,8 +219,8 @@ class _Recovering:
 
     def late(self, who: _Worker) -> bool:
         """Whether the run is over before this one was in any plan: nobody will tell it."""
-        over = self._witness.out is not None
-        return over and who.worker >= self._workers and who.worker not in self._witness.planned
+        over = self._node_agent.out is not None
+        return over and who.worker >= self._workers and who.worker not in self._node_agent.planned
 
 
 def _serve_run(request: dict[str, Any]) -> dict[int, int]:
@@ -237,7 +237,8 @@ def _serve_run(request: dict[str, Any]) -> dict[int, int]:
             secret, address = secrets.token_hex(32), (_address(request, -1), for_coordinator.getsockname()[1])
             helpers.append(_fork(lambda: _coordinate(for_coordinator, request, secret, me)))
             request["environment"] = {
-                "RECOVER_COORDINATOR": f"{address[0]}:{address[1]}", "RECOVER_SECRET": secret, "RECOVER_NODE": "node",
+                "RECOVER_COORDINATOR": f"{address[0]}:{address[1]}", "RECOVER_SECRET": secret,
+                "RECOVER_NODE_AGENT": "node",
                 **request["environment"],
             }  # fmt: skip
 
@@ -308,12 +309,12 @@ def main() -> None:
     import gc
 
     from recover_megatron.arguments import RecoverConfig
-    from recover_megatron.megatron_hooks.program import load
+    from recover_megatron.megatron_hooks.entry.program import load
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Megatron prints while importing is no answer
     load(RecoverConfig(device="cpu"))
-    import recover_megatron.megatron_hooks.fault_tolerance  # noqa: F401
+    import recover_megatron.megatron_hooks.entry.fault_tolerance  # noqa: F401
 
     _prepare_megatron()
     gc.freeze()

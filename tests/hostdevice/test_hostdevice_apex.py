@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from recover_megatron.hostdevice import apex_standin
+from recover_megatron.hostdevice import apex_stub
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
@@ -17,7 +17,7 @@ def test_fused_adam_steps_as_torchs_adam(decoupled):
     mine = [torch.nn.Parameter(p.clone()) for p in start]
     theirs = [torch.nn.Parameter(p.clone()) for p in start]
     values = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
-    ours = apex_standin.FusedAdam(mine, adam_w_mode=decoupled, **values)
+    ours = apex_stub.FusedAdam(mine, adam_w_mode=decoupled, **values)
     reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **values)
     for _ in range(20):
         for a, b in zip(mine, theirs, strict=True):
@@ -34,14 +34,14 @@ def test_fused_adam_steps_as_torchs_adam(decoupled):
 def test_fused_adam_without_bias_correction_is_the_plain_formula():
     p = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
     p.grad = torch.tensor([0.5], dtype=torch.float64)
-    apex_standin.FusedAdam([p], lr=0.1, bias_correction=False, betas=(0.9, 0.99), eps=0.0).step()
+    apex_stub.FusedAdam([p], lr=0.1, bias_correction=False, betas=(0.9, 0.99), eps=0.0).step()
     m, v = 0.1 * 0.5, 0.01 * 0.25
     assert p.item() == pytest.approx(2.0 - 0.1 * m / v**0.5, rel=1e-12)
 
 
 def test_fused_adam_counts_steps_per_group_and_restores_them():
     p, idle = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = apex_standin.FusedAdam([p, idle])
+    optimizer = apex_stub.FusedAdam([p, idle])
     for _ in range(3):
         p.grad = torch.ones(2)
         optimizer.step()
@@ -49,7 +49,7 @@ def test_fused_adam_counts_steps_per_group_and_restores_them():
     assert saved["param_groups"][0]["step"] == 3
     assert torch.equal(idle, torch.ones(2))
     q = torch.nn.Parameter(p.detach().clone())
-    again = apex_standin.FusedAdam([q, torch.nn.Parameter(torch.ones(2))])
+    again = apex_stub.FusedAdam([q, torch.nn.Parameter(torch.ones(2))])
     again.load_state_dict(saved)
     for parameter, its_optimizer in ((p, optimizer), (q, again)):
         parameter.grad = torch.full((2,), 0.3)
@@ -62,7 +62,7 @@ def test_fused_layer_norm_is_torchs(memory_efficient):
     torch.manual_seed(5)
     x = torch.randn(4, 3, 16, requires_grad=True)
     weight, bias = torch.randn(16, requires_grad=True), torch.randn(16, requires_grad=True)
-    norm = apex_standin.FusedLayerNormAffineFunction
+    norm = apex_stub.FusedLayerNormAffineFunction
     assert "memory_efficient" in inspect.getfullargspec(norm.forward).args  # Megatron looks
     mine = norm.apply(x, weight, bias, torch.Size([16]), 1e-5, memory_efficient)
     mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
@@ -74,7 +74,7 @@ def test_fused_layer_norm_is_torchs(memory_efficient):
 @pytest.mark.parametrize("zero_centered", [True, False])
 def test_rms_norm_is_torchs_and_marks_its_weight(zero_centered):
     config = types.SimpleNamespace(layernorm_zero_centered_gamma=zero_centered, sequence_parallel=True)
-    norm, x = apex_standin.RMSNorm(config, 16, 1e-6), torch.randn(4, 16)
+    norm, x = apex_stub.RMSNorm(config, 16, 1e-6), torch.randn(4, 16)
     torch.testing.assert_close(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt())
     assert norm.weight.sequence_parallel is True
     assert norm.weight.abs().sum() == (0 if zero_centered else 16)
@@ -84,12 +84,12 @@ def test_the_stand_ins_are_registered_by_activation_only(in_process):
     in_process("""
         import sys
         from recover_megatron import hostdevice
-        from recover_megatron.hostdevice import apex_standin
+        from recover_megatron.hostdevice import apex_stub
         assert "apex" not in sys.modules
         hostdevice.activate()
         import apex
         from apex.optimizers import FusedAdam
-        assert FusedAdam is apex_standin.FusedAdam
+        assert FusedAdam is apex_stub.FusedAdam
         try:
             import transformer_engine
         except ImportError:

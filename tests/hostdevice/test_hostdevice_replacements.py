@@ -15,7 +15,8 @@ def test_after_activation_exactly_the_tables_names_differ(in_process):
         """
         from snapshot import changed, snapshot
         from recover_megatron import hostdevice
-        from recover_megatron.hostdevice import apex_standin, replacements
+        from recover_megatron.hostdevice import replacements
+        from recover_megatron.hostdevice import apex_stub
         before, names = snapshot(), {entry.path for entry in replacements.table()}
         hostdevice.activate()
         differ = changed(before, snapshot())
@@ -32,7 +33,8 @@ def test_not_activated_every_name_of_torch_is_as_it_was(in_process):
         from snapshot import changed, snapshot
         before = snapshot()
         from recover_megatron import hostdevice
-        from recover_megatron.hostdevice import apex_standin, replacements
+        from recover_megatron.hostdevice import replacements
+        from recover_megatron.hostdevice import apex_stub
         hostdevice.wanted("auto")
         replacements.table()
         assert changed(before, snapshot()) == set()

@@ -39,10 +39,10 @@ def listener(hosts: Hosts, host: int) -> socket.socket:
 
 def connection(hosts: Hosts, one: int, other: int) -> tuple[socket.socket, socket.socket]:
     """The ends of one between two hosts."""
-    with listener(hosts, other) as door:
-        address = door.getsockname()
+    with listener(hosts, other) as ring_listener:
+        address = ring_listener.getsockname()
         here = on(hosts, one, lambda: socket.create_connection(address, 30))
-        there, _ = door.accept()
+        there, _ = ring_listener.accept()
     for sock in (here, there):
         sock.settimeout(DEADLINE)
     return here, there
@@ -99,7 +99,9 @@ def test_whoever_waits_on_a_broken_road_is_woken_and_on_others_nobody(three_host
 def test_trying_tells_the_roads_that_stay_broken_from_those_that_come_back(three_hosts: Hosts) -> None:
     hosts = three_hosts
     listeners = {host: listener(hosts, host) for host in (1, 2)}
-    addresses = {host: f"{hosts.address(host)} {door.getsockname()[1]}" for host, door in listeners.items()}
+    addresses = {
+        host: f"{hosts.address(host)} {ring_listener.getsockname()[1]}" for host, ring_listener in listeners.items()
+    }
     try:
         hosts.refuse(2, 3)
         assert on(hosts, 3, lambda: unreached(addresses, 1.0)) == {2}
@@ -109,5 +111,5 @@ def test_trying_tells_the_roads_that_stay_broken_from_those_that_come_back(three
         assert on(hosts, 3, lambda: unreached(addresses, 60.0)) == set()
         back.join()
     finally:
-        for door in listeners.values():
-            door.close()
+        for ring_listener in listeners.values():
+            ring_listener.close()

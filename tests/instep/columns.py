@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.arguments import config_from_argv
-from recover_megatron.collectives.gloo import GlooBackend
+from recover_megatron.collectives.gloo.abort import GlooBackend
 from recover_megatron.instep import exchange
 from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.errors import Orphaned, RunOver
-from recover_megatron.instep.generation import Fabric, Generation
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.process_group import EpochGroup
@@ -38,7 +38,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import WORLD, Mode, Traffic
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.worker import connect
-from recover_megatron.network.store import Board
+from recover_megatron.network.peer_store import PeerStoreServer
 
 ITERATIONS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 SECRET = b"the boards' secret"
@@ -49,10 +49,10 @@ class Worker:
     def __init__(self, me: int, world: int) -> None:
         config = config_from_argv(sys.argv[3:])
         settings = Settings(config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout)
-        self.grid = launch_grid(world, tensor=1, context=1, pipeline=2, lanes=1)
-        fabric = Fabric(Board("127.0.0.1", SECRET), SECRET, torch.device("cpu"))
+        self.grid = launch_grid(world, tensor=1, context=1, pipeline=2, inner_ranks=1)
+        comm_config = CommunicationConfig(PeerStoreServer("127.0.0.1", SECRET), SECRET, torch.device("cpu"))
         self.iteration, self.operation = 0, ""
-        self.recovery = Recovery(connect(settings), me, self.grid, fabric, NoModel(self), slot=me)
+        self.recovery = Recovery(connect(settings), me, self.grid, comm_config, NoModel(self), slot=me)
         self.traffic = Traffic(me)
         replica, self.stage = self.grid.place(me)
         self.mates = self.grid.replicas[replica]
@@ -140,7 +140,7 @@ class NoModel(Hooks):
     def digest(self) -> str:
         return ""
 
-    def mirror(self, decision: Decision, generation: Generation) -> dict[str, Any]:
+    def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
         return {}
 
     def iteration(self) -> int:

@@ -22,10 +22,10 @@ def corrupting_train_step(
     result = train_step(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
     if get_args().curr_iteration + 1 == iteration:
         one = getattr(optimizer, "chained_optimizers", [optimizer])[0]
-        pieces = one._copy_main_params_to_model_params.__self__
-        _, shadowed = pieces.held
+        fragments = one._copy_main_params_to_model_params.__self__
+        _, shadowed = fragments.held
         with torch.no_grad():
-            pieces.held[shadowed][0].state["exp_avg"].view(-1)[0] += 1.0
+            fragments.held[shadowed][0].state["exp_avg"].view(-1)[0] += 1.0
     return result
 
 

@@ -54,7 +54,7 @@ def stopping_save(what: Any, where: Any, *args: Any, **kwargs: Any) -> None:
 
 
 if os.environ["RANK"] == "0":
-    os.environ.pop("RECOVER_NODE")  # nobody may kill it when it is put out: its host is not reached
+    os.environ.pop("RECOVER_NODE_AGENT")  # nobody may kill it when it is put out: its host is not reached
     if os.fork() == 0:
         try:
             wake_when_the_others_have_written()

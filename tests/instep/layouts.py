@@ -59,7 +59,7 @@ def pp(replicas: int, samples: int = 12) -> Layout:
 
 
 def ep(replicas: int) -> Layout:
-    return Layout(f"ep2-dp{replicas}", replicas, lanes=2)
+    return Layout(f"ep2-dp{replicas}", replicas, inner_ranks=2)
 
 
 RECIPES = [

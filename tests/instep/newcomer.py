@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pretrain_gpt_recover
-from recover_megatron.megatron_hooks.fault_tolerance import FaultTolerance
+from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
 
 victim = sys.argv.pop(1)
 build = FaultTolerance._build_for
@@ -17,6 +17,6 @@ def build_for(self: FaultTolerance, *position: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-if os.environ.get("RECOVER_WORKER", os.environ["RANK"]) == victim:
+if os.environ.get("RECOVER_WORKER_ID", os.environ["RANK"]) == victim:
     FaultTolerance._build_for = build_for  # type: ignore[method-assign]
 pretrain_gpt_recover.main()

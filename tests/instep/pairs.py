@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.instep.faults import is_communication
-from recover_megatron.instep.inside import InsideGroups
-from recover_megatron.instep.replica_group import ReplicaGroup
+from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 
 ROUNDS = 24
 SECONDS = 40.0
@@ -48,11 +48,11 @@ def collectives(rank: int, source: random.Random) -> Callable[[], object]:
 
 def member(rank: int, folder: Path, kind: Callable[..., Callable[[], object]], seed: int) -> None:
     """Communicate without a pause until a thread ends the groups; exit 0 when it is told by an error of theirs."""
-    inside = InsideGroups(store_port=0)
+    inside = ModelParallelGroups(store_port=0)
     store = dist.FileStore(str(folder / f"store-{seed}"), 2)
     inside.make(lambda: dist.init_process_group("gloo", store=store, rank=rank, world_size=2))
     default = dist.distributed_c10d._get_default_group()
-    group = ReplicaGroup(default, [0, 1], rank, "pair", "gloo")
+    group = SwappableGroup(default, [0, 1], rank, "pair", "gloo")
     inside.keep(group)
     world = dist.distributed_c10d._world
     world.pg_map[group], world.pg_names[group] = world.pg_map[default], "pair"

@@ -17,7 +17,7 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.training import get_args, training
 
 import pretrain_gpt_recover
-from recover_megatron.megatron_hooks import gpt_script
+from recover_megatron.megatron_hooks.entry import gpt_script
 
 where = sys.argv.pop(1)
 

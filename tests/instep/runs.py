@@ -24,7 +24,7 @@ import torch
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.membership.errors import EXIT_FENCED
 from recover_megatron.run_log.audit import violations
-from recover_megatron.run_log.steps import Step, read_steps
+from recover_megatron.run_log.steps import StepRecord, read_steps
 from tests.harness.forkserver import ForkServer
 from tests.harness.forkserver import Run as Ended
 from tests.megatron_hooks.tiny import OURS
@@ -57,7 +57,7 @@ class Layout:
     replicas: int
     tensor: int = 1
     pipeline: int = 1
-    lanes: int = 1
+    inner_ranks: int = 1
     """Of a replica: what expert parallelism spreads over."""
     flags: str = ""
     samples: int = SAMPLES
@@ -66,12 +66,12 @@ class Layout:
     @property
     def grid(self) -> LaunchGrid:
         world = self.replicas * self.positions
-        return launch_grid(world, tensor=self.tensor, context=1, pipeline=self.pipeline, lanes=self.lanes)
+        return launch_grid(world, tensor=self.tensor, context=1, pipeline=self.pipeline, inner_ranks=self.inner_ranks)
 
     @property
     def positions(self) -> int:
-        """Workers of a replica: position = stage * tensor + tensor rank (of the first lane; the others follow)."""
-        return self.tensor * self.pipeline * self.lanes
+        """Workers of a replica: position = stage * tensor + tensor rank (of the first inner rank)."""
+        return self.tensor * self.pipeline * self.inner_ranks
 
     @property
     def argv(self) -> list[str]:
@@ -183,7 +183,7 @@ class Result:
     out: Path
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StepRecord]:
         path = self.out / "steps.jsonl"
         return list(read_steps(path)) if path.exists() else []
 

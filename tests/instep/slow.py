@@ -50,7 +50,7 @@ def noted_init(self: Assignment, *args: Any, **kwargs: Any) -> None:
 
 def slow_mark(self: ProgressReports, phase: str, **how: Any) -> None:
     mark(self, phase, **how)
-    if phase == "reduce-scatter" and assignments[-1].generation.number > 1:
+    if phase == "reduce-scatter" and assignments[-1].epoch_groups.number > 1:
         time.sleep(pauses.pop("again", 0))
 
 

@@ -8,35 +8,37 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.instep.decision import Decision, Rules, Status
+from recover_megatron.instep.decision import Decision, JoinStatus, Rules
 from recover_megatron.instep.edges import MOST, TRUSTED, Edges, describe
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import decide
 from recover_megatron.workload.edges import between, edge, inside
 
-PAIRS = launch_grid(6, tensor=2, context=1, pipeline=1, lanes=1)
+PAIRS = launch_grid(6, tensor=2, context=1, pipeline=1, inner_ranks=1)
 """Three replicas of two: a host each."""
-STAGES = launch_grid(6, tensor=1, context=1, pipeline=2, lanes=1)
+STAGES = launch_grid(6, tensor=1, context=1, pipeline=2, inner_ranks=1)
 """Three replicas (0, 3), (1, 4), (2, 5), on hosts of two workers each."""
 
 
-def in_step(grid: LaunchGrid, unreached: Mapping[int, Collection[int]] = {}, **fields: object) -> dict[int, Status]:
+def in_step(grid: LaunchGrid, unreached: Mapping[int, Collection[int]] = {}, **fields: object) -> dict[int, JoinStatus]:
     """All of the launch, in step 7, with the nominal share of 12 microbatches in their gradients."""
     statuses = {}
     for replica, workers in enumerate(grid.replicas):
         ran = tuple(range(replica, 12, len(grid.replicas)))
         for position, worker in enumerate(workers):
-            statuses[worker] = Status(
-                replica, position, at=7, step=True, total=12, ran=ran, iteration=7, board=f"10.0.0.{worker} 1",
+            statuses[worker] = JoinStatus(
+                replica, position, at=7, step=True, total=12, ran=ran, iteration=7, peer_store=f"10.0.0.{worker} 1",
                 node=f"h{worker // 2}", unreached=tuple(unreached.get(worker, ())),
             )  # fmt: skip
     return {worker: replace(status, **fields) for worker, status in statuses.items()}  # type: ignore[arg-type]
 
 
-def counted(decision: Decision, statuses: Mapping[int, Status]) -> list[int]:
+def counted(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[int]:
     """What is in the gradients once the plan is carried out."""
     ran = [j for workers in decision.grid.values() for j in statuses[workers[0]].ran]
-    return sorted(ran + [j for lanes in decision.rerun.values() for lane in lanes for j in lane])
+    return sorted(
+        ran + [j for inner_ranks in decision.rerun.values() for inner_rank in inner_ranks for j in inner_rank]
+    )
 
 
 def test_two_hosts_that_do_not_hear_each_other_cost_one_replica_and_no_microbatch() -> None:
@@ -56,7 +58,7 @@ def test_one_ends_word_is_enough() -> None:
 
 
 def test_where_an_order_avoids_the_edge_nobody_is_out() -> None:
-    grid = launch_grid(4, tensor=1, context=1, pipeline=1, lanes=1)
+    grid = launch_grid(4, tensor=1, context=1, pipeline=1, inner_ranks=1)
     statuses = in_step(grid, {0: (1,)})
     decision = decide(3, statuses, grid)
     assert decision.replicas == (0, 1, 2, 3)
@@ -88,7 +90,7 @@ def test_a_replica_that_cannot_talk_inside_is_none_and_is_not_put_together_again
     assert not inside(third.grid, third.broken)
 
 
-@given(st.sampled_from([PAIRS, STAGES, launch_grid(6, tensor=1, context=1, pipeline=1, lanes=1)]), st.data())
+@given(st.sampled_from([PAIRS, STAGES, launch_grid(6, tensor=1, context=1, pipeline=1, inner_ranks=1)]), st.data())
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_broken_who_works_together_can_and_every_microbatch_counts_once(
     grid: LaunchGrid, data: st.DataObject

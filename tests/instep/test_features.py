@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.run_log.steps import Step, audit_problem, read_steps
+from recover_megatron.run_log.steps import StepRecord, audit_problem, read_steps
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
@@ -62,7 +62,7 @@ FEATURES = [
 ]  # fmt: skip
 
 
-def train(server: ForkServer, feature: Feature, out: Path, *more: str) -> list[Step]:
+def train(server: ForkServer, feature: Feature, out: Path, *more: str) -> list[StepRecord]:
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", str(ITERATIONS), *feature.flags.split()]
     run = server.run(feature.workers, [*argv, "--recover", "--recover-log-dir", str(out), *more], out, timeout=240)
     struck = len(feature.deaths.split(",")) if more else 0

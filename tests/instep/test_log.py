@@ -69,7 +69,8 @@ def lines(folder: Path) -> Numbers:
     return dict(found)
 
 
-EXPERTS = Layout("experts-dp3", 3, lanes=2, flags="--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 "
+EXPERTS = Layout("experts-dp3", 3, inner_ranks=2, flags="--num-experts 4 --expert-model-parallel-size 2 "
+                 "--moe-router-topk 2 "
                  "--disable-bias-linear --moe-router-load-balancing-type aux_loss seq_aux_loss "
                  "--moe-aux-loss-coeff 1e-2 1e-2 --moe-z-loss-coeff 1e-3 --moe-per-layer-logging")  # fmt: skip
 PREDICTION = Layout(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep import overlap as module
 from recover_megatron.instep.overlap import MOST_PARTS, Overlap, _requests
-from recover_megatron.network.store import MOST_BYTES
+from recover_megatron.network.peer_store import MOST_BYTES
 
 
 def nobody(unit: int) -> None:
@@ -23,7 +23,7 @@ def nobody(unit: int) -> None:
 @pytest.fixture
 def overlap() -> Overlap:
     buckets = [torch.arange(10, dtype=torch.float32), torch.arange(6, dtype=torch.bfloat16)]
-    recovery = SimpleNamespace(fabric=SimpleNamespace(board=SimpleNamespace(source=None)))
+    recovery = SimpleNamespace(comm_config=SimpleNamespace(peer_store=SimpleNamespace(source=None)))
     parts = [((0, 1), bucket) for bucket in buckets]
     return Overlap(parts, cast(Any, None), cast(Any, recovery), nobody)
 

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.instep.decision import Decision, Rules, Status
+from recover_megatron.instep.decision import Decision, JoinStatus, Rules
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.faults import is_communication, is_own, signature
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import decide
-from recover_megatron.membership.words import LastWords
+from recover_megatron.membership.exception_reports import ExceptionReport
 from recover_megatron.workload import assign, quotas
 
 # ---- the launch grid
@@ -30,15 +30,15 @@ from recover_megatron.workload import assign, quotas
 
 @given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.booleans())
 def test_every_worker_has_one_place_and_tensor_ranks_are_neighbours(
-    tensor: int, context: int, pipeline: int, lanes: int, replicas: int, pipeline_before_data: bool
+    tensor: int, context: int, pipeline: int, inner_ranks: int, replicas: int, pipeline_before_data: bool
 ) -> None:
-    world = tensor * context * pipeline * lanes * replicas
+    world = tensor * context * pipeline * inner_ranks * replicas
     grid = launch_grid(
         world,
         tensor=tensor,
         context=context,
         pipeline=pipeline,
-        lanes=lanes,
+        inner_ranks=inner_ranks,
         pipeline_before_data=pipeline_before_data,
     )
     assert sorted(worker for replica in grid.replicas for worker in replica) == list(range(world)), grid
@@ -46,12 +46,12 @@ def test_every_worker_has_one_place_and_tensor_ranks_are_neighbours(
     for worker in range(world):
         replica, position = grid.place(worker)
         assert grid.replicas[replica][position] == worker
-        assert grid.lane(worker) == position // (tensor * context * pipeline)
+        assert grid.inner_rank(worker) == position // (tensor * context * pipeline)
         assert grid.replicas[replica][position - position % tensor] == worker - position % tensor
 
 
 def test_the_order_of_ranks_is_megatrons() -> None:
-    sizes = {"tensor": 2, "context": 1, "pipeline": 2, "lanes": 1}
+    sizes = {"tensor": 2, "context": 1, "pipeline": 2, "inner_ranks": 1}
     assert launch_grid(8, **sizes).replicas == ((0, 1, 4, 5), (2, 3, 6, 7))  # type: ignore[arg-type]
     spread = launch_grid(8, **sizes, pipeline_before_data=True)  # type: ignore[arg-type]
     assert spread.replicas == ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -60,7 +60,7 @@ def test_the_order_of_ranks_is_megatrons() -> None:
 @pytest.mark.parametrize("world", [2, 6, 7])
 def test_sizes_that_do_not_fill_the_world_are_refused(world: int) -> None:
     with pytest.raises(ValueError, match="cannot hold"):
-        launch_grid(world, tensor=2, context=1, pipeline=2, lanes=1)
+        launch_grid(world, tensor=2, context=1, pipeline=2, inner_ranks=1)
 
 
 # ---- decisions
@@ -71,7 +71,7 @@ class Meeting:
     """What the members of an epoch join with: a launch of which workers were lost, and some are new."""
 
     grid: LaunchGrid
-    statuses: dict[int, Status]
+    statuses: dict[int, JoinStatus]
     whole: dict[int, tuple[int, ...]]
     """The replicas that nobody is gone from, and that know it."""
     begun: dict[int, tuple[int, ...]]
@@ -91,22 +91,22 @@ ITERATION = 7
 def meetings(draw: st.DrawFn, boundary: bool | None = None) -> Meeting:
     """The replicas that are whole are in step 7, or before it; at its boundary if ``boundary``, or not, or drawn."""
     replicas, tensor = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    pipeline, lanes = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    size = tensor * pipeline * lanes
-    grid = launch_grid(replicas * size, tensor=tensor, context=1, pipeline=pipeline, lanes=lanes)
-    total = replicas * lanes * draw(st.integers(1, 4))
+    pipeline, inner_ranks = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    size = tensor * pipeline * inner_ranks
+    grid = launch_grid(replicas * size, tensor=tensor, context=1, pipeline=pipeline, inner_ranks=inner_ranks)
+    total = replicas * inner_ranks * draw(st.integers(1, 4))
     every = list(range(replicas))
-    shares = assign(total, lanes, every, quotas(total, every, multiple_of=lanes), replicas)
+    shares = assign(total, inner_ranks, every, quotas(total, every, multiple_of=inner_ranks), replicas)
     dead = draw(st.sets(st.integers(0, grid.world - 1)))
     at_boundary = draw(st.booleans()) if boundary is None else boundary
     late = draw(st.sets(st.integers(0, replicas - 1)))
     digests, nodes = st.sampled_from(["right", "right", "wrong"]), st.sampled_from(["node-a", "node-b"])
-    statuses: dict[int, Status] = {}
+    statuses: dict[int, JoinStatus] = {}
     whole, begun = {}, {}
     for replica, workers in enumerate(grid.replicas):
         lost = bool(dead & set(workers))
-        ran = tuple(j for lane in shares[replica] for j in lane)
-        present = Status(replica, at=6, iteration=ITERATION, version=6)
+        ran = tuple(j for inner_rank in shares[replica] for j in inner_rank)
+        present = JoinStatus(replica, at=6, iteration=ITERATION, version=6)
         if at_boundary:
             present = replace(present, at=7, boundary=True)
         elif replica not in late:
@@ -119,7 +119,7 @@ def meetings(draw: st.DrawFn, boundary: bool | None = None) -> Meeting:
                 status = replace(status, digest=draw(digests))
             if lost and draw(st.booleans()):  # it has noticed, or not yet
                 orphan = {"ready": draw(st.booleans()), "version": draw(st.sampled_from([None, 5, 6, 7]))}
-                status = Status(None, position, 7, iteration=ITERATION, node=status.node, **orphan)
+                status = JoinStatus(None, position, 7, iteration=ITERATION, node=status.node, **orphan)
             statuses[worker] = status
         if not lost:
             whole[replica] = tuple(workers)
@@ -127,7 +127,7 @@ def meetings(draw: st.DrawFn, boundary: bool | None = None) -> Meeting:
                 begun[replica] = ran
     for newcomer in range(grid.world, grid.world + draw(st.integers(0, 3))):
         position = draw(st.one_of(st.none(), st.integers(0, size - 1)))
-        statuses[newcomer] = Status(None, position, ready=draw(st.booleans()), node=draw(nodes))
+        statuses[newcomer] = JoinStatus(None, position, ready=draw(st.booleans()), node=draw(nodes))
     return Meeting(grid, statuses, whole, begun, total, Rules(cross_node=draw(st.booleans())))
 
 
@@ -140,13 +140,13 @@ def test_each_microbatch_is_in_one_gradient_or_is_run_again_by_one_replica(meeti
     decision, begun = decided(meeting), meeting.begun
     assert decision.step == bool(begun)
     if begun:
-        again = [j for lanes in decision.rerun.values() for lane in lanes for j in lane]
+        again = [j for inner_ranks in decision.rerun.values() for inner_rank in inner_ranks for j in inner_rank]
         kept = [j for ran in begun.values() for j in ran]
         assert sorted([*kept, *again]) == list(range(meeting.total))
         assert set(decision.rerun) == set(meeting.whole)
-        for lanes in decision.rerun.values():
-            assert len(lanes) == meeting.grid.lanes
-            assert len({len(lane) for lane in lanes}) == 1, "the lanes of a replica run in lock-step"
+        for inner_ranks in decision.rerun.values():
+            assert len(inner_ranks) == meeting.grid.inner_ranks
+            assert len({len(inner_rank) for inner_rank in inner_ranks}) == 1, "the lanes of a replica run in lock-step"
     else:
         assert not decision.rerun
 
@@ -243,22 +243,22 @@ def test_the_answer_does_not_depend_on_who_reported_first(meeting: Meeting, sour
     assert decided(replace(meeting, statuses=dict(shuffled))) == decided(meeting)
 
 
-TWO = launch_grid(4, tensor=2, context=1, pipeline=1, lanes=1)
-THREE = launch_grid(6, tensor=2, context=1, pipeline=1, lanes=1)
+TWO = launch_grid(4, tensor=2, context=1, pipeline=1, inner_ranks=1)
+THREE = launch_grid(6, tensor=2, context=1, pipeline=1, inner_ranks=1)
 
 
-def in_step(replica: int, at: int, total: int = 0, ran: Sequence[int] = ()) -> Status:
-    return Status(replica, at=at, step=total > 0, total=total, ran=tuple(ran))
+def in_step(replica: int, at: int, total: int = 0, ran: Sequence[int] = ()) -> JoinStatus:
+    return JoinStatus(replica, at=at, step=total > 0, total=total, ran=tuple(ran))
 
 
-def placed(*statuses: Status, positions: int = 2) -> dict[int, Status]:
+def placed(*statuses: JoinStatus, positions: int = 2) -> dict[int, JoinStatus]:
     """The workers of whole replicas, from worker 0 on, all of one saying the same."""
     every = [replace(status, position=position) for status in statuses for position in range(positions)]
     return dict(enumerate(every))
 
 
-def orphan(position: int | None, **fields: Any) -> Status:
-    return Status(None, position, **{"ready": True, "iteration": ITERATION, "version": 6, "at": 7, **fields})
+def orphan(position: int | None, **fields: Any) -> JoinStatus:
+    return JoinStatus(None, position, **{"ready": True, "iteration": ITERATION, "version": 6, "at": 7, **fields})
 
 
 def test_what_a_broken_replica_ran_does_not_count() -> None:
@@ -271,9 +271,9 @@ def test_what_a_broken_replica_ran_does_not_count() -> None:
 
 
 def test_a_replica_that_has_not_begun_the_step_gets_more_than_those_that_wait_for_it() -> None:
-    three = launch_grid(3, tensor=1, context=1, pipeline=1, lanes=1)
+    three = launch_grid(3, tensor=1, context=1, pipeline=1, inner_ranks=1)
     decision = decide(2, placed(in_step(0, 5, 9, (0, 3, 6)), in_step(1, 4), in_step(2, 4), positions=1), three)
-    assert {replica: len(lanes[0]) for replica, lanes in decision.rerun.items()} == {0: 0, 1: 3, 2: 3}
+    assert {replica: len(inner_ranks[0]) for replica, inner_ranks in decision.rerun.items()} == {0: 0, 1: 3, 2: 3}
 
 
 def test_a_decision_that_is_no_step_has_nothing_to_run_again() -> None:
@@ -299,7 +299,7 @@ BOTH = placed(in_step(0, 7, 4, (0, 2)), in_step(1, 7, 4, (1, 3)))
         placed(in_step(0, 7, 4, (0, 2)), in_step(1, 7, 6, (1, 3))),
         BOTH | {1: replace(BOTH[1], ran=(0,))},
         BOTH | {1: replace(BOTH[1], at=6)},
-        placed(in_step(0, 9, 4), in_step(1, 9, 4)) | {1: Status(0, 1, 7)},
+        placed(in_step(0, 9, 4), in_step(1, 9, 4)) | {1: JoinStatus(0, 1, 7)},
         BOTH | {4: BOTH[1]},
     ],
     ids=[
@@ -307,32 +307,32 @@ BOTH = placed(in_step(0, 7, 4, (0, 2)), in_step(1, 7, 4, (1, 3)))
         "two in one place",
     ],
 )  # fmt: skip
-def test_states_that_no_order_of_events_explains_are_refused(statuses: dict[int, Status]) -> None:
+def test_states_that_no_order_of_events_explains_are_refused(statuses: dict[int, JoinStatus]) -> None:
     with pytest.raises(Disagreement):
         decide(2, statuses, TWO)
 
 
 def test_the_survivors_of_two_broken_replicas_wait_for_the_boundary_and_are_a_replica_from_it_on() -> None:
     survivors = {1: orphan(1), 2: orphan(0)}
-    whole = {4: Status(2, 0, 7, True, total=6, ran=(2, 5)), 5: Status(2, 1, 7, True, total=6, ran=(2, 5))}
+    whole = {4: JoinStatus(2, 0, 7, True, total=6, ran=(2, 5)), 5: JoinStatus(2, 1, 7, True, total=6, ran=(2, 5))}
     decision = decide(2, survivors | whole, THREE)
     assert (decision.grid, decision.regroup, decision.spares) == ({2: (4, 5)}, True, (1, 2))
     assert decision.rerun == {2: [[0, 1, 3, 4]]}
-    there = {worker: Status(2, worker - 4, 8, boundary=True, iteration=8, version=7) for worker in (4, 5)}
+    there = {worker: JoinStatus(2, worker - 4, 8, boundary=True, iteration=8, version=7) for worker in (4, 5)}
     decision = decide(3, survivors | there, THREE)
     assert decision.grid == {0: (2, 1), 2: (4, 5)}
     assert (decision.fresh, decision.version, decision.transfers) == ((0,), 7, {1: 5, 2: 4})
 
 
 def test_who_is_there_twice_is_asked_to_build_the_model_that_is_missing() -> None:
-    whole = {4: Status(2, 0, 7, True, total=6), 5: Status(2, 1, 7, True, total=6)}
+    whole = {4: JoinStatus(2, 0, 7, True, total=6), 5: JoinStatus(2, 1, 7, True, total=6)}
     decision = decide(2, {0: orphan(0), 2: orphan(0)} | whole, THREE)
     assert list(decision.rebuild.values()) == [1]
     assert (decision.regroup, decision.enough) == (False, 2)
 
 
 def test_with_one_replica_left_a_spare_in_each_position_keeps_its_state() -> None:
-    whole = {2: Status(1, 0, 7, True, total=4), 3: Status(1, 1, 7, True, total=4)}
+    whole = {2: JoinStatus(1, 0, 7, True, total=4), 3: JoinStatus(1, 1, 7, True, total=4)}
     assert decide(2, {0: orphan(0)} | whole, TWO).mirrors == {0: 2}
     assert decide(2, {0: orphan(0, ready=False)} | whole, TWO).mirrors == {}
 
@@ -342,7 +342,7 @@ def test_orphans_begin_again_with_the_newest_state_that_they_hold_between_them()
     assert (decision.grid, decision.version, decision.at) == ({0: (0, 3)}, 7, 8)
     statuses = {0: orphan(0, version=7), 2: orphan(0), 3: orphan(1)}
     assert decide(2, statuses, TWO).version == 6, "no position 1 of the newer one"
-    coming = statuses | {1: Status(0, 1, 7, iteration=ITERATION)}
+    coming = statuses | {1: JoinStatus(0, 1, 7, iteration=ITERATION)}
     assert decide(2, coming, TWO).grid == {}, "who has not told yet may hold the newer one"
     assert decide(2, coming, TWO).enough > 0
 
@@ -353,7 +353,7 @@ def test_a_state_from_before_the_last_committed_step_is_of_no_use() -> None:
 
 
 def test_nobody_whole_and_too_few_to_be_is_a_decision_without_replicas() -> None:
-    decision = decide(2, {1: Status(0, 1, 3), 2: Status(None)}, TWO)
+    decision = decide(2, {1: JoinStatus(0, 1, 3), 2: JoinStatus(None)}, TWO)
     assert (decision.replicas, decision.spares, decision.enough, decision.state_lost) == ((), (1, 2), 0, "")
 
 
@@ -365,14 +365,16 @@ def test_a_position_that_nobody_holds_is_a_lost_state() -> None:
 
 
 def test_the_state_that_differs_is_replaced_by_that_of_the_others() -> None:
-    told = placed(*(Status(replica, at=7, boundary=True, version=6, digest="right") for replica in range(3)))
+    told = placed(*(JoinStatus(replica, at=7, boundary=True, version=6, digest="right") for replica in range(3)))
     told[3] = replace(told[3], digest="wrong")
     decision = decide(2, told, THREE)
     assert (decision.mended, decision.transfers) == ((3,), {3: 1})
 
 
 def test_where_no_majority_says_whose_state_is_right_the_lowest_is_followed_or_the_run_ends() -> None:
-    two = {worker: Status(worker // 2, worker % 2, 7, boundary=True, version=6, digest="same") for worker in range(4)}
+    two = {
+        worker: JoinStatus(worker // 2, worker % 2, 7, boundary=True, version=6, digest="same") for worker in range(4)
+    }
     two[3] = replace(two[3], digest="other")
     decision = decide(5, two, TWO)
     assert (decision.transfers, decision.disputed, decision.enough) == ({3: 1}, (1, 3), 2)
@@ -382,12 +384,12 @@ def test_where_no_majority_says_whose_state_is_right_the_lowest_is_followed_or_t
 
 
 def test_a_status_is_the_same_after_its_way_through_json() -> None:
-    status = Status(3, 1, 12, True, total=8, ran=(1, 5), version=4, node="here", note="because")
-    assert Status.from_json(status.to_json()) == status
+    status = JoinStatus(3, 1, 12, True, total=8, ran=(1, 5), version=4, node="here", note="because")
+    assert JoinStatus.from_json(status.to_json()) == status
     with pytest.raises(Disagreement, match="does not know"):
-        Status.from_json({**status.to_json(), "speed": 1})
+        JoinStatus.from_json({**status.to_json(), "speed": 1})
     with pytest.raises(Disagreement, match="does not know"):
-        Status.from_json({"replica": 1})
+        JoinStatus.from_json({"replica": 1})
 
 
 # ---- the tail
@@ -470,7 +472,7 @@ def raised(error: Exception, path: str) -> Exception:
     ("path", "communication"),
     [
         ("/v/torch/distributed/distributed_c10d.py", True),
-        ("/v/recover_megatron/collectives/gloo.py", True),
+        ("/v/recover_megatron/collectives/gloo/abort.py", True),
         ("/v/torch/utils/data/dataloader.py", False),
         ("/home/user/my_dataset.py", False),
     ],
@@ -511,9 +513,9 @@ def test_what_is_a_fault_of_the_host_or_device(error: Exception, own: bool) -> N
 
 
 def test_the_same_fault_is_known_on_whatever_worker_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    def words(worker: int, host: str, error: Exception) -> LastWords:
+    def words(worker: int, host: str, error: Exception) -> ExceptionReport:
         monkeypatch.setattr(platform, "node", lambda: host)
-        return LastWords(f"worker {worker}", worker, 4, 7, signature(error))
+        return ExceptionReport(f"worker {worker}", worker, 4, 7, signature(error))
 
     nan = "Rank {}, node {}, device {}, iteration 4: Unexpected result nan (message='NaN\nin the loss')"
     first = words(1, "node-a", RuntimeError(nan.format(1, "node-a", 1)))

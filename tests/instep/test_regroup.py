@@ -172,7 +172,7 @@ FEATURES = {
     ),
     "experts": Case(
         Layout(
-            "ep2-dp3", 3, lanes=2,
+            "ep2-dp3", 3, inner_ranks=2,
             flags="--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear",
         ),
         BROKEN,

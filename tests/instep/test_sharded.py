@@ -331,7 +331,7 @@ FEATURES = {
         Layout("sharded-bf16-host", 4, flags=f"--bf16 {OVERLAP} --recover-shadow-device cpu"),
         "2@3:update#2,0@5:param-gather", 300.0),
     "experts": (
-        Layout("sharded-experts", 3, lanes=2, flags="--num-experts 4 --expert-model-parallel-size 2 "
+        Layout("sharded-experts", 3, inner_ranks=2, flags="--num-experts 4 --expert-model-parallel-size 2 "
                f"--moe-router-topk 2 {OVERLAP}"), "1@3:norm,5@5:param-gather", 1.0),
     "interleaved": (
         Layout("sharded-interleaved", 2, pipeline=2, flags="--num-layers 4 "

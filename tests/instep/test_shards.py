@@ -94,13 +94,13 @@ def test_a_sum_passes_a_newcomer_on_its_way_to_the_shadow() -> None:
 
 
 def test_who_follows_in_the_ring_stands_in_another_replica() -> None:
-    grid = launch_grid(8, tensor=1, context=1, pipeline=2, lanes=2)
+    grid = launch_grid(8, tensor=1, context=1, pipeline=2, inner_ranks=2)
     column = ring_order((0, 1, 2, 3), grid)
     assert [grid.place(slot)[0] for slot in column] == [0, 1, 0, 1]
 
 
 def test_with_instances_those_that_hold_one_shard_follow_each_other() -> None:
-    grid = launch_grid(4, tensor=1, context=1, pipeline=1, lanes=1)
+    grid = launch_grid(4, tensor=1, context=1, pipeline=1, inner_ranks=1)
     assert ring_order(COLUMN, grid, 2) == (0, 2, 1, 3)
     standing = everyone()
     column = (0, 2, 1, 3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recover_megatron.instep.decision import Decision, Status
+from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.spare import Over, Spare
 from recover_megatron.membership.errors import CoordinatorLost, EpochRevoked
 
@@ -52,7 +52,7 @@ def test_news_are_told_when_the_first_step_of_the_fresh_replicas_is_over(revoked
         meet=lambda status, reason: (FRESH, None), give_up_unless_enough=lambda decision: None
     )
     played: Any = session
-    spare = Spare(planner, played, 4, Status(None, position=0))
+    spare = Spare(planner, played, 4, JoinStatus(None, position=0))
     spare.start()
     assert session.idled.wait(30)
     outcomes: list[Any] = []

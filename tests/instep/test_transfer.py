@@ -14,9 +14,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.collectives.epoch import Revocation
+from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.errors import EpochRevoked
-from recover_megatron.collectives.gloo import GlooBackend
+from recover_megatron.collectives.gloo.abort import GlooBackend
 from recover_megatron.instep import transfer
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.transfer import digest, flatten, receive, send, unflatten
@@ -159,7 +159,7 @@ def test_other_devices_sum_rows_to_the_same() -> None:
 # ---- on the way
 
 
-def pair_of(switches: tuple[Revocation, Revocation]) -> tuple[GlooBackend, GlooBackend]:
+def pair_of(switches: tuple[CancelToken, CancelToken]) -> tuple[GlooBackend, GlooBackend]:
     """Both ends, in this process."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
@@ -169,7 +169,7 @@ def pair_of(switches: tuple[Revocation, Revocation]) -> tuple[GlooBackend, GlooB
 
 def between(donor: Callable[[GlooBackend], Any], receiver: Callable[[GlooBackend], Any]) -> list[Any]:
     """Run the two ends against each other: what each returns or raises."""
-    switches = Revocation(1), Revocation(1)
+    switches = CancelToken(1), CancelToken(1)
     ends = pair_of(switches)
 
     def run(work: Callable[[GlooBackend], Any], me: int) -> Any:
@@ -177,7 +177,7 @@ def between(donor: Callable[[GlooBackend], Any], receiver: Callable[[GlooBackend
             return work(ends[me])
         except Exception as error:  # noqa: BLE001  what it raises is what the test asks for
             for switch in switches:
-                switch.throw("the other end has failed")
+                switch.cancel("the other end has failed")
             return error
 
     with ThreadPoolExecutor(2) as pool:
@@ -282,7 +282,7 @@ def test_a_state_that_is_cut_short_ends_with_its_epoch() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_revocation_in_the_middle_ends_both_sides_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    switches = Revocation(1), Revocation(1)
+    switches = CancelToken(1), CancelToken(1)
     ends = pair_of(switches)
     middle, go_on = threading.Event(), threading.Event()
     original = transfer._chunks
@@ -301,7 +301,7 @@ def test_a_revocation_in_the_middle_ends_both_sides_at_once(monkeypatch: pytest.
         assert middle.wait(DEADLINE)
         started = time.monotonic()
         for switch in switches:
-            switch.throw("the test ends it")
+            switch.cancel("the test ends it")
         with pytest.raises(EpochRevoked):  # the receiver is waiting for bytes; the donor is not let go on yet
             receiving.result(DEADLINE)
         go_on.set()

@@ -33,7 +33,7 @@ class Session:
 @pytest.fixture
 def traffic() -> Traffic:
     """Of worker 1 in three replicas of one worker, inside a step; it knows of nothing."""
-    grid = launch_grid(3, tensor=1, context=1, pipeline=1, lanes=1)
+    grid = launch_grid(3, tensor=1, context=1, pipeline=1, inner_ranks=1)
     assignment = SimpleNamespace(started=False, grid=grid, replica=1)
     traffic = Traffic(1, Mode.STEP)
     traffic.recovery = SimpleNamespace(session=Session(), assignment=assignment)  # type: ignore[assignment]

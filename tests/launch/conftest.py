@@ -40,7 +40,7 @@ class Launch:
         )
         self.pid = self.process.pid
         self._news = threading.Condition()
-        self._pieces: dict[str, list[bytes]] = {"out": [], "err": []}
+        self._fragments: dict[str, list[bytes]] = {"out": [], "err": []}
         self._readers = [
             threading.Thread(target=self._read, args=(name, stream), daemon=True)
             for name, stream in (("out", self.process.stdout), ("err", self.process.stderr))
@@ -51,7 +51,7 @@ class Launch:
     def _read(self, name: str, stream) -> None:
         while data := os.read(stream.fileno(), 65536):
             with self._news:
-                self._pieces[name].append(data)
+                self._fragments[name].append(data)
                 self._news.notify_all()
 
     @property
@@ -60,11 +60,11 @@ class Launch:
 
     @property
     def bytes_out(self) -> bytes:
-        return b"".join(self._pieces["out"])
+        return b"".join(self._fragments["out"])
 
     @property
     def err(self) -> str:
-        return b"".join(self._pieces["err"]).decode(errors="replace")
+        return b"".join(self._fragments["err"]).decode(errors="replace")
 
     def wait_for(self, text: str, times: int = 1) -> None:
         """Wait until ``text`` has been printed ``times`` times."""

@@ -168,7 +168,7 @@ def test_the_last_checkpoint_is_that_of_the_tracker_file(tmp_path, arguments, to
     assert found == (told and told.format(tmp_path))
 
 
-SAYS_LAST_WORDS = """
+REPORTS_ITS_EXCEPTION = """
     import os, sys
     from recover_megatron.membership import CoordinatorLost
     from recover_megatron.membership.worker import connect
@@ -190,7 +190,7 @@ SAYS_LAST_WORDS = """
 
 
 def test_a_fault_that_every_replica_repeats_ends_the_run_with_1(bench):
-    code, launch = bench.run("--nproc-per-node", 3, bench.script(SAYS_LAST_WORDS))
+    code, launch = bench.run("--nproc-per-node", 3, bench.script(REPORTS_ITS_EXCEPTION))
     assert "LOST iteration 7 raises ValueError: bad wherever it is run: on worker" in launch.out
     assert code == 1, launch.err
 

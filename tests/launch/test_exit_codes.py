@@ -4,15 +4,15 @@ import signal
 
 import pytest
 
-from recover_megatron.launch.exit_codes import Outcome, run_exit_code
+from recover_megatron.launch.exit_codes import ExitOutcome, run_exit_code
 
 KILLED = -signal.SIGKILL
 
 
-def ends(*statuses: int) -> list[Outcome]:
+def ends(*statuses: int) -> list[ExitOutcome]:
     """Workers that ended in this order, each with an exit code or minus a signal."""
     return [
-        Outcome(worker_id, None if status < 0 else status, -status if status < 0 else None, float(worker_id))
+        ExitOutcome(worker_id, None if status < 0 else status, -status if status < 0 else None, float(worker_id))
         for worker_id, status in enumerate(statuses)
     ]
 
@@ -39,7 +39,7 @@ def test_exit_code_table(statuses, plain, fault_tolerant):
 
 
 def test_first_means_earliest_in_time_not_lowest_worker_id():
-    outcomes = [Outcome(0, 4, None, 2.0), Outcome(1, 3, None, 1.0)]
+    outcomes = [ExitOutcome(0, 4, None, 2.0), ExitOutcome(1, 3, None, 1.0)]
     assert run_exit_code(outcomes, fault_tolerant=False) == 3
 
 

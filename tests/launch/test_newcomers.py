@@ -9,7 +9,7 @@ import pytest
 
 from recover_megatron.launch import newcomers
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.states import Worker
+from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.membership.records import MAX_WORKERS
 from tests.harness import REPOSITORY
 from tests.harness.waiting import eventually
@@ -42,7 +42,7 @@ def plan_of(**fields) -> LaunchPlan:
     return LaunchPlan(**{**common, **more, **fields})
 
 
-def ended(worker: Worker, status: int) -> Worker:
+def ended(worker: WorkerProcess, status: int) -> WorkerProcess:
     worker.end(status, 1.0)
     return worker
 

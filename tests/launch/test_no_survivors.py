@@ -32,14 +32,14 @@ FAMILY = """
     """
 
 
-def warden_of(launch):
-    wardens = [
+def reaper_of(launch):
+    reapers = [
         pid
         for pid in children(launch.pid)
-        if b"recover_megatron.launch.warden" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"recover_megatron.launch.reaper" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
-    assert len(wardens) == 1
-    return wardens[0]
+    assert len(reapers) == 1
+    return reapers[0]
 
 
 def start_family(bench, logs="logs"):
@@ -53,22 +53,22 @@ def start_family(bench, logs="logs"):
 
 def test_sigkill_of_the_launcher_leaves_nothing(bench):
     launch = start_family(bench)
-    warden = warden_of(launch)
+    reaper = reaper_of(launch)
     launch.send(signal.SIGKILL)
     assert launch.wait() == -signal.SIGKILL
     eventually(lambda: launch.left() == [], "every process of the launch has ended")
-    eventually(lambda: not alive(warden), "the warden has ended")
+    eventually(lambda: not alive(reaper), "the warden has ended")
 
 
 def test_sigterm_of_the_launcher_leaves_nothing(bench):
     script = bench.script(FAMILY)
     launch = bench.start("--nproc-per-node", 2, "--grace-seconds", 0.2, script)
     launch.wait_for("UP", times=2)
-    warden = warden_of(launch)
+    reaper = reaper_of(launch)
     launch.send(signal.SIGTERM)
     assert launch.wait() == 128 + signal.SIGTERM
     assert launch.left() == []
-    assert not alive(warden)
+    assert not alive(reaper)
 
 
 def test_sigkill_of_the_launchers_whole_group_leaves_nothing(bench):
@@ -89,10 +89,10 @@ def test_sigkill_of_the_launcher_in_the_middle_of_the_start_leaves_nothing(bench
 
 def test_a_killed_warden_is_replaced_and_the_new_one_does_its_work(bench):
     launch = start_family(bench)
-    first = warden_of(launch)
+    first = reaper_of(launch)
     os.kill(first, signal.SIGKILL)
     launch.wait_for("took its place")
-    second = warden_of(launch)
+    second = reaper_of(launch)
     assert second != first
     launch.send(signal.SIGKILL)
     launch.wait()
@@ -104,13 +104,13 @@ def test_the_warden_ignores_polite_signals(bench):
     script = bench.script("import os, time\nprint('UP')\nwhile not os.path.exists('go'): time.sleep(0.05)")
     launch = bench.start(script)
     launch.wait_for("UP")
-    warden = warden_of(launch)
+    reaper = reaper_of(launch)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        os.kill(warden, number)
+        os.kill(reaper, number)
     (bench.folder / "go").touch()
     assert launch.wait() == 0
     assert "took its place" not in launch.err
-    assert not alive(warden)
+    assert not alive(reaper)
 
 
 def test_workers_json_is_whole_after_sigkill(bench):

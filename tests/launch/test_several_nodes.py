@@ -26,7 +26,7 @@ STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
 SHOW = """
     import os
     print("COORDINATORS", os.environ.get("RECOVER_COORDINATOR"), flush=True)
-    print("NODE", os.environ.get("RECOVER_NODE"), os.environ.get("RECOVER_HOST"), flush=True)
+    print("NODE", os.environ.get("RECOVER_NODE_AGENT"), os.environ.get("RECOVER_HOST"), flush=True)
     """
 
 
@@ -56,7 +56,7 @@ def kill_node(launch: Launch) -> None:
     """As a host that loses its power: every process at once."""
     doomed = processes_of(launch)
     assert launch.pid in doomed
-    assert len(doomed) > 3  # launcher, warden, workers
+    assert len(doomed) > 3  # launcher, reaper, workers
     for pid in doomed:
         with contextlib.suppress(ProcessLookupError):  # the launcher's death has ended it already
             os.kill(pid, signal.SIGKILL)

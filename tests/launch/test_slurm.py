@@ -69,9 +69,9 @@ def groups(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 
 @given(st.lists(st.one_of(groups(), PREFIXES.map(lambda name: (name, [name]))), min_size=1, max_size=5))
-def test_any_node_list_names_what_it_was_made_of(pieces: list[tuple[str, list[str]]]) -> None:
-    text = ",".join(piece for piece, _ in pieces)
-    assert slurm.expand(text) == list(itertools.chain.from_iterable(names for _, names in pieces))
+def test_any_node_list_names_what_it_was_made_of(fragments: list[tuple[str, list[str]]]) -> None:
+    text = ",".join(fragment for fragment, _ in fragments)
+    assert slurm.expand(text) == list(itertools.chain.from_iterable(names for _, names in fragments))
 
 
 @given(st.text(alphabet="n1-[],09 x", max_size=20))
@@ -98,7 +98,7 @@ def test_neighbouring_jobs_and_steps_have_different_ports(job: int, step: int) -
 
 def test_a_task_knows_its_step() -> None:
     step = slurm.step_of(TASK)
-    assert step == slurm.Step(4711, 0, ("n2", "n3", "n4"), 1, 0, 3)
+    assert step == slurm.SlurmStep(4711, 0, ("n2", "n3", "n4"), 1, 0, 3)
     assert step.one_task_a_node
     assert step.store_port == slurm.ports(4711, 0)[0]
 

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from recover_megatron.launch.states import Worker, WorkerState
+from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.launch.workers_file import WorkersFile
 
 
 def worker(worker_id, state=WorkerState.RUNNING):
-    return Worker(worker_id, 100 + worker_id, "host", state, 0, worker_id)
+    return WorkerProcess(worker_id, 100 + worker_id, "host", state, 0, worker_id)
 
 
 def write_workers(folder, run_id, workers):

@@ -14,7 +14,8 @@ from megatron.core.pipeline_parallel import schedules
 
 import pretrain_gpt_recover
 from recover_megatron.instep import assignment
-from recover_megatron.megatron_hooks import data, gpt_script
+from recover_megatron.megatron_hooks import data
+from recover_megatron.megatron_hooks.entry import gpt_script
 
 what = sys.argv.pop(1)
 if os.environ["RANK"] == "1":
@@ -32,7 +33,9 @@ if os.environ["RANK"] == "1":
         data.TaggedDataset.__getitem__ = lambda self, index: {**self._dataset[index], data.SAMPLE: int(index) - 2}
     elif what == "same-share":
         share = assignment.Assignment.share
-        assignment.Assignment.share = lambda self, total: [[j - 1 for j in lane] for lane in share(self, total)]
+        assignment.Assignment.share = lambda self, total: [
+            [j - 1 for j in inner_rank] for inner_rank in share(self, total)
+        ]
     elif what == "slow":
         forward_step = gpt_script.forward_step
 

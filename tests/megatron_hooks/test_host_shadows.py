@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.hostdevice.apex_standin import FusedAdam
-from recover_megatron.megatron_hooks.host_shadows import HostShadows
-from recover_megatron.megatron_hooks.pieces import Piece
+from recover_megatron.hostdevice.apex_stub import FusedAdam
+from recover_megatron.megatron_hooks.optimizer.host_shadows import HostShadows
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
 
 CLIP = 0.5
 SIZES = (5, 3, 1)
@@ -23,41 +23,45 @@ class Two:
     def __init__(self, kind: Any) -> None:
         torch.manual_seed(1)
         values = [torch.randn(size) for size in SIZES]
-        self.own = [_piece(number, value.clone(), aside=False) for number, value in enumerate(values)]
-        self.shadows = [_piece(number, value.clone(), aside=True) for number, value in enumerate(values)]
+        self.own = [_fragment(number, value.clone(), aside=False) for number, value in enumerate(values)]
+        self.shadows = [_fragment(number, value.clone(), aside=True) for number, value in enumerate(values)]
         groups = [
-            {"params": [piece.tensor for piece in self.own if piece.group == group], "lr": rate, "weight_decay": decay}
+            {
+                "params": [fragment.tensor for fragment in self.own if fragment.group == group],
+                "lr": rate,
+                "weight_decay": decay,
+            }
             for group, (rate, decay) in enumerate([(0.1, 0.0), (0.01, 0.3)])
         ]
         self.inner = kind(groups, eps=1e-3)
 
     @property
-    def aside(self) -> Iterator[Piece]:
+    def aside(self) -> Iterator[ShardFragment]:
         return iter(self.shadows)
 
     def sum_up(self, gradients: Sequence[torch.Tensor]) -> float:
         """New finished sums; their norm."""
         for number, gradient in enumerate(gradients):
-            for piece in (self.own[number], self.shadows[number]):
-                piece.gradient.copy_(gradient)
+            for fragment in (self.own[number], self.shadows[number]):
+                fragment.gradient.copy_(gradient)
         return float(torch.cat(list(gradients)).norm())
 
     def update_own(self, norm: float) -> None:
         """What Megatron does: gradients, clipping, the step; and then it clears the buffer."""
-        for piece in self.own:
-            piece.tensor.grad = piece.gradient.clone()
+        for fragment in self.own:
+            fragment.tensor.grad = fragment.gradient.clone()
             if norm > CLIP:
-                piece.tensor.grad.mul_(CLIP / (norm + 1.0e-6))
+                fragment.tensor.grad.mul_(CLIP / (norm + 1.0e-6))
         self.inner.step()
-        for piece in [*self.own, *self.shadows]:
-            piece.gradient.zero_()
+        for fragment in [*self.own, *self.shadows]:
+            fragment.gradient.zero_()
         for group in self.inner.param_groups:  # as a learning rate schedule does
             group["lr"] *= 0.9
 
 
-def _piece(number: int, tensor: torch.Tensor, *, aside: bool) -> Piece:
+def _fragment(number: int, tensor: torch.Tensor, *, aside: bool) -> ShardFragment:
     size = tensor.numel()
-    return Piece(0, 0, size, number % 2, tensor, tensor.clone(), torch.zeros(size), counts=True, aside=aside)
+    return ShardFragment(0, 0, size, number % 2, tensor, tensor.clone(), torch.zeros(size), counts=True, aside=aside)
 
 
 def gradients(step: int) -> list[torch.Tensor]:
@@ -80,7 +84,7 @@ def test_a_shadow_has_the_bits_of_what_it_is_a_shadow_of_and_their_state(kind: A
         its = two.inner.state[own.tensor]
         assert set(its) == set(shadow.state) >= {"exp_avg", "exp_avg_sq"}
         assert all(torch.equal(its[name], shadow.state[name]) for name in ("exp_avg", "exp_avg_sq"))
-    assert set(two.inner.state) == {piece.tensor for piece in two.own}
+    assert set(two.inner.state) == {fragment.tensor for fragment in two.own}
 
 
 def test_the_training_goes_on_while_shadows_are_updated_and_the_next_update_waits_for_them() -> None:
@@ -94,11 +98,11 @@ def test_the_training_goes_on_while_shadows_are_updated_and_the_next_update_wait
 
     two = Two(Slow)
     host = HostShadows([two], CLIP)  # type: ignore[list-item]
-    before = [piece.tensor.clone() for piece in two.shadows]
+    before = [fragment.tensor.clone() for fragment in two.shadows]
     norm = two.sum_up(gradients(0))
     host.begin(norm)
     two.update_own(norm)  # done, and nothing has happened to the shadows
-    assert all(torch.equal(old, piece.tensor) for old, piece in zip(before, two.shadows, strict=True))
+    assert all(torch.equal(old, fragment.tensor) for old, fragment in zip(before, two.shadows, strict=True))
     go.set()
     norm = two.sum_up(gradients(1))
     host.begin(norm)  # waits for the first one

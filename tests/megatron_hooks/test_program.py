@@ -12,13 +12,13 @@ import pytest
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError, refuse
-from recover_megatron.megatron_hooks import flags as flag_checks
+from recover_megatron.megatron_hooks.entry import flags as flag_checks
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 
 GOOD = [*MODEL, *SCHEDULE, *MOCK]
-SEAMS = [
+MONKEYPATCH = [
     "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",
     "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync",
     "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_param_sync",
@@ -135,7 +135,7 @@ def test_bad_input_is_one_clear_message(forkserver: ForkServer, tmp_path: Path, 
 def test_a_package_that_megatron_misses_late_is_one_line_unless_the_training_has_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from recover_megatron.megatron_hooks import program
+    from recover_megatron.megatron_hooks.entry import program
 
     def imports() -> None:
         raise ImportError("pallas is required for this attention,\n install it")
@@ -210,7 +210,7 @@ def test_without_recover_every_function_of_megatron_is_its_own(forkserver: ForkS
 
 
 def test_with_recover_only_the_documented_seams_are_wrapped(forkserver: ForkServer, tmp_path: Path) -> None:
-    assert changed_functions(forkserver, tmp_path, "--recover") == SEAMS
+    assert changed_functions(forkserver, tmp_path, "--recover") == MONKEYPATCH
 
 
 def test_help_shows_the_group_recover(forkserver: ForkServer, tmp_path: Path) -> None:

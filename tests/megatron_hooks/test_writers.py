@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.megatron_hooks.writers import StandIn
+from recover_megatron.megatron_hooks.writers import Stub
 
 
 class Board:
@@ -39,7 +39,7 @@ def test_who_begins_to_write_tells_what_it_remembers_and_then_what_comes() -> No
         opened.append(Board())
         return opened[-1]
 
-    writer = StandIn("TensorBoard", None, open_, lambda: iteration)
+    writer = Stub("TensorBoard", None, open_, lambda: iteration)
     assert writer  # Megatron asks
     loss = torch.tensor([3.0])
     writer.add_scalar("loss", loss, 1)
@@ -50,7 +50,7 @@ def test_who_begins_to_write_tells_what_it_remembers_and_then_what_comes() -> No
     iteration = 2
     writer.begin()
     writer.begin()
-    assert [board.told for board in opened] == [[("loss", 3.0, 1)]]
+    assert [peer_store.told for peer_store in opened] == [[("loss", 3.0, 1)]]
     assert opened[0].flushed
     writer.add_scalar("loss", 2.0, 2)
     writer.rest()
@@ -68,7 +68,7 @@ def test_a_writer_that_fails_is_told_of_once_and_ends_nothing(capsys: pytest.Cap
             raise ConnectionError("no such host")
         return Board(fails=True)
 
-    writer = StandIn("TensorBoard", None, open_, lambda: 1)
+    writer = Stub("TensorBoard", None, open_, lambda: 1)
     writer.begin()
     writer.add_scalar("loss", 1.0, 1)
     writer.add_scalar("loss", 1.0, 2)
@@ -85,12 +85,12 @@ def test_a_writer_that_does_not_answer_holds_nobody_up_and_hears_everything_late
             assert answers.wait(60)
             super().add_scalar(name, value, step)
 
-    board = Slow()
-    writer = StandIn("TensorBoard", board, Board, lambda: 1)
+    peer_store = Slow()
+    writer = Stub("TensorBoard", peer_store, Board, lambda: 1)
     for step in range(100):
         writer.add_scalar("loss", 1.0, step)
-    assert board.told == []
+    assert peer_store.told == []
     answers.set()
     writer.flush()
-    assert board.told == [("loss", 1.0, step) for step in range(100)]
-    assert board.flushed
+    assert peer_store.told == [("loss", 1.0, step) for step in range(100)]
+    assert peer_store.flushed

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.membership import Settings, Witness
+from recover_megatron.membership import NodeAgent, Settings
 from recover_megatron.membership.auth import read_secret_file
 
 HERE = Path(__file__).parent
@@ -112,7 +112,7 @@ class Cluster:
         self.addresses: list[tuple[str, int]] = []
         self.first_coordinator: Path | None = None
         """A program of its own for the first candidate."""
-        self.witness: Witness | None = None
+        self.node_agent: NodeAgent | None = None
         self._proxied: list[tuple[str, int]] | None = None
         self._watching = threading.Event()
 
@@ -137,10 +137,10 @@ class Cluster:
             host, _, port = process.wait_for(lambda line: "listening" in line)["listening"].rpartition(":")
             self.addresses.append((host, int(port)))
 
-    def start_witness(self, node: str = "node0") -> None:
+    def start_node_agent(self, node: str = "node0") -> None:
         """Play the launcher: report ends, obey kill orders."""
         secret = read_secret_file(self.secret_file)
-        self.witness = Witness(self.addresses, node, secret, self._kill_order, self.settings)
+        self.node_agent = NodeAgent(self.addresses, node, secret, self._kill_order, self.settings)
 
     def _kill_order(self, worker: int, reason: str) -> None:
         self.workers[worker].kill()
@@ -153,21 +153,21 @@ class Cluster:
             "addresses": list(addresses) or self.addresses,
             "secret_file": str(self.secret_file),
             "settings": self.settings.__dict__,
-            "witness": "node0" if self.witness else None,
+            "node_agent": "node0" if self.node_agent else None,
             **options,
         }
         argv = [sys.executable, str(HERE / "worker_program.py"), json.dumps(options)]
         process = Process(argv, self.folder / f"worker{number}.err", namespace)
         self.workers[number] = process
-        if self.witness is not None:
-            self.witness.spawned(number, process.pid)
+        if self.node_agent is not None:
+            self.node_agent.spawned(number, process.pid)
             threading.Thread(target=self._watch, args=(number, process), daemon=True).start()
         return process
 
     def _watch(self, number: int, process: Process) -> None:
         code = process.popen.wait()
-        if self.witness is not None:
-            self.witness.ended(number, f"exit code {code}")
+        if self.node_agent is not None:
+            self.node_agent.ended(number, f"exit code {code}")
 
     def start_workers(self, count: int, **options: Any) -> None:
         for number in range(count):
@@ -204,9 +204,9 @@ class Cluster:
                 process.event("commit", start=start)
 
     def end(self) -> None:
-        if self.witness is not None:
-            self.witness.close()
-            self.witness = None
+        if self.node_agent is not None:
+            self.node_agent.close()
+            self.node_agent = None
         for process in [*self.workers.values(), *self.coordinators]:
             process.end()
 

@@ -1,4 +1,4 @@
-"""The real state machines of coordinator, workers and witnesses over a simulated network with simulated time.
+"""The real state machines of coordinator, workers and node agents over a simulated network with simulated time.
 
 A connection is two in-order queues, as TCP is; between connections any order is possible, since the test chooses what
 is delivered next. A blocked link delivers nothing and loses nothing (TCP repeats it when the link heals); a host that
@@ -38,8 +38,8 @@ from recover_megatron.membership.events import (
 )
 from recover_megatron.membership.follower import Follower, Stage
 from recover_megatron.membership.member import Member
+from recover_megatron.membership.node_agent_client import NodeAgentClient
 from recover_megatron.membership.records import Settings, from_runs
-from recover_megatron.membership.watcher import Watcher
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode, parse
 
 SETTINGS = Settings(
@@ -70,14 +70,14 @@ class PropertyViolated(AssertionError):
 
 
 class World:
-    """``workers`` workers on ``nodes`` nodes, each with a launcher (unless ``witnesses`` is False)."""
+    """``workers`` workers on ``nodes`` nodes, each with a launcher (unless ``node_agents`` is False)."""
 
     def __init__(
         self,
         workers: int,
         candidates: int = 2,
         nodes: int = 2,
-        witnesses: bool = True,
+        node_agents: bool = True,
         settings: Settings = SETTINGS,
     ) -> None:
         self.now = 0.0
@@ -91,14 +91,14 @@ class World:
         }
         self.members: dict[str, Follower] = {}
         self.current: dict[str, Connection | None] = {}
-        self._witnesses = witnesses
+        self._node_agents = node_agents
         self._candidates = candidates
         self.node_of: dict[int, int] = {}
         for w in range(workers):
             self._add_worker(w, w * nodes // workers)
-        if witnesses:
+        if node_agents:
             for n in range(nodes):
-                watcher = Watcher(f"node{n}", f"{n + 999:032x}", candidates, settings, 0.0)
+                watcher = NodeAgentClient(f"node{n}", f"{n + 999:032x}", candidates, settings, 0.0)
                 self.members[f"node{n}"] = watcher
                 for w, node in self.node_of.items():
                     if node == n:
@@ -121,8 +121,8 @@ class World:
         self.node_of[number] = node
         host = f"node{node}"
         hello = {"worker": number, "incarnation": f"{number:032x}", "host": host, "pid": 1000 + number, **more}
-        if self._witnesses:
-            hello["witness"] = host
+        if self._node_agents:
+            hello["node_agent"] = host
         self.members[f"w{number}"] = Member(hello, self._candidates, self._settings, self.now)
         self.current[f"w{number}"] = None
 
@@ -179,7 +179,7 @@ class World:
         if number in self.unreported and self.node(f"w{number}") not in self.dead:
             self.unreported.remove(number)
             watcher = self.members[self.node(f"w{number}")]
-            assert isinstance(watcher, Watcher)
+            assert isinstance(watcher, NodeAgentClient)
             self._member_effects(self.node(f"w{number}"), watcher.ended(number, "killed"))
 
     def break_up(self, connection: Connection) -> None:

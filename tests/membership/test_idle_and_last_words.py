@@ -11,11 +11,11 @@ from simulation import SETTINGS, World
 
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, CoordinatorLost
 from recover_megatron.membership.events import Notify, Say
+from recover_megatron.membership.exception_reports import MAX_TRACEBACK, ExceptionReport, alike, cut_middle, true_cause
 from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.member import Member
+from recover_megatron.membership.node_agent_client import NodeAgentClient
 from recover_megatron.membership.quorum import can_tell
-from recover_megatron.membership.watcher import Watcher
-from recover_megatron.membership.words import MAX_TRACEBACK, LastWords, alike, cut_middle, true_cause
 
 
 def world_with(workers: int, spares: set[int], candidates: int = 2, nodes: int | None = None, **options: Any) -> World:
@@ -249,7 +249,7 @@ def test_a_launcher_that_lost_its_connection_just_before_the_end_is_told_when_it
     world.run_fairly(4.0)
     world.frozen.add("node1")
     world.run_fairly(SETTINGS.heartbeat_timeout + 2)
-    assert [record["node"] for record in world.log if record["event"] == "witness_gone"] == ["node1"]
+    assert [record["node"] for record in world.log if record["event"] == "node_agent_gone"] == ["node1"]
     for w in (0, 1):
         world._member_effects(f"w{w}", world.worker(w).leave())
     world.dead |= {"w0", "w1"}
@@ -274,7 +274,7 @@ def test_a_launcher_that_comes_while_the_second_epoch_is_made_knows_that_there_w
     world.frozen.clear()
     world.run_fairly(2.0)
     launcher = world.members["node0"]
-    assert isinstance(launcher, Watcher)
+    assert isinstance(launcher, NodeAgentClient)
     assert launcher.planned == {0, 1, 2}
     assert launcher.presentation.opened is not None
     assert launcher.presentation.opened.epoch == 2
@@ -292,7 +292,7 @@ def test_a_launcher_that_never_comes_does_not_keep_the_coordinator() -> None:
 def stop_launcher(world: World, node: int, signal: int) -> None:
     """Somebody tells it to end its workers, and it does."""
     launcher = world.members[f"node{node}"]
-    assert isinstance(launcher, Watcher)
+    assert isinstance(launcher, NodeAgentClient)
     world._member_effects(f"node{node}", launcher.stopping(signal))
     for _ in range(20):
         for number, direction in world.deliverable():
@@ -330,7 +330,8 @@ def test_the_last_worker_that_said_why_is_named_when_nobody_is_left() -> None:
     assert stops(world) == [(10, f"no live worker is left; {why}")]
 
 
-# -- last words -------------------------------------------------------------------------------------------------------
+# -- exception report
+# -------------------------------------------------------------------------------------------------------
 
 ERROR = "RuntimeError: the loss is not a number"
 
@@ -343,7 +344,7 @@ def words(
 
 
 def end_with(world: World, number: int, said: dict[str, Any]) -> None:
-    world._member_effects(f"w{number}", world.worker(number).last_words(said))
+    world._member_effects(f"w{number}", world.worker(number).report_exception(said))
     world.run_fairly(1.0)
     assert world.worker(number).noted
     if world.worker(number).stage is not Stage.OUT:
@@ -454,7 +455,7 @@ def test_no_error_takes_long_to_compare(error: str) -> None:
 def test_last_words_said_while_no_coordinator_is_reached_are_told_to_the_next_one_once() -> None:
     world = world_with(3, set())
     world.kill_coordinator(0)
-    world._member_effects("w2", world.worker(2).last_words(words()))
+    world._member_effects("w2", world.worker(2).report_exception(words()))
     world.run_fairly(2.0)
     assert world.worker(2).noted
     (event,) = [record for record in world.log if record["event"] == "exception"]
@@ -462,7 +463,7 @@ def test_last_words_said_while_no_coordinator_is_reached_are_told_to_the_next_on
 
 
 def test_a_fault_without_a_microbatch_is_told_by_its_iteration() -> None:
-    first, second = (LastWords(f"worker {n} on a", n, 7, None, ERROR) for n in (0, 1))
+    first, second = (ExceptionReport(f"worker {n} on a", n, 7, None, ERROR) for n in (0, 1))
     assert true_cause(second, [first]) == (
         f"iteration 7 raises {ERROR} wherever it is run: on worker 0 on a, then on worker 1 on a"
     )
@@ -481,7 +482,7 @@ def test_a_long_text_keeps_its_beginning_and_its_end(text: str, limit: int) -> N
 
 def test_the_reason_of_a_stop_is_bounded_however_long_the_words() -> None:
     name = f"worker 1 on {'h' * 256}"
-    first, second = (LastWords(name, n, 1 << 53, 1 << 53, "x" * MAX_TRACEBACK) for n in (0, 1))
+    first, second = (ExceptionReport(name, n, 1 << 53, 1 << 53, "x" * MAX_TRACEBACK) for n in (0, 1))
     cause = true_cause(second, [first])
     assert cause is not None
     assert len(cause) <= 2000

@@ -12,7 +12,7 @@ from tests.drawn import some
 
 pytestmark = pytest.mark.slow
 
-PATH = Path(__file__).parents[2] / "models" / "check.py"
+PATH = Path(__file__).parents[2] / "tests" / "formal" / "check.py"
 SPEC = importlib.util.spec_from_file_location("membership_model_check", PATH)
 assert SPEC is not None
 assert SPEC.loader is not None

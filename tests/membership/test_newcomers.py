@@ -224,7 +224,7 @@ def admitted(run: Cluster, *newcomers: int) -> None:
 def test_two_newcomers_join_a_run_in_turn_and_a_death_is_made_up_for(tmp_path: Path) -> None:
     with cluster(tmp_path) as run:
         run.start_coordinators(3)
-        run.start_witness()
+        run.start_node_agent()
         run.start_workers(3)
         run.start_worker(3, newcomer=True)
         admitted(run, 3)
@@ -243,7 +243,7 @@ def test_two_newcomers_join_a_run_in_turn_and_a_death_is_made_up_for(tmp_path: P
 def test_two_newcomers_at_once_and_one_is_killed_before_it_has_joined(tmp_path: Path) -> None:
     with cluster(tmp_path) as run:
         run.start_coordinators(3)
-        run.start_witness()
+        run.start_node_agent()
         run.start_workers(3)
         run.start_worker(3, newcomer=True, never_join=True).event("connected")
         run.start_worker(4, newcomer=True)
@@ -258,7 +258,7 @@ def test_two_newcomers_at_once_and_one_is_killed_before_it_has_joined(tmp_path: 
 def test_the_coordinator_dies_while_a_newcomer_waits_for_its_plan_and_again_after(tmp_path: Path) -> None:
     with cluster(tmp_path, heartbeat_timeout=3.0) as run:
         run.start_coordinators(3, count=3)
-        run.start_witness()
+        run.start_node_agent()
         run.start_workers(3)
         run.workers[2].kill(signal.SIGSTOP)  # it does not come to the rendezvous before the coordinator is dead
         run.start_worker(3, newcomer=True)

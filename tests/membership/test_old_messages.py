@@ -18,7 +18,7 @@ class Said:
     """A coordinator whose epoch 1 is formed, and messages to it as they come, from all workers."""
 
     def __init__(self) -> None:
-        self._world = World(WORKERS, candidates=1, witnesses=False)
+        self._world = World(WORKERS, candidates=1, node_agents=False)
         self._world.run_fairly(2.0)
         self.coordinator: Coordinator = self._world.coordinators[0]
         assert (self.coordinator.state, self.coordinator.epochs.formed.epoch) == (State.STEADY, 1)

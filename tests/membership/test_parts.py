@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from recover_megatron.membership import CoordinatorLost, MembershipError, Session, wire
 from recover_megatron.membership.auth import Secret, read_secret_file
-from recover_megatron.membership.detect import Judgement, Progress, judge
+from recover_megatron.membership.detect import Judgement, WorkerProgress, judge
 from recover_megatron.membership.events import Verdict
 from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.quorum import may_go_on
@@ -28,41 +28,43 @@ SETS = st.frozensets(st.integers(0, 5))
 
 
 def test_a_worker_that_nobody_waits_for_does_not_hang() -> None:
-    assert judge([Progress(0, marked=0.0), Progress(1, marked=99.0)], now=100.0, hang_timeout=10.0).hung == []
+    assert (
+        judge([WorkerProgress(0, marked=0.0), WorkerProgress(1, marked=99.0)], now=100.0, hang_timeout=10.0).hung == []
+    )
 
 
 def test_stopped_workers_whose_mates_cannot_say_that_they_wait_are_seen_when_nobody_makes_a_mark() -> None:
-    group = [Progress(0, marked=5.0, heard=99.0), Progress(1, marked=5.0, heard=4.0)]
+    group = [WorkerProgress(0, marked=5.0, heard=99.0), WorkerProgress(1, marked=5.0, heard=4.0)]
     assert judge(group, now=14.0, hang_timeout=10.0) == Judgement()
     assert judge(group, now=100.0, hang_timeout=10.0) == Judgement([1])
     assert judge(group, now=100.0, hang_timeout=10.0, fresh=95.0) == Judgement()
-    assert judge([*group, Progress(2, marked=95.0, heard=99.0)], now=100.0, hang_timeout=10.0) == Judgement()
+    assert judge([*group, WorkerProgress(2, marked=95.0, heard=99.0)], now=100.0, hang_timeout=10.0) == Judgement()
 
 
 def test_a_worker_without_a_mark_while_another_waits_for_it_hangs() -> None:
-    waiting = Progress(0, marked=50.0, waiting_since=50.0)
-    assert judge([waiting, Progress(1, marked=0.0)], now=59.0, hang_timeout=10.0).hung == []
-    assert judge([waiting, Progress(1, marked=0.0)], now=61.0, hang_timeout=10.0).hung == [1]
-    assert judge([waiting, Progress(1, marked=55.0)], now=61.0, hang_timeout=10.0).hung == []
+    waiting = WorkerProgress(0, marked=50.0, waiting_since=50.0)
+    assert judge([waiting, WorkerProgress(1, marked=0.0)], now=59.0, hang_timeout=10.0).hung == []
+    assert judge([waiting, WorkerProgress(1, marked=0.0)], now=61.0, hang_timeout=10.0).hung == [1]
+    assert judge([waiting, WorkerProgress(1, marked=55.0)], now=61.0, hang_timeout=10.0).hung == []
 
 
 def test_a_declared_long_phase_is_no_hang_until_it_is_over() -> None:
-    group = [Progress(0, waiting_since=0.0), Progress(1, allow=100.0)]
+    group = [WorkerProgress(0, waiting_since=0.0), WorkerProgress(1, allow=100.0)]
     assert judge(group, now=105.0, hang_timeout=10.0).hung == []
     assert judge(group, now=111.0, hang_timeout=10.0).hung == [1]
 
 
 def test_what_a_mark_allows_holds_only_while_the_worker_is_heard() -> None:
-    waiting = Progress(0, waiting_since=0.0)
-    writes = Progress(1, allow=1000.0, heard=99.0)
-    stopped = Progress(1, allow=1000.0, heard=1.0)
+    waiting = WorkerProgress(0, waiting_since=0.0)
+    writes = WorkerProgress(1, allow=1000.0, heard=99.0)
+    stopped = WorkerProgress(1, allow=1000.0, heard=1.0)
     assert judge([waiting, writes], now=100.0, hang_timeout=10.0).hung == []
     assert judge([waiting, stopped], now=100.0, hang_timeout=10.0).hung == [1]
     assert judge([waiting, stopped], now=9.0, hang_timeout=10.0).hung == []
 
 
 def test_when_all_wait_for_each_other_nobody_is_blamed() -> None:
-    judgement = judge([Progress(n, marked=0.0, waiting_since=1.0) for n in range(3)], now=12.0, hang_timeout=10.0)
+    judgement = judge([WorkerProgress(n, marked=0.0, waiting_since=1.0) for n in range(3)], now=12.0, hang_timeout=10.0)
     assert judgement.stuck
     assert judgement.hung == []
 

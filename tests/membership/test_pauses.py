@@ -26,9 +26,9 @@ PAUSES = st.lists(
 """Who is stopped, for how long, and how long all run then."""
 
 
-def started(workers: int, candidates: int, witnesses: bool, nodes: int = 2) -> World:
+def started(workers: int, candidates: int, node_agents: bool, nodes: int = 2) -> World:
     """A run whose members speak at different times, as real ones do."""
-    world = World(workers, candidates, nodes, witnesses)
+    world = World(workers, candidates, nodes, node_agents)
     for name in world.members:
         world.frozen.add(name)
     for name in world.members:
@@ -60,9 +60,9 @@ def nobody_is_lost(world: World, pauses: list[tuple[str, float, float]]) -> None
 @example(4, True, [("c0", 4.7, 0.0)])
 @example(2, True, [("c0", 4.5, 0.0), ("c1", 35.0, 0.0)])
 def test_no_pause_of_one_process_after_the_other_costs_a_worker(
-    workers: int, witnesses: bool, pauses: list[tuple[str, float, float]]
+    workers: int, node_agents: bool, pauses: list[tuple[str, float, float]]
 ) -> None:
-    nobody_is_lost(started(workers, 2, witnesses), [p for p in pauses if witnesses or p[0].startswith("c")])
+    nobody_is_lost(started(workers, 2, node_agents), [p for p in pauses if node_agents or p[0].startswith("c")])
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
@@ -70,9 +70,9 @@ def test_no_pause_of_one_process_after_the_other_costs_a_worker(
 @example(3, True, [("c0", 6.0, 0.0)])
 @example(3, False, [("c0", 35.0, 0.0)])
 def test_no_pause_of_the_only_candidate_costs_a_worker(
-    workers: int, witnesses: bool, pauses: list[tuple[str, float, float]]
+    workers: int, node_agents: bool, pauses: list[tuple[str, float, float]]
 ) -> None:
-    nobody_is_lost(started(workers, 1, witnesses), [("c0", seconds, rest) for _, seconds, rest in pauses])
+    nobody_is_lost(started(workers, 1, node_agents), [("c0", seconds, rest) for _, seconds, rest in pauses])
 
 
 def lose_host(world: World, node: int) -> None:
@@ -146,7 +146,7 @@ def test_a_stopped_only_coordinator_costs_no_worker(tmp_path: Path, launcher: bo
     with cluster(tmp_path, **TIMES) as run:
         run.start_coordinators(4)
         if launcher:
-            run.start_witness()
+            run.start_node_agent()
         run.start_workers(4, step=0.7)
         for seconds in (1.8, 9.0) if launcher else (2.4,):
             pause(run, 0, seconds)
@@ -157,7 +157,7 @@ def test_a_stopped_only_coordinator_costs_no_worker(tmp_path: Path, launcher: bo
 def test_a_stopped_leader_costs_no_worker_however_many_had_turned_away(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run:
         run.start_coordinators(4, count=2)
-        run.start_witness()
+        run.start_node_agent()
         run.start_workers(4, step=0.7)
         for candidate, seconds in ((0, 1.8), (1, 1.95), (0, 2.4), (1, 2.4)):
             pause(run, candidate, seconds)

@@ -12,10 +12,10 @@ from simulation import SETTINGS, PropertyViolated, World
 from recover_megatron.membership import leadership
 from recover_megatron.membership.coordinator import Coordinator, State
 from recover_megatron.membership.epochs import Epochs, Rendezvous
+from recover_megatron.membership.failover import Evidence
 from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.records import Formed, Presentation
-from recover_megatron.membership.roster import Roster, Worker
-from recover_megatron.membership.succession import Evidence
+from recover_megatron.membership.roster import Member, Roster
 
 MOST_WORKERS = 8
 Moves = list[tuple[str, int, int]]
@@ -130,8 +130,8 @@ def explore(moves: Moves, world: World, to_the_end: bool) -> None:
         every_wait_ends(world)
 
 
-def world_of(workers: int, started: bool, witnesses: bool, spares: Collection[int] = ()) -> World:
-    world = World(workers, candidates=3, nodes=3, witnesses=witnesses)
+def world_of(workers: int, started: bool, node_agents: bool, spares: Collection[int] = ()) -> World:
+    world = World(workers, candidates=3, nodes=3, node_agents=node_agents)
     world.spares = {spare for spare in spares if spare < workers}
     if started:
         world.run_fairly(4.0)
@@ -142,17 +142,17 @@ def world_of(workers: int, started: bool, witnesses: bool, spares: Collection[in
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(MOVES, st.integers(3, 5), st.booleans(), st.booleans(), st.sets(st.integers(0, 4)))
 def test_one_lineage_and_no_decision_taken_twice_whatever_happens(
-    moves: Moves, workers: int, started: bool, witnesses: bool, spares: set[int]
+    moves: Moves, workers: int, started: bool, node_agents: bool, spares: set[int]
 ) -> None:
-    explore(moves, world_of(workers, started, witnesses, spares), to_the_end=False)
+    explore(moves, world_of(workers, started, node_agents, spares), to_the_end=False)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(MOVES, st.integers(3, 5), st.booleans(), st.sets(st.integers(0, 4)))
 def test_every_live_workers_wait_ends_whatever_happened(
-    moves: Moves, workers: int, witnesses: bool, spares: set[int]
+    moves: Moves, workers: int, node_agents: bool, spares: set[int]
 ) -> None:
-    explore(moves, world_of(workers, True, witnesses, spares), to_the_end=True)
+    explore(moves, world_of(workers, True, node_agents, spares), to_the_end=True)
 
 
 def no_quorum(patch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def eager_commit(patch: pytest.MonkeyPatch) -> None:
     """The first report commits."""
     done = Epochs.done
 
-    def eager(self: Epochs, worker: Worker, iteration: int, now: float) -> None:
+    def eager(self: Epochs, worker: Member, iteration: int, now: float) -> None:
         for member in self.formed.members:
             done(self, self._roster.workers[member], iteration, now)
 

@@ -78,7 +78,7 @@ def test_a_stopped_worker_is_put_out_and_stops_by_itself_when_it_wakes_up(tmp_pa
     with cluster(tmp_path, **QUICK) as run:
         run.start_coordinators(3)
         if with_launcher:
-            run.start_witness()
+            run.start_node_agent()
         run.start_workers(3)
         stopped = run.workers[1].kill(signal.SIGSTOP)
         run.go_on_without(1)
@@ -136,7 +136,7 @@ def test_a_hung_worker_that_others_wait_for_is_put_out_though_its_heartbeats_go_
 def test_a_call_that_holds_the_interpreter_and_a_long_checkpoint_are_no_faults(tmp_path: Path) -> None:
     with cluster(tmp_path, **{**QUICK, "hang_timeout": 6.0}) as run:
         run.start_coordinators(3)
-        run.start_witness()
+        run.start_node_agent()
         run.start_worker(0, iterations=30, hold_at=5, hold_seconds=3, step=0.01)
         run.start_worker(1, iterations=30, checkpoint_at=10, checkpoint_seconds=7, step=0.01)
         run.start_worker(2, iterations=30, step=0.01)
@@ -210,7 +210,7 @@ def kill_when(run: Cluster, moment: str) -> None:
 def test_the_run_outlives_its_coordinator(tmp_path: Path, moment: str) -> None:
     with cluster(tmp_path, heartbeat_timeout=3.0) as run:
         run.start_coordinators(4, count=3)
-        run.start_witness()
+        run.start_node_agent()
         run.start_workers(4)
         starts = {n: p.says() for n, p in run.workers.items()}
         kill_when(run, moment)
@@ -226,7 +226,7 @@ def test_the_run_outlives_its_coordinator(tmp_path: Path, moment: str) -> None:
 def test_coordinator_and_half_of_the_workers_killed_at_once(tmp_path: Path) -> None:
     with cluster(tmp_path, heartbeat_timeout=3.0) as run:
         run.start_coordinators(6, count=2)
-        run.start_witness()
+        run.start_node_agent()
         run.start_workers(6)
         run.coordinators[0].kill()
         for victim in (0, 1, 2):
@@ -254,7 +254,7 @@ def test_coordinators_killed_at_any_moment_of_a_recovery(tmp_path: Path) -> None
     """A worker dies, and 0 to 8 ms later the coordinator: before, while and after it pushes revoke and plan."""
     with cluster(tmp_path, heartbeat_timeout=3.0) as run:
         run.start_coordinators(8, count=7)
-        run.start_witness()
+        run.start_node_agent()
         for number in range(8):
             run.start_worker(number, step=0.001)
         for process in run.workers.values():
@@ -316,7 +316,7 @@ def test_a_coordinator_that_dies_while_it_tells_of_a_commit_parts_no_mates(tmp_p
     with cluster(tmp_path, hang_timeout=40.0) as run:
         run.first_coordinator = HERE / "dying_coordinator.py"
         run.start_coordinators(4, count=2)
-        run.start_witness()
+        run.start_node_agent()
         (tmp_path / "meeting").mkdir()
         for number in range(4):
             run.start_worker(number, mates=[0, 1, 2, 3], meeting=str(tmp_path / "meeting"))

@@ -122,8 +122,8 @@ def goes_on(world: World) -> None:
 
 @pytest.mark.parametrize("witnesses", [True, False], ids=["launchers", "no launchers"])
 @pytest.mark.parametrize("seconds", [15, 30, 90])
-def test_three_of_four_that_stop_and_go_on_are_waited_for(witnesses: bool, seconds: int) -> None:
-    world = running(witnesses=witnesses)
+def test_three_of_four_that_stop_and_go_on_are_waited_for(node_agents: bool, seconds: int) -> None:
+    world = running(node_agents=node_agents)
     freeze(world, "w0", "w1", "w2")
     world.run_fairly(seconds)
     world.frozen.clear()
@@ -131,15 +131,15 @@ def test_three_of_four_that_stop_and_go_on_are_waited_for(witnesses: bool, secon
     goes_on(world)
     assert fates(world) == ["live"] * 4
     assert not told(world, "fault")
-    assert bool(told(world, "stalled")) == bool(told(world, "stall_over")) == (seconds > 20 or not witnesses)
+    assert bool(told(world, "stalled")) == bool(told(world, "stall_over")) == (seconds > 20 or not node_agents)
 
 
 @pytest.mark.parametrize("witnesses", [True, False], ids=["launchers", "no launchers"])
 @pytest.mark.parametrize("stopped", [1, 2])
-def test_half_of_them_or_fewer_are_put_out_as_fast_as_a_single_one(witnesses: bool, stopped: int) -> None:
-    world = running(witnesses=witnesses)
+def test_half_of_them_or_fewer_are_put_out_as_fast_as_a_single_one(node_agents: bool, stopped: int) -> None:
+    world = running(node_agents=node_agents)
     freeze(world, *(f"w{n}" for n in range(stopped)))
-    world.run_fairly(SETTINGS.hang_timeout + 2 if witnesses else SETTINGS.heartbeat_timeout + 2)
+    world.run_fairly(SETTINGS.hang_timeout + 2 if node_agents else SETTINGS.heartbeat_timeout + 2)
     assert "live" not in fates(world)[:stopped]
     goes_on(world)
     assert not told(world, "stalled")
@@ -219,7 +219,7 @@ def test_who_did_not_run_holds_its_own_silence_against_nobody() -> None:
 
 
 def test_a_connection_that_breaks_during_a_stall_is_made_again() -> None:
-    world = running(witnesses=False)
+    world = running(node_agents=False)
     freeze(world, "w0", "w1", "w2")
     world.run_fairly(10)
     lost = [c for c in world.connections.values() if c.owner == "w1" and c.coordinator_uses]
@@ -266,7 +266,7 @@ def test_three_of_four_processes_that_are_stopped_for_a_while_all_go_on(tmp_path
     with cluster(tmp_path, **QUICK) as run:
         run.start_coordinators(4)
         if launcher:
-            run.start_witness()
+            run.start_node_agent()
         run.start_workers(4)
         stop(run, 0, 1, 2)
         run.wait_event("stalled")
@@ -283,7 +283,7 @@ def test_three_of_four_processes_that_are_stopped_for_a_while_all_go_on(tmp_path
 def test_processes_that_stay_stopped_are_put_out_after_the_stall_timeout(tmp_path: Path) -> None:
     with cluster(tmp_path, **QUICK, stall_timeout=2.0) as run:
         run.start_coordinators(4)
-        run.start_witness()
+        run.start_node_agent()
         run.start_workers(4)
         stop(run, 0, 1, 2)
         run.wait_event("stalled")

@@ -76,7 +76,7 @@ def test_a_view_of_the_largest_run_with_the_longest_texts_fits_a_message() -> No
     wide = "\U0001f680" * 300
     numbers = dict.fromkeys(("replica", "position", "slot", "at", "iteration", "total", "quota"), (1 << 53) - 1)
     for worker in coordinator.roster.workers.values():
-        worker.host = worker.witness = worker.progress.phase = wide
+        worker.host = worker.node_agent = worker.progress.phase = wide
         worker.status = {**numbers, "note": wide, "node": wide, "ran": [1] * 1000}
         worker.session, worker.progress.iteration, worker.progress.microbatch = 1, 1 << 53, 1 << 53
     coordinator.roster.workers[MAX_ROWS + 500].fate = Fate.DEAD

@@ -43,7 +43,7 @@ def raise_and_tell(session: Session, iteration: int, options: dict[str, object])
         text = traceback.format_exc() + "x" * 100_000 + "the end"
         started = time.monotonic()
         group = int(options["worker"])  # type: ignore[call-overload]
-        heard = session.last_words(iteration, 5, f"{type(error).__name__}: {error}", text, group)
+        heard = session.report_exception(iteration, 5, f"{type(error).__name__}: {error}", text, group)
         tell("last_words", heard=heard, seconds=time.monotonic() - started)
         os._exit(1)
 
@@ -131,7 +131,7 @@ def main() -> int:
         options["worker"],
         secret,
         settings,
-        witness=options.get("witness"),
+        node_agent=options.get("node_agent"),
         exit_when_out=options.get("exit_when_out"),
         newcomer=options.get("newcomer", False),
     )

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from recover_megatron.run_log.events import Event
-from recover_megatron.run_log.steps import Step
+from recover_megatron.run_log.steps import StepRecord
 
 REPLICAS, M, SIZE = 4, 16, 2
 T0 = 1_700_000_000.0
@@ -19,14 +19,14 @@ def shares(alive: list[int]) -> dict[int, list[int]]:
     return {replica: list(range(place, M, len(alive))) for place, replica in enumerate(alive)}
 
 
-def steps(iterations: int = 50, deaths: dict[int, tuple[int, int]] = DEATHS, noise: float = 0.0) -> list[Step]:
+def steps(iterations: int = 50, deaths: dict[int, tuple[int, int]] = DEATHS, noise: float = 0.0) -> list[StepRecord]:
     """4 replicas, 0.2 s for an iteration of 32 samples; in a death's iteration 0.35 s."""
     made, alive = [], list(range(REPLICAS))
     for n in range(1, iterations + 1):
         if n in deaths:
             alive.remove(deaths[n][1])
         made.append(
-            Step(
+            StepRecord(
                 iteration=n,
                 loss=(2 + 3 * math.exp(-n / 15) + 0.05 * math.sin(7 * n)) * (1 + noise * (n == 41)),
                 grad_norm=1.0,
@@ -40,7 +40,7 @@ def steps(iterations: int = 50, deaths: dict[int, tuple[int, int]] = DEATHS, noi
     return made
 
 
-def write_steps(folder: Path, made: list[Step]) -> Path:
+def write_steps(folder: Path, made: list[StepRecord]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "steps.jsonl").write_text("".join(step.to_json() + "\n" for step in made))
     return folder

@@ -11,13 +11,13 @@ import pytest
 from recover_megatron.report.__main__ import main
 from recover_megatron.report.follow import Follower
 from recover_megatron.run_log.audit import microbatches_per_iteration, violations
-from recover_megatron.run_log.steps import Step
+from recover_megatron.run_log.steps import StepRecord
 
 M = 6
 
 
-def step(iteration: int, **changes: object) -> Step:
-    good = Step(
+def step(iteration: int, **changes: object) -> StepRecord:
+    good = StepRecord(
         iteration=iteration,
         loss=4.0 / iteration,
         grad_norm=1.0,
@@ -30,7 +30,7 @@ def step(iteration: int, **changes: object) -> Step:
     return dataclasses.replace(good, **changes)  # type: ignore[arg-type]
 
 
-def write(folder: Path, steps: list[Step], end: str = "") -> Path:
+def write(folder: Path, steps: list[StepRecord], end: str = "") -> Path:
     (folder / "steps.jsonl").write_text("".join(s.to_json() + "\n" for s in steps) + end)
     return folder
 

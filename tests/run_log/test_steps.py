@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.run_log.steps import Step, StepsFile, audit_problem, read_steps
+from recover_megatron.run_log.steps import StepRecord, StepsFile, audit_problem, read_steps
 from tests.harness import REPOSITORY
 
 
-def step(iteration: int, **changes: object) -> Step:
-    whole = Step(
+def step(iteration: int, **changes: object) -> StepRecord:
+    whole = StepRecord(
         iteration=iteration,
         loss=1.0 / 3.0 + iteration,
         grad_norm=0.1,

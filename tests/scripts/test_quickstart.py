@@ -21,7 +21,7 @@ import quickstart
 from lib.progress import Progress
 from lib.recoveries import Recoveries, describe
 
-from recover_megatron.run_log.steps import Step
+from recover_megatron.run_log.steps import StepRecord
 
 SCRIPTS = Path(quickstart.__file__).parent
 
@@ -175,7 +175,7 @@ def test_options_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
 
 def test_the_table_has_a_line_now_and_then_with_the_mean_since_the_last_one() -> None:
     progress = Progress(iterations=100, reference=4.0)
-    steps = [Step(n, float(n % 2 * 2), 1.0, n, 0, 4, 0.5, {}) for n in range(1, 101)]
+    steps = [StepRecord(n, float(n % 2 * 2), 1.0, n, 0, 4, 0.5, {}) for n in range(1, 101)]
     lines = list(progress.lines(steps))
     assert len(lines) == 26  # the first, and each fourth
     assert lines[0].split()[:2] == ["1/100", "2.000"]
@@ -184,7 +184,7 @@ def test_the_table_has_a_line_now_and_then_with_the_mean_since_the_last_one() ->
 
 @pytest.mark.parametrize("loss", [None, float("nan"), float("inf"), 1e30])
 def test_a_loss_that_is_no_number_does_not_break_the_table(loss: float | None) -> None:
-    assert list(Progress(1, 3.0).lines([Step(1, loss, None, 2, 0, 1, 0.5, {0: [0]})]))
+    assert list(Progress(1, 3.0).lines([StepRecord(1, loss, None, 2, 0, 1, 0.5, {0: [0]})]))
 
 
 # ---- the death
@@ -217,7 +217,7 @@ def two_runs(
                 late = folder is folders[0] and t >= FAULT
                 grad_norm = norm if late else 1.0
                 replicas = fewer if late else 4
-                step = Step(t, 3.0, grad_norm, (samples if late else 16) * t, 1, replicas, 0.1, {0: [0]})
+                step = StepRecord(t, 3.0, grad_norm, (samples if late else 16) * t, 1, replicas, 0.1, {0: [0]})
                 file.write(step.to_json() + "\n")
     (folders[0] / "workers.json").write_text(json.dumps([{"worker_id": 1, "state": "running", "signal": died}]))
     return folders

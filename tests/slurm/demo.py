@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from recover_megatron.run_log.steps import Step, read_steps
+from recover_megatron.run_log.steps import StepRecord, read_steps
 from tests.harness import REPOSITORY
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT
 from tests.slurm.cluster import Cluster, wait_until
@@ -74,7 +74,7 @@ class Job:
         )  # fmt: skip
         self.number = int(said)
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StepRecord]:
         path = self.run / "steps.jsonl"
         return list(read_steps(path)) if path.exists() else []
 

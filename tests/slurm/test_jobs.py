@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.run_log.steps import Step, audit_problem
+from recover_megatron.run_log.steps import StepRecord, audit_problem
 from tests.slurm.cluster import Cluster, wait_until, why_not
 from tests.slurm.demo import Job
 
@@ -45,7 +45,7 @@ def cluster(running: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def expected(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[Step]:
+def expected(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[StepRecord]:
     """The steps of a job in which nobody dies."""
     job = Job(running, tmp_path_factory.mktemp("slurm") / "undisturbed", iterations=ITERATIONS)
     job.wait("COMPLETED")
@@ -55,7 +55,7 @@ def expected(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list
     return steps
 
 
-def check_steps(job: Job, expected: list[Step], replicas: int) -> None:
+def check_steps(job: Job, expected: list[StepRecord], replicas: int) -> None:
     """The losses are those of ``expected``, each microbatch was counted once; ``replicas``: in the end."""
     steps = job.steps()
     assert [step.iteration for step in steps] == list(range(1, ITERATIONS + 1))
@@ -78,7 +78,7 @@ def check_secret(job: Job, running_commands: bool = False) -> None:
 
 
 def test_a_worker_and_a_whole_node_are_killed_and_the_job_completes(
-    cluster: Cluster, tmp_path: Path, expected: list[Step]
+    cluster: Cluster, tmp_path: Path, expected: list[StepRecord]
 ) -> None:
     job = Job(cluster, tmp_path / "job", iterations=ITERATIONS)
     job.wait_iteration(4)
@@ -93,7 +93,7 @@ def test_a_worker_and_a_whole_node_are_killed_and_the_job_completes(
 
 
 def test_the_node_with_the_leading_coordinator_is_killed_and_the_job_completes(
-    cluster: Cluster, tmp_path: Path, expected: list[Step]
+    cluster: Cluster, tmp_path: Path, expected: list[StepRecord]
 ) -> None:
     job = Job(cluster, tmp_path / "job", iterations=ITERATIONS)
     job.wait_iteration(4)
@@ -105,7 +105,7 @@ def test_the_node_with_the_leading_coordinator_is_killed_and_the_job_completes(
 
 
 def test_the_batch_scripts_node_with_the_store_is_killed_and_the_training_is_finished(
-    cluster: Cluster, tmp_path: Path, expected: list[Step]
+    cluster: Cluster, tmp_path: Path, expected: list[StepRecord]
 ) -> None:
     """SLURM has nobody left who could say that the job is completed: the others end it."""
     job = Job(cluster, tmp_path / "job", iterations=ITERATIONS)
@@ -144,7 +144,7 @@ def test_a_job_whose_time_is_up_writes_a_checkpoint_and_goes_on_after_it_until_s
 
 
 def test_where_srun_starts_every_worker_the_one_with_the_store_is_killed_and_the_job_completes(
-    cluster: Cluster, tmp_path: Path, expected: list[Step]
+    cluster: Cluster, tmp_path: Path, expected: list[StepRecord]
 ) -> None:
     job = Job(cluster, tmp_path / "job", name="recover-tasks.sbatch", iterations=ITERATIONS)
     job.wait_iteration(4)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain_gpt_recover import main
 from recover_megatron.arguments import config_from_argv
-from recover_megatron.megatron_hooks.program import load
+from recover_megatron.megatron_hooks.entry.program import load
 
 PAUSE_SECONDS = 0.2
 AWAITING_SECONDS = 1.0

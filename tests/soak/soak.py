@@ -34,7 +34,7 @@ from recover_megatron.membership.errors import MembershipError
 from recover_megatron.membership.observer import Observer
 from recover_megatron.run_log.audit import violations
 from recover_megatron.run_log.steps import read_steps
-from recover_megatron.status.model import Status, read
+from recover_megatron.status.model import RunStatus, read
 from tests.harness import REPOSITORY
 from tests.instep.runs import GRAD_NORM, LOSS, MODEL
 from tests.soak.processes import Sample, descendants, growth, sample
@@ -121,7 +121,7 @@ class Eyes:
         self._observer: Observer | None = None
         self._addresses: list[tuple[str, int]] = []
 
-    def look(self) -> Status | None:
+    def look(self) -> RunStatus | None:
         """None: nobody leads just now, or answers."""
         if not self._addresses:
             said = self._launch.console.partition("--recover-coordinator ")[2].split(" ")[0]
@@ -142,7 +142,7 @@ class Eyes:
         return None
 
     @staticmethod
-    def _ask(observer: Observer) -> Status | None:
+    def _ask(observer: Observer) -> RunStatus | None:
         try:
             status = read(observer.ask(), observer.name)
         except MembershipError:
@@ -221,7 +221,7 @@ class Soak:
         thread.start()
         return thread
 
-    def _wait_whole(self, launch: Launch, eyes: Eyes, without: int | None = None) -> Status:
+    def _wait_whole(self, launch: Launch, eyes: Eyes, without: int | None = None) -> RunStatus:
         """Until every replica is there again, and the killed worker is in none."""
         until = time.monotonic() + STUCK_SECONDS
         while time.monotonic() < until:

@@ -13,7 +13,7 @@ from rich.console import Console
 from simulation import World, over_the_wire
 
 from recover_megatron.membership.wire import TO_MEMBER
-from recover_megatron.status.model import Status, read
+from recover_megatron.status.model import RunStatus, read
 from recover_megatron.status.screen import ago, render
 
 
@@ -25,7 +25,7 @@ def placed(worker: int, replica: int, position: int, **fields: Any) -> dict[str,
     return row(worker, status={"replica": replica, "position": position}, **fields)
 
 
-def text(status: Status, height: int | None = None) -> str:
+def text(status: RunStatus, height: int | None = None) -> str:
     console = Console(file=io.StringIO(), width=160, highlight=False, markup=False)
     console.print(render(status, height))
     assert isinstance(console.file, io.StringIO)

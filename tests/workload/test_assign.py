@@ -12,10 +12,10 @@ from recover_megatron.workload import assign, quotas, reassign
 from tests.workload.test_quotas import SPEEDS, sharings, time
 
 
-def nominal(replica: int, lane: int, lanes: int, launch: int, total: int) -> list[int]:
+def nominal(replica: int, inner_rank: int, inner_ranks: int, launch: int, total: int) -> list[int]:
     """The ids of one data-parallel rank in stock Megatron."""
-    ranks = launch * lanes
-    return [n * ranks + replica * lanes + lane for n in range(total // ranks)]
+    ranks = launch * inner_ranks
+    return [n * ranks + replica * inner_ranks + inner_rank for n in range(total // ranks)]
 
 
 def everything(shares: dict[int, list[list[int]]]) -> list[int]:
@@ -24,53 +24,56 @@ def everything(shares: dict[int, list[list[int]]]) -> list[int]:
 
 @st.composite
 def iterations(draw: st.DrawFn) -> tuple[int, int, list[int], dict[int, int], int]:
-    """total, lanes, replicas, counts, launch_replicas."""
-    launch, lanes = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    total = launch * lanes * draw(st.integers(0, 5))
+    """total, inner ranks, replicas, counts, launch_replicas."""
+    launch, inner_ranks = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    total = launch * inner_ranks * draw(st.integers(0, 5))
     ids = draw(st.lists(st.integers(0, launch + 2), min_size=1, max_size=launch + 3, unique=True))
-    rows = total // lanes
+    rows = total // inner_ranks
     cuts = sorted(draw(st.lists(st.integers(0, rows), min_size=len(ids) - 1, max_size=len(ids) - 1)))
     parts = [b - a for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
-    return total, lanes, ids, {i: part * lanes for i, part in zip(ids, parts, strict=True)}, launch
+    return total, inner_ranks, ids, {i: part * inner_ranks for i, part in zip(ids, parts, strict=True)}, launch
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 6))
-def test_the_nominal_counts_on_all_replicas_give_exactly_the_nominal_order(launch: int, lanes: int, each: int) -> None:
-    total = launch * lanes * each
-    shares = assign(total, lanes, range(launch), dict.fromkeys(range(launch), each * lanes), launch)
+def test_the_nominal_counts_on_all_replicas_give_exactly_the_nominal_order(
+    launch: int, inner_ranks: int, each: int
+) -> None:
+    total = launch * inner_ranks * each
+    shares = assign(total, inner_ranks, range(launch), dict.fromkeys(range(launch), each * inner_ranks), launch)
     assert shares == {
-        replica: [nominal(replica, lane, lanes, launch, total) for lane in range(lanes)] for replica in range(launch)
+        replica: [nominal(replica, inner_rank, inner_ranks, launch, total) for inner_rank in range(inner_ranks)]
+        for replica in range(launch)
     }
 
 
 @given(iterations())
 def test_every_id_is_assigned_exactly_once_and_every_lane_gets_its_part(case) -> None:
-    total, lanes, ids, counts, launch = case
-    shares = assign(total, lanes, ids, counts, launch)
+    total, inner_ranks, ids, counts, launch = case
+    shares = assign(total, inner_ranks, ids, counts, launch)
     assert everything(shares) == list(range(total))
     assert list(shares) == sorted(ids)
     for replica, lists in shares.items():
-        assert [len(lane) for lane in lists] == [counts[replica] // lanes] * lanes
+        assert [len(inner_rank) for inner_rank in lists] == [counts[replica] // inner_ranks] * inner_ranks
 
 
 @given(iterations())
 def test_a_replica_runs_its_own_first_ids_first_and_then_others_in_ascending_order(case) -> None:
-    total, lanes, ids, counts, launch = case
-    for replica, lists in assign(total, lanes, ids, counts, launch).items():
-        for lane, got in enumerate(lists):
-            own = nominal(replica, lane, lanes, launch, total) if replica < launch else []
-            kept = min(len(own), counts[replica] // lanes)
+    total, inner_ranks, ids, counts, launch = case
+    for replica, lists in assign(total, inner_ranks, ids, counts, launch).items():
+        for inner_rank, got in enumerate(lists):
+            own = nominal(replica, inner_rank, inner_ranks, launch, total) if replica < launch else []
+            kept = min(len(own), counts[replica] // inner_ranks)
             assert got[:kept] == own[:kept]
             assert got[kept:] == sorted(got[kept:])
 
 
 @given(iterations())
 def test_ids_that_ran_in_lock_step_at_launch_still_do(case) -> None:
-    total, lanes, ids, counts, launch = case
-    for lists in assign(total, lanes, ids, counts, launch).values():
+    total, inner_ranks, ids, counts, launch = case
+    for lists in assign(total, inner_ranks, ids, counts, launch).values():
         for row in zip(*lists, strict=True):
-            assert row == tuple(range(row[0], row[0] + lanes))
-            assert row[0] % lanes == 0
+            assert row == tuple(range(row[0], row[0] + inner_ranks))
+            assert row[0] % inner_ranks == 0
 
 
 def test_four_replicas_of_which_one_died() -> None:
@@ -79,7 +82,7 @@ def test_four_replicas_of_which_one_died() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "lanes", "replicas", "counts", "launch"),
+    ("total", "inner_ranks", "replicas", "counts", "launch"),
     [
         (8, 1, [], {}, 4),
         (8, 0, [0], {0: 8}, 4),
@@ -92,26 +95,28 @@ def test_four_replicas_of_which_one_died() -> None:
         (8, 1, [0, 1], {0: 4, 1: 4}, 0),
     ],
 )
-def test_nonsense_is_refused(total: int, lanes: int, replicas: list[int], counts: dict[int, int], launch: int) -> None:
+def test_nonsense_is_refused(
+    total: int, inner_ranks: int, replicas: list[int], counts: dict[int, int], launch: int
+) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        assign(total, lanes, replicas, counts, launch)
+        assign(total, inner_ranks, replicas, counts, launch)
 
 
 @st.composite
 def losses(draw: st.DrawFn) -> tuple[list[int], int, dict[int, int], dict[int, float], int]:
-    """lost, lanes, load, speeds, multiple_of."""
-    lanes, multiple = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2)]))
+    """lost, inner ranks, load, speeds, multiple_of."""
+    inner_ranks, multiple = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2)]))
     units = draw(st.integers(0, 6))
-    size = units * math.lcm(lanes, multiple)
+    size = units * math.lcm(inner_ranks, multiple)
     lost = draw(st.lists(st.integers(0, 99), min_size=size, max_size=size, unique=True))
     ids = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
-    return lost, lanes, {i: draw(st.integers(0, 12)) for i in ids}, {i: draw(SPEEDS) for i in ids}, multiple
+    return lost, inner_ranks, {i: draw(st.integers(0, 12)) for i in ids}, {i: draw(SPEEDS) for i in ids}, multiple
 
 
 @given(losses())
 def test_every_lost_id_is_shared_out_exactly_once_in_whole_multiples(case) -> None:
-    lost, lanes, load, speeds, multiple = case
-    shares = reassign(lost, lanes, list(load), load=load, speeds=speeds, multiple_of=multiple)
+    lost, inner_ranks, load, speeds, multiple = case
+    shares = reassign(lost, inner_ranks, list(load), load=load, speeds=speeds, multiple_of=multiple)
     assert everything(shares) == sorted(lost)
     assert list(shares) == sorted(load)
     for lists in shares.values():
@@ -122,9 +127,9 @@ def test_every_lost_id_is_shared_out_exactly_once_in_whole_multiples(case) -> No
 
 @given(losses())
 def test_no_other_sharing_of_the_lost_ids_finishes_earlier(case) -> None:
-    lost, lanes, load, speeds, multiple = case
-    unit = math.lcm(lanes, multiple)
-    shares = reassign(lost, lanes, list(load), load=load, speeds=speeds, multiple_of=multiple)
+    lost, inner_ranks, load, speeds, multiple = case
+    unit = math.lcm(inner_ranks, multiple)
+    shares = reassign(lost, inner_ranks, list(load), load=load, speeds=speeds, multiple_of=multiple)
     finished = time({i: load[i] + sum(map(len, lists)) for i, lists in shares.items()}, speeds)
     best = min(
         time({i: load[i] + part * unit for i, part in zip(load, parts, strict=True)}, speeds)
@@ -135,12 +140,12 @@ def test_no_other_sharing_of_the_lost_ids_finishes_earlier(case) -> None:
 
 @given(losses(), st.randoms(use_true_random=False))
 def test_the_order_of_the_arguments_does_not_matter(case, random) -> None:
-    lost, lanes, load, speeds, multiple = case
+    lost, inner_ranks, load, speeds, multiple = case
     ids, shuffled = list(load), list(lost)
     random.shuffle(ids)
     random.shuffle(shuffled)
-    assert reassign(shuffled, lanes, ids, load=load, speeds=speeds, multiple_of=multiple) == reassign(
-        lost, lanes, list(load), load=load, speeds=speeds, multiple_of=multiple
+    assert reassign(shuffled, inner_ranks, ids, load=load, speeds=speeds, multiple_of=multiple) == reassign(
+        lost, inner_ranks, list(load), load=load, speeds=speeds, multiple_of=multiple
     )
 
 
@@ -151,7 +156,7 @@ def test_who_has_less_left_to_run_takes_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "lanes", "replicas", "options"),
+    ("lost", "inner_ranks", "replicas", "options"),
     [
         ([1], 1, [], {}),
         ([1, 1], 1, [0], {}),
@@ -163,6 +168,6 @@ def test_who_has_less_left_to_run_takes_more() -> None:
         ([1], 1, [0], {"speeds": {0: 0.0}}),
     ],
 )
-def test_reassign_refuses_nonsense(lost: list[int], lanes: int, replicas: list[int], options) -> None:
+def test_reassign_refuses_nonsense(lost: list[int], inner_ranks: int, replicas: list[int], options) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        reassign(lost, lanes, replicas, **options)
+        reassign(lost, inner_ranks, replicas, **options)

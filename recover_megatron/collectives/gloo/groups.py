@@ -1,0 +1,263 @@
+"""gloo groups that can be aborted, made several at a time: one listener and one message for all of them.
+
+    every worker    a listener; for each group a thread in which gloo publishes where it can be reached, then waits
+                    all groups have published --one message--> the job's store --one message--> each of the others
+    gloo            has been told everybody's: it connects, and the threads end
+    one look        at the sockets of this process: the connections of these groups
+
+gloo can't abort an operation; dropping a group with an operation in flight blocks until its timeout.  What wakes it is
+shutdown(2) of its connected sockets, and those are found exactly: a device of gloo has one listener, every connection
+of its groups has the address of some member's listener at one of its ends, and the members tell each other theirs.
+
+Looking through the sockets of a process costs more than connecting two members, and every message through the store
+waits for the slowest of them: hence both are done once, however many groups there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.collectives.rendezvous import await_key
+from recover_megatron.network.silence import watch
+
+Address = tuple[str, int]
+
+NO_TIMEOUT = timedelta(days=7)
+"""gloo's own timeout must never fire: what hangs is ended by a revocation."""
+
+_creating = threading.Lock()
+"""Two devices made at the same time could not tell their listeners apart."""
+
+CONNECT_SECONDS = 10.0
+"""In which gloo connects to members that have all told where they are."""
+_DROP_SECONDS = 1.0
+"""How long to wait for aborted groups to go; then they are left behind."""
+
+
+def _sockets() -> list[socket.socket]:
+    """A duplicate of every TCP socket of this process; the caller closes them."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or no socket
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                sock = socket.socket(fileno=os.dup(int(name)))
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                    found.append(sock)
+                else:
+                    sock.close()
+    return found
+
+
+def _listeners() -> set[Address]:
+    found = set()
+    for sock in _sockets():
+        with sock:
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(sock.getsockname()[:2])
+    return found
+
+
+def _connections(listeners: set[Address]) -> list[socket.socket]:
+    """Duplicates of the connected sockets that have one of ``listeners`` at an end."""
+    found = []
+    for sock in _sockets():
+        with contextlib.suppress(OSError):  # not connected
+            if {sock.getsockname()[:2], sock.getpeername()[:2]} & listeners:
+                found.append(sock)
+                continue
+        sock.close()
+    return found
+
+
+def _device(host: str) -> tuple[Any, Address]:
+    """A device of gloo's and the address of its listener."""
+    with _creating:
+        for _ in range(8):
+            before = _listeners()
+            device = dist.ProcessGroupGloo.create_device(hostname=host)
+            new = _listeners() - before
+            if len(new) == 1:
+                return device, new.pop()
+    raise RuntimeError("this process opens listening sockets all the time: gloo's could not be told from others")
+
+
+class _Exchange:
+    """What gloo publishes, by group and key.  Its threads wait here, and in nothing that cannot be ended."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.mine: dict[str, dict[str, str]] = {}
+        self._known: dict[tuple[str, str], bytes] = {}
+        self._over = False
+
+    def publish(self, group: str, key: str, value: bytes) -> None:
+        with self.changed:
+            self.mine.setdefault(group, {})[key] = value.hex()
+            self._known[group, key] = value
+            self.changed.notify_all()
+
+    def tell(self, theirs: Mapping[str, Mapping[str, str]]) -> None:
+        """What another one has published."""
+        with self.changed:
+            for group, values in theirs.items():
+                self._known |= {(group, key): bytes.fromhex(value) for key, value in values.items()}
+            self.changed.notify_all()
+
+    def wait(self, group: str, keys: Sequence[str]) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self._over or all((group, key) in self._known for key in keys))
+            if self._over:
+                raise ConnectionAbortedError("the groups are not made any more")
+
+    def get(self, group: str, key: str) -> bytes:
+        self.wait(group, [key])
+        return self._known[group, key]
+
+    def wake(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def end(self) -> None:
+        """Whoever waits, or will, is told that it is over."""
+        with self.changed:
+            self._over = True
+            self.changed.notify_all()
+
+
+class _Store(dist.Store):
+    """The store of one group's rendezvous, as gloo uses it."""
+
+    def __init__(self, group: str, exchange: _Exchange) -> None:
+        super().__init__()
+        self._group, self._exchange = group, exchange
+
+    def set(self, key: str, value: bytes) -> None:
+        self._exchange.publish(self._group, key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._exchange.get(self._group, key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        del timeout  # that of the whole is the caller's business
+        self._exchange.wait(self._group, keys)
+
+
+class GlooGroups:
+    """See the module's text.  ``backends``: torch's gloo groups, by name."""
+
+    def __init__(
+        self,
+        me: int,
+        groups: Mapping[str, Sequence[int]],
+        store: dist.Store,
+        cancel_token: CancelToken,
+        *,
+        ring: str,
+        host: str = "127.0.0.1",
+        timeout: float = 60.0,
+    ) -> None:
+        """``groups``: name -> members in rank order, ``me`` one of them; all its members give a group the same name.
+
+        ``ring``: the same on all who are in a group with another, and never used before.
+
+        Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``: then there is no group.
+        """
+        self.backends: dict[str, Any] = {}
+        self._cancel_token = cancel_token
+        self._connected: list[socket.socket] = []
+        self._closing = threading.Lock()
+        self._exchange = _Exchange()
+        self._failed: list[Exception] = []
+        cancel_token.on_cancel(self._exchange.wake)
+        device, listener = _device(host)
+        self._listeners = {listener}
+        try:
+            for name, members in groups.items():
+                self._build(name, list(members).index(me), len(members), device, timeout)
+            self._wait_until(lambda: len(self._exchange.mine) == len(groups))
+            told = {"listener": listener, "groups": self._exchange.mine}
+            store.set(f"{ring}/{me}", json.dumps(told))
+            for other in sorted({member for members in groups.values() for member in members} - {me}):
+                theirs = json.loads(await_key(store, f"{ring}/{other}", cancel_token, timeout))
+                self._listeners.add((theirs["listener"][0], theirs["listener"][1]))
+                self._exchange.tell({name: theirs["groups"][name] for name in groups if other in groups[name]})
+            self._wait_until(lambda: len(self.backends) == len(groups), min(timeout, CONNECT_SECONDS))
+            self._connected = _connections(self._listeners)
+            for sock in self._connected:
+                watch(sock)
+            missing = sum(len(members) - 1 for members in groups.values()) - len(self._connected)
+            if missing > 0:
+                raise PeerLost(f"{missing} of gloo's connections are gone already")
+        except BaseException:
+            self._exchange.end()
+            self._connected += _connections(self._listeners)
+            self.abort()
+            self.close()
+            raise
+        cancel_token.on_cancel(self.abort)
+
+    def _build(self, name: str, rank: int, size: int, device: Any, timeout: float) -> None:
+        """Have a group made by a thread, which is left behind if it gets stuck: it ends by gloo's timeout."""
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout)
+        options._devices = [device]
+        store = _Store(name, self._exchange)
+
+        def build() -> None:
+            made: Any = None
+            try:
+                made = dist.ProcessGroupGloo(store, rank, size, options)
+                made._set_default_timeout(NO_TIMEOUT)
+            except Exception as error:  # noqa: BLE001  whatever it is, the caller raises it
+                self._failed.append(error)
+            with self._exchange.changed:
+                if made is not None:
+                    self.backends[name] = made
+                self._exchange.changed.notify_all()
+
+        threading.Thread(target=build, name=f"making gloo's group {name}", daemon=True).start()
+
+    def _wait_until(self, done: Callable[[], bool], seconds: float | None = None) -> None:
+        changed = self._exchange.changed
+        with changed:
+            in_time = changed.wait_for(lambda: done() or bool(self._failed) or self._cancel_token.cancelled, seconds)
+        self._cancel_token.check()
+        if self._failed:
+            raise PeerLost(f"gloo could not connect: {self._failed[0]}", road=True) from self._failed[0]
+        if not in_time:
+            raise PeerLost(f"gloo has not connected to all members within {seconds:g} s", road=True)
+
+    def abort(self) -> None:
+        """Make every operation fail, here and at the other ends; from any thread."""
+        with self._closing:
+            for sock in self._connected:
+                with contextlib.suppress(OSError):  # the other end was faster
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self, held: dict[int, Any] | None = None) -> None:
+        """Drop the groups, and then what is ``held`` for the sake of their operations."""
+        last, self.backends = self.backends, {}
+
+        def drop() -> None:
+            last.clear()
+            if held is not None:
+                held.clear()
+
+        dropping = threading.Thread(target=drop, name="dropping groups of gloo's", daemon=True)
+        dropping.start()
+        dropping.join(_DROP_SECONDS if self._cancel_token.cancelled else None)
+        with self._closing:
+            for sock in self._connected:
+                sock.close()
+            self._connected.clear()

@@ -1,0 +1,115 @@
+"""A torch process group of workers of one replica, whose inside can be exchanged when the replica gets new workers.
+
+    SwappableGroup --bind(inner)--> every method is the inner group's own bound method: a call costs what it did
+                                  (gloo's: with a work that can be left when the replica breaks, ``guard``)
+         '--renew(...)--> a new inner group among the workers that stand in the same positions of another replica
+
+Megatron keeps groups in layers, buckets, optimizers and communicators.  They all hold the outside, which never changes;
+so does the number of its members, and this worker's rank, which are those of its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recover_megatron.collectives.gloo.abortable_work import AbortableWorks
+from recover_megatron.collectives.transport.nccl import abort_beside, make_backend
+
+_METHODS = tuple(
+    name
+    for name, value in vars(dist.ProcessGroup).items()
+    if callable(value) and not name.startswith("__") and not isinstance(value, type)
+)
+
+
+class SwappableGroup(dist.ProcessGroup):
+    """A group whose inside can change.  ``positions``: of its members in the replica, in rank order; ``me``: its own.
+
+    ``name``: the same on all members, and of no other group of theirs.  ``placeholder``: ``inner`` is nobody's group,
+    and must not stay, not even where this worker is the only member: its ranks are those of another replica.
+    """
+
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        positions: Sequence[int],
+        me: int,
+        name: str,
+        backend: str,
+        *,
+        placeholder: bool = False,
+    ) -> None:
+        super().__init__(list(positions).index(me), len(positions))
+        self.positions = tuple(positions)
+        self.at = self.positions.index(me)
+        self.own_name = name
+        self.backend = backend
+        self.placeholder = placeholder
+        self.inner = inner
+        self._guard: AbortableWorks | None = None
+        self.bind(inner)
+
+    def bind(self, inner: Any) -> None:
+        """Be ``inner`` from now on."""
+        self.inner = inner
+        for name in _METHODS:
+            method = getattr(inner, name, None)
+            if method is not None:
+                if self._guard is not None and self.backend == "gloo":
+                    method = self._guard.method(name, method)
+                self.__dict__[name] = method
+
+    def guard_by(self, guard: AbortableWorks) -> None:
+        """Have gloo's operations end with ``guard``'s switch."""
+        self._guard = guard
+        self.bind(self.inner)
+
+    def renew(
+        self, store: dist.Store, prefix: str, guard: AbortableWorks, device: torch.device, gloo: Any = None
+    ) -> None:
+        """Become a group of the workers that call this with the same ``prefix``, each in its position.
+
+        ``gloo``: the inside, made already; NCCL makes its own.  Both end when the switch of ``guard`` is cancelled.
+        """
+        rank, size = self.at, len(self.positions)
+        name = f"{prefix}/{self.own_name}"
+        group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
+        if gloo is None:
+            nccl = make_backend(dist.PrefixStore(f"{name}/nccl", store), rank, size, name)
+            _add(group, device, dist.ProcessGroup.BackendType.NCCL, nccl)
+            guard.cancel_token.on_cancel(lambda: abort_beside([nccl]))
+        else:
+            for kind in {"cpu", device.type}:
+                _add(group, torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)
+        group._set_group_name(name)
+        group._set_group_desc(self.own_name)
+        self._guard = guard
+        self.bind(group)
+        self.placeholder = False
+
+    # What torch knows as attributes, not methods.
+
+    @property
+    def group_name(self) -> str:
+        return str(self.inner.group_name)
+
+    @property
+    def group_desc(self) -> str:
+        return str(self.inner.group_desc)
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return self.inner.bound_device_id
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.inner._device_types
+
+
+def _add(group: dist.ProcessGroup, device: torch.device, kind: Any, backend: Any) -> None:
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)

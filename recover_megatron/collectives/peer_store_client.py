@@ -1,0 +1,178 @@
+"""What the members of an epoch tell each other while they open its groups, kept by one of them: no node is special.
+
+    every worker    PeerStoreServer: a small key-value service in a thread; its address goes with the worker's status
+    every group     PeerStoreClient: this worker's view of the store that the group uses: a member's, chosen alike
+    every ring      Neighbours: everybody tells on its own store, and asks on that of its successor
+
+If that member dies the epoch is over anyway, and in the next one the group uses another's.  (``network.peer_store`` has
+the server and the messages.)  The client's talking is done by a thread, so a host that has gone silent blocks no
+training thread: what it asks is just not there, until the epoch is revoked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.network.client import Connection, Unreachable
+from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer
+from recover_megatron.network.proof import Challenge
+
+WAIT = timedelta(seconds=60)
+"""How long the blocking operations of ``PeerStoreClient`` wait."""
+
+
+class PeerStoreClient(dist.Store):
+    """The peer store at ``address``.  Out of reach, all its operations raise ``PeerLost``.
+
+    ``epoch``: that of the groups which use it: what they set is forgotten some epochs later.  None: they outlive it.
+    """
+
+    def __init__(self, address: str, secret: bytes, epoch: int | None = None) -> None:
+        super().__init__()
+        self._epoch = {} if epoch is None else {"epoch": epoch}
+        self._address = address
+        self._challenge = Challenge(secret, PURPOSE)
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}
+        self._asked = set[str]()
+        self._unsent: list[dict[str, Any]] = []
+        self._connection: Connection | None = None
+        self._error: str | None = None
+        self._road = False
+        threading.Thread(target=self._talk, name="recover-board-client", daemon=True).start()
+
+    # ---- what a store is asked
+
+    def set(self, key: str, value: str | bytes) -> None:
+        text = value if isinstance(value, str) else bytes(value).decode("latin-1")
+        self._send(set=key, value=text, **self._epoch)
+
+    def check(self, keys: list[str]) -> bool:
+        with self._changed:
+            for key in keys:
+                self._ask(key)
+            return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta = WAIT) -> None:
+        with self._changed:
+            for key in keys:
+                self._ask(key)
+            there = self._changed.wait_for(
+                lambda: self._error is not None or all(key in self._values for key in keys), timeout.total_seconds()
+            )
+            self._check()
+        if not there:
+            raise dist.DistStoreError(f"nobody published {', '.join(keys)} within {timeout.total_seconds():g} s")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The waiting is bounded already."""
+
+    def close(self) -> None:
+        """No more of it is needed; idempotent."""
+        self._fail("closed")
+
+    # ---- inside
+
+    def _ask(self, key: str) -> None:
+        self._check()
+        if key not in self._asked:
+            self._asked.add(key)
+            self._send(want=key)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise PeerLost(self._error, road=self._road)
+
+    def _send(self, **message: Any) -> None:
+        with self._changed:
+            self._check()
+            if self._connection is None:
+                self._unsent.append(message)
+                return
+            try:
+                self._connection.send(message)
+            except Unreachable as error:
+                self._fail(str(error))
+                self._check()
+
+    def _fail(self, reason: str, *, road: bool = False) -> None:
+        with self._changed:
+            if self._error is None:
+                self._road = road
+                self._error = f"the board at {self._address} is out of reach: {reason}"
+            if self._connection is not None:
+                self._connection.shutdown()
+            self._changed.notify_all()
+
+    def _talk(self) -> None:
+        """In a thread of its own, until the connection ends."""
+        try:
+            connection = Connection(self._address, self._challenge)
+        except Unreachable as error:
+            self._fail(str(error), road=error.road)
+            return
+        try:
+            with self._changed:
+                self._connection = connection
+                self._check()
+                connection.send(*self._unsent)
+            while True:
+                told = connection.receive()
+                with self._changed:
+                    self._values[str(told["key"])] = str(told["value"]).encode("latin-1")
+                    self._changed.notify_all()
+        except (Unreachable, PeerLost, ValueError, KeyError) as error:
+            self._fail(str(error), road=isinstance(error, Unreachable) and error.road)
+        finally:
+            with self._changed:
+                self._connection = None
+            connection.close()
+
+
+class Neighbours:
+    """The peer stores of the members of a ring: each tells on its own, and is asked there by whoever needs to know it.
+
+    So nobody is needed but one's neighbours.  A key ends in the rank of the member that sets it.  ``pinned`` gives the
+    view of the peer store at an address; what is set belongs to ``epoch``.
+    """
+
+    def __init__(
+        self, own: PeerStoreServer, addresses: Sequence[str], pinned: Callable[[str], PeerStoreClient], epoch: int
+    ) -> None:
+        self._own = own
+        self._addresses = addresses
+        self._pinned = pinned
+        self._epoch = epoch
+
+    def set(self, key: str, value: str) -> None:
+        self._own.put(key, value, self._epoch)
+
+    def get(self, key: str) -> bytes:
+        return self._of(key).get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Raises ``PeerLost``, which names the member."""
+        for key in keys:
+            try:
+                if not self._of(key).check([key]):
+                    return False
+            except PeerLost as lost:
+                raise PeerLost(str(lost), self._rank(key), road=lost.road) from lost
+        return True
+
+    def _of(self, key: str) -> PeerStoreClient:
+        return self._pinned(self._addresses[self._rank(key)])
+
+    @staticmethod
+    def _rank(key: str) -> int:
+        return int(key.rpartition("/")[2])

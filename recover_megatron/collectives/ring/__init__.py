@@ -1,0 +1,1 @@
+"""The fault-tolerant ring: schedule (pure), executor, progress thread, and the group that callers see."""

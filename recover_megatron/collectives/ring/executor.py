@@ -1,0 +1,257 @@
+"""The fault-tolerant ring: carries out programs of ``schedule`` over a transport.
+
+The bucket's own gradient is the only copy of the input, and it survives until the result is safe:
+
+                     +--------- reduce-scatter half ----------+      +------ all-gather half ------+
+    from the         | arrives in scratch                     |      | arrives in scratch          |
+    predecessor ---> | ADD: scratch += my gradient, pass it on |      | STORE: copy to the bucket,  |
+                     | FINISH (I am its owner):               |      |        mark it REDUCED,     |
+                     |   bucket = scratch + my gradient,      |      |        pass it on           |
+                     |   mark it REDUCED                      |      |                             |
+                     +----------------------------------------+      +-----------------------------+
+
+    one segment at one member:     LOCAL --FINISH or STORE--> REDUCED
+    (the write and the mark follow each other with no point of interruption in between: a revocation is looked at only
+    while waiting for a message)
+
+A segment is thus always either the untouched gradient or the finished sum.  What is sent is read from my gradient (hop
+0), from scratch (a partial sum) or from a finished segment.  Scratch is used again only when its message has gone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from recover_megatron.collectives.ledger import Ledger, Span
+from recover_megatron.collectives.ring.progress import Executor, Task
+from recover_megatron.collectives.ring.schedule import Action, Program, Receive, Send
+from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
+
+_TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
+
+Hook = Callable[[str, int], None]
+"""For tests: called at every boundary of a message with its name and its hop.
+
+``send`` before a message is handed to the transport, ``sent`` after; ``arrived`` when one is complete in scratch;
+``written`` between the write of a finished segment and its mark; ``add``, ``finish`` or ``store`` after (``gather``
+instead of ``store`` in an all-gather).
+"""
+
+
+class RingTask(Task):
+    """One collective on one bucket.
+
+    ``final``: spans that are finished as they are (a ring of one member, an owner's shard), marked at the start.
+    ``epoch_of``: what to mark a finished segment with, by its first element.
+    ``stored``: what the hook is told of a finished sum that has arrived.
+    """
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        ledger: Ledger,
+        program: Program,
+        *,
+        signature: str,
+        epoch_of: Callable[[int], int],
+        final: Sequence[Span] = (),
+        token: object = None,
+        stored: str = "store",
+    ) -> None:
+        super().__init__()
+        self.stored = stored
+        self.flat = flat
+        self.ledger = ledger
+        self.program = program
+        self.epoch_of = epoch_of
+        self.final = final
+        self.token = token
+        self.tag = zlib.crc32(signature.encode())
+        self.posted = self.gone = self.asked = self.handled = 0
+        self.partials: dict[int, Arrival] = {}
+
+    def part(self, span: Send | Receive) -> torch.Tensor:
+        return self.flat[span.span.start : span.span.stop]
+
+    @property
+    def over(self) -> bool:
+        return self.handled == len(self.program.receives) and self.gone == len(self.program.sends)
+
+
+@dataclass(slots=True)
+class _Sending:
+    run: RingTask
+    pending: Pending
+    partial: Arrival | None = None
+
+
+@dataclass(slots=True)
+class _Receiving:
+    run: RingTask
+    receive: Receive
+    arrival: Arrival
+
+
+class Ring(Executor[RingTask]):
+    """Runs of one group, messages of later runs following those of earlier ones without a gap."""
+
+    def __init__(self, transport: Transport, hook: Hook | None = None) -> None:
+        self._transport = transport
+        self._transport.on_sent(self._reap)
+        self._hook = hook
+        self._used = 0
+        """Segments of scratch in the hands of receives and partial sums."""
+        self._runs: deque[RingTask] = deque()
+        self._to_send: deque[RingTask] = deque()
+        self._to_ask: deque[RingTask] = deque()
+        self._sending: deque[_Sending] = deque()
+        self._receiving: deque[_Receiving] = deque()
+        self._count = 0
+
+    # ---- what the progress thread calls
+
+    def add(self, task: RingTask) -> None:
+        self._count += 1
+        task.tag = zlib.crc32(self._count.to_bytes(8, "little"), task.tag)
+        self._transport.begin(task.token)
+        for span in task.final:
+            task.ledger.mark(span, task.epoch_of(span.start))
+        for queue in (self._runs, self._to_send, self._to_ask):
+            queue.append(task)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._runs)
+
+    def advance(self) -> None:
+        with self._transport.scope():
+            self._reap()
+            self._post_sends()
+            self._reap()  # what went at once gives its memory back before this thread waits for more
+            self._post_receives()
+            if self._receiving:
+                first = self._receiving[0]
+                self._transport.wait(first.arrival)
+                self._receiving.popleft()
+                self._handle(first)
+            elif self._sending:
+                self._transport.wait(self._sending[0].pending)
+                self._reap()
+            self._finish_runs()
+
+    def settle(self) -> None:
+        self._transport.settle()
+
+    def close(self) -> None:
+        self._transport.close()
+        for queue in (self._runs, self._to_send, self._to_ask, self._sending, self._receiving):
+            queue.clear()  # what they hold keeps the transport's memory and connections alive
+
+    # ---- sending
+
+    def _post_sends(self) -> None:
+        """Hand over every message that is ready, in order."""
+        while self._to_send:
+            run = self._to_send[0]
+            sends = run.program.sends
+            while run.posted < len(sends) and sends[run.posted].after <= run.handled:
+                self._send(run, sends[run.posted])
+                run.posted += 1
+            if run.posted < len(sends):
+                return
+            self._to_send.popleft()
+
+    def _send(self, run: RingTask, send: Send) -> None:
+        partial = run.partials.pop(send.after - 1) if send.partial and send.hop else None
+        tensor = run.part(send) if partial is None else partial.tensor
+        if self._hook:
+            self._hook("send", send.hop)
+        pending = self._transport.send(tensor, self._tag(run, run.posted, len(send.span)))
+        if self._hook:
+            self._hook("sent", send.hop)
+        self._sending.append(_Sending(run, pending, partial))
+
+    def _reap(self) -> None:
+        """Take back what has gone."""
+        while self._sending and self._sending[0].pending.done:
+            sending = self._sending.popleft()
+            sending.run.gone += 1
+            if sending.partial is not None:
+                self._release(sending.partial)
+
+    # ---- receiving
+
+    def _post_receives(self) -> None:
+        """Ask for the next messages, as far ahead as is useful and as scratch allows."""
+        while self._to_ask and len(self._receiving) <= self._transport.lookahead:
+            run = self._to_ask[0]
+            receives = run.program.receives
+            if run.asked == len(receives):
+                self._to_ask.popleft()
+                continue
+            if self._used > run.program.partials + self._transport.lookahead:
+                # The successor lags: partial sums pile up.  One more than the schedule holds at once is enough for the
+                # member that lags most, so waiting here can't close a circle.
+                if self._receiving:
+                    return
+                self._transport.wait(self._sending[0].pending)
+                self._reap()
+                continue
+            receive = receives[run.asked]
+            arrival = self._transport.recv(
+                len(receive.span), run.flat.dtype, self._tag(run, run.asked, len(receive.span))
+            )
+            self._receiving.append(_Receiving(run, receive, arrival))
+            self._used += 1
+            run.asked += 1
+
+    def _handle(self, message: _Receiving) -> None:
+        """Deal with a segment that is complete in scratch.  No point of interruption between write and mark."""
+        run, receive, scratch = message.run, message.receive, message.arrival.tensor
+        hook, part = self._hook, run.part(receive)
+        if hook:
+            hook("arrived", receive.hop)
+        if receive.action is Action.ADD:
+            scratch.add_(part)
+            run.partials[run.handled] = message.arrival
+        else:
+            if receive.action is Action.FINISH:
+                torch.add(scratch, part, out=part)
+                self._mark(run, receive)
+            elif not run.ledger.covers(receive.span):
+                part.copy_(scratch)
+                self._mark(run, receive)
+            self._release(message.arrival)
+        run.handled += 1
+        if hook:
+            hook(run.stored if receive.action is Action.STORE else receive.action.value, receive.hop)
+
+    def _mark(self, run: RingTask, receive: Receive) -> None:
+        if self._hook:
+            self._hook("written", receive.hop)
+        run.ledger.mark(receive.span, run.epoch_of(receive.span.start))
+
+    # ---- the rest
+
+    @property
+    def scratch_peak(self) -> int:
+        """The most bytes that arriving segments and partial sums ever took, over all runs."""
+        return self._transport.scratch_peak
+
+    def _release(self, arrival: Arrival) -> None:
+        self._transport.release(arrival)
+        self._used -= 1
+
+    def _finish_runs(self) -> None:
+        while self._runs and self._runs[0].over:
+            self._transport.finish()
+            self._runs.popleft().handle.finish()
+
+    @staticmethod
+    def _tag(run: RingTask, position: int, length: int) -> int:
+        return (run.tag + position * _TAG_STRIDE + length) & _TAG_MASK

@@ -1,0 +1,96 @@
+"""The ring as a group: plans each collective and hands it to the progress thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from recover_megatron.collectives.epoch import CancelToken, Epoch
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.ledger import Ledger, Span
+from recover_megatron.collectives.ring.executor import Hook, Ring, RingTask
+from recover_megatron.collectives.ring.progress import Handle, ProgressThread
+from recover_megatron.collectives.ring.schedule import Chunks, most_partials, plan, segment_length
+from recover_megatron.collectives.transport.interface import Transport
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How buckets are cut; the same on all members.  Measured with benchmarks/bench_ring.py."""
+
+    segment_bytes: int = 512 << 10
+    """The longest segment."""
+    least_bytes: int = 128 << 10
+    """No segment is made shorter than this only to have several under way."""
+    depth: int = 2
+    """Blocks under way at a time; see ``schedule``."""
+
+    @property
+    def slots(self) -> int:
+        """Segments that one member has room for: all partial sums that it may hold, and one that arrives."""
+        return most_partials(self.depth) + 1
+
+
+class RingGroup(Group):
+    """Use ``open_group`` of ``opening``."""
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        cancel_token: CancelToken,
+        transport: Transport,
+        *,
+        device: torch.device | None = None,
+        tuning: Tuning | None = None,
+        hook: Hook | None = None,
+    ) -> None:
+        super().__init__(epoch, cancel_token, device or torch.device("cpu"))
+        self.tuning = tuning or Tuning()
+        self._transport = transport
+        self._ring = Ring(transport, hook)
+        self._progress: ProgressThread[RingTask] = ProgressThread(
+            self._ring, cancel_token, f"ring of epoch {self.epoch}"
+        )
+
+    @property
+    def scratch_peak(self) -> int:
+        """The most bytes of scratch that the group ever had, over all buckets."""
+        return self._ring.scratch_peak
+
+    def close(self) -> None:
+        self._progress.close()
+
+    def segment_elements(self, chunks: Chunks, element_size: int) -> int:
+        """Elements of a segment for ``chunks``."""
+        tuning = self.tuning
+        return segment_length(
+            chunks, max(1, tuning.segment_bytes // element_size), tuning.least_bytes // element_size, tuning.depth
+        )
+
+    def _start(
+        self,
+        what: str,
+        flat: torch.Tensor,
+        ledger: Ledger,
+        chunks: Chunks,
+        *,
+        reduce: bool,
+        gather_hops: int,
+        final: Sequence[Span] = (),
+        epoch_of: Callable[[int], int] | None = None,
+    ) -> Handle:
+        length = self.segment_elements(chunks, flat.element_size())
+        program = plan(self.rank, chunks, length, reduce=reduce, gather_hops=gather_hops, depth=self.tuning.depth)
+        run = RingTask(
+            flat,
+            ledger,
+            program,
+            signature=f"{what} {flat.dtype} {reduce} {gather_hops} {length} {chunks}",
+            epoch_of=epoch_of or (lambda _: self.epoch),
+            final=final,
+            token=self._transport.submitted(),
+            stored="gather" if what == "all-gather" else "store",
+        )
+        return self._progress.submit(run)

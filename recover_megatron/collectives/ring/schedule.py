@@ -1,0 +1,176 @@
+"""Which segment goes where and when: pure functions of (rank, size, spans).
+
+A bucket is cut into one *chunk* per rank, its owner, and each chunk into *segments*.  A segment travels round the ring,
+always from rank r to rank r + 1:
+
+    reduce-scatter, hops 0 .. n-2:   the segment of chunk c starts at rank c + 1 as that rank's own gradient; each
+                                     receiver adds its own gradient to what arrived; after hop n-2 it is complete at c
+    all-gather, hops n-1 .. 2n-3:    the finished segment goes from its owner c to c + 1, c + 2, ...
+
+Order of summation, hence the result to the last bit, is fixed by (members, spans):
+
+    sum of chunk c = (((g[c+1] + g[c+2]) + g[c+3]) + ... ) + g[c]          indices modulo n
+
+Hops of one segment wait for each other, so several segments are under way at a time.  Segment k of every chunk forms
+*block* k; block k starts ``stride`` hops after block k - 1, and messages are ordered by the wave k * stride + hop:
+
+    wave     0      1      2      3      4      5      6
+    block 0  hop 0  hop 1  hop 2  hop 3  hop 4  hop 5            n = 4, stride 2: three blocks under way
+    block 1                hop 0  hop 1  hop 2  hop 3  hop 4
+    block 2                              hop 0  hop 1  hop 2
+
+Every rank sends in this order and receives in this order, so a message needs no address.  A message of hop h + 1
+depends on the receipt of the same segment at hop h, which is at least ``blocks under way`` messages earlier.
+
+A member holds the partial sums of the blocks that are between two hops of the reduce-scatter half, and nothing is sent
+to a member without room for it.  So blocks start late enough that no more than ``most_partials`` are held at a time:
+members with room for one segment more can't block each other (tests/collectives/ring_model.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+from recover_megatron.collectives.ledger import Span
+
+
+class Action(Enum):
+    """What a rank does with a segment that arrived."""
+
+    ADD = "add"  # add my gradient, keep the partial sum in scratch, pass it on
+    FINISH = "finish"  # add my gradient: the sum is complete and mine; write it to the bucket
+    STORE = "store"  # it is a finished sum: copy it to the bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message to the successor. ``after``: how many receipts of the same program must have been handled before."""
+
+    span: Span
+    hop: int
+    after: int
+    partial: bool
+    """A partial sum: it lies in the scratch of receipt ``after - 1``; of hop 0, my own gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """A message from the predecessor."""
+
+    span: Span
+    hop: int
+    action: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All messages of one rank in one collective, each list in the order of the wire."""
+
+    sends: tuple[Send, ...]
+    receives: tuple[Receive, ...]
+    partials: int
+    """The most partial sums that are held at a time when no neighbour lags."""
+
+
+Chunks = Sequence[Sequence[Span]]
+"""For each rank what it owns."""
+
+
+def even_chunks(spans: Sequence[Span], size: int) -> list[list[Span]]:
+    """Share ``spans`` out evenly, in order: rank r gets elements r*L//size to (r+1)*L//size of their concatenation."""
+    total = sum(map(len, spans))
+    bounds = [rank * total // size for rank in range(size + 1)]
+    chunks: list[list[Span]] = [[] for _ in range(size)]
+    rank = passed = 0
+    for span in spans:
+        start = span.start
+        while start < span.stop:
+            while passed >= bounds[rank + 1]:
+                rank += 1
+            length = min(span.stop - start, bounds[rank + 1] - passed)
+            chunks[rank].append(Span(start, start + length))
+            start += length
+            passed += length
+    return chunks
+
+
+def within(spans: Sequence[Span], shards: Chunks) -> list[list[Span]]:
+    """The part of ``spans`` that lies in each rank's shard; all ascending."""
+    return [list(_overlaps(spans, shard)) for shard in shards]
+
+
+def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
+    """What two ascending sequences have in common, in one pass."""
+    one = other = 0
+    while one < len(spans) and other < len(others):
+        a, b = spans[one], others[other]
+        start, stop = max(a.start, b.start), min(a.stop, b.stop)
+        if start < stop:
+            yield Span(start, stop)
+        if a.stop <= b.stop:
+            one += 1
+        else:
+            other += 1
+
+
+def segments(chunk: Sequence[Span], length: int) -> list[Span]:
+    """Cut a chunk into segments of at most ``length`` elements, the segments of one span of nearly equal size."""
+    fragments = []
+    for span in chunk:
+        count = -(-len(span) // length)
+        cuts = [span.start + at * len(span) // count for at in range(count + 1)] if count else []
+        fragments += [Span(a, b) for a, b in pairwise(cuts)]
+    return fragments
+
+
+def segment_length(chunks: Chunks, most: int, least: int, depth: int) -> int:
+    """Elements of a segment: a chunk is cut into ``depth`` or more, but into none of more than ``most`` elements, and
+    not below ``least`` for the sake of the pipeline alone."""
+    longest = max((sum(map(len, chunk)) for chunk in chunks), default=0)
+    return max(1, min(most, longest, max(least, -(-longest // depth))))
+
+
+def most_partials(depth: int) -> int:
+    """The most partial sums that a member holds at a time when no neighbour lags, whatever the program."""
+    return -(-depth // 2) + 1
+
+
+def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: int, depth: int) -> Program:
+    """The program of ``rank`` in a ring of ``len(chunks)``.
+
+    ``reduce``: begin with the reduce-scatter half.  ``gather_hops``: how many hops finished segments travel on,
+    0 (reduce-scatter), 1 (one shadow), .. n - 1 (all-reduce).  ``depth``: blocks under way at a time.
+    """
+    size = len(chunks)
+    cut = [segments(chunk, length) for chunk in chunks]
+    blocks = max(map(len, cut), default=0)
+    reduce_hops = size - 1 if reduce else 0
+    hops = reduce_hops + gather_hops
+    passed_on = max(0, reduce_hops - 1)
+    stride = max(1, -(-hops // max(1, min(depth, blocks))), -(-passed_on // most_partials(depth)))
+    order = sorted((block * stride + hop, block, hop) for block in range(blocks) for hop in range(hops))
+
+    sends: list[Send] = []
+    receives: list[Receive] = []
+    receipt: dict[tuple[int, int], int] = {}
+    for _, block, hop in order:
+        # Chunk that a rank passes on at a hop: the reduce half starts at the owner's successor, the gather half at it.
+        behind = hop + 1 if hop < reduce_hops else hop - reduce_hops
+        outgoing, incoming = cut[(rank - behind) % size], cut[(rank - 1 - behind) % size]
+        if block < len(outgoing):
+            first = hop == 0
+            after = 0 if first else receipt[block, hop - 1] + 1
+            sends.append(Send(outgoing[block], hop, after, partial=hop < reduce_hops))
+        if block < len(incoming):
+            receipt[block, hop] = len(receives)
+            receives.append(Receive(incoming[block], hop, _action(hop, reduce_hops)))
+    return Program(tuple(sends), tuple(receives), min(-(-passed_on // stride), blocks))
+
+
+def _action(hop: int, reduce_hops: int) -> Action:
+    if hop >= reduce_hops:
+        return Action.STORE
+    return Action.FINISH if hop == reduce_hops - 1 else Action.ADD

@@ -1,0 +1,221 @@
+"""The first bytes of a connection between two neighbours: both prove that they belong to this ring of this epoch.
+
+    connecting (sender)                                  accepting (receiver)
+        |  <------------------ nonce A (16) ---------------- |
+        |  -- nonce B (16), HMAC(secret, "send" A B ring) ->  |      wrong: closed, and the next one may try
+        |  <------ HMAC(secret, "receive" A B ring) --------  |
+
+``ring`` names job-wide group, epoch, and both ranks, so a connection of another epoch, another column or another place
+in the ring is refused, whoever opened it.  Fixed lengths; nothing is parsed.  A connection that says nothing holds
+nobody up: all candidates are served side by side until the right one is there; each has ``PROOF_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.network import proof
+
+NONCE, MAC = 16, 32
+CONNECT_SECONDS = 5.0
+"""A host that has not answered by then is not reached; what its process does plays no part in it."""
+PROOF_SECONDS = 5.0
+FULL_SECONDS = 0.25
+"""How long nobody is let in when this process has no descriptor left."""
+MAX_CANDIDATES = 64
+"""Connections served at a time; the oldest is dropped for a newer one."""
+
+
+class Refused(Exception):
+    """The other side of a connection does not belong to this ring."""
+
+
+def _mac(secret: bytes, role: str, nonces: bytes, ring: bytes) -> bytes:
+    return proof.mac(secret, "ring", role, nonces.hex(), ring.hex())
+
+
+class _Conversation:
+    """One side of a hello on a non-blocking socket; ``step`` until it returns True."""
+
+    def __init__(self, sock: socket.socket, secret: bytes, ring: bytes) -> None:
+        self.sock = sock
+        self.since = time.monotonic()
+        self._secret = secret
+        self._ring = ring
+        self._heard = b""
+        self._mine = os.urandom(NONCE)
+
+    def _hear(self, length: int) -> bool:
+        """Whether ``length`` bytes have arrived."""
+        try:
+            data = self.sock.recv(length - len(self._heard))
+        except BlockingIOError:
+            return False
+        if not data:
+            raise Refused("it was closed before the hello was over")
+        self._heard += data
+        return len(self._heard) == length
+
+    def _say(self, data: bytes) -> None:
+        if self.sock.send(data) != len(data):  # a fresh connection has room for 48 bytes
+            raise Refused("it does not take the hello")
+
+    def step(self) -> bool:
+        raise NotImplementedError
+
+
+class _Accepting(_Conversation):
+    def __init__(self, sock: socket.socket, secret: bytes, ring: bytes) -> None:
+        super().__init__(sock, secret, ring)
+        self._say(self._mine)
+
+    def step(self) -> bool:
+        if not self._hear(NONCE + MAC):
+            return False
+        nonces = self._mine + self._heard[:NONCE]
+        if not proof.proves(self._heard[NONCE:], _mac(self._secret, "send", nonces, self._ring)):
+            raise Refused("it does not know the secret, or belongs to another ring")
+        self._say(_mac(self._secret, "receive", nonces, self._ring))
+        return True
+
+
+class _Connecting(_Conversation):
+    _nonces = b""
+
+    def step(self) -> bool:
+        if not self._nonces:
+            if not self._hear(NONCE):
+                return False
+            self._nonces, self._heard = self._heard + self._mine, b""
+            self._say(self._mine + _mac(self._secret, "send", self._nonces, self._ring))
+        if not self._hear(MAC):
+            return False
+        if not proof.proves(self._heard, _mac(self._secret, "receive", self._nonces, self._ring)):
+            raise Refused("it does not know the secret, or belongs to another ring")
+        return True
+
+
+class Handshake:
+    """Opens both connections of a member at once: out to the successor, in from the predecessor."""
+
+    def __init__(self, listener: socket.socket, cancel_token: CancelToken, wake: int, secret: bytes) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._cancel_token = cancel_token
+        self._wake = wake
+        self._secret = secret
+        self._closed_until = 0.0
+
+    def hold(self, out: socket.socket, out_ring: bytes, in_ring: bytes, timeout: float) -> socket.socket:
+        """Say hello on ``out`` (connecting or connected, non-blocking) and to whoever comes in.
+
+        Returns the connection from the predecessor.  Raises ``EpochRevoked``, ``TimeoutError``, or ``PeerLost`` when
+        the successor turns us away.
+        """
+        deadline = time.monotonic() + timeout
+        outgoing: _Conversation | None = _Connecting(out, self._secret, out_ring)
+        incoming: socket.socket | None = None
+        candidates: dict[int, _Conversation] = {}
+        try:
+            while outgoing or incoming is None:
+                ready = self._poll(outgoing, candidates, incoming is None, deadline)
+                if outgoing and out.fileno() in ready and self._step_out(outgoing):
+                    outgoing = None
+                if incoming is None:
+                    if self._listener.fileno() in ready:
+                        self._admit(candidates, in_ring)
+                    incoming = self._first_right_one(candidates, ready)
+            return incoming
+        except BaseException:
+            if incoming is not None:
+                incoming.close()
+            raise
+        finally:
+            for candidate in candidates.values():
+                candidate.sock.close()
+
+    def _poll(
+        self, outgoing: _Conversation | None, candidates: dict[int, _Conversation], accepting: bool, deadline: float
+    ) -> set[int]:
+        now = time.monotonic()
+        poll, until = select.poll(), deadline
+        poll.register(self._wake, select.POLLIN)
+        if accepting and now >= self._closed_until:
+            poll.register(self._listener.fileno(), select.POLLIN)
+        elif accepting:
+            until = min(until, self._closed_until)
+        for fd in candidates:
+            poll.register(fd, select.POLLIN)
+        if candidates:
+            until = min(until, next(iter(candidates.values())).since + PROOF_SECONDS)
+        if outgoing:
+            poll.register(outgoing.sock.fileno(), select.POLLIN)
+            if not _is_connected(outgoing.sock):
+                until = min(until, outgoing.since + CONNECT_SECONDS)
+        ready = poll.poll(max(0.0, until - now) * 1000)
+        self._cancel_token.check()
+        if not ready:
+            self._give_up_on(outgoing, candidates, deadline)
+        return {fd for fd, _ in ready}
+
+    @staticmethod
+    def _give_up_on(outgoing: _Conversation | None, candidates: dict[int, _Conversation], deadline: float) -> None:
+        """Some time is over: that of a candidate, of the connection to the successor, or of all."""
+        now = time.monotonic()
+        for fd in [fd for fd, candidate in candidates.items() if now >= candidate.since + PROOF_SECONDS]:
+            candidates.pop(fd).sock.close()
+        if outgoing and now >= outgoing.since + CONNECT_SECONDS and not _is_connected(outgoing.sock):
+            raise PeerLost(
+                f"the host of the successor in the ring has not answered for {CONNECT_SECONDS:g} s", road=True
+            )
+        if now > deadline:
+            missing = "successor" if outgoing else "predecessor"
+            raise TimeoutError(f"the {missing} in the ring did not come within the time for connecting")
+
+    def _step_out(self, outgoing: _Conversation) -> bool:
+        try:
+            return outgoing.step()
+        except (Refused, OSError) as error:
+            road = isinstance(error, OSError) and not isinstance(error, (ConnectionResetError, BrokenPipeError))
+            raise PeerLost(f"the successor in the ring refused the connection: {error}", road=road) from error
+
+    def _admit(self, candidates: dict[int, _Conversation], ring: bytes) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # no descriptor is left: those that have proved nothing give theirs back, and others may, too
+            while candidates:
+                candidates.popitem()[1].sock.close()
+            self._closed_until = time.monotonic() + FULL_SECONDS
+            return
+        sock.setblocking(False)
+        if len(candidates) >= MAX_CANDIDATES:
+            candidates.pop(next(iter(candidates))).sock.close()
+        try:
+            candidates[sock.fileno()] = _Accepting(sock, self._secret, ring)
+        except (Refused, OSError):
+            sock.close()
+
+    def _first_right_one(self, candidates: dict[int, _Conversation], ready: set[int]) -> socket.socket | None:
+        for fd in ready & candidates.keys():
+            try:
+                if candidates[fd].step():
+                    return candidates.pop(fd).sock
+            except (Refused, OSError):  # a stranger, or a neighbour that died: neither may harm the ring
+                candidates.pop(fd).sock.close()
+        return None
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    """Whether the other host has answered."""
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True

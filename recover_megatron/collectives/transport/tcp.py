@@ -1,0 +1,426 @@
+"""Transport over two TCP connections: one to the successor, one from the predecessor.
+
+Single-threaded and driven by ``wait``: whoever waits for one message moves the other direction too, so a ring in which
+everybody sends before receiving does not lock up.
+
+    against the data, one byte each:   slot number: free again   |   GOODBYE: I leave in order, this is no death
+                  +---------------------------------------------------------------------------+
+    member r      |<--------------------------------------------------------------------------|   member r + 1
+                  |-- mode (1 byte), then messages: header (tag, slot, length) [ payload ] -->|
+                  +---------------------------------------------------------------------------+
+
+    mode INLINE: the payload follows its header, between the tensor's memory and the kernel without a copy in between
+    mode SHARED: the payload lies in a slot of shared memory (neighbours on one host; see ``slots``)
+
+The header is checked before a payload is believed.  A neighbour's death closes its connections, which ``wait`` sees at
+once on either of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.errors import CollectiveMismatch, PeerLost, is_of_the_road
+from recover_megatron.collectives.rendezvous import KeyValue, await_key
+from recover_megatron.collectives.ring.scratch import Scratch
+from recover_megatron.collectives.transport.handshake import Handshake
+from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
+from recover_megatron.collectives.transport.listener import RingListener
+from recover_megatron.collectives.transport.shared_memory import SharedMemory, machine
+from recover_megatron.network.addresses import family_of
+from recover_megatron.network.forks import close_in_children
+from recover_megatron.network.forks import forget as unregister
+from recover_megatron.network.silence import SECONDS, is_silent, watch
+
+_HEADER = struct.Struct("<IiQ")
+_INLINE, _SHARED = b"i", b"s"
+_GOODBYE = 255
+_IN_LINE = -1
+"""Slot number of a message whose payload follows."""
+_FROM_SUCCESSOR = select.POLLIN | select.POLLRDHUP
+_FROM_SUCCESSOR_OR_END = _FROM_SUCCESSOR | select.POLLHUP | select.POLLERR | select.POLLNVAL
+_WORTH_WAKING = 128 << 10
+"""Bytes of a payload that may collect before a waiting thread is woken."""
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; valid as long as the tensor lives."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class _Message:
+    """A message under way; ``parts`` is what is left of it to be moved through the connection."""
+
+    __slots__ = ("done", "dtype", "header", "numel", "own", "parts", "slot", "tag", "tensor")
+
+    def __init__(self, tag: int, numel: int, dtype: torch.dtype) -> None:
+        self.tag = tag
+        self.numel = numel
+        self.dtype = dtype
+        self.header = bytearray(_HEADER.size)
+        self.tensor = _NOTHING
+        self.own: torch.Tensor | None = None
+        self.slot = _IN_LINE
+        self.parts = [memoryview(self.header)]
+        self.done = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def advance(self, count: int) -> None:
+        parts = self.parts
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if count:
+            parts[0] = parts[0][count:]
+
+
+_NOTHING = torch.empty(0)
+
+
+class TcpTransport(Transport):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: KeyValue,
+        cancel_token: CancelToken,
+        *,
+        secret: bytes,
+        ring: str,
+        slots: tuple[int, int] | None,
+        host: str = "127.0.0.1",
+        timeout: float = 60.0,
+        ring_listener: RingListener | None = None,
+    ) -> None:
+        """Meet both neighbours.
+
+        ``host``: the address of this machine that the others can reach; loopback by default.  ``ring_listener``: made
+        before, with the same host and slots; it is closed when the neighbours have been met.  ``ring``: a name that no
+        other ring of the job has (group, epoch).  ``secret``: the job's.  ``slots``: number and bytes of the slots for
+        neighbours on one host, the same on all members; None: everything goes through the connections.  Raises
+        ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
+        """
+        self._cancel_token = cancel_token
+        self._sent: Callable[[], None] = lambda: None
+        self._scratch = Scratch(torch.device("cpu"))
+        self._sending: deque[_Message] = deque()
+        self._receiving: deque[_Message] = deque()
+        self._out: socket.socket | None = None
+        self._in: socket.socket | None = None
+        self._theirs: SharedMemory | None = None
+        self._free: list[int] = []
+        self._mine: SharedMemory | None = None
+        self._mode = b""
+        self._longest_shared = 0
+        self._successor_left = False
+        self._low_water = 1
+        self._watched_in = self._watched_out = 0
+        self._neighbours = {"successor": (rank + 1) % size, "predecessor": (rank - 1) % size}
+        self._descriptors = threading.Lock()  # abort must not use a descriptor's number after it was closed
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller = select.poll()
+        self._poller.register(self._wake, select.POLLIN)
+        close_in_children(self)
+        cancel_token.on_cancel(self.abort)
+        if size > 1:
+            try:
+                self._meet(rank, size, store, secret, ring, slots, ring_listener or RingListener(host, slots), timeout)
+            except BaseException:
+                self.close()
+                raise
+
+    def _meet(
+        self,
+        rank: int,
+        size: int,
+        store: KeyValue,
+        secret: bytes,
+        ring: str,
+        slots: tuple[int, int] | None,
+        ring_listener: RingListener,
+        timeout: float,
+    ) -> None:
+        after, before = (rank + 1) % size, (rank - 1) % size
+        here = machine() if slots else ""
+        with contextlib.closing(ring_listener):
+            self._mine = ring_listener.take_slots()
+            store.set(f"{ring}/{rank}", ring_listener.address)
+            address, port, theirs = await_key(store, f"{ring}/{after}", self._cancel_token, timeout).split(" ")
+            self._out = socket.socket(family_of(address), socket.SOCK_STREAM)
+            self._out.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    self._out.connect((address, int(port)))
+                except BlockingIOError:
+                    raise
+                except OSError as error:  # its host is gone, or there is no way to it, and this one knows it at once
+                    raise self._lost("successor", error, connecting=True) from error
+            meeting = Handshake(ring_listener.listener, self._cancel_token, self._wake, secret)
+            try:
+                self._in = meeting.hold(
+                    self._out, f"{ring} {rank} {after}".encode(), f"{ring} {before} {rank}".encode(), timeout
+                )
+            except PeerLost as lost:
+                lost.peer = after
+                raise
+        for sock in (self._out, self._in):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch(sock)
+        if slots and theirs.startswith(here + ":"):
+            pid, descriptor = theirs.rsplit(":", 2)[1:]
+            self._theirs = SharedMemory.open(int(pid), int(descriptor), *slots)
+            self._free = list(range(slots[0])) if self._theirs else []
+        try:
+            self._out.send(_SHARED if self._theirs else _INLINE)
+        except OSError as error:  # it hung up, or we did: the epoch is over
+            raise self._lost("successor", error) from error
+
+    @property
+    def scratch_peak(self) -> int:
+        shared = self._mine.count * self._longest_shared if self._mine else 0
+        return self._scratch.peak + shared
+
+    # ---- messages
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        message = _Message(tag, tensor.numel(), tensor.dtype)
+        message.tensor = tensor
+        if self._theirs is None:
+            _HEADER.pack_into(message.header, 0, tag, _IN_LINE, tensor.nbytes)
+            message.parts.append(_bytes_of(tensor))
+        self._sending.append(message)
+        self._push()
+        return message
+
+    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
+        message = _Message(tag, numel, dtype)
+        self._receiving.append(message)
+        return message
+
+    def on_sent(self, callback: Callable[[], None]) -> None:
+        self._sent = callback
+
+    def release(self, arrival: Arrival) -> None:
+        assert isinstance(arrival, _Message)
+        if arrival.own is not None:
+            self._scratch.give(arrival.own)
+        else:
+            assert self._in is not None
+            with contextlib.suppress(OSError):  # gone: then it needs no slot, and the next receive tells
+                self._in.send(bytes((arrival.slot,)))
+        arrival.tensor = _NOTHING
+
+    def wait(self, pending: Pending) -> None:
+        while True:
+            self._cancel_token.check()
+            moved = self._push()
+            if moved:
+                self._sent()
+            moved = self._pull() or moved
+            if pending.done:
+                return
+            if not moved:
+                self._poll()
+
+    def _push(self) -> bool:
+        """Give the kernel what it takes; whether it took anything."""
+        moved = False
+        while self._sending:
+            message = self._sending[0]
+            if self._theirs is not None and message.slot == _IN_LINE and not self._place(message):
+                return moved
+            parts = message.parts
+            assert self._out is not None
+            try:
+                count = self._out.send(parts[0]) if len(parts) == 1 else self._out.sendmsg(parts)
+            except BlockingIOError:
+                return moved
+            except OSError as error:
+                raise self._lost("successor", error) from error
+            moved = True
+            message.advance(count)
+            if not parts:
+                message.done = True
+                self._sending.popleft()
+        return moved
+
+    def _place(self, message: _Message) -> bool:
+        """Copy a payload to a slot of the successor's; False while it has none free."""
+        assert self._theirs is not None
+        if not self._free:
+            self._hear_successor()
+            if not self._free:
+                return False
+        message.slot = self._free.pop()
+        self._theirs.view(message.slot, message.numel, message.dtype).copy_(message.tensor)
+        _HEADER.pack_into(message.header, 0, message.tag, message.slot, message.nbytes)
+        return True
+
+    def _pull(self) -> bool:
+        """Take what the kernel has for the first message that is waited for; whether there was anything."""
+        if not self._receiving:
+            return False
+        message = self._receiving[0]
+        assert self._in is not None
+        try:
+            if not self._mode:
+                return self._learn_mode()
+            parts = message.parts
+            if message.own is None and self._mode == _INLINE:
+                message.own = message.tensor = self._scratch.take(message.numel, message.dtype)
+                parts.append(_bytes_of(message.own))
+            count = self._in.recv_into(parts[0]) if len(parts) == 1 else self._in.recvmsg_into(parts)[0]
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._lost("predecessor", error) from error
+        if count == 0:
+            raise self._lost("predecessor", None)
+        whole = len(parts) == 2 or self._mode == _SHARED
+        message.advance(count)
+        if whole and len(parts) < (1 if self._mode == _SHARED else 2):
+            self._check(message)
+        if not parts:
+            message.done = True
+            self._receiving.popleft()
+        return True
+
+    def _learn_mode(self) -> bool:
+        assert self._in is not None
+        self._mode = self._in.recv(1)
+        if not self._mode:
+            raise self._lost("predecessor", None)
+        if self._mode not in (_INLINE, _SHARED) or (self._mode == _SHARED and self._mine is None):
+            raise CollectiveMismatch(f"the predecessor in the ring speaks mode {self._mode!r}")
+        return True
+
+    def _check(self, message: _Message) -> None:
+        """The header is complete: is it the message that is waited for?"""
+        tag, slot, length = _HEADER.unpack(message.header)
+        if (tag, length) != (message.tag, message.nbytes):
+            raise CollectiveMismatch(
+                f"the predecessor in the ring sent message {tag:08x} of {length} bytes, this worker waits for message "
+                f"{message.tag:08x} of {message.nbytes} bytes: the members did not issue the same collectives"
+            )
+        if self._mode == _SHARED:
+            assert self._mine is not None
+            if not 0 <= slot < self._mine.count:
+                raise CollectiveMismatch(f"the predecessor in the ring names slot {slot}")
+            message.slot = slot
+            message.tensor = self._mine.view(slot, message.numel, message.dtype)
+            self._longest_shared = max(self._longest_shared, length)
+
+    def _poll(self) -> None:
+        """Block until something can move."""
+        assert self._out is not None
+        assert self._in is not None
+        full = self._theirs is not None and not self._free  # then only the successor's word helps
+        watched = select.POLLOUT if self._sending and not full else 0
+        if not self._successor_left:
+            watched |= _FROM_SUCCESSOR
+        if watched != self._watched_out:
+            self._poller.register(self._out, watched) if watched else self._poller.unregister(self._out)
+            self._watched_out = watched
+        watched = select.POLLIN if self._receiving else 0
+        if watched != self._watched_in:
+            self._poller.register(self._in, watched) if watched else self._poller.unregister(self._in)
+            self._watched_in = watched
+        if self._receiving and self._mode == _INLINE:
+            self._wake_for(min(len(self._receiving[0].parts[-1]), _WORTH_WAKING))
+        out = self._out.fileno()
+        for fd, events in self._poller.poll():
+            if fd == out and events & _FROM_SUCCESSOR_OR_END:
+                self._hear_successor()
+
+    def _wake_for(self, count: int) -> None:
+        """Let the kernel collect some more before it wakes this thread for a few bytes."""
+        assert self._in is not None
+        if count != self._low_water:
+            self._in.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            self._low_water = count
+
+    def _hear_successor(self) -> None:
+        """Read what the successor says: which slots are free again, that it leaves, or that it is gone."""
+        if self._successor_left:
+            raise self._lost("successor", None)
+        assert self._out is not None
+        try:
+            words = self._out.recv(64)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise self._lost("successor", error) from error
+        if not words:
+            raise self._lost("successor", None)
+        for word in words:
+            if word == _GOODBYE:
+                self._successor_left = True
+            elif self._theirs is not None and word < self._theirs.count and word not in self._free:
+                self._free.append(word)
+            else:
+                raise CollectiveMismatch(f"the successor in the ring gives back slot {word}, which is not in use")
+
+    def _lost(self, who: str, error: OSError | None, *, connecting: bool = False) -> Exception:
+        if self._cancel_token.cancelled:
+            return self._cancel_token.error()
+        sock = self._out if who == "successor" else self._in
+        silent = sock is not None and is_silent(sock)
+        why = f": {error}" if error else ""
+        if silent:
+            why = f": its host has acknowledged nothing for {SECONDS:g} s"
+        return PeerLost(
+            f"the connection to the {who} in the ring broke{why}",
+            self._neighbours[who],
+            road=connecting or silent or is_of_the_road(error),
+        )
+
+    # ---- the end
+
+    def abort(self) -> None:
+        with self._descriptors:
+            if self._wake < 0:
+                return
+            os.eventfd_write(self._wake, 1)
+            for sock in (self._out, self._in):
+                if sock is not None:
+                    with contextlib.suppress(OSError):  # not connected (any more)
+                        sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._in is not None and not self._cancel_token.cancelled:
+            with contextlib.suppress(OSError):  # the predecessor left first
+                self._in.send(bytes((_GOODBYE,)))
+        with self._descriptors:
+            self.forget()
+
+    def close_in_child(self) -> None:
+        """A process forked from a worker must not keep the worker's connections open after its death."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Close this process's descriptors without a word to the neighbours."""
+        unregister(self)
+        for sock in (self._out, self._in):
+            if sock is not None:
+                sock.close()
+        for slots in (self._mine, self._theirs):
+            if slots is not None:
+                slots.close()
+        self._mine = self._theirs = None
+        self._sent = lambda: None  # whoever was to be called holds this transport: no circle may keep its memory
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1

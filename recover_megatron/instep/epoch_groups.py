@@ -1,0 +1,267 @@
+"""Everything of one worker that lives and dies with one epoch: its switch, its rings, its groups between steps.
+
+    EpochGroups(n) --ring(), control()--> groups, opened when first used
+          |
+          '--end(reason): from any thread; every operation of every group raises EpochRevoked, now and later
+                 |
+                 '--close(): nothing of this epoch touches a tensor any more; then EpochGroups(n+1)
+
+Healthy replicas go on computing after ``end``: nothing here is used by what stays inside a replica.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.gloo.abort import GlooBackend
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.group_factory import TransportKind, open_group
+from recover_megatron.collectives.peer_store_client import Neighbours, PeerStoreClient
+from recover_megatron.collectives.rendezvous import KeyValue
+from recover_megatron.collectives.ring.executor import Hook
+from recover_megatron.collectives.ring.reordered import Reordered
+from recover_megatron.collectives.ring.torch_operations import RoundBackend
+from recover_megatron.network.peer_store import PeerStoreServer
+
+
+@dataclass(frozen=True)
+class CommunicationConfig:
+    """What opening a group needs and no epoch changes."""
+
+    peer_store: PeerStoreServer
+    """This worker's own."""
+    secret: bytes = field(repr=False)
+    device: torch.device
+    host: str = "127.0.0.1"
+    """The address at which the other workers reach this one."""
+    collective: Literal["ring", "native"] = "ring"
+    transport_kind: TransportKind | None = None
+    """None: that of the device."""
+    hook: Hook | None = None
+    """For tests and fault injection: see ``collectives.ring.executor``."""
+
+    @property
+    def mesh(self) -> bool:
+        """Whether the members of a ring all connect to all, or meet in one place: then no order avoids an edge."""
+        ring = self.collective == "ring" and self.transport_kind in (None, "tcp", "tcp-inline")
+        return not ring or (self.transport_kind is None and self.device.type == "cuda")
+
+
+@dataclass(frozen=True)
+class _Column:
+    """An ``Epoch`` (see collectives.epoch) restricted to some of its members."""
+
+    number: int
+    members: Sequence[int]
+    me: int
+    cancel_token: CancelToken
+
+    def on_revoke(self, callback: Callable[[str], None]) -> None:
+        self.cancel_token.on_cancel(lambda: callback(self.cancel_token.reason))
+
+
+@dataclass(frozen=True)
+class Roads:
+    """Which pairs of slots cannot talk to each other, and in which order rings go round all the same.
+
+    ``order``: slots; rings go round their members in this one.  Empty: there is nothing to avoid.
+    """
+
+    broken: frozenset[tuple[int, int]] = frozenset()
+    order: tuple[int, ...] = ()
+
+    def among(self, members: Sequence[int]) -> bool:
+        """Whether two of these cannot talk to each other."""
+        here = set(members)
+        return any(one in here and other in here for one, other in self.broken)
+
+    def ordered(self, members: Sequence[int]) -> tuple[int, ...]:
+        """The members in the order of a ring that avoids what is broken."""
+        if not self.among(members):
+            return tuple(members)
+        return tuple(slot for slot in self.order if slot in members)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why this worker found that the epoch could not go on."""
+
+    reason: str
+    slot: int | None = None
+    """With whom; None: not known."""
+    road: bool = False
+    """Whether it did not hang up, but could not be reached any more."""
+
+
+class EpochGroups:
+    """The groups of epoch ``number`` at slot ``me``.  All members are slots (see ``grid``).
+
+    ``peer_stores``: slot -> the address of the peer store of who stands there.  The members of a ring tell each other
+    where they are on their own; those of another group meet at that of the lowest of them, whom all of them need
+    anyway.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        me: int,
+        comm_config: CommunicationConfig,
+        peer_stores: Mapping[int, str],
+        roads: Roads | None = None,
+    ) -> None:
+        self.number = number
+        self._me = me
+        self._comm_config = comm_config
+        self._peer_stores = peer_stores
+        self._roads = roads or Roads()
+        self._failure: Failure | None = None
+        self._stores: dict[str, PeerStoreClient] = {}
+        self._lock = threading.Lock()
+        self._cancel_token = CancelToken(number)
+        self._rings: dict[tuple[int, ...], Group | Reordered] = {}
+        self._controls: dict[tuple[str, tuple[int, ...]], GlooBackend | RoundBackend] = {}
+
+    @property
+    def over(self) -> bool:
+        """Whether the epoch has ended: cheap."""
+        return self._cancel_token.cancelled
+
+    def end(self, reason: str) -> None:
+        """Make every operation of this epoch fail, now and later; from any thread."""
+        self._cancel_token.cancel(reason)
+
+    def on_end(self, call: Callable[[str], None]) -> None:
+        """Call ``call(reason)`` once, from any thread, when the epoch ends; at once if it has."""
+        self._cancel_token.on_cancel(lambda: call(self._cancel_token.reason))
+
+    def check(self) -> None:
+        """Raise ``EpochRevoked`` if the epoch has ended."""
+        self._cancel_token.check()
+
+    @property
+    def failure(self) -> Failure | None:
+        """What this worker noticed by itself; None: nothing, or it was told first that the epoch is over."""
+        if self._failure is None:
+            for ring in list(self._rings.values()):
+                if (lost := ring.lost) is not None:
+                    return Failure(str(lost), lost.peer, lost.road)
+        return self._failure
+
+    def fail(self, failure: Failure) -> None:
+        """End the epoch here because of this, unless it has ended."""
+        if not self.over and self._failure is None:
+            self._failure = failure
+        self.end(failure.reason)
+
+    def _store(self, members: Sequence[int]) -> PeerStoreClient:
+        return self._pinned(self._peer_stores[min(slot for slot in members if slot in self._peer_stores)])
+
+    def _pinned(self, address: str) -> PeerStoreClient:
+        with self._lock:  # states change hands in threads
+            if address not in self._stores:
+                self._stores[address] = PeerStoreClient(address, self._comm_config.secret, self.number)
+            return self._stores[address]
+
+    def ring(self, members: Sequence[int]) -> Group | Reordered:
+        """The gradient ring of these workers, in this order.  Every one of them must ask.  Raises ``EpochRevoked``."""
+        key = tuple(members)
+        if key not in self._rings:
+            self._rings[key] = self._open_ring("ring", key)
+        return self._rings[key]
+
+    def _open_ring(self, name: str, members: tuple[int, ...]) -> Group | Reordered:
+        comm_config, order = self._comm_config, self._roads.ordered(members)
+        with self._lost_ends_it(order):
+            group = open_group(
+                _Column(self.number, order, self._me, self._cancel_token),
+                self._meeting_place(order),
+                name=name_of(name, members),
+                secret=comm_config.secret,
+                collective=comm_config.collective,
+                transport_kind=comm_config.transport_kind,
+                device=comm_config.device,
+                host=comm_config.host,
+                hook=comm_config.hook if name == "ring" else None,
+            )
+        return group if order == members else Reordered(group, members)
+
+    def _meeting_place(self, members: Sequence[int]) -> KeyValue:
+        comm_config = self._comm_config
+        if comm_config.mesh or not all(slot in self._peer_stores for slot in members):
+            return self._store(members)
+        return Neighbours(
+            comm_config.peer_store, [self._peer_stores[slot] for slot in members], self._pinned, self.number
+        )
+
+    def control(self, name: str, members: Sequence[int]) -> GlooBackend | RoundBackend:
+        """A gloo group of these workers for the small traffic between steps; as ``ring``."""
+        key = (name, tuple(members))
+        if key not in self._controls:
+            if self._roads.among(members) and not self._comm_config.mesh:
+                ring = self._open_ring(f"control/{name}", key[1])
+                self._controls[key] = RoundBackend(ring)
+            else:
+                self._controls[key] = self._open_control(*key)
+        return self._controls[key]
+
+    def _open_control(self, name: str, members: tuple[int, ...]) -> GlooBackend:
+        with self._lost_ends_it(members):
+            return GlooBackend(
+                members.index(self._me),
+                len(members),
+                self._store(members),
+                self._cancel_token,
+                ring=f"control/{name}/{name_of('of', members)}/{self.number}",
+                host=self._comm_config.host,
+            )
+
+    @contextmanager
+    def _lost_ends_it(self, members: Sequence[int]) -> Iterator[None]:
+        """A member that is lost, or does not come, ends the epoch: at the next rendezvous it is known who lives."""
+        try:
+            yield
+        except (PeerLost, TimeoutError) as lost:
+            peer = lost.peer if isinstance(lost, PeerLost) else None
+            slot = None if peer is None else members[peer]
+            self.fail(Failure(str(lost), slot, isinstance(lost, PeerLost) and lost.road))
+            raise EpochRevoked(self.number, str(lost)) from lost
+        except EpochRevoked as over:
+            if isinstance(cause := over.__cause__, PeerLost):  # a ring could not be opened
+                slot = None if cause.peer is None else members[cause.peer]
+                self.fail(Failure(str(cause), slot, cause.road))
+            raise
+
+    def any(self, mine: bool, members: Sequence[int]) -> bool:
+        """Whether any of these slots, the whole world in ascending order, says yes.  Raises ``EpochRevoked``."""
+        said = torch.tensor([float(mine)])
+        with self._lost_ends_it(members):
+            backend = self.control("world", members)
+            backend.wait(backend.call(lambda gloo: gloo.allreduce([said], dist.AllreduceOptions())))
+        return bool(said.item())
+
+    def close(self) -> None:
+        """Give everything back; afterwards the buckets are the caller's.  Ends the epoch here if it has not ended."""
+        self.end("closed")
+        for ring in self._rings.values():
+            ring.close()
+        for control in self._controls.values():
+            control.close()
+        self._rings.clear()
+        self._controls.clear()
+        for store in self._stores.values():
+            store.close()
+
+
+def name_of(kind: str, members: Sequence[int]) -> str:
+    """Tells groups of one epoch apart: two groups of the same workers are one group."""
+    return f"{kind}-{hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:24]}"

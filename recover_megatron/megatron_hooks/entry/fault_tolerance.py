@@ -1,0 +1,337 @@
+"""--recover, put together: what is installed before Megatron starts, and how a worker's part in the run ends.
+
+survive()   both of these, in a row
+
+install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
+run(call)   calls Megatron's pretrain(), and decides what its end means:
+
+    it returns, or exits with 0     the training is over: leave in order
+    Orphaned, or the replica's      a spare until the run ends (in the training itself: until it has a place again,
+      communication failed            see `training`)
+    OtherPosition                   a spare that is wanted elsewhere: Megatron is forgotten, and pretrain() called again
+                                    for that position, alone
+    NoReplica, StateLost,           the run has ended, with an exit code of its own
+      CoordinatorLost, RunOver
+    Fenced                          this worker was put out: exit code 13
+    anything else                   a fault of this worker: its traceback goes to its log and to the coordinator
+
+A newcomer (a hot spare, a restarted or an added worker) begins as a spare that has built nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn, cast
+
+import torch
+from megatron.training import get_args
+
+from recover_megatron import hostdevice
+from recover_megatron.arguments import RecoverConfig, parse_addresses
+from recover_megatron.chaos.injector import InjectedExit, InjectedFault, Injector
+from recover_megatron.chaos.spec import parse_spec
+from recover_megatron.collectives.transport import nccl
+from recover_megatron.errors import UserError
+from recover_megatron.instep.decision import Rules
+from recover_megatron.instep.epoch_groups import CommunicationConfig
+from recover_megatron.instep.errors import (
+    CheckpointFailed,
+    NoReplica,
+    Orphaned,
+    OtherPosition,
+    RunOver,
+    StateLost,
+    UnknownOperation,
+)
+from recover_megatron.instep.faults import is_communication, is_own, signature
+from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.logger import get_logger, write_stderr
+from recover_megatron.megatron_hooks import data, detached_build
+from recover_megatron.megatron_hooks.fault_injection import FaultInjection
+from recover_megatron.megatron_hooks.groups import Groups, grid_of
+from recover_megatron.megatron_hooks.records import Records
+from recover_megatron.megatron_hooks.rejoin import build_elsewhere
+from recover_megatron.megatron_hooks.training import TrainingHooks
+from recover_megatron.megatron_hooks.turning_points import TurningPoints
+from recover_megatron.membership.auth import find_secret
+from recover_megatron.membership.errors import (
+    EXIT_FENCED,
+    EXIT_NO_REPLICA,
+    EXIT_SAME_FAULT,
+    EXIT_STATE_LOST,
+    CoordinatorLost,
+    Fenced,
+    SecretError,
+)
+from recover_megatron.membership.records import Settings
+from recover_megatron.membership.session import EXCEPTION_REPORT_SECONDS
+from recover_megatron.membership.worker import HOST_VARIABLE, connect, worker_id
+from recover_megatron.network.peer_store import PeerStoreServer
+
+log = get_logger(__name__)
+
+NO_COORDINATOR = (
+    "--recover needs a coordinator: start the workers with recover-run, which brings one, or start "
+    "recover-coordinator and name it with --recover-coordinator HOST:PORT"
+)
+
+OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt)
+"""What is never a fault of the work."""
+
+
+def survive(config: RecoverConfig, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
+    """Train with --recover to the end: ``FaultTolerance.install`` and ``run``, of which see both."""
+    recover = FaultTolerance(config)
+    recover.install()
+    recover.run(call, arguments)
+
+
+class FaultTolerance:
+    """Makes the parts of one worker's recovery, and gives every end of the worker its exit code."""
+
+    def __init__(self, config: RecoverConfig) -> None:
+        if config.coordinator is None or "RANK" not in os.environ:
+            raise UserError(NO_COORDINATOR)
+        self._config = config
+        self._me = worker_id()
+        self._newcomer = os.environ.get("RECOVER_JOIN") == "1"
+        self._groups = Groups(int(os.environ["RANK"]), alone=self._newcomer)
+        self._records = Records(config.log_dir)
+        self._device = _device()
+        self._training = TrainingHooks(
+            self._groups,
+            self._make_recovery,
+            self._records,
+            self._device,
+            balance=config.balance,
+            shadows=config.shadow_shards,
+            shadow_device=torch.device("cpu") if config.shadow_device == "cpu" else None,
+        )
+        injector = Injector(parse_spec(config.inject) if config.inject else [], self._me)
+        self._faults = FaultInjection(injector, self._training) if injector.active else None
+        self._turning_points = TurningPoints(
+            self._groups, self._training, self._records, self._faults, newcomer=self._newcomer
+        )
+        self._session = self._connect()
+
+    def install(self) -> None:
+        """Wrap all seams; raises UserError if this Megatron's are not the ones we know."""
+        if self._device.type == "cuda" and (against := nccl.set_environment()):
+            log.warning(
+                f"{', '.join(against)}: torch may end a worker that --recover would have brought back (docs/gpu.md)"
+            )
+        self._groups.install()
+        data.install()
+        self._training.install()
+        detached_build.install(self._groups)
+        if self._faults is not None:
+            self._faults.install()
+
+    def run(self, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
+        """Train to the end.  Returns when the training is over; does not return from any other end.
+
+        ``call`` is Megatron's pretrain(); ``arguments`` parses its flags, for a worker that is to wait before.
+        """
+        try:
+            code = self._train_wherever_wanted(call, arguments)
+            if self._training.begun:
+                self._training.recovery.finish()
+                self._records.log(self._training.recovery, "end")
+                self._records.close()
+            else:
+                self._session.leave()
+        except UserError:
+            raise
+        except BaseException as error:  # noqa: BLE001  the boundary of the worker: every end has its meaning here
+            self._ended_by(error)
+        if code == 0:
+            return
+        sys.exit(code)
+
+    def _train_wherever_wanted(self, call: Callable[[], None], arguments: Callable[[], Any]) -> Any:
+        wanted: OtherPosition | None = None
+        if self._newcomer:
+            try:
+                self._wait_for_a_position(arguments())
+            except OtherPosition as other:
+                wanted = other
+        while True:
+            if wanted is not None:
+                self._build_for(wanted.position)
+            try:
+                call()
+            except OtherPosition as other:
+                wanted = OtherPosition(other.position)  # without the frames, which hold the model
+                continue
+            except SystemExit as exit_:
+                if exit_.code not in (0, None):
+                    raise
+                return exit_.code
+            return 0
+
+    def _wait_for_a_position(self, args: Any) -> None:
+        grid = grid_of(args, int(os.environ["WORLD_SIZE"]))
+        self._training.recovery = self._make_recovery(args, grid)
+        self._records.joined_late()
+        log.info(f"worker {self._me} waits for a place")
+        self._training.recovery.orphan.wait()
+
+    def _build_for(self, position: int) -> None:
+        """Forget what was built, and see to it that the next pretrain() builds for ``position``, alone."""
+        built = not self._newcomer or self._training.state is not None
+        if built:
+            self._training.forget()
+        build_elsewhere(self._training.recovery, self._groups, position, built=built)
+
+    # ---- how it ends
+
+    def _ended_by(self, error: BaseException) -> NoReturn:
+        recovery = self._training.recovery if self._training.begun else None
+        started = recovery is not None and recovery.assignment.started
+        if isinstance(error, NoReplica):
+            self._end(EXIT_NO_REPLICA, f"the run ends: {error}")
+        if isinstance(error, StateLost):
+            self._end(EXIT_STATE_LOST, f"the run ends: {error}")
+        if isinstance(error, UnknownOperation):
+            self._end(1, f"the run ends: {error}")
+        if isinstance(error, RunOver):
+            self._end(error.code, f"the run has ended; spare worker {self._me} ends with it: {error}")
+        if isinstance(error, Fenced):
+            _end(EXIT_FENCED, f"worker {self._me} was put out of the run, which goes on without it: {error}")
+        if isinstance(error, CoordinatorLost):
+            self._end(error.code, f"the run ends for worker {self._me}: {error}")
+        # Whatever an orphan's main thread ends by: its replica was broken first.
+        if recovery is not None and self._training.state is not None and self._training.replica_broken(error):
+            self._be_spare(recovery, error)
+        text = "".join(traceback.format_exception(error))
+        write_stderr(text)
+        if not started and (is_communication(error) or isinstance(error, torch.distributed.DistError)):
+            # Not a fault of its own: whoever starts the run again may do so.
+            lost = "lost touch with another one before the training began"
+            _end(EXIT_NO_REPLICA, f"worker {self._me} {lost} ({signature(error)[:200]}); its traceback is above")
+        if started:
+            assert recovery is not None
+            self._session.report_exception(
+                self._training.iteration,
+                recovery.progress.microbatch,
+                signature(error),
+                text,
+                recovery.assignment.replica,
+                phase=recovery.progress.phase,
+                tried=recovery.progress.tried,
+                own=is_own(error) or any(isinstance(each, OF_ONE_WORKER) for each in (error, error.__cause__)),
+            )
+            if isinstance(error, CheckpointFailed) and len(recovery.assignment.decision.replicas) == 1:
+                self._session.give_up(EXIT_SAME_FAULT, str(error))  # there is nobody left to try it
+                with suppress(CoordinatorLost, Fenced):
+                    self._session.wait_revoked(EXCEPTION_REPORT_SECONDS)
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            _end(error.code, f"worker {self._me} exits with {error.code}")
+        _end(1, f"worker {self._me} ends by an exception of its own ({signature(error)[:200]}); its traceback is above")
+
+    def _be_spare(self, recovery: Recovery, error: BaseException) -> NoReturn:
+        reason = str(error)
+        if not isinstance(error, Orphaned):
+            recovery.orphan.replica_failed(error)
+        # The frames of the training hold its tensors, and connections that others wait to see closed.
+        error.__traceback__ = None
+        log.info(f"worker {self._me} has no place any more ({reason[:120]}); it waits as a spare")
+        try:
+            # The training is over for it: it has no position to come back to.
+            recovery.orphan.wait(position=None, ready=False)
+        except RunOver as over:
+            self._end(over.code, f"the run has ended; spare worker {self._me} ends with it: {over}")
+        raise AssertionError("a worker that cannot come back was given a place")
+
+    def _end(self, code: int, message: str) -> NoReturn:
+        """End with the run.  (Who ends alone leaves what it has not written to the next writer.)"""
+        self._records.close()
+        _end(code, message)
+
+    # ---- making the parts
+
+    def _connect(self) -> Any:
+        config = self._config
+        assert config.coordinator is not None  # or it would have been refused
+        settings = Settings(
+            heartbeat_interval=config.heartbeat_interval,
+            heartbeat_timeout=config.heartbeat_timeout,
+            hang_timeout=config.hang_timeout,
+            stall_timeout=config.stall_timeout,
+        )
+        try:
+            return connect(settings, addresses=parse_addresses(config.coordinator))
+        except (SecretError, ValueError) as error:
+            raise UserError(f"--recover: {error}") from None
+
+    def _make_recovery(self, args: Any = None, grid: LaunchGrid | None = None) -> Recovery:
+        """``args`` and ``grid``: of a newcomer, which has no Megatron yet."""
+        config = self._config
+        slot = None if self._newcomer else int(os.environ["RANK"])
+        args, grid = args or get_args(), grid or self._groups.grid
+        assert grid is not None
+        secret, host = find_secret(os.environ).key("ring"), _my_address()
+        comm_config = CommunicationConfig(
+            peer_store=PeerStoreServer(host, secret),
+            secret=secret,
+            device=self._device,
+            host=host,
+            collective=cast(Any, config.collective),
+            # NCCL refuses workers that share a GPU, and whoever asks Megatron for gloo does not want it.
+            transport_kind="tcp" if self._device.type == "cuda" and args.distributed_backend == "gloo" else None,
+            hook=None if self._faults is None else self._faults.in_ring,
+        )
+        interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
+        return Recovery(
+            self._session,
+            self._me,
+            grid,
+            comm_config,
+            self._turning_points,
+            slot=slot,
+            node=os.environ.get("RECOVER_NODE_NAME") or os.environ.get("RECOVER_NODE_AGENT") or socket.gethostname(),
+            rules=Rules(
+                args.pipeline_model_parallel_size if interleaved else 1,
+                config.allow_cross_node_tp,
+                strict=config.verify_interval > 0,
+                spread=bool(args.use_distributed_optimizer),
+                mesh=comm_config.mesh,
+            ),
+            min_replicas=config.min_replicas,
+            verify_interval=config.verify_interval,
+        )
+
+
+def _device() -> torch.device:
+    """With its number: threads other than the main one begin with the first GPU as theirs.
+
+    The number is what Megatron takes, too; a newcomer needs it before Megatron has chosen.
+    """
+    if hostdevice.is_active():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _my_address() -> str:
+    """The address at which the other workers reach this one: as its launcher says, or that on the way to the store.
+
+    The store's host may be gone when a newcomer comes.
+    """
+    if told := os.environ.get(HOST_VARIABLE):
+        return told
+    store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with socket.create_connection(store, timeout=60) as connection:
+        return str(connection.getsockname()[0])
+
+
+def _end(code: int, message: str) -> NoReturn:
+    """End the process now: the groups of dead workers could keep an orderly end waiting for good."""
+    log.info(message)
+    sys.stdout.flush()
+    os._exit(code)

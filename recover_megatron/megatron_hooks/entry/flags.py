@@ -1,0 +1,284 @@
+"""What is refused before any process group is made: all reasons at once, each with its remedy.
+
+Megatron checks flags too, by assertions deep inside: one at a time, as tracebacks, on every worker.  ``parse`` turns
+those into the same kind of message.  The checks here are those whose failure would come late (missing data), unclear
+(world size) or not at all (what --recover cannot keep exact).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from recover_megatron import arguments, hostdevice
+from recover_megatron.arguments import RecoverConfig, add_recover_arguments
+from recover_megatron.chaos.spec import parse_spec
+from recover_megatron.errors import UserError
+from recover_megatron.megatron_hooks.layout import inner_ranks_of
+from recover_megatron.megatron_hooks.refused import EMERGING, cannot_recover, cannot_shard
+
+Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+# ---- parsing -----------------------------------------------------------------------------------------------------
+
+
+def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -> Provider:
+    """An ``extra_args_provider`` for Megatron's parser: our group, the given others, and errors told in one line.
+
+    It also changes defaults of Megatron's where they could not run: on the host device the fused kernels, and with
+    --recover the rerun machine, which replays whole steps.  A flag that the user gives wins; it is refused if it can't.
+    """
+
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        add_recover_arguments(parser)
+        for other in others:
+            parser = other(parser)
+        if hostdevice.is_active():
+            _make_defaults(parser, hostdevice.host_defaults())
+        if config.enabled:
+            parser.set_defaults(rerun_mode="disabled")
+
+        def error(message: str) -> NoReturn:
+            # argparse would print all of Megatron's thousand lines of usage first.
+            raise UserError(_with_suggestions(message, parser))
+
+        if "--help" in sys.argv or "-h" in sys.argv:
+            _mend_help(parser)
+        parser.error = error  # type: ignore[method-assign]
+        if os.environ.get("RANK", "0") != "0":
+            parser.print_help = lambda file=None: None  # type: ignore[method-assign]  # one --help a run is enough
+        return parser
+
+    return provide
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape the texts that argparse cannot expand: one bare "%" in Megatron's help ends --help with a traceback."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                formatter._expand_help(action)
+            except (ValueError, TypeError, KeyError):
+                action.help = action.help.replace("%", "%%")
+
+
+def _make_defaults(parser: argparse.ArgumentParser, flags: list[str]) -> None:
+    """Let the parser start from these flags, as if every command line began with them."""
+    given = parser.parse_args(flags)
+    names = [parser._option_string_actions[word.split("=")[0]].dest for word in flags if word.startswith("--")]
+    parser.set_defaults(**{name: getattr(given, name) for name in names})
+
+
+def _with_suggestions(message: str, parser: argparse.ArgumentParser) -> str:
+    """argparse's message, and for a flag that does not exist the ones that look like it."""
+    prefix = "unrecognized arguments: "
+    if not message.startswith(prefix):
+        return f"{message} (all flags: --help)"
+    known = list(parser._option_string_actions)
+    parts = []
+    for word in message.removeprefix(prefix).split():
+        near = difflib.get_close_matches(word.split("=")[0], known, n=3) if word.startswith("--") else []
+        parts.append(f"unknown flag {word}" + (f" (did you mean {' or '.join(near)}?)" if near else ""))
+    return "; ".join(parts) + " (all flags: --help)"
+
+
+def in_plain_words(call: Callable[[], Any]) -> Any:
+    """Run a part of Megatron that checks flags; its assertions and complaints become UserErrors.
+
+    Set RECOVER_TRACEBACK=1 to see the original traceback instead.
+    """
+    try:
+        return call()
+    except (AssertionError, ValueError, RuntimeError, KeyError, ImportError, FileNotFoundError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if "megatron" not in Path(last.filename).parts or os.environ.get("RECOVER_TRACEBACK") == "1":
+            raise  # a bug of ours, or asked for
+        raise UserError(_refusal(error, last)) from None
+
+
+def _refusal(error: Exception, last: traceback.FrameSummary) -> str:
+    """One line of Megatron's refusal: its own words, or the check it made where it has none."""
+    where = f"{Path(*Path(last.filename).parts[-3:])}:{last.lineno}"
+    words = " ".join(str(error).split()) or f"this must hold: {(last.line or '').removeprefix('assert').strip()}"
+    return f"Megatron refuses these flags: {words} ({where}; RECOVER_TRACEBACK=1 shows the traceback)"
+
+
+# ---- our own checks ----------------------------------------------------------------------------------------------
+
+
+def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
+    """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen."""
+    found = [*_layout(args), *_data(args), *_device(args), *_packages(args)]
+    if config.enabled:
+        found += [*arguments.problems(config), *_injection(args, config), *_too_few_replicas(args, config)]
+        found += [*cannot_recover(args), *cannot_shard(args, config), *_log_dir(config.log_dir)]
+    elif config.inject is not None:
+        found.append("--recover-inject needs --recover: without it nothing is injected, and no death is survived")
+    return found
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, int]:
+    return {
+        "--tensor-model-parallel-size": getattr(args, "tensor_model_parallel_size", 1),
+        "--pipeline-model-parallel-size": getattr(args, "pipeline_model_parallel_size", 1),
+        "--context-parallel-size": getattr(args, "context_parallel_size", 1),
+    }
+
+
+def _too_few_replicas(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
+    """A run that would end at its first death, or before, since it never has as many replicas as it must keep."""
+    world, one = int(os.environ.get("WORLD_SIZE", "1")), math.prod(_sizes(args).values())
+    if one < 1:
+        return []  # Megatron says which size is wrong
+    replica = one * inner_ranks_of(args)
+    if config.min_replicas <= max(1, world // replica):
+        return []
+    return [
+        f"--recover-min-replicas {config.min_replicas}: this run has {world // replica} at its launch "
+        f"({world} workers, {replica} to a replica) and never more: lower it, or start more workers"
+    ]
+
+
+def _layout(args: argparse.Namespace) -> list[str]:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = _sizes(args)
+    replica = math.prod(sizes.values())
+    if replica < 1:
+        return []  # Megatron says which size is wrong
+    if world % replica == 0:
+        return _batch(args, world // replica)
+    product = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+    return [
+        f"{world} workers cannot hold whole replicas of {replica} ({product}): start a multiple of {replica} workers "
+        f"(recover-run --nproc-per-node, --nnodes) or change these sizes"
+    ]
+
+
+def _batch(args: argparse.Namespace, ranks: int) -> list[str]:
+    """A global batch that is no whole number of microbatches for every data-parallel rank."""
+    micro, whole = getattr(args, "micro_batch_size", None), getattr(args, "global_batch_size", None)
+    scheduled = getattr(args, "rampup_batch_size", None) or getattr(args, "step_batch_size_schedule", None)
+    if not micro or not whole or scheduled or getattr(args, "decrease_batch_size_if_needed", False):
+        return []
+    if whole % (micro * ranks) == 0:
+        return []
+    return [
+        f"global batch size {whole} is not a multiple of micro batch size {micro} x {ranks} data-parallel ranks: "
+        "change --global-batch-size, --micro-batch-size or the number of workers"
+    ]
+
+
+def _data(args: argparse.Namespace) -> list[str]:
+    """Data and tokenizer files that are not there (Megatron finds out after start-up, on some workers only)."""
+    found = []
+    sources = ("data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "sft", "perform_rl_step")
+    external = getattr(args, "dataloader_type", None) == "external"
+    if (
+        not getattr(args, "mock_data", False)
+        and not external
+        and not any(getattr(args, name, None) for name in sources)
+    ):
+        found.append(
+            "no training data: give --data-path PREFIX (files PREFIX.bin and PREFIX.idx, made by "
+            "scripts/prepare_corpus.py or Megatron's tools/preprocess_data.py), or --mock-data"
+        )
+    for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for prefix in _prefixes(getattr(args, flag, None) or []):
+            missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
+            if missing and not (getattr(args, "sft", False) and Path(prefix).exists()):
+                files = " and ".join(prefix + suffix for suffix in missing)
+                found.append(
+                    f"--{flag.replace('_', '-')} {prefix}: no {files} here (give the path without .bin or .idx; "
+                    "scripts/prepare_corpus.py makes both from text)"
+                )
+    for flag in ("data_args_path", "per_split_data_args_path", "vocab_file", "merge_file"):
+        path = getattr(args, flag, None)
+        if path and "://" not in path and not Path(path).is_file():
+            found.append(f"--{flag.replace('_', '-')} {path}: no such file")
+    return found
+
+
+def _packages(args: argparse.Namespace) -> list[str]:
+    """Python packages that a flag needs and that are not here; Megatron imports them when the run has begun."""
+    # package: (module, argument, its values that need it; none: any)
+    wanted: dict[str, tuple[str, str, tuple[str, ...]]] = {
+        "emerging-optimizers": ("emerging_optimizers", "optimizer", EMERGING),
+        "wandb": ("wandb", "wandb_project", ()),
+        "sentencepiece": ("sentencepiece", "tokenizer_type", ("SentencePieceTokenizer", "Llama2Tokenizer")),
+        "transformers": ("transformers", "tokenizer_type", ("HuggingFaceTokenizer",)),
+        "tiktoken": ("tiktoken", "tokenizer_type", ("TikTokenizer",)),
+    }
+    return [
+        f"--{name.replace('_', '-')} {value} needs the Python package {package}, which is not installed for "
+        f"{sys.executable}: pip install {package}"
+        for package, (module, name, values) in wanted.items()
+        if (value := getattr(args, name, None)) and (not values or value in values) and not _installed(module)
+    ]
+
+
+def _installed(module: str) -> bool:
+    return module in sys.modules or importlib.util.find_spec(module) is not None
+
+
+def _prefixes(blend: Sequence[str]) -> list[str]:
+    """The dataset prefixes of a blend (PREFIX ... or WEIGHT PREFIX ...); remote ones are left to Megatron."""
+    return [word for word in map(str, blend) if not _is_number(word) and "://" not in word]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _device(args: argparse.Namespace) -> list[str]:
+    if hostdevice.is_active():
+        return hostdevice.unsupported(args)
+    import torch
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    here = torch.cuda.device_count()
+    if local > here:
+        return [f"{local} workers on this machine, but {here} CUDA devices: lower --nproc-per-node to {here}"]
+    return []
+
+
+def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
+    """A fault specification that cannot be read, or names workers that there are none of."""
+    if config.inject is None:
+        return []
+    try:
+        faults = parse_spec(config.inject)
+    except ValueError as error:
+        return [f"--recover-inject: {error}"]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return [
+        f"--recover-inject {fault}: there is no worker {fault.worker} in a run of {world}"
+        for fault in faults
+        if fault.worker >= world
+    ]
+
+
+def _log_dir(folder: Path | None) -> list[str]:
+    """A folder for steps.jsonl that cannot be made or written, found before the first iteration has been trained."""
+    if folder is None:
+        return []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return [f"--recover-log-dir {folder}: {error.strerror}; choose a folder that can be written"]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [f"--recover-log-dir {folder} cannot be written: choose another folder, or change its permissions"]
+    return []

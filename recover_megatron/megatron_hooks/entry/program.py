@@ -1,0 +1,206 @@
+"""The training program: Megatron's pretrain(), with the parts that its GPT script gives it.
+
+    load        find Megatron, choose the device, import
+    check       parse the flags, refuse what cannot run             (before any process group is made)
+    run         install hooks if --recover, call pretrain()
+
+A Megatron-LM checkout brings its own pretrain_gpt.py: its functions are used.  The wheel of 0.19 has none, so
+`gpt_script` stands in.  Megatron's pretrain() takes other arguments from version to version; `_pretrain` knows three
+forms, told apart by their parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib
+import inspect
+import io
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from recover_megatron import hostdevice
+from recover_megatron.arguments import RecoverConfig
+from recover_megatron.errors import UserError
+from recover_megatron.hostdevice import megatron_fixes
+from recover_megatron.megatron_hooks.entry import flags
+from recover_megatron.megatron_hooks.entry.versions import SCRIPT, Megatron, find_megatron
+
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+"""The defaults that Megatron's GPT script has of its own."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loaded Megatron and the script whose parts it trains with."""
+
+    megatron: Megatron
+    script: ModuleType
+    config: RecoverConfig
+    loaded_at: float
+    """Seconds since 1970 when loading began: Megatron's log counts start-up from there."""
+
+    @property
+    def _options(self) -> flags.Provider:
+        """What the parser gets besides Megatron's own flags."""
+        others = [self.script.add_modelopt_args] if getattr(self.script, "has_nvidia_modelopt", False) else []
+        return flags.arguments_provider(self.config, others)
+
+    def check(self) -> None:
+        """Parse ``sys.argv`` as Megatron will and raise UserError with every reason why the run cannot start."""
+        from megatron.training import arguments
+
+        args = self._parse()
+        if reasons := flags.problems(args, self.config):
+            raise UserError(*reasons)
+        if getattr(args, "yaml_cfg", None) is None:
+            # A dry run on a copy, in silence: validation fills in defaults and prints, and has its real turn in run().
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                flags.in_plain_words(partial(arguments.validate_args, copy.deepcopy(args), dict(DEFAULTS)))
+
+    def _parse(self) -> argparse.Namespace:
+        """Megatron's arguments, as it will parse them, not validated yet."""
+        from megatron.training import arguments
+
+        parsed: argparse.Namespace = flags.in_plain_words(partial(arguments.parse_args, self._options))
+        return parsed
+
+    def run(self) -> None:
+        """Train to the end.  Raises UserError for what only a Megatron hook can find wrong before the start."""
+        from megatron.training import inprocess_restart, print_rank_0, set_startup_timestamps, training
+
+        _print_versions(self.megatron, print_rank_0)
+        set_startup_timestamps(program_start=self.loaded_at, main_entry=time.time())
+        self.script.train_valid_test_datasets_provider.is_distributed = True
+        parameters = inspect.signature(training.pretrain).parameters
+        if self.config.enabled:
+            from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
+
+            survive(self.config, lambda: self._pretrain(training.pretrain, parameters), self._parse)
+            return
+        pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
+        self._pretrain(pretrain, parameters, store=store)
+
+    def _pretrain(self, pretrain: Callable[..., None], parameters: Any, **options: Any) -> None:
+        """Call pretrain(); raises UserError where it lacks a Python package before it trains."""
+        try:
+            self._call(pretrain, parameters, **options)
+        except ImportError as error:
+            at = traceback.extract_tb(error.__traceback__)
+            if any(frame.name in ("train", "evaluate") for frame in at) or os.environ.get("RECOVER_TRACEBACK") == "1":
+                raise
+            words = " ".join(str(error).split())
+            raise UserError(
+                f"Megatron lacks a Python package for these flags: {words} "
+                f"({sys.executable}; RECOVER_TRACEBACK=1 shows the traceback)"
+            ) from None
+
+    def _call(self, pretrain: Callable[..., None], parameters: Any, **options: Any) -> None:
+        """Call pretrain() in the form that this version has."""
+        from megatron.core.enums import ModelType
+
+        options |= {"get_embedding_ranks": self.script.get_embedding_ranks}
+        datasets = self.script.train_valid_test_datasets_provider
+        forward_step = self.script.forward_step
+        if "cfg_container" not in parameters:  # 0.17: pretrain() parses the flags
+            options |= {"extra_args_provider": self._options, "args_defaults": dict(DEFAULTS)}
+            pretrain(datasets, self._model_provider(), ModelType.encoder_or_decoder, forward_step, **options)
+            return
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+        from megatron.training.arguments import parse_and_validate_args
+
+        args = flags.in_plain_words(partial(parse_and_validate_args, self._options, args_defaults=dict(DEFAULTS)))
+        if parameters["model_provider"].default is inspect.Parameter.empty:  # 0.18: the script builds the model
+            container = pretrain_cfg_container_from_args(args)
+            pretrain(container, datasets, self._model_provider(), ModelType.encoder_or_decoder, forward_step, **options)
+            return
+        container = pretrain_cfg_container_from_args(args, self._model_config(args))  # 0.19: the configuration does
+        pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step, **options)
+
+    def _model_provider(self) -> Callable[..., Any]:
+        return partial(self.script.model_provider, self.script.gpt_builder)
+
+    def _model_config(self, args: argparse.Namespace) -> Any:
+        """The model's configuration; ModelOpt, which only a checkout can bring, has one of its own."""
+        from megatron.training.argument_utils import gpt_config_from_args
+
+        if getattr(self.script, "has_nvidia_modelopt", False):
+            self.script.maybe_enable_modelopt(args)
+            if getattr(args, "modelopt_enabled", False):
+                return gpt_config_from_args(args, model_config_cls=self.script.ModelOptModelConfig)
+        return gpt_config_from_args(args)
+
+
+def load(config: RecoverConfig) -> Program:
+    """Find Megatron, choose the device, import all that a run imports.
+
+    Starts no thread, opens no device and no connection, so the process may fork afterwards.  Raises UserError for a
+    missing or unsupported Megatron, or a device that is not there.
+    """
+    global _in_charge
+    _in_charge = True
+    loaded_at = time.time()
+    megatron = find_megatron()
+    if os.environ.get("RANK", "0") != "0":
+        # As Megatron's script does: what is to be said once is said by one worker.
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+    choose_device(config)
+    return Program(megatron, _import_all(megatron), config, loaded_at)
+
+
+_in_charge = False
+
+
+def is_in_charge() -> bool:
+    """Whether this process trains by `load` and run(): what is patched into its Megatron then has nothing to do."""
+    return _in_charge
+
+
+def choose_device(config: RecoverConfig, within: str | None = None) -> None:
+    """Make Megatron, which must not be imported yet, run on a GPU or on the host.
+
+    All that a process needs which a worker spawned (Megatron's persistent checkpoint writer imports Megatron anew).
+    ``within``: see ``hostdevice.activate``.  Raises UserError for a device that is not there.
+    """
+    try:
+        on_host = hostdevice.wanted(config.device)
+    except hostdevice.HostDeviceError as error:
+        raise UserError(str(error)) from None
+    if on_host:
+        hostdevice.activate(within)
+    else:
+        megatron_fixes.install(only=["prebuilt-helpers"])
+
+
+def _import_all(megatron: Megatron) -> ModuleType:
+    """Import the script's parts, and what torch and Megatron would import late, in the middle of the training."""
+    name = SCRIPT if megatron.has_script else "recover_megatron.megatron_hooks.entry.gpt_script"
+    late = ("torch._dynamo", "megatron.training.training", "megatron.training.checkpointing")
+    try:
+        script = importlib.import_module(name)
+        for module in late:
+            importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"Megatron {megatron.version} in {megatron.root} needs the Python package {error.name!r}, which is not "
+            f"installed for {sys.executable}: install what that Megatron requires (its pyproject.toml lists it)"
+        ) from error
+    return script
+
+
+def _print_versions(megatron: Megatron, say: Callable[[str], None]) -> None:
+    import torch
+
+    source = f"checkout {megatron.root}" if megatron.has_script else "wheel"
+    say(f"> PyTorch {torch.__version__}, Megatron-Core {megatron.version} ({source}), Python {sys.version.split()[0]}")

@@ -1,0 +1,1 @@
+"""The distributed optimizer: its shards, their shadows, its checkpoints."""

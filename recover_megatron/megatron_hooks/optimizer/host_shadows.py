@@ -1,0 +1,89 @@
+"""Shadows in host memory (--recover-shadow-device cpu): updated by a thread, while the next step computes.
+
+    begin    the finished sums are copied to the host, and the settings of the update that is about to be made
+    run      a thread clips them by the same norm and makes the same update, with the inner optimizer's own step()
+    join     before anybody reads a shadow, or updates it again
+
+A shadow is needed when its owner has died, when state changes hands, and when states are compared; not before.  So the
+training waits for the host only if the host takes longer for its shadows than the device for a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+
+
+class HostShadows:
+    """Updates them.  ``fragments``: of each distributed optimizer of Megatron's; ``clip``: its --clip-grad."""
+
+    def __init__(self, fragments: Sequence[ShardFragments], clip: float) -> None:
+        self._fragments = fragments
+        self._clip = clip
+        self._thread: threading.Thread | None = None
+        self._failed: list[BaseException] = []
+
+    def begin(self, norm: float) -> None:
+        """An update with the gradients as they are now, of norm ``norm``; before the device's own one."""
+        self.join()
+        work = [
+            (fragments, shadows, _settings(fragments))
+            for fragments in self._fragments
+            if (shadows := list(fragments.aside))
+        ]
+        if not work:
+            return
+        for _, shadows, _ in work:
+            for fragment in shadows:
+                # A copy in any case: the buffer is cleared when the next iteration begins.
+                fragment.tensor.grad = fragment.gradient.to(fragment.tensor.device, torch.float32, copy=True)
+        # As Megatron clips: by float32 numbers, and only what is too long.
+        factor = self._clip / (norm + 1.0e-6) if self._clip > 0 else 1.0
+
+        def run() -> None:
+            try:
+                for fragments, shadows, settings in work:
+                    _update(fragments.inner, shadows, settings, factor)
+            except BaseException as error:  # noqa: BLE001  the thread's boundary: this worker's own fault, raised by join
+                self._failed.append(error)
+
+        self._thread = threading.Thread(target=run, name="recover-host-shadows", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Return when the shadows are those of the last update.  Raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failed:
+            raise self._failed.pop()
+
+
+def _settings(fragments: ShardFragments) -> list[dict[str, Any]]:
+    """Of each group, as they are before this update: learning rate, decay, steps made so far where a group has them."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in fragments.inner.param_groups]
+
+
+def _update(inner: Any, shadows: Sequence[ShardFragment], settings: Sequence[dict[str, Any]], factor: float) -> None:
+    """What the device's ``inner`` optimizer does to its own pieces, by another one of its kind, with these alone."""
+    if factor < 1.0:
+        for fragment in shadows:
+            assert fragment.tensor.grad is not None
+            fragment.tensor.grad.mul_(factor)
+    twin = object.__new__(type(inner))
+    twin.__dict__.update(inner.__dict__)
+    twin.param_groups = [
+        {**group, "params": [fragment.tensor for fragment in shadows if fragment.group == number]}
+        for number, group in enumerate(settings)
+    ]
+    twin.state = defaultdict(dict, {fragment.tensor: fragment.state for fragment in shadows})
+    type(inner).step(twin)  # not what somebody may have put in its place on ``inner`` alone
+    for fragment in shadows:
+        fragment.tensor.grad = None
+        fragment.state = twin.state[fragment.tensor]

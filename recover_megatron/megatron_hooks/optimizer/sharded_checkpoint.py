@@ -1,0 +1,160 @@
+"""Checkpoints of a distributed optimizer whose shards lie where deaths have left them: Megatron's formats, all of them.
+
+    fully reshardable, legacy    ``whole``: every part of the state brought together, as Megatron's own gathering does
+    by bucket (its default)      ``by_bucket``: each worker writes the parts that it speaks for, where they belong
+
+Either loads in stock Megatron at any data-parallel size: no format says who held what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+
+Primaries = Callable[[ShardFragments], Iterator[ShardFragment]]
+Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]
+
+
+class ShardedCheckpoint:
+    """Of one of Megatron's distributed optimizers.  ``primaries``, ``parts``: what this worker speaks for."""
+
+    def __init__(self, optimizer: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
+        self._optimizer = optimizer
+        self._fragments = fragments
+        self._primaries = primaries
+        self._parts = parts
+        self._numbers = {id(bucket): number for number, bucket in fragments.buckets.items()}
+        self._padded = False
+        # Before 0.19 there was no other optimizer than Adam.
+        self._keys = ("param", *getattr(optimizer, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
+
+    def whole(
+        self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+    ) -> dict[Any, Any] | None:
+        """As ``DistributedOptimizer.get_parameter_state_dp_zero``."""
+        optimizer = self._optimizer
+        group = optimizer.data_parallel_group
+        wanted = group.rank() == 0 or return_on_all_ranks
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+            size = buffer.numel if self._padded else buffer.numel_unpadded
+            tensors: dict[str, Any] = {key: torch.zeros(size, dtype=torch.float32) for key in self._keys}
+            if not empty_data:
+                self._fill(buffer, tensors)
+                for tensor in tensors.values():
+                    dist.all_reduce(tensor, group=group)  # all but one have zeros for each element
+            (dtype,) = ranges
+            state[number] = {dtype: {**tensors, "numel_unpadded": size}}
+        return state if wanted else None
+
+    def _fill(self, buffer: Any, tensors: dict[str, torch.Tensor]) -> None:
+        offset, starts = 0, {}
+        for bucket in buffer.buckets:
+            starts[self._numbers[id(bucket)]] = bucket.offset if self._padded else offset
+            offset += bucket.numel_unpadded  # the legacy format leaves out the padding between buckets
+        for fragment in self._primaries(self._fragments):
+            if fragment.bucket in starts:
+                at = starts[fragment.bucket]
+                for key, tensor in tensors.items():
+                    tensor[at + fragment.start : at + fragment.stop].copy_(_tensors(fragment)[key])
+
+    def in_model_space(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """As ``DistributedOptimizer.sharded_param_state_fully_reshardable``, which is ``original``.
+
+        It looks for a parameter where it lies in the buffer, padding included, in tensors that leave the padding out:
+        here they have it, so that a parameter behind a padded bucket gets its own state.
+        """
+
+        def sharded_param_state_fully_reshardable(*args: Any, **kwargs: Any) -> Any:
+            self._padded = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._padded = False
+
+        return sharded_param_state_fully_reshardable
+
+    def by_bucket(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """As ``DistributedOptimizer.sharded_param_state_dp_reshardable``; ``original`` is used for loading."""
+
+        def sharded_param_state_dp_reshardable(
+            model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+        ) -> Any:
+            if is_loading:
+                return original(model_sharded_state_dict, is_loading, metadata)
+            return self._by_bucket()
+
+        return sharded_param_state_dp_reshardable
+
+    def _by_bucket(self) -> dict[Any, Any]:
+        optimizer = self._optimizer
+        prefix = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}"
+        instance = optimizer.distributed_optimizer_instance_id
+        rank = optimizer.data_parallel_group.rank()
+        state: dict[Any, Any] = {
+            name: ShardedObject(
+                f"{prefix}.{name}", getattr(optimizer, name), (1,), (0,), replica_id=(instance, 0, rank)
+            )
+            for name in ("per_bucket_numel", "per_bucket_numel_unpadded")
+        }
+        for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+            (dtype,) = ranges
+            state[number] = {
+                dtype: [
+                    self._bucket(bucket, f"{prefix}.gbuf_idx_{number}.dtype_{dtype}.bucket_idx_{at}", instance)
+                    for at, bucket in enumerate(buffer.buckets)
+                ]
+            }
+        return state
+
+    def _bucket(self, bucket: Any, key: str, instance: int) -> list[dict[str, Any]]:
+        """All that this worker speaks for of a bucket, the gaps between parameters too: a file must have no holes."""
+        number, size = self._numbers[id(bucket)], bucket.numel_unpadded
+        own = sorted((p for p in self._primaries(self._fragments) if p.bucket == number), key=lambda p: p.start)
+        like = own[0] if own else None
+        found = []
+        for start, stop in self._parts(self._fragments, number):
+            at = start
+            for fragment in [p for p in own if start <= p.start < stop]:
+                if at < fragment.start:
+                    found.append(
+                        _entry(key, at, size, instance, _empty(like, self._keys, fragment.start - at), padding=True)
+                    )
+                found.append(_entry(key, fragment.start, size, instance, _tensors(fragment)))
+                at = fragment.stop
+            if at < min(stop, size):
+                empty = _empty(like, self._keys, min(stop, size) - at)
+                found.append(_entry(key, at, size, instance, empty, padding=True))
+        return found
+
+
+def _tensors(fragment: ShardFragment) -> dict[str, torch.Tensor]:
+    states = {name: value for name, value in fragment.state.items() if isinstance(value, torch.Tensor)}
+    return {"param": fragment.tensor.detach(), **states}
+
+
+def _empty(like: ShardFragment | None, keys: tuple[str, ...], numel: int) -> dict[str, torch.Tensor]:
+    known = _tensors(like) if like is not None else {}
+    types = {key: known[key].dtype if key in known else torch.float32 for key in keys}
+    return {key: torch.zeros(numel, dtype=dtype) for key, dtype in types.items()}
+
+
+def _entry(
+    key: str, start: int, size: int, instance: int, tensors: dict[str, torch.Tensor], *, padding: bool = False
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {"padding": LocalNonpersistentObject(padding)}
+    for name, tensor in tensors.items():
+        if name == "step":  # read from the groups
+            entry[name] = LocalNonpersistentObject(tensor)
+            continue
+        entry[name] = ShardedTensor(
+            f"{key}.{name}", tensor, tensor.dtype, tensor.shape, (size,), (start,), axis_fragmentations=None,
+            replica_id=(instance, 0, 0),
+        )  # fmt: skip
+    return entry

@@ -1,0 +1,142 @@
+"""A launcher's session: it tells how its workers end, vouches for those that run, and kills those that are put out."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from recover_megatron.membership.auth import Secret
+from recover_megatron.membership.client import Address, Client
+from recover_megatron.membership.errors import MembershipError
+from recover_megatron.membership.events import Notify
+from recover_megatron.membership.node_agent_client import NodeAgentClient
+from recover_megatron.membership.records import Settings
+
+KillOrder = Callable[[int, str], None]
+"""Called with (worker, reason): end that worker's whole process group, then report ``ended``."""
+
+
+class NodeAgent:
+    """The launcher of one node. While it is heard, a worker of its node that is silent is not taken for dead.
+
+    Its word counts: report ``ended`` only for a process that the kernel has reaped or whose pidfd has become readable.
+    ``on_kill`` is called in the session's thread, perhaps more than once for a worker; so is ``on_tell``, with what the
+    coordinator has to say to people.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        node: str,
+        secret: Secret,
+        on_kill: KillOrder,
+        settings: Settings | None = None,
+        on_revoke: Callable[[], None] = lambda: None,
+        on_note: Callable[[int, str], None] = lambda worker, text: None,
+        on_tell: Callable[[str], None] = lambda text: None,
+        *,
+        late: bool = False,
+    ) -> None:
+        """``on_revoke`` is called in the session's thread when a rendezvous is opened.
+
+        ``on_note``: called with (worker, text), what a worker of this node wants to be known of it.
+        ``late``: this launcher joins a run that has begun.
+        """
+        self._on_kill = on_kill
+        self._on_revoke = on_revoke
+        self._on_note = on_note
+        self._on_tell = on_tell
+        incarnation, now = secrets.token_hex(16), time.monotonic()
+        self._core = NodeAgentClient(node, incarnation, len(addresses), settings or Settings(), now, late=late)
+        self._client = Client(self._core, addresses, secret, self._notified)
+        self._client.start()
+
+    @property
+    def out(self) -> MembershipError | None:
+        """Why there is no coordinator any more: the run has stopped or is finished, or none is reached."""
+        return self._core.out
+
+    @property
+    def candidate(self) -> int:
+        """The candidate that it has turned to last."""
+        return self._core.candidate
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch that was formed, as far as this launcher was told; 0: no worker has come yet."""
+        return max(self._core.presentation.formed.epoch, self._core.last_epoch)
+
+    @property
+    def planned(self) -> frozenset[int]:
+        """The workers that were in any plan that this launcher was told of."""
+        return self._core.planned
+
+    @property
+    def condemned(self) -> frozenset[int]:
+        """The workers that the coordinator has put out, as far as this launcher was told: they do not go on."""
+        return self._core.condemned
+
+    @property
+    def taken(self) -> frozenset[int]:
+        """The ids that no newcomer may have, for all that this launcher was told."""
+        return self._core.planned | self._core.presentation.mentioned
+
+    def missing(self, world: int) -> frozenset[int]:
+        """Whom, of the first ``world`` workers, the open rendezvous does without, those apart that left in order."""
+        with self._client.condition:
+            opened, left = self._core.presentation.opened, self._core.presentation.left
+            return frozenset(range(world)) - opened.members - left if opened is not None else frozenset()
+
+    def wait_led(self, timeout: float) -> bool:
+        """Wait until a coordinator leads, or ``out`` is known, at most ``timeout`` seconds; whether one has led."""
+        with self._client.condition:
+            self._client.condition.wait_for(lambda: self.led or self._core.out is not None, timeout)
+            return self.led
+
+    @property
+    def led(self) -> bool:
+        """Whether a coordinator has ever led: enough workers had come to it."""
+        return self._core.presentation.term > 0
+
+    def spawned(self, worker: int, pid: int) -> None:
+        """Report a started worker (for the event log)."""
+        with self._client.condition:
+            self._client.perform(self._core.spawned(worker, pid))
+
+    def stopping(self, signal: int, timeout: float) -> None:
+        """Report that a signal told this launcher to end its workers; waits ``timeout`` at most until it is heard."""
+        with self._client.condition:
+            self._client.perform(self._core.stopping(signal))
+        self.catch_up(timeout)
+
+    def ended(self, worker: int, how: str) -> None:
+        """Report that a worker's process has ended, ``how`` in a few words ("SIGKILL", "exit code 1")."""
+        with self._client.condition:
+            self._client.perform(self._core.ended(worker, how[:256]))
+
+    def catch_up(self, timeout: float | None = None) -> None:
+        """Wait until all is heard that the coordinator has said by now; at most ``timeout`` seconds."""
+        with self._client.condition:
+            self._client.perform(self._core.ask())
+            self._client.condition.wait_for(lambda: self._core.out is not None or self._core.up_to_date, timeout)
+
+    def wait_out(self, timeout: float | None = None) -> MembershipError | None:
+        """Wait until ``out`` is known, at most ``timeout`` seconds."""
+        with self._client.condition:
+            self._client.condition.wait_for(lambda: self._core.out is not None, timeout)
+            return self._core.out
+
+    def close(self) -> None:
+        """End the session; the coordinator then knows that this launcher says nothing more."""
+        self._client.close()
+
+    def _notified(self, notice: Notify) -> None:
+        if notice.kind == "kill":
+            self._on_kill(notice.detail["worker"], notice.detail["reason"])
+        elif notice.kind == "opened":
+            self._on_revoke()
+        elif notice.kind == "note":
+            self._on_note(notice.detail["worker"], notice.detail["text"])
+        elif notice.kind == "tell":
+            self._on_tell(notice.detail["text"])
