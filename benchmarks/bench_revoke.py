@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--world", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8])
     parser.add_argument("--mib", type=float, default=16)
-    parser.add_argument("--carrier", choices=("tcp", "tcp-inline"), default="tcp")
+    parser.add_argument("--transport", dest="transport_kind", choices=("tcp", "tcp-inline"), default="tcp")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

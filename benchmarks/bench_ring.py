@@ -257,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--world", type=numbers(int), default=[2, 4, 8])
     parser.add_argument("--mib", type=numbers(float), default=[1.0, 16.0, 64.0, 256.0])
-    parser.add_argument("--carrier", choices=("tcp", "tcp-inline"), default="tcp")
+    parser.add_argument("--transport", dest="transport_kind", choices=("tcp", "tcp-inline"), default="tcp")
     parser.add_argument("--segment-kib", type=int, default=Tuning.segment_bytes >> 10)
     parser.add_argument("--least-kib", type=int, default=Tuning.least_bytes >> 10)
     parser.add_argument("--depth", type=int, default=Tuning.depth)

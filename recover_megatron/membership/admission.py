@@ -81,7 +81,7 @@ class Admission:
         self._roster.bind(node_agent, session, now)
         node_agent.acknowledged, node_agent.ended = 0, False
         node_agent.running = set(from_runs(message.get("running", [])))
-        self._out.log("node_agent", node=node)
+        self._out.log("witness", node=node)
         self._present(session, message)
         if self._epochs.own and not self._rendezvous.is_open:
             self._out.send([session], self._rendezvous.revoke_message("attached"))

@@ -167,7 +167,7 @@ class Coordinator:
         ended = ended and now - peer.heard <= self.settings.heartbeat_timeout  # by the clock: no excuses
         if isinstance(peer, NodeAgentStatus):
             peer.ended = ended
-            self._out.log("node_agent_gone", node=peer.node, reason=reason)
+            self._out.log("witness_gone", node=peer.node, reason=reason)
         elif ended and peer.fate is Fate.LIVE:
             self.roster.dead(peer, reason, now)
         elif peer.fate is Fate.LIVE:

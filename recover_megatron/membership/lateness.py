@@ -47,7 +47,7 @@ class Lateness:
                 self._out.do(Probe(worker.session))
         for node_agent in roster.node_agents.values():
             if node_agent.session is not None and roster.silence(node_agent, now) > settings.heartbeat_timeout:
-                self._out.log("node_agent_gone", node=node_agent.node, reason="silent")
+                self._out.log("witness_gone", node=node_agent.node, reason="silent")
                 roster.unbind(node_agent)
 
     def silent(self, now: float, fresh: float = -math.inf) -> list[Member]:

@@ -177,7 +177,7 @@ REPORTS_ITS_EXCEPTION = """
     session.join({})
     rank = int(os.environ["RANK"])
     if rank < 2:
-        session.last_words(7, None, "ValueError: bad", "Traceback", group=rank)
+        session.report_exception(7, None, "ValueError: bad", "Traceback", group=rank)
         os._exit(5)
     try:
         session.wait_revoked()

@@ -57,7 +57,7 @@ def test_sigkill_of_the_launcher_leaves_nothing(bench):
     launch.send(signal.SIGKILL)
     assert launch.wait() == -signal.SIGKILL
     eventually(lambda: launch.left() == [], "every process of the launch has ended")
-    eventually(lambda: not alive(reaper), "the warden has ended")
+    eventually(lambda: not alive(reaper), "the reaper has ended")
 
 
 def test_sigterm_of_the_launcher_leaves_nothing(bench):
@@ -97,7 +97,7 @@ def test_a_killed_warden_is_replaced_and_the_new_one_does_its_work(bench):
     launch.send(signal.SIGKILL)
     launch.wait()
     eventually(lambda: launch.left() == [], "every process of the launch has ended")
-    eventually(lambda: not alive(second), "the warden has ended")
+    eventually(lambda: not alive(second), "the reaper has ended")
 
 
 def test_the_warden_ignores_polite_signals(bench):

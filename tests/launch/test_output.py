@@ -299,7 +299,9 @@ def test_logs_that_cannot_be_written_are_told_of_once_and_go_on_when_they_can(be
         (bench.folder / "end").touch()
         assert launch.wait() == 0
         assert launch.out.count("x" * 50) == 100
-        assert launch.err.count("cannot be written") == (1 if room == "room" else 2)  # workers.json changes at the end
+        assert launch.err.count("worker-0.log cannot be written") == 1
+        # It changes at the end, and may still be on its way when the limit begins.
+        assert launch.err.count("workers.json cannot be written") in ({0, 1} if room == "room" else {1})
         (bench.folder / "go").unlink()
         (bench.folder / "end").unlink()
     log = (bench.folder / "room" / "worker-0.log").read_text()

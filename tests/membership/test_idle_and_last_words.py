@@ -249,7 +249,7 @@ def test_a_launcher_that_lost_its_connection_just_before_the_end_is_told_when_it
     world.run_fairly(4.0)
     world.frozen.add("node1")
     world.run_fairly(SETTINGS.heartbeat_timeout + 2)
-    assert [record["node"] for record in world.log if record["event"] == "node_agent_gone"] == ["node1"]
+    assert [record["node"] for record in world.log if record["event"] == "witness_gone"] == ["node1"]
     for w in (0, 1):
         world._member_effects(f"w{w}", world.worker(w).leave())
     world.dead |= {"w0", "w1"}

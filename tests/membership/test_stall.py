@@ -120,7 +120,7 @@ def goes_on(world: World) -> None:
     assert max(world.commits) > before
 
 
-@pytest.mark.parametrize("witnesses", [True, False], ids=["launchers", "no launchers"])
+@pytest.mark.parametrize("node_agents", [True, False], ids=["launchers", "no launchers"])
 @pytest.mark.parametrize("seconds", [15, 30, 90])
 def test_three_of_four_that_stop_and_go_on_are_waited_for(node_agents: bool, seconds: int) -> None:
     world = running(node_agents=node_agents)
@@ -134,7 +134,7 @@ def test_three_of_four_that_stop_and_go_on_are_waited_for(node_agents: bool, sec
     assert bool(told(world, "stalled")) == bool(told(world, "stall_over")) == (seconds > 20 or not node_agents)
 
 
-@pytest.mark.parametrize("witnesses", [True, False], ids=["launchers", "no launchers"])
+@pytest.mark.parametrize("node_agents", [True, False], ids=["launchers", "no launchers"])
 @pytest.mark.parametrize("stopped", [1, 2])
 def test_half_of_them_or_fewer_are_put_out_as_fast_as_a_single_one(node_agents: bool, stopped: int) -> None:
     world = running(node_agents=node_agents)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.megatron_hooks.entry import patched, program
+from recover_megatron.megatron_hooks import patched
+from recover_megatron.megatron_hooks.entry import program
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
