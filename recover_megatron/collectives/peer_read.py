@@ -28,7 +28,7 @@ class Fetcher:
             raise self._lost(error, road=error.road) from error
 
     def fetch(self, what: Sequence[int]) -> bytes | None:
-        """What the other side's ``Board.source`` gives for these numbers: at most ``MOST_BYTES``; None: nothing."""
+        """What the other side's ``source`` gives for these numbers: at most ``MOST_BYTES``; None: nothing."""
         try:
             self._connection.send({"fetch": list(what)})
             size = int(self._connection.receive()["bytes"])

@@ -16,13 +16,12 @@ plan.py           what an epoch decides, from what its members joined with (pure
 edges.py          whom this worker can reach
 gradients.py      buckets on their way through the rings, and the tail that carries losses and the audit
 transfer.py       a worker's state on its way to another one
-generation.py     the groups that live and die with one epoch
+epoch_groups.py   the groups that live and die with one epoch
 process_group.py  torch process groups that outlive their members
 traffic.py        what an operation on one of them does, by where the training is
 exchange.py       operations of some workers over their replicas, outside of decisions: each once
 staging.py, among.py   on what, and by whom, such an operation is carried out
-replica_group.py  torch process groups inside a replica, whose inside can be exchanged
-inside.py         all of those of one worker: ended from another thread, made again among other workers
+model_parallel_groups.py   the groups inside a replica: ended from another thread, made again among other workers
 hooks.py          what is asked of the training framework at turning points
 grid.py, faults.py, errors.py   the places of a run; whose fault an exception is; what ends a worker's part
 """

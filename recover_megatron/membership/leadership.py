@@ -1,6 +1,6 @@
 """Whether a candidate may lead, may go on leading, and may leave out workers that it does not reach.
 
-It puts to the rule (``quorum``) what the members have presented (``succession``) and whom it reaches (``roster``).
+It puts to the rule (``quorum``) what the members have presented (``failover``) and whom it reaches (``roster``).
 Where there is an arbiter the lease decides instead of the count, for whoever leaves somebody out.
 """
 

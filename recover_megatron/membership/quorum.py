@@ -1,4 +1,4 @@
-"""Who may go on: the rule of partition and succession, as pure functions.
+"""Who may go on: the rule of partition and failover, as pure functions.
 
 Words. ``gone``: workers known to have ended (their kernel closed the connection, a node agent saw the process end) or
 to have left in order. The unreachable are not gone: they may be running on the other side of a partition.

@@ -116,7 +116,7 @@ def members_only(request: PlanRequest) -> Json:
 class Presentation:
     """What a member tells a coordinator it attaches to: all that it followed and all that it holds.
 
-    The safety of succession rests on it (see ``quorum``), so it only ever grows: a member never presents less than it
+    The safety of a failover rests on it (see ``quorum``), so it only ever grows: a member never presents less than it
     presented before.
     """
 

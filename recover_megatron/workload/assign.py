@@ -2,9 +2,9 @@
 
 Microbatch ids count through an iteration, 0..total-1.  At launch there are D0 = replicas * inner ranks data-parallel
 ranks, and stock Megatron deals the ids like cards: j = n * D0 + r is the n-th microbatch of rank r.  A replica holds
-``inner_ranks`` of these ranks, rank r being inner rank ``r % inner_ranks`` of replica ``r // lanes``: one, except where
-experts are spread over data-parallel ranks; then its ranks run in lock-step, the n-th microbatch of each at the same
-time.
+``inner_ranks`` of these ranks, rank r being inner rank ``r % inner_ranks`` of replica ``r // inner_ranks``: one, except
+where experts are spread over data-parallel ranks; then its ranks run in lock-step, the n-th microbatch of each at the
+same time.
 
 So the ids come in rows of ``inner_ranks`` consecutive ones, and a row is what a replica runs in one step.  Whatever
 moves to another replica moves in such rows, inner rank by inner rank: ids that would have met in the experts of a
