@@ -181,9 +181,9 @@ def _to_megatrons_writers(recovery: Recovery, outcome: Outcome) -> None:
         "recover/recovery-seconds": sum(outcome.seconds.values()),
     }
     iteration = get_args().curr_iteration + 1
-    if peer_store := get_tensorboard_writer():
+    if board := get_tensorboard_writer():
         for name, value in scalars.items():
-            peer_store.add_scalar(name, value, iteration)
+            board.add_scalar(name, value, iteration)
     if wandb := get_wandb_writer():
         wandb.log(scalars, iteration)
 

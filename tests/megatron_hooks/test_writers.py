@@ -50,7 +50,7 @@ def test_who_begins_to_write_tells_what_it_remembers_and_then_what_comes() -> No
     iteration = 2
     writer.begin()
     writer.begin()
-    assert [peer_store.told for peer_store in opened] == [[("loss", 3.0, 1)]]
+    assert [board.told for board in opened] == [[("loss", 3.0, 1)]]
     assert opened[0].flushed
     writer.add_scalar("loss", 2.0, 2)
     writer.rest()
@@ -85,12 +85,12 @@ def test_a_writer_that_does_not_answer_holds_nobody_up_and_hears_everything_late
             assert answers.wait(60)
             super().add_scalar(name, value, step)
 
-    peer_store = Slow()
-    writer = Stub("TensorBoard", peer_store, Board, lambda: 1)
+    board = Slow()
+    writer = Stub("TensorBoard", board, Board, lambda: 1)
     for step in range(100):
         writer.add_scalar("loss", 1.0, step)
-    assert peer_store.told == []
+    assert board.told == []
     answers.set()
     writer.flush()
-    assert peer_store.told == [("loss", 1.0, step) for step in range(100)]
-    assert peer_store.flushed
+    assert board.told == [("loss", 1.0, step) for step in range(100)]
+    assert board.flushed
