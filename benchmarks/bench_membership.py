@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.auth import Secret, nonce
+from recover_megatron.membership.auth import Secret
+from recover_megatron.network.proof import nonce
 
 HEARTBEAT = 1.0
 

@@ -125,7 +125,7 @@ class NoModel(Hooks):
     def last_checkpoint(self) -> str:
         return "none was written"
 
-    def strike(self, phase: str, iteration: int | None) -> None:
+    def inject(self, phase: str, iteration: int | None) -> None:
         pass
 
     def describe(self, decision: Decision) -> dict[str, Any]:

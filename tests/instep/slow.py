@@ -23,7 +23,7 @@ for part in sys.argv.pop(1).split(","):
     if worker == os.environ["RANK"]:
         pauses[place] = float(seconds)
 assignments: list[Assignment] = []
-join, meet, strike, mark = Session.join, Rendezvous.meet, ProgressReports.strike, ProgressReports.mark
+join, meet, strike, mark = Session.join, Rendezvous.meet, ProgressReports.inject, ProgressReports.mark
 make = Assignment.__init__
 
 
@@ -58,5 +58,5 @@ Assignment.__init__ = noted_init  # type: ignore[method-assign]
 ProgressReports.mark = slow_mark  # type: ignore[method-assign]
 Session.join = slow_join  # type: ignore[method-assign]
 Rendezvous.meet = slow_meet  # type: ignore[method-assign]
-ProgressReports.strike = slow_strike  # type: ignore[method-assign]
+ProgressReports.inject = slow_strike  # type: ignore[method-assign]
 pretrain_gpt_recover.main()

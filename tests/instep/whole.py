@@ -24,7 +24,7 @@ folder, replicas = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
 order, script = [int(worker) for worker in sys.argv.pop(1).split(",")], sys.argv.pop(1)
 newcomer = os.environ.get("RECOVER_JOIN") == "1"
 recoveries: list[Recovery] = []
-begin, at, strike = Recovery.__init__, injector.Injector.at, injector._strike
+begin, at, strike = Recovery.__init__, injector.Injector.at, injector._inject
 train_step, build = training.train_step, training.build_train_valid_test_data_iterators
 
 
@@ -70,7 +70,7 @@ def telling_build(*args: Any, **kwargs: Any) -> Any:
 patient_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
 Recovery.__init__ = noted_init  # type: ignore[method-assign]
 injector.Injector.at = in_turn  # type: ignore[method-assign]
-injector._strike = noted_strike
+injector._inject = noted_strike
 training.train_step = patient_train_step
 if newcomer:
     training.build_train_valid_test_data_iterators = telling_build
