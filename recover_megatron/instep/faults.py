@@ -35,8 +35,8 @@ _IN_A_GROUP = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/c10d_logger.py",
     "recover_megatron/collectives/",
-    "recover_megatron/collectives/gloo/abortable_work.py",
     "recover_megatron/instep/process_group.py",
+    "recover_megatron/instep/traffic.py",
 )
 """Where operations on groups are: files of frames."""
 

@@ -71,10 +71,10 @@ class EventLoop:
         except BlockingIOError:
             return  # the pipe is full of wake-ups already
 
-    def from_thread[**P](self, callback: Callable[P, None]) -> Callable[P, None]:
+    def from_thread(self, callback: Callable[..., None]) -> Callable[..., None]:
         """``callback`` for other threads: whoever calls the result has the loop call ``callback`` like that."""
 
-        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        def call(*args: object, **kwargs: object) -> None:
             self.call_from_thread(partial(callback, *args, **kwargs))
 
         return call
