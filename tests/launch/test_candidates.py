@@ -124,7 +124,7 @@ def test_a_launcher_that_is_stopped_costs_no_worker(bench: Bench) -> None:
     time.sleep(5.0)
     run.goes_on()
     run.launch.send(signal.SIGCONT)
-    eventually(lambda: len(run.events("node_agent")) > 1, "the launcher comes back")
+    eventually(lambda: len(run.events("witness")) > 1, "the launcher comes back")
     run.goes_on()
     assert run.end() == 0, run.launch.err
     assert run.events("fault") == []

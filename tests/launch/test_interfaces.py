@@ -30,6 +30,7 @@ dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
 print("TOTAL", total.item(), os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+dist.destroy_process_group()  # else torch may abort at exit, when gloo's threads are still there
 """
 
 

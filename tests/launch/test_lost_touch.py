@@ -30,6 +30,6 @@ def test_a_launcher_that_sleeps_while_the_run_ends_ends_with_the_runs_code(bench
         return [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == kind]
 
     eventually(lambda: events("stop"), "the run ends")
-    assert [event["node"][-1] for event in events("node_agent_gone")] == ["1"]
+    assert [event["node"][-1] for event in events("witness_gone")] == ["1"]
     second.send(signal.SIGCONT)
     assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
