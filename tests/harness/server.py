@@ -96,6 +96,8 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
         if request["training"]:
             record_training(f"{request['training']}/{who.worker}.pt")
         runpy.run_path(sys.argv[0], run_name="__main__")
+        if "--recover" not in sys.argv:
+            _flush_tensorboard()
         code = 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
@@ -104,6 +106,14 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _flush_tensorboard() -> None:
+    """Of a run without --recover: its last numbers are still with the writer's thread, which ends with the process."""
+    from megatron.training.global_vars import get_tensorboard_writer
+
+    if (writer := get_tensorboard_writer()) is not None:
+        writer.flush()
 
 
 Ended = Callable[[_Worker, int], int | None]
