@@ -39,7 +39,7 @@ def _slots(tuning: Tuning, transport_kind: TransportKind) -> tuple[int, int] | N
 
 
 def cancel_token_of(epoch: Epoch) -> CancelToken:
-    """Thrown when ``epoch`` is revoked."""
+    """A token that is cancelled when ``epoch`` is revoked."""
     cancel_token = CancelToken(epoch.number)
     epoch.on_revoke(cancel_token.cancel)
     return cancel_token

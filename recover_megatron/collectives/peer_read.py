@@ -45,4 +45,4 @@ class Fetcher:
         self._connection.close()
 
     def _lost(self, why: object, *, road: bool = False) -> PeerLost:
-        return PeerLost(f"the board at {self._address} does not answer: {why}", road=road)
+        return PeerLost(f"the peer store at {self._address} does not answer: {why}", road=road)

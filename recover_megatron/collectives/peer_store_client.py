@@ -45,7 +45,7 @@ class PeerStoreClient(dist.Store):
         self._connection: Connection | None = None
         self._error: str | None = None
         self._road = False
-        threading.Thread(target=self._talk, name="recover-board-client", daemon=True).start()
+        threading.Thread(target=self._talk, name="recover-peer-store-client", daemon=True).start()
 
     # ---- what a store is asked
 
@@ -109,7 +109,7 @@ class PeerStoreClient(dist.Store):
         with self._changed:
             if self._error is None:
                 self._road = road
-                self._error = f"the board at {self._address} is out of reach: {reason}"
+                self._error = f"the peer store at {self._address} is out of reach: {reason}"
             if self._connection is not None:
                 self._connection.shutdown()
             self._changed.notify_all()

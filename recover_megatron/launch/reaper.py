@@ -92,7 +92,7 @@ class Reaper:
         os.close(self._pipe)
         killed = self.pid
         self._start()
-        self._say(f"the warden (pid {killed}) was killed; a new one (pid {self.pid}) took its place")
+        self._say(f"the reaper (pid {killed}) was killed; a new one (pid {self.pid}) took its place")
 
 
 def main() -> None:

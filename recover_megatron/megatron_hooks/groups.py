@@ -161,7 +161,7 @@ class Groups:
         assert isinstance(default, EpochGroup)
         slots = self.grid.replicas[mine.replica]
         if self._mates is None:
-            # The default group's messages inside the replica need a carrier: see EpochGroup.
+            # The default group's messages inside the replica need a transport: see EpochGroup.
             everyone = range(self.grid.size)
             alone = EpochGroup(self.traffic, None, slots, "mates")
             self._mates = SwappableGroup(alone, everyone, mine.position or 0, "mates", str(dist.get_backend(default)))

@@ -6,6 +6,7 @@ death, and nobody would see an end. Sockets are closed, never shut down: that wo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -50,9 +51,11 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     _held.clear()
-    for owner in list(_known):
-        owner.close_in_child()
-    _known.clear()
+    owners = list(_known)
+    _known.clear()  # a child of this process closes what this one opens; who is reset, not closed, says so again
+    for owner in owners:
+        with contextlib.suppress(OSError):  # it was closed already: the others must be closed all the same
+            owner.close_in_child()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

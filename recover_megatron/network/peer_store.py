@@ -95,7 +95,7 @@ class PeerStoreServer:
                 self._drop(writer)
         if time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + QUIET_SECONDS
-            log.info(f"the board of this worker: {context['message']}: {error}")
+            log.info(f"the peer store of this worker: {context['message']}: {error}")
 
     def _drop(self, writer: asyncio.StreamWriter) -> None:
         self._unproved.pop(writer, None)

@@ -28,7 +28,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_K
 
 
 class Watch:
-    """See the module's text; there is one, ``watch`` and ``is_silent`` are its methods."""
+    """Looks at connections, and shuts the silent ones; there is one, ``watch`` and ``is_silent`` are its methods."""
 
     def __init__(self) -> None:
         self._begin()
@@ -55,6 +55,7 @@ class Watch:
     def close_in_child(self) -> None:
         """A forked process has no such thread, and its parent's connections are none of its own."""
         self._begin()
+        close_in_children(self)
 
     def is_silent(self, sock: socket.socket) -> bool:
         """Whether it was shut because nothing was acknowledged."""

@@ -47,7 +47,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Layout:
-    """See the module's text.
+    """Which worker owns which shard of an optimizer's state, and which workers hold its shadows.
 
     ``homes``: for each shard, in Megatron's order, the worker that stands in its place; None: nobody.  ``ring``: all of
     these workers, in the order of the ring: who follows is the shadow.

@@ -297,7 +297,7 @@ def test_a_board_without_descriptors_lets_go_of_strangers_and_serves_on() -> Non
         assert process.stdout.readline().startswith("served")
         assert process.wait(60) == 0
         lines = process.stderr.read().splitlines()
-        assert len([line for line in lines if "the board of this worker" in line]) == 1
+        assert len([line for line in lines if "the peer store of this worker" in line]) == 1
         assert "Traceback" not in "".join(lines)
     finally:
         process.kill()

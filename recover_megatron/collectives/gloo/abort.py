@@ -1,4 +1,4 @@
-"""torch's gloo backend, and the part that gloo lacks: to be aborted (see gloo_groups).
+"""torch's gloo backend, and the part that gloo lacks: to be aborted (see `groups`).
 
 Even shutting its connections gloo can miss: its thread that reads a neighbour's request finds the connection shut
 when it answers, and forgets the message it answered with. Whoever waits for that message waits for ever (seen in up

@@ -154,7 +154,7 @@ class _Store(dist.Store):
 
 
 class GlooGroups:
-    """See the module's text.  ``backends``: torch's gloo groups, by name."""
+    """gloo groups of one worker, made together and aborted together.  ``backends``: torch's gloo groups, by name."""
 
     def __init__(
         self,

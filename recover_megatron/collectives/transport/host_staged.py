@@ -65,7 +65,7 @@ class _Landing:
 
 
 class StagedTransport(_Staged, Transport):
-    """See the module's text.  ``inner`` carries CPU tensors."""
+    """Carries a device's tensors by copies in host memory.  ``inner`` carries CPU tensors."""
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         super().__init__(device)
