@@ -137,11 +137,11 @@ class FolderLock:
         return None
 
     def _check(self) -> str | None:
-        claim = self._read()
-        mine = self._mine.nnodes, self._mine.master_port
-        if not self._others() or (claim and (claim.nnodes, claim.master_port) == mine):
+        if not self._others():
             return None
-        return self._in_use()
+        claim = self._holders()
+        mine = self._mine.nnodes, self._mine.master_port
+        return None if claim and (claim.nnodes, claim.master_port) == mine else self._in_use()
 
     def _share(self, run_id: str) -> str | None:
         if (
@@ -166,10 +166,15 @@ class FolderLock:
         claim = self._read()
         return claim.run_id if claim and self._others() and claim.job == self._mine.job else None
 
-    def _in_use(self) -> str:
+    def _holders(self) -> Claim | None:
+        """What the holders say of themselves: whoever makes the claim holds the lock alone until it is written."""
         self._lock(fcntl.F_RDLCK, wait=True)
         claim = self._read()
         self._lock(fcntl.F_UNLCK)
+        return claim
+
+    def _in_use(self) -> str:
+        claim = self._holders()
         who = claim.in_words() if claim else "another launch"
         return (
             f"--log-dir {self._folder} is in use by another run ({who}): choose another folder, or wait until that run "

@@ -136,3 +136,4 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     yield bench
     for launch in bench.launches:
         launch.clean_up()
+        print(launch.pid, launch.process.args, launch.out, launch.err, sep="\n")  # shown with a failure

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,24 @@ def test_nodes_of_a_launch_that_has_not_begun_wait_for_it_and_others_are_refused
     assert lock(replace(MINE, pid=3, run_id="not known yet")).check() is None
     assert "in use" in lock(replace(OTHER, master_port=29501)).check()
     assert "in use" in lock(replace(OTHER, nnodes=3)).check()
+
+
+def test_a_node_that_comes_while_node_0_makes_its_claim_waits_until_that_is_written(lock, monkeypatch):
+    """Nodes that share a file system start at the same moment: the lock is held then, and the file says nothing yet."""
+    first, mate = lock(MINE), lock(replace(MINE, pid=3))
+    write, answers = FolderLock._write, []
+    asking = threading.Thread(target=lambda: answers.append(mate.check()))
+
+    def write_while_asked(self, claim):
+        asking.start()
+        asking.join(0.2)  # as long as it answers too early, it does so here
+        assert not answers
+        write(self, claim)
+
+    monkeypatch.setattr(FolderLock, "_write", write_while_asked)
+    assert first.take() is None
+    asking.join(10)
+    assert answers == [None]
 
 
 def test_nodes_that_share_a_folder_of_their_own_may_come_at_the_same_time(lock):
