@@ -4,7 +4,7 @@ group             what layer 2 calls: the group of one column in one epoch
 group_factory     opens it: the one place that knows the kinds of group and transport
 bucket, ledger    a gradient bucket, and which of its elements are LOCAL or REDUCED
 ring              schedule (pure), executor, progress thread: the ring as a group
-backend_group     the backend's own collectives behind the same interface
+native            the backend's own collectives behind the same interface
 transport         what carries a ring's messages: TCP and shared memory, NCCL, host memory for a device
 gloo              what gloo cannot do: be aborted, change its members (docs/gloo.md)
 epoch             what a group knows of the membership, and the token that cancels it

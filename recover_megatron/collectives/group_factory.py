@@ -9,11 +9,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.backend_group import GlooNative, NativeBackend, NativeGroup
 from recover_megatron.collectives.epoch import CancelToken, Epoch
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.gloo.abort import GlooBackend
+from recover_megatron.collectives.gloo.native import GlooNative
 from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.native.backend import NativeBackend
+from recover_megatron.collectives.native.group import NativeGroup
 from recover_megatron.collectives.rendezvous import KeyValue
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.ring.group import RingGroup, Tuning

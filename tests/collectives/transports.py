@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from recover_megatron.collectives import group_factory
-from recover_megatron.collectives.backend_group import GlooNative, NativeGroup
 from recover_megatron.collectives.epoch import CancelToken, Epoch
 from recover_megatron.collectives.errors import PeerLost
 from recover_megatron.collectives.gloo.abort import GlooBackend
+from recover_megatron.collectives.gloo.native import GlooNative
 from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.native.group import NativeGroup
 from recover_megatron.collectives.ring.group import RingGroup, Tuning
 from recover_megatron.collectives.ring.scratch import Scratch
 from recover_megatron.collectives.transport.host_staged import StagedNative, StagedTransport

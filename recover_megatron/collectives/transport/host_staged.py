@@ -11,15 +11,17 @@ On the CPU the same copies are made without a stream, so the tests of the ring r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
-from recover_megatron.collectives.backend_group import NativeBackend
+from recover_megatron.collectives.native.backend import InTurn, Message, NativeBackend, Operation
 from recover_megatron.collectives.ring.scratch import Scratch
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 from recover_megatron.collectives.transport.streams import DeviceStream, Order
+
+_Collective = Callable[[torch.Tensor, torch.Tensor], Operation]
 
 
 class _Staged(Order):
@@ -127,28 +129,46 @@ class StagedTransport(_Staged, Transport):
         self._order.finish()
 
 
-class StagedNative(_Staged, NativeBackend):
+class StagedNative(_Staged, InTurn):
     """The same for a backend group; ``inner`` takes CPU tensors."""
 
     def __init__(self, inner: NativeBackend, device: torch.device) -> None:
-        super().__init__(device)
+        _Staged.__init__(self, device)
+        InTurn.__init__(self)
         self._inner = inner
 
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        host = torch.empty_like(output, device="cpu")
-        self._inner.reduce_scatter(host, _on_host(source))
-        output.copy_(host)
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
+        return self.enqueue(lambda: self._copied(self._inner.reduce_scatter, output, source))
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
+        return self.enqueue(lambda: self._copied(self._inner.all_gather, output, source))
+
+    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
+        def start() -> Callable[[], None]:
+            hosts = [(torch.empty_like(tensor, device="cpu"), rank) for tensor, rank in receives]
+            operation = self._inner.transfer([(_on_host(tensor), rank) for tensor, rank in sends], hosts)
+            return lambda: self._land(
+                operation, [(on, host) for (on, _), (host, _) in zip(receives, hosts, strict=True)]
+            )
+
+        return self.enqueue(start)
+
+    def _copied(self, collective: _Collective, output: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         host = torch.empty_like(output, device="cpu")
-        self._inner.all_gather(host, _on_host(source))
-        output.copy_(host)
+        operation = collective(host, _on_host(source))
+        return lambda: self._land(operation, [(output, host)])
+
+    def _land(self, operation: Operation, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._inner.wait(operation)
+        for on_device, host in copies:
+            on_device.copy_(host)
 
     def settle(self) -> None:
         self._inner.settle()
         self._order.finish()
 
     def close(self) -> None:
+        InTurn.close(self)
         self._inner.close()
 
 

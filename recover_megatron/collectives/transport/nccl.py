@@ -36,9 +36,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.backend_group import NativeBackend
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.collectives.native.backend import Message, NativeBackend, Operation
 from recover_megatron.collectives.rendezvous import await_key
 from recover_megatron.collectives.ring.scratch import Scratch
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
@@ -232,11 +232,18 @@ class NcclNative(DeviceStream, NativeBackend):
         prefix = dist.PrefixStore(f"{ring}/nccl", store)
         self._backend = self._communicators.open(prefix, rank, size, device, timeout)
 
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        self._communicators.wait(self._backend._reduce_scatter_base(output, source))
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
+        return _Message(output, self._backend._reduce_scatter_base(output, source))
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        self._communicators.wait(self._backend._allgather_base(output, source))
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
+        return _Message(output, self._backend._allgather_base(output, source))
+
+    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
+        raise NotImplementedError("the messages of shadows over torch's NCCL groups")
+
+    def wait(self, operation: Operation) -> None:
+        assert isinstance(operation, _Message)
+        self._communicators.wait(operation.work)
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)

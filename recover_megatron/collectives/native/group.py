@@ -10,60 +10,17 @@ dies or is aborted leaves garbage in scratch, which nobody reads.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from recover_megatron.collectives.epoch import CancelToken, Epoch
-from recover_megatron.collectives.gloo.abort import GlooBackend
-from recover_megatron.collectives.gloo.groups import NO_TIMEOUT
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Ledger, Span
+from recover_megatron.collectives.native.backend import NativeBackend
 from recover_megatron.collectives.ring.progress import Executor, Handle, ProgressThread, Task
 from recover_megatron.collectives.ring.schedule import Chunks
-from recover_megatron.collectives.transport.streams import Order
-
-
-class NativeBackend(Order, ABC):
-    """Two blocking collectives of equal parts; each raises ``EpochRevoked`` or ``PeerLost``, or hangs until aborted."""
-
-    @abstractmethod
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Return when no operation reads or writes a tensor any more."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class GlooNative(NativeBackend):
-    def __init__(self, gloo: GlooBackend) -> None:
-        self._gloo = gloo
-
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        options = ReduceScatterOptions()
-        options.timeout = NO_TIMEOUT
-        self._gloo.wait(self._gloo.call(lambda gloo: gloo._reduce_scatter_base(output, source, options)))
-
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        options = AllgatherOptions()
-        options.timeout = NO_TIMEOUT
-        self._gloo.wait(self._gloo.call(lambda gloo: gloo._allgather_base(output, source, options)))
-
-    def settle(self) -> None:
-        """Nothing is sent any more when the connections are shut; what may still run writes to its own scratch."""
-        self._gloo.abort()
-
-    def close(self) -> None:
-        self._gloo.close()
 
 
 class _Task(Task):
@@ -139,7 +96,7 @@ class NativeGroup(Group):
                 _unpack(flat, ledger, [chunks[self.rank]], mine.view(1, width), epoch)
                 return
             everything = torch.empty(self.size * width, dtype=flat.dtype, device=flat.device)
-            self._backend.all_gather(everything, mine)
+            self._backend.wait(self._backend.all_gather(everything, mine))
             _unpack(flat, ledger, chunks, everything.view(self.size, width), epoch)
 
         token = self._backend.submitted()
@@ -158,7 +115,7 @@ class NativeGroup(Group):
         as_it_is = [list(chunk) for chunk in chunks] == even
         source = flat if as_it_is else _pack(flat, chunks, width)
         output = torch.empty(width, dtype=flat.dtype, device=flat.device)
-        self._backend.reduce_scatter(output, source)
+        self._backend.wait(self._backend.reduce_scatter(output, source))
         return output
 
 
