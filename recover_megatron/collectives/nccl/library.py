@@ -1,0 +1,85 @@
+"""The NCCL library that torch has loaded, NCCL's Python bindings (nccl4py) for it, and what this version can do.
+
+    2.27   the oldest that is taken: ncclCommShrink
+    2.29   ncclCommRevoke, ncclCommGrow           before: abort in place of revoke, init in place of grow
+
+(Headers of 2.27.7 and 2.29.7; the versions in which the calls appeared are those of NCCL's release notes.)  Everything
+else in this package gets a ``Library`` as an argument, so that a double can stand in for NCCL and CUDA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from recover_megatron.errors import UserError
+
+OLDEST = (2, 27, 0)
+_REVOKE_AND_GROW = (2, 29, 2)
+SUCCESS, IN_PROGRESS = 0, 7
+"""ncclResult_t (nccl.h); every other value is an error."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """``core``: the module ``nccl.core``.  ``cuda``: ``torch.cuda``.  ``errors``: what a failed call raises."""
+
+    core: Any
+    cuda: Any
+    version: tuple[int, ...]
+    errors: tuple[type[Exception], ...]
+
+    @property
+    def has_revoke(self) -> bool:
+        return self.version >= _REVOKE_AND_GROW
+
+    @property
+    def has_grow(self) -> bool:
+        return self.version >= _REVOKE_AND_GROW
+
+    def config(self, max_ctas: int | None = None) -> Any:
+        """Of a communicator: no call of NCCL's blocks longer than it takes to hand something over.
+
+        ``max_ctas``: thread blocks of an operation at most, beside the GEMMs of the backward pass; None: NCCL's choice.
+        """
+        return self.core.NCCLConfig(blocking=False, max_ctas=max_ctas)
+
+    def unique_id(self) -> str:
+        """As text, for the rendezvous."""
+        return bytes(self.core.get_unique_id()).hex()
+
+    def read_unique_id(self, text: str) -> Any:
+        return self.core.UniqueId.from_bytes(bytes.fromhex(text))
+
+
+def checked(library: Library) -> Library:
+    """``library`` itself; ``UserError`` if it is too old."""
+    if library.version < OLDEST:
+        found, oldest = (".".join(map(str, version)) for version in (library.version, OLDEST))
+        raise UserError(
+            f"--recover: torch has loaded NCCL {found}; {oldest} or later is needed (communicators that can be shrunk)."
+            " Take a newer torch, or --distributed-backend gloo"
+        )
+    return library
+
+
+@cache
+def load() -> Library:
+    """The library of this process.  ``UserError`` where nccl4py is missing, or NCCL is, or is too old."""
+    # torch was imported above, with the libnccl that it brings: nccl4py takes the one that is loaded already.
+    try:
+        core, bindings = import_module("nccl.core"), import_module("nccl.bindings.nccl")
+    except ImportError as error:
+        raise UserError(
+            f"--recover: gradients travel over NCCL by NCCL's Python bindings, which cannot be imported ({error}):"
+            " pip install 'nccl4py>=0.6,<0.7', or recover-megatron[gpu]"
+        ) from error
+    found = core.get_version().libnccl
+    if found is None:
+        raise UserError("--recover: nccl4py finds no NCCL library: this torch is built without it")
+    errors = (bindings.NCCLError, core.NcclInvalid)
+    return checked(Library(core, torch.cuda, tuple(found.version.release), errors))

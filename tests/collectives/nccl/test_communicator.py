@@ -1,0 +1,202 @@
+"""The state machine of a communicator over the double of NCCL: what is believed, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.nccl import communicator as tested
+from recover_megatron.collectives.nccl.communicator import Communicator, State
+from recover_megatron.collectives.nccl.library import Library, checked
+from recover_megatron.errors import UserError
+from tests.doubles.nccl import library as double
+from tests.doubles.nccl.core import Errors
+from tests.doubles.nccl.net import net
+from tests.doubles.nccl.streams import Illegal, Stream
+from tests.harness.waiting import eventually
+
+NEW, OLD = (2, 29, 7), (2, 27, 7)
+versions = pytest.mark.parametrize("version", [NEW, OLD], ids=["2.29", "2.27"])
+
+
+OPENED: list[Communicator] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+class Member:
+    """One rank, with a stream of its own."""
+
+    def __init__(self, library: Library, rank: int, size: int, unique_id: Any) -> None:
+        self.library = library
+        self.token = CancelToken(1)
+        handle = library.core.Communicator.init(size, rank, unique_id, library.config())
+        self.communicator = Communicator(library, handle, "first", self.token)
+        self.stream = Stream()
+        OPENED.append(self.communicator)
+
+    def open(self) -> Member:
+        eventually(self.communicator.advance, "the communicator is open", every=0.0001)
+        return self
+
+    def event(self) -> Any:
+        event = self.library.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Any:
+        gather: Callable[[Any], None] = lambda its: its.allgather(source, output, stream=self.stream)  # noqa: E731
+        return self.communicator.launch(gather, self.event, output, source)
+
+    def gathered(self) -> list[float]:
+        output = torch.zeros(2)
+        self.communicator.wait(self.all_gather(output, torch.tensor([float(self.communicator.handle.rank)])))
+        return output.tolist()
+
+
+def members(library: Library, size: int = 2) -> list[Member]:
+    unique_id = library.core.get_unique_id()
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: Member(library, rank, size, unique_id).open(), range(size)))
+
+
+@pytest.mark.parametrize("polls", [0, 3, 40])
+def test_an_operation_that_was_waited_for_is_whole_however_long_calls_are_in_progress(polls: int) -> None:
+    both = members(double(polls=polls, seed=polls))
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            assert list(pool.map(Member.gathered, both)) == [[0.0, 1.0]] * 2
+    assert [member.communicator.state for member in both] == [State.READY] * 2
+    assert [member.communicator.operations for member in both] == [5, 5]
+
+
+@versions
+def test_a_revocation_ends_an_operation_that_nobody_answers(version: tuple[int, ...]) -> None:
+    """The kernel completes all the same, with garbage: its event tells nothing."""
+    member, _ = members(double(version))
+    output = torch.zeros(2)
+    operation = member.all_gather(output, torch.ones(1))
+    assert not operation.done
+    threading.Timer(0.02, member.token.cancel, ["a test ends the epoch"]).start()
+    with pytest.raises(EpochRevoked):
+        member.communicator.wait(operation)
+    member.communicator.settle()
+    eventually(lambda: operation.done, "the revoked operation is over")
+    assert not torch.equal(output, torch.ones(2))
+    assert member.communicator.state is (State.REVOKED if version == NEW else State.CLOSED)
+    with pytest.raises(EpochRevoked):
+        member.communicator.believe()
+
+
+def test_what_was_complete_before_the_switch_is_not_believed_after_it() -> None:
+    """Whether it was complete before the abort cannot be told from its event."""
+    both = members(double())
+    with ThreadPoolExecutor(2) as pool:
+        operations = list(pool.map(lambda it: it.all_gather(torch.zeros(2), torch.ones(1)), both))
+    eventually(lambda: operations[0].done, "the operation is over")
+    both[0].token.cancel("a test ends the epoch")
+    with pytest.raises(EpochRevoked):
+        both[0].communicator.wait(operations[0])
+
+
+@pytest.mark.parametrize("errors", [Errors.AT_ONCE, Errors.LATE])
+def test_an_error_that_nccl_reports_is_a_lost_peer_and_nothing_is_believed(
+    errors: Errors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = double(errors=errors)
+    both = members(library)
+    monkeypatch.setattr(both[0].communicator.handle, "addresses", ["127.0.0.1:1", "127.0.0.1:2"])
+    monkeypatch.setattr(net(), "dead", {"127.0.0.1:2"})
+    output = torch.zeros(2)
+    with pytest.raises(PeerLost, match="error 6"):
+        both[0].communicator.wait(both[0].all_gather(output, torch.ones(1)))
+    both[0].communicator.settle()
+    assert both[0].communicator.state in (State.REVOKED, State.CLOSED)
+    assert both[0].communicator.operations == 0
+
+
+def test_an_error_that_stays_after_the_revocation_ends_the_communicator() -> None:
+    member, _ = members(double(sticky=True))
+    member.all_gather(torch.zeros(2), torch.ones(1))
+    member.communicator.handle._error = 6
+    member.communicator.settle()
+    assert member.communicator.state is State.CLOSED
+
+
+def test_an_opening_whose_other_member_never_comes_is_ended_by_the_switch() -> None:
+    library = double()
+    member = Member(library, 0, 2, library.core.get_unique_id())
+    for _ in range(10):
+        assert not member.communicator.advance()
+    member.token.cancel("a test ends the epoch")
+    with pytest.raises(EpochRevoked):
+        member.communicator.advance()
+    assert member.communicator.state is State.CLOSED
+
+
+def test_another_thread_aborts_when_the_owner_is_stuck_in_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tested, "STUCK", 0.05)
+    member, _ = members(double())
+    handle, entered = member.communicator.handle, threading.Event()
+
+    def stuck(*_: Any, **__: Any) -> None:
+        entered.set()
+        eventually(lambda: handle.ended, "somebody aborts")
+        raise member.library.errors[0](3)
+
+    monkeypatch.setattr(handle, "allgather", stuck)
+    threading.Thread(target=lambda: (entered.wait(), member.token.cancel("a test ends the epoch"))).start()
+    with pytest.raises(EpochRevoked):
+        member.all_gather(torch.zeros(2), torch.ones(1))
+    member.communicator.settle()
+    assert member.communicator.state is State.CLOSED
+
+
+def guards() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == tested.GUARD]
+
+
+def test_nobody_aborts_a_communicator_whose_owner_is_busy_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two epochs, an orderly change: it is kept."""
+    monkeypatch.setattr(tested, "STUCK", 0.01)
+    member, _ = members(double())
+    member.token.cancel("the epoch is over")
+    member.communicator.settle()
+    member.communicator.release()
+    eventually(lambda: not guards(), "the guard has ended")
+    assert member.communicator.idle
+    assert "abort" not in member.library.core.calls
+    member.communicator.adopt(CancelToken(2))
+    assert member.communicator.advance()
+
+
+def test_the_double_knows_illegal_calls() -> None:
+    member, _ = members(double(polls=0))
+    handle = member.communicator.handle
+    member.library.core._polls = 5
+    handle._polls = 3
+    with pytest.raises(Illegal, match="in progress"):
+        handle.allgather(torch.ones(1), torch.ones(2), stream=member.stream)
+    handle._polls = 0
+    member.library.core._polls = 0
+    member.all_gather(torch.zeros(2), torch.ones(1))
+    with pytest.raises(Illegal, match="outstanding"):
+        handle.shrink([1])
+
+
+def test_an_old_nccl_is_refused_with_what_to_do() -> None:
+    with pytest.raises(UserError, match=r"NCCL 2\.26\.5; 2\.27\.0 or later"):
+        checked(double((2, 26, 5)))
+    assert checked(double(OLD)).has_revoke is False

@@ -1,0 +1,361 @@
+"""The double of nccl4py's Communicator: what NCCL's documents say of its states, and no better than they promise.
+
+The source of each behaviour is named where it is; "guide" is NCCL's user guide 2.29, "header" is nccl.h of 2.29.7.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tests.doubles.nccl.core import (
+    IN_PROGRESS,
+    INVALID_USAGE,
+    REMOTE_ERROR,
+    SUCCESS,
+    CommShrinkFlag,
+    Core,
+    Errors,
+    NcclError,
+    NcclInvalid,
+    UniqueId,
+)
+from tests.doubles.nccl.net import net
+from tests.doubles.nccl.operations import AllGather, Collective, Part, Receive, ReduceScatter, Send
+from tests.doubles.nccl.streams import Illegal, Stream
+
+
+class Communicator:
+    core: Core
+
+    def __init__(self, ptr: int | None = None) -> None:
+        """A null communicator."""
+        del ptr
+        self.is_valid = False
+        self.rank = self.nranks = -1
+        self.key = ""
+        self.addresses: list[str] = []
+        self.ended = False
+        """Its kernels stop: revoked or aborted."""
+        self._revoked = False
+        self._error = SUCCESS
+        self._late: int | None = None
+        """Queries until an error that has happened is told."""
+        self._polls = 0
+        self._pending: tuple[list[Any], Stream] | None = None
+        """The launch that is in progress: it is enqueued at the end of that."""
+        self._job: threading.Thread | None = None
+        self._under_way = 0
+        self._lock = threading.Lock()
+        self.counts: dict[str, int] = {}
+        """Of collectives, and of messages per pair: NCCL matches by order (guide, "Point-to-point")."""
+        self._children = 0
+        self._unused_id = False
+
+    # ---- how it comes to be
+
+    @classmethod
+    def init(cls, nranks: int, rank: int, unique_id: UniqueId, config: Any = None) -> Any:
+        """Guide, ncclCommInitRankConfig: non-blocking returns at once, in progress until all ranks have called."""
+        if config is None or config.blocking is not False:
+            raise Illegal("the double is for non-blocking communicators")
+        cls.core.calls.append("init")
+        made = cls()
+        made.is_valid = True
+        me, hers = net(), unique_id
+        if me.address == unique_id.root and rank == 0:
+            _in_thread(lambda: _root(hers, nranks))
+
+        def meet() -> bool:
+            me.deliver(hers.root, f"{hers.text}|{rank}", me.address.encode())
+            table = me.take(f"{hers.text}|{rank}|table", lambda: made.ended or made._sees_death([hers.root]))
+            if table is not None:
+                made.become(hers.text, rank, json.loads(table))
+            return table is not None
+
+        made._begin(meet)
+        return made
+
+    def shrink(self, exclude_ranks: Sequence[int] = (), config: Any = None, flag: int = CommShrinkFlag.DEFAULT) -> Any:
+        """Guide, "Shrinking a communicator": all but the excluded must call; ranks are renumbered in order.
+
+        Without ABORT nothing may be outstanding; with it, that is stopped first, and nothing is shared.
+        """
+        self._management("shrink", flag == CommShrinkFlag.ABORT)
+        if self.rank in exclude_ranks:
+            raise Illegal("an excluded rank must not call shrink")
+        if not exclude_ranks:
+            raise NcclError(INVALID_USAGE)
+        if flag == CommShrinkFlag.ABORT:
+            self._end()
+        self._children += 1
+        staying = [rank for rank in range(self.nranks) if rank not in exclude_ranks]
+        name = f"{self.key}/s{self._children}-{sorted(exclude_ranks)}"
+        child = type(self)()
+
+        def meet() -> bool:
+            there = self._meet(name, staying, child)
+            if there:
+                child.become(name, staying.index(self.rank), [self.addresses[rank] for rank in staying])
+            return there
+
+        self._parent_of(child, meet)
+        return child
+
+    def get_unique_id(self) -> UniqueId:
+        """Header, ncclCommGetUniqueId: not while an earlier one is unconsumed."""
+        self._management("get_unique_id", False)
+        if self._unused_id:
+            raise Illegal("an id for growing is made while another one is unused")
+        self._unused_id = True
+        return self.core.get_unique_id()
+
+    def grow(self, nranks: int, unique_id: UniqueId | None = None, rank: int | None = None, config: Any = None) -> Any:
+        """Header, ncclCommGrow: existing ranks keep theirs, new ones are numbered behind them; all must call."""
+        del config
+        if rank is not None:
+            if self.is_valid or unique_id is None:
+                raise Illegal("a new rank grows a null communicator, with the id")
+            if self.core.version < (2, 29, 2):
+                raise NcclError(INVALID_USAGE)
+            self.core.calls.append("grow")
+            made, hers, me = type(self)(), unique_id, net()
+
+            def join() -> bool:
+                me.deliver(hers.root, f"{hers.text}|{rank}", me.address.encode())
+                table = me.take(f"{hers.text}|{rank}|table", lambda: made.ended or made._sees_death([hers.root]))
+                if table is not None:
+                    made.become(hers.text, rank, json.loads(table))
+                return table is not None
+
+            made.is_valid = True
+            made._begin(join)
+            return made
+        self._management("grow", False)
+        child = type(self)()
+        number, self._children = self._children, self._children + 1
+
+        def extend() -> bool:
+            if not self._meet(f"{self.key}/g{number}", list(range(self.nranks)), child):
+                return False
+            if unique_id is not None:
+                table = _gather(unique_id, range(self.nranks, nranks), lambda: child.ended or self.ended)
+                if table is None:
+                    return False
+                everybody = [*self.addresses, *(table[new] for new in range(self.nranks, nranks))]
+                text = json.dumps([unique_id.text, everybody]).encode()
+                for old in range(self.nranks):
+                    net().deliver(self.addresses[old], f"{self.key}/g{number}|{old}|grown", text)
+                for new in range(self.nranks, nranks):
+                    net().deliver(everybody[new], f"{unique_id.text}|{new}|table", json.dumps(everybody).encode())
+            grown = net().take(f"{self.key}/g{number}|{self.rank}|grown", lambda: child.ended or self.ended)
+            if grown is not None:
+                name, everybody = json.loads(grown)
+                child.become(name, self.rank, everybody)
+                self._unused_id = False
+            return grown is not None
+
+        self._parent_of(child, extend)
+        return child
+
+    def become(self, key: str, rank: int, addresses: list[str]) -> None:
+        self.key, self.rank, self.nranks, self.addresses = key, rank, len(addresses), addresses
+
+    def _meet(self, name: str, ranks: Sequence[int], child: Communicator) -> bool:
+        for rank in ranks:
+            net().deliver(self.addresses[rank], f"{name}|{rank}|{self.rank}")
+        others = [self.addresses[rank] for rank in ranks]
+        ended = lambda: child.ended or not self.is_valid or self._sees_death(others)  # noqa: E731
+        return all(net().take(f"{name}|{self.rank}|{rank}", ended) is not None for rank in ranks)
+
+    def _begin(self, work: Callable[[], bool]) -> None:
+        """NCCL does it in a thread of its own; the communicator is in progress meanwhile, and a little longer."""
+        self._polls = self.core.draw()
+        self._job = _in_thread(work)
+
+    def _parent_of(self, child: Communicator, work: Callable[[], bool]) -> None:
+        """The child's pointer is null while the parent is in progress (nccl4py, ``_children_in_progress``)."""
+
+        def whole() -> None:
+            if work() and not child.ended:
+                child._polls = self.core.draw()
+                child.is_valid = True
+
+        self._polls = self.core.draw()
+        self._job = _in_thread(whole)
+
+    # ---- states
+
+    def get_async_error(self) -> int:
+        """Guide, ncclCommGetAsyncError."""
+        self._valid()
+        with self._lock:
+            if self._late is not None and self._error == SUCCESS:
+                self._late -= 1
+                if self._late <= 0:
+                    self._error = REMOTE_ERROR
+            if self._error != SUCCESS and (self.core.sticky or not self._revoked):
+                return self._error
+            if self._job is not None and self._job.is_alive():
+                return IN_PROGRESS
+            if self._job is not None and not self.key:
+                return self._error or IN_PROGRESS  # it met nobody
+            if self._polls > 0:
+                self._polls -= 1
+                return IN_PROGRESS
+            if self._revoked and self._under_way:
+                return IN_PROGRESS  # header, ncclCommRevoke: until it is quiescent
+            pending, self._pending, self._job = self._pending, None, None
+        if pending is not None:
+            parts, stream = pending
+            stream.in_progress -= 1
+            stream.submit(lambda: self._run(parts))
+        return SUCCESS
+
+    def _valid(self) -> None:
+        if not self.is_valid:
+            raise NcclInvalid("the communicator is null")
+
+    def _not_in_progress(self, what: str) -> None:
+        """Guide: after ncclInProgress nothing may be called before the state is ncclSuccess, but for aborting."""
+        self._valid()
+        with self._lock:
+            if self._polls > 0 or self._pending is not None or self._job is not None:
+                raise Illegal(f"{what} while the communicator is in progress")
+
+    def _management(self, what: str, stops: bool) -> None:
+        """``stops``: it stops what is outstanding by itself."""
+        self.core.calls.append(what)
+        self._not_in_progress(what)
+        if what in ("grow", "get_unique_id") and self.core.version < (2, 29, 2):
+            raise NcclError(INVALID_USAGE)
+        if self._under_way and not stops:
+            raise Illegal(f"{what} with outstanding operations")
+        if self._revoked and what in ("grow", "get_unique_id"):
+            raise NcclError(INVALID_USAGE)  # header, ncclCommRevoke: destroy, split, shrink
+
+    def revoke(self, flags: int = 0) -> None:
+        """Header, ncclCommRevoke: stops everything in flight, in progress until quiescent; needs nobody else."""
+        assert flags == 0
+        self._valid()
+        self.core.calls.append("revoke")
+        if self.core.version < (2, 29, 2):
+            raise NcclError(INVALID_USAGE)
+        with self._lock:
+            self._revoked, self._polls = True, self.core.draw()
+        self._end()
+
+    def abort(self) -> None:
+        """Header, ncclCommAbort: at any time, from any thread; kernels stop, the pointer is null afterwards."""
+        self.core.calls.append("abort")
+        self._end()
+        self.is_valid = False
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._pending is not None:  # it is not enqueued any more
+                self._pending[1].in_progress -= 1
+                self._pending, self._under_way = None, self._under_way - 1
+            self.ended = True
+        net().poke()
+
+    # ---- operations
+
+    def reduce_scatter(self, sendbuf: torch.Tensor, recvbuf: torch.Tensor, op: int, *, stream: Any = None) -> None:
+        del op
+        count = sendbuf.numel() // self.nranks
+        if sendbuf.dtype != recvbuf.dtype or count < 1 or recvbuf.numel() < count:
+            raise NcclInvalid("buffers that do not fit")  # nccl4py: Communicator.reduce_scatter
+        self._call(ReduceScatter(recvbuf, sendbuf), stream)
+
+    def allgather(self, sendbuf: torch.Tensor, recvbuf: torch.Tensor, *, stream: Any = None) -> None:
+        if sendbuf.dtype != recvbuf.dtype or recvbuf.numel() < sendbuf.numel() * self.nranks or not sendbuf.numel():
+            raise NcclInvalid("buffers that do not fit")
+        self._call(AllGather(recvbuf, sendbuf), stream)
+
+    def send(self, sendbuf: torch.Tensor, peer: int, *, stream: Any = None) -> None:
+        self._call(Send(sendbuf, peer), stream)
+
+    def recv(self, recvbuf: torch.Tensor, peer: int, *, stream: Any = None) -> None:
+        self._call(Receive(recvbuf, peer), stream)
+
+    def _call(self, part: Part | Collective, stream: Stream) -> None:
+        if self.core.grouped is not None:
+            self.core.grouped.append((self, stream, part))
+        else:
+            self.launch([part], stream)
+
+    def launch(self, parts: list[Any], stream: Stream) -> None:
+        """In progress for a while; only then is it in the stream (guide, "Nonblocking Group Operation")."""
+        self._not_in_progress("an operation")
+        if self._revoked or self._error:
+            raise NcclError(self._error or INVALID_USAGE)
+        numbered = [part.numbered(self) for part in parts]
+        with self._lock:
+            self._under_way += 1
+            stream.in_progress += 1
+            polls = self._polls = self.core.draw()
+            self._pending = numbered, stream
+        if not polls:  # it returned ncclSuccess
+            self.get_async_error()
+
+    def _run(self, parts: list[Any]) -> None:
+        """A kernel: its output is garbage until it is complete, and stays so when it is stopped (guide, ncclCommAbort
+        and ncclCommRevoke).  It ends in any case, so whoever waits for the stream does not see a difference."""
+        for part in parts:
+            part.spoil()
+        for part in parts:
+            part.post(self)
+        for part in sorted(parts, key=lambda part: isinstance(part, Send)):  # all go on at the same time
+            if not part.finish(self):
+                break
+        with self._lock:
+            self._under_way -= 1
+
+    def arrived(self, key: str, peers: Sequence[int]) -> bytes | None:
+        """For operations: what a peer sent; None: this end was stopped."""
+        addresses = [self.addresses[peer] for peer in peers]
+        return net().take(key, lambda: self.ended or self._sees_death(addresses))
+
+    def deliver(self, peer: int, key: str, payload: bytes = b"") -> None:
+        net().deliver(self.addresses[peer], key, payload)
+
+    def _sees_death(self, addresses: Sequence[str]) -> bool:
+        """Whether a kernel ends because a peer is dead; the error is there before it."""
+        if not net().dead.intersection(addresses) or self.core.errors == Errors.NEVER:
+            return False
+        with self._lock:
+            if self.core.errors == Errors.LATE:
+                self._late = self.core.draw_late() if self._late is None else self._late
+                return False
+            self._error = self._error or REMOTE_ERROR
+            return True
+
+
+def _in_thread(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="a job of NCCL's double", daemon=True)
+    thread.start()
+    return thread
+
+
+def _gather(unique_id: UniqueId, ranks: Any, ended: Callable[[], bool]) -> Mapping[int, str] | None:
+    table = {}
+    for rank in ranks:
+        address = net().take(f"{unique_id.text}|{rank}", ended)
+        if address is None:
+            return None
+        table[rank] = address.decode()
+    return table
+
+
+def _root(unique_id: UniqueId, nranks: int) -> None:
+    """Tells all ranks where the others are, when all have come (guide, "Creating a Communicator")."""
+    table = _gather(unique_id, range(nranks), lambda: False)
+    assert table is not None
+    text = json.dumps([table[rank] for rank in range(nranks)]).encode()
+    for rank in range(nranks):
+        net().deliver(table[rank], f"{unique_id.text}|{rank}|table", text)

@@ -1,0 +1,152 @@
+"""The kernels of NCCL's double: parts of one launch, each with what it sends, what it waits for and what it writes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _write(target: torch.Tensor, data: bytes) -> None:
+    target.view(-1).view(torch.uint8)[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+class Part(ABC):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.key = ""
+
+    @abstractmethod
+    def numbered(self, communicator: Any) -> Part:
+        """Operations match by their order (guide, "Group Operation Ordering Semantics"): takes its number."""
+
+    def spoil(self) -> None:
+        """What is written before the operation is complete: nothing that anybody may believe."""
+        return None
+
+    def post(self, communicator: Any) -> None:
+        """Send."""
+        del communicator
+
+    @abstractmethod
+    def finish(self, communicator: Any) -> bool:
+        """Receive and write; False: stopped."""
+
+    def _number(self, communicator: Any, name: str) -> str:
+        number = communicator.counts[name] = communicator.counts.get(name, 0) + 1
+        return f"{communicator.key}|{name}|{number}"
+
+
+class Collective(Part):
+    """``tensor``: the output."""
+
+    def __init__(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        super().__init__(output)
+        self.source = source
+
+    def numbered(self, communicator: Any) -> Collective:
+        self.key = self._number(communicator, "collective")
+        return self
+
+    def post(self, communicator: Any) -> None:
+        for rank in range(communicator.nranks):
+            communicator.deliver(rank, f"{self.key}|{rank}|{communicator.rank}", self.parts[rank])
+
+    def spoil(self) -> None:
+        """The source is read first: the smaller one may be this rank's part of the larger (guide, "In-place")."""
+        self.parts = self.cut()
+        self.tensor.view(-1).view(torch.uint8).fill_(0x7F)
+
+    def cut(self) -> Any:
+        raise NotImplementedError
+
+    def everybody(self, communicator: Any) -> list[bytes] | None:
+        found = []
+        for rank in range(communicator.nranks):
+            data = communicator.arrived(f"{self.key}|{communicator.rank}|{rank}", [rank])
+            if data is None:
+                return None
+            found.append(data)
+        return found
+
+
+class AllGather(Collective):
+    def cut(self) -> Any:
+        return _Same(_bytes(self.source))
+
+    def finish(self, communicator: Any) -> bool:
+        parts = self.everybody(communicator)
+        if parts is not None:
+            _write(self.tensor, b"".join(parts))
+        return parts is not None
+
+
+class ReduceScatter(Collective):
+    def numbered(self, communicator: Any) -> Collective:
+        self.size = communicator.nranks
+        return super().numbered(communicator)
+
+    def cut(self) -> Any:
+        return [_bytes(part) for part in self.source.view(-1).view(self.size, -1)]
+
+    def finish(self, communicator: Any) -> bool:
+        parts = self.everybody(communicator)
+        if parts is not None:
+            first, *others = (torch.frombuffer(bytearray(part), dtype=self.tensor.dtype) for part in parts)
+            for other in others:
+                first = first + other
+            self.tensor.view(-1).copy_(first)
+        return parts is not None
+
+
+class _Same:
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def __getitem__(self, rank: int) -> bytes:
+        return self._value
+
+
+class Send(Part):
+    """Over when the other side has it: NCCL may buffer, but need not (guide, "Point-to-point communication")."""
+
+    def __init__(self, tensor: torch.Tensor, peer: int) -> None:
+        super().__init__(tensor)
+        self.peer = peer
+
+    def numbered(self, communicator: Any) -> Send:
+        self.key = self._number(communicator, f"{communicator.rank}>{self.peer}")
+        return self
+
+    def post(self, communicator: Any) -> None:
+        communicator.deliver(self.peer, self.key, _bytes(self.tensor))
+
+    def finish(self, communicator: Any) -> bool:
+        return communicator.arrived(f"{self.key}|taken", [self.peer]) is not None
+
+
+class Receive(Part):
+    def __init__(self, tensor: torch.Tensor, peer: int) -> None:
+        super().__init__(tensor)
+        self.peer = peer
+
+    def numbered(self, communicator: Any) -> Receive:
+        self.key = self._number(communicator, f"{self.peer}>{communicator.rank}")
+        return self
+
+    def spoil(self) -> None:
+        self.tensor.view(-1).view(torch.uint8).fill_(0x7F)
+
+    def finish(self, communicator: Any) -> bool:
+        data = communicator.arrived(self.key, [self.peer])
+        if data is None:
+            return False
+        assert len(data) == self.tensor.nbytes, "a message of another size than is received"
+        _write(self.tensor, data)
+        communicator.deliver(self.peer, f"{self.key}|taken")
+        return True
