@@ -25,7 +25,7 @@ from recover_megatron.collectives.gloo.abortable_work import AbortableWorks
 from recover_megatron.collectives.gloo.groups import GlooGroups
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.peer_store_client import PeerStoreClient
-from recover_megatron.collectives.transport.nccl import abort_beside
+from recover_megatron.collectives.torch_nccl import abort_beside
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.network.silence import watch
 

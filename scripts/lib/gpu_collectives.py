@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.transport.nccl import abort_beside, make_backend
+from recover_megatron.collectives.torch_nccl import abort_beside, make_backend
 from tests.collectives.together import together
 
 REHEARSE = os.environ.get("RECOVER_REHEARSE") == "1"

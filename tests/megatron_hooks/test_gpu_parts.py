@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recover_megatron.collectives.transport.nccl import ENVIRONMENT, set_environment
+from recover_megatron.collectives.torch_nccl import ENVIRONMENT, set_environment
 
 
 def test_torchs_watchdog_is_off_unless_the_user_wants_it() -> None:

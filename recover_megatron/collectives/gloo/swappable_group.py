@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.gloo.abortable_work import AbortableWorks
-from recover_megatron.collectives.transport.nccl import abort_beside, make_backend
+from recover_megatron.collectives.torch_nccl import abort_beside, make_backend
 
 _METHODS = tuple(
     name

@@ -35,7 +35,7 @@ from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.injector import InjectedExit, InjectedFault, Injector
 from recover_megatron.chaos.spec import parse_spec
-from recover_megatron.collectives.transport import nccl
+from recover_megatron.collectives import torch_nccl
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.epoch_groups import CommunicationConfig
@@ -122,7 +122,7 @@ class FaultTolerance:
 
     def install(self) -> None:
         """Wrap all seams; raises UserError if this Megatron's are not the ones we know."""
-        if self._device.type == "cuda" and (against := nccl.set_environment()):
+        if self._device.type == "cuda" and (against := torch_nccl.set_environment()):
             log.warning(
                 f"{', '.join(against)}: torch may end a worker that --recover would have brought back (docs/gpu.md)"
             )
