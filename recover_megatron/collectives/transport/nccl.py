@@ -27,6 +27,7 @@ raised ``EpochRevoked`` both mean that the device is done with the bucket.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
