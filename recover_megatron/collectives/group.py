@@ -35,6 +35,9 @@ MAX_DIGEST = 1 << 20
 class Group(ABC):
     """What ring and backend groups have in common.  ``device`` is that of every bucket."""
 
+    cut_bytes = 1
+    """An all-reduce cuts a bucket at multiples of it."""
+
     def __init__(self, epoch: Epoch, cancel_token: CancelToken, device: torch.device) -> None:
         self.epoch = epoch.number
         self.members = tuple(epoch.members)
@@ -47,7 +50,8 @@ class Group(ABC):
 
     def all_reduce(self, bucket: Bucket) -> Handle:
         """Sum the LOCAL spans of ``bucket``, in its own type; afterwards all of it is REDUCED everywhere."""
-        chunks = even_chunks(bucket.ledger.local, self.size)
+        cut = max(1, self.cut_bytes // bucket.flat.element_size())
+        chunks = even_chunks(bucket.ledger.local, self.size, cut)
         return self._reduce(bucket, chunks, self.size - 1)
 
     def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: int = 0) -> Handle:

@@ -16,6 +16,7 @@ from recover_megatron.collectives.ring.schedule import (
     Action,
     Program,
     even_chunks,
+    even_part,
     plan,
     segment_length,
     segments,
@@ -34,12 +35,17 @@ def members_of(spans: list[Span]) -> list[int]:
     return [element for span in spans for element in range(span.start, span.stop)]
 
 
-@given(spans(), st.integers(1, 7))
-def test_even_chunks_share_every_element_out_once(spans: list[Span], size: int) -> None:
-    chunks = even_chunks(spans, size)
+@given(spans(), st.integers(1, 7), st.sampled_from([1, 1, 4, 32]))
+def test_even_chunks_share_every_element_out_once(spans: list[Span], size: int, cut: int) -> None:
+    chunks = even_chunks(spans, size, cut)
     assert [element for chunk in chunks for element in members_of(chunk)] == members_of(spans)
     lengths = [len(members_of(chunk)) for chunk in chunks]
-    assert max(lengths) - min(lengths) <= 1
+    full = even_part(sum(lengths), size, cut)
+    assert full % cut == 0
+    assert full < sum(lengths) / size + cut
+    whole = sum(lengths) // full if full else 0
+    assert lengths[:whole] == [full] * whole
+    assert sum(lengths[whole + 1 :]) == 0
 
 
 @given(spans(), st.integers(1, 50))

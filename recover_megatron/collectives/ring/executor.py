@@ -128,7 +128,7 @@ class Ring(Executor[RingTask]):
     def busy(self) -> bool:
         return bool(self._runs)
 
-    def advance(self) -> None:
+    def advance(self) -> float:
         with self._transport.scope():
             self._reap()
             self._post_sends()
@@ -143,6 +143,7 @@ class Ring(Executor[RingTask]):
                 self._transport.wait(self._sending[0].pending)
                 self._reap()
             self._finish_runs()
+        return 0.0
 
     def settle(self) -> None:
         self._transport.settle()

@@ -74,8 +74,10 @@ class Executor[T: Task](ABC):
         """Whether a task is unfinished."""
 
     @abstractmethod
-    def advance(self) -> None:
+    def advance(self) -> float:
         """Do a piece of the work, blocking where it must; finishes the handles of finished tasks.
+
+        Returns the seconds that may pass until the next call where nothing is handed in meanwhile.
 
         Raises ``EpochRevoked``, ``PeerLost``, ``CollectiveMismatch``.
         """
@@ -140,8 +142,9 @@ class ProgressThread[T: Task]:
     def _run(self) -> None:
         error: BaseException
         try:
-            while self._next():
-                self._executor.advance()
+            pause = 0.0
+            while self._next(pause):
+                pause = self._executor.advance()
                 self._unfinished = [task for task in self._unfinished if not task.handle.done()]
             return
         except EpochRevoked as revoked:
@@ -157,9 +160,11 @@ class ProgressThread[T: Task]:
             error = _afresh(error)
         self._fail(error)
 
-    def _next(self) -> bool:
+    def _next(self, pause: float) -> bool:
         """Move what was handed in to the executor, waiting while there is nothing to do; False: closed."""
         with self._wakeup:
+            if pause and not (self._queue or self._cancel_token.cancelled):
+                self._wakeup.wait(pause)
             while not (self._queue or self._executor.busy or self._closing or self._cancel_token.cancelled):
                 self._wakeup.wait()
             self._cancel_token.check()

@@ -79,21 +79,28 @@ Chunks = Sequence[Sequence[Span]]
 """For each rank what it owns."""
 
 
-def even_chunks(spans: Sequence[Span], size: int) -> list[list[Span]]:
-    """Share ``spans`` out evenly, in order: rank r gets elements r*L//size to (r+1)*L//size of their concatenation."""
-    total = sum(map(len, spans))
-    bounds = [rank * total // size for rank in range(size + 1)]
+def even_part(total: int, size: int, cut: int = 1) -> int:
+    """The longest of ``size`` even parts of ``total`` elements that are cut at multiples of ``cut``."""
+    return -(-total // (size * cut)) * cut
+
+
+def even_chunks(spans: Sequence[Span], size: int, cut: int = 1) -> list[list[Span]]:
+    """Share ``spans`` out evenly, in order: equal parts of their concatenation, the last ones shorter or empty.
+
+    ``cut``: parts begin at multiples of so many elements of the concatenation.
+    """
+    part = even_part(sum(map(len, spans)), size, cut)
     chunks: list[list[Span]] = [[] for _ in range(size)]
-    rank = passed = 0
+    rank, room = 0, part
     for span in spans:
         start = span.start
         while start < span.stop:
-            while passed >= bounds[rank + 1]:
-                rank += 1
-            length = min(span.stop - start, bounds[rank + 1] - passed)
-            chunks[rank].append(Span(start, start + length))
-            start += length
-            passed += length
+            if not room:
+                rank, room = rank + 1, part
+            stop = min(span.stop, start + room)
+            chunks[rank].append(Span(start, stop))
+            room -= stop - start
+            start = stop
     return chunks
 
 
