@@ -23,13 +23,18 @@ from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.epoch import CancelToken, Epoch
 from recover_megatron.collectives.errors import CollectiveMismatch, LedgerError, PeerLost
 from recover_megatron.collectives.ledger import Held, Ledger, Span, from_digest, merge
+from recover_megatron.collectives.memo import Memo
 from recover_megatron.collectives.ring.progress import Handle
-from recover_megatron.collectives.ring.schedule import Chunks, even_chunks, within
+from recover_megatron.collectives.ring.schedule import Chunks, even_chunks, frozen, within
 
 Shards = Sequence[Sequence[Span]]
 """By rank the spans that it owns, ascending."""
 MAX_DIGEST = 1 << 20
 """Limit of the numbers that one member's digest may have."""
+
+
+MOST_SPANS = 1 << 16
+"""Limit of what a group remembers of chunks that it has cut."""
 
 
 class Group(ABC):
@@ -45,13 +50,15 @@ class Group(ABC):
         self.rank = self.members.index(epoch.me)
         self.device = device
         self._cancel_token = cancel_token
+        self._chunks: Memo[tuple[tuple[Span, ...], ...]] = Memo(MOST_SPANS, lambda chunks: sum(map(len, chunks)))
 
     # ---- collectives
 
     def all_reduce(self, bucket: Bucket) -> Handle:
         """Sum the LOCAL spans of ``bucket``, in its own type; afterwards all of it is REDUCED everywhere."""
         cut = max(1, self.cut_bytes // bucket.flat.element_size())
-        chunks = even_chunks(bucket.ledger.local, self.size, cut)
+        local = bucket.ledger.local
+        chunks = self._chunks.get((local, cut), lambda: frozen(even_chunks(local, self.size, cut)))
         return self._reduce(bucket, chunks, self.size - 1)
 
     def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: int = 0) -> Handle:
@@ -61,7 +68,9 @@ class Group(ABC):
         the bucket keeps the member's own gradient.  ``shadows``: that many successors of each member get its finished
         shard too.
         """
-        chunks = within(bucket.ledger.local, self._shards(bucket, shards))
+        numel, local = bucket.ledger.numel, bucket.ledger.local
+        key = numel, local, None if shards is None else frozen(shards)
+        chunks = self._chunks.get(key, lambda: frozen(within(local, self._shards(numel, shards))))
         return self._reduce(bucket, chunks, min(shadows, self.size - 1))
 
     def all_gather(self, bucket: Bucket, shards: Shards | None = None, *, missing: bool = False) -> Handle:
@@ -74,7 +83,7 @@ class Group(ABC):
         is LOCAL after that was held by nobody alive.  (A member that may be interrupted before it gets here marks its
         own shard in the ledger itself.)
         """
-        all_shards = self._shards(bucket, shards)
+        all_shards = self._shards(bucket.ledger.numel, shards)
         local = within(bucket.ledger.local, all_shards)
         return self._start(
             "all-gather", bucket.flat, bucket.ledger, local if missing else all_shards,
@@ -152,8 +161,7 @@ class Group(ABC):
             final=chunks[0] if alone else (),
         )  # fmt: skip
 
-    def _shards(self, bucket: Bucket, shards: Shards | None) -> list[list[Span]]:
-        numel = bucket.ledger.numel
+    def _shards(self, numel: int, shards: Shards | None) -> list[list[Span]]:
         if shards is None:
             bounds = [rank * numel // self.size for rank in range(self.size + 1)]
             return [[Span(a, b)] if a < b else [] for a, b in pairwise(bounds)]

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from recover_megatron.collectives.epoch import CancelToken, Epoch
-from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.group import MOST_SPANS, Group
 from recover_megatron.collectives.ledger import Ledger, Span
+from recover_megatron.collectives.memo import Memo
 from recover_megatron.collectives.native.backend import NativeBackend
 from recover_megatron.collectives.native.pipeline import NativeTask, Pipeline
-from recover_megatron.collectives.native.rows import ALIGNED_BYTES, rounds
+from recover_megatron.collectives.native.rows import ALIGNED_BYTES, Plan, plan_rounds
 from recover_megatron.collectives.ring.progress import Handle, ProgressThread
-from recover_megatron.collectives.ring.schedule import Chunks, even_part
+from recover_megatron.collectives.ring.schedule import Chunks, even_part, frozen
 from recover_megatron.collectives.transport.streams import DeviceStream, Order
 
 
@@ -28,6 +29,7 @@ class NativeGroup(Group):
         super().__init__(epoch, cancel_token, device or torch.device("cpu"))
         self._backend = backend
         copies = DeviceStream(self.device) if self.device.type == "cuda" else Order()
+        self._plans: Memo[tuple[Plan, ...]] = Memo(MOST_SPANS, lambda plans: 1 + len(plans) * self.size)
         self._pipeline = Pipeline(backend, copies, self.rank, self.size, self.device)
         self._progress: ProgressThread[NativeTask] = ProgressThread(
             self._pipeline, cancel_token, f"native group of epoch {self.epoch}"
@@ -54,11 +56,12 @@ class NativeGroup(Group):
         epoch_of: Callable[[int], int] | None = None,
     ) -> Handle:
         del what
-        longest = even_part(flat.numel(), self.size, max(1, self.cut_bytes // flat.element_size()))
+        key = flat.numel(), flat.dtype, frozen(chunks), reduce, gather_hops
+        plans = self._plans.get(key, lambda: self._plan(flat, chunks, reduce, gather_hops))
         task = NativeTask(
             flat,
             ledger,
-            rounds(chunks, max(1, longest)) if self.size > 1 else (),
+            plans,
             reduce=reduce,
             hops=gather_hops,
             final=final,
@@ -66,3 +69,9 @@ class NativeGroup(Group):
             token=self._backend.submitted(),
         )
         return self._progress.submit(task)
+
+    def _plan(self, flat: torch.Tensor, chunks: Chunks, reduce: bool, hops: int) -> tuple[Plan, ...]:
+        if self.size == 1:
+            return ()
+        longest = even_part(flat.numel(), self.size, max(1, self.cut_bytes // flat.element_size()))
+        return plan_rounds(self.rank, chunks, max(1, longest), reduce=reduce, hops=hops)

@@ -14,14 +14,14 @@ garbage in scratch, which nobody reads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from recover_megatron.collectives.ledger import Ledger, Span
 from recover_megatron.collectives.native.backend import NativeBackend, Operation
-from recover_megatron.collectives.native.rows import Copy, Round, joined, marks, missing
+from recover_megatron.collectives.native.rows import Plan, joined, missing
 from recover_megatron.collectives.ring.progress import Executor, Task
 from recover_megatron.collectives.ring.scratch import Scratch
 from recover_megatron.collectives.transport.streams import Order
@@ -43,7 +43,7 @@ class NativeTask(Task):
         self,
         flat: torch.Tensor,
         ledger: Ledger,
-        rounds: Sequence[Round],
+        rounds: Sequence[Plan],
         *,
         reduce: bool,
         hops: int,
@@ -65,16 +65,12 @@ class NativeTask(Task):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A round whose operations are enqueued.  ``rows``: (rank, row of its chunk in scratch) of what they bring."""
+    """A round whose operations are enqueued."""
 
     task: NativeTask
-    round: Round
+    plan: Plan
     scratch: torch.Tensor
-    rows: Sequence[tuple[int, int]]
-    operations: list[Operation] = field(default_factory=list)
-
-    def copies(self) -> Iterator[Copy]:
-        return (copy for rank, row in self.rows for copy in self.round.copies(rank, row))
+    operations: Sequence[Operation]
 
     @property
     def done(self) -> bool:
@@ -90,7 +86,7 @@ class Pipeline(Executor[NativeTask]):
         self._rank = rank
         self._size = size
         self._scratch = Scratch(device)
-        self._handed_in: deque[tuple[NativeTask, Round]] = deque()
+        self._handed_in: deque[tuple[NativeTask, Plan]] = deque()
         self._under_way: deque[_UnderWay] = deque()
         self._pause = _FIRST_PAUSE
 
@@ -103,7 +99,7 @@ class Pipeline(Executor[NativeTask]):
     def add(self, task: NativeTask) -> None:
         for span in task.final:
             task.ledger.mark(span, task.epoch if isinstance(task.epoch, int) else task.epoch(span.start))
-        self._handed_in.extend((task, round_) for round_ in task.rounds)
+        self._handed_in.extend((task, plan) for plan in task.rounds)
         if not task.rounds:
             task.handle.finish()
 
@@ -140,49 +136,42 @@ class Pipeline(Executor[NativeTask]):
 
     # ---- one round
 
-    def _enqueue(self, task: NativeTask, round_: Round) -> _UnderWay:
-        backend, rank, size, width = self._backend, self._rank, self._size, round_.width
+    def _enqueue(self, task: NativeTask, plan: Plan) -> _UnderWay:
+        backend, rank, size, width = self._backend, self._rank, self._size, plan.round.width
         backend.begin(task.token)
-        everything = task.hops == size - 1
-        source = round_.in_place if task.reduce else None
-        all_rows = everything or (task.reduce and source is None)
-        ranks = range(size) if everything else [(rank - hop) % size for hop in range(task.hops + 1)]
-        rows = [(other, other if all_rows else place) for place, other in enumerate(ranks)]
-        scratch = self._scratch.take((size if all_rows else len(rows)) * width, task.flat.dtype)
-        row_of = {other: scratch[row * width : (row + 1) * width] for other, row in rows}
-        under_way = _UnderWay(task, round_, scratch, rows)
-        if task.reduce:
-            if source is None:
-                self._pack(task, scratch, (c for other in range(size) for c in round_.copies(other, other)))
-            packed = scratch if source is None else task.flat[source.start : source.stop]
-            under_way.operations.append(backend.reduce_scatter(row_of[rank], packed))
-        else:
-            self._pack(task, scratch, round_.copies(rank, rank))
-        if everything:
-            under_way.operations.append(backend.all_gather(scratch, row_of[rank]))
-        elif task.hops:
-            after = [(row_of[rank], (rank + hop) % size) for hop in range(1, task.hops + 1)]
-            before = [(row_of[other], other) for other in ranks if other != rank]
-            under_way.operations.append(backend.transfer(after, before))
-        return under_way
-
-    @staticmethod
-    def _pack(task: NativeTask, scratch: torch.Tensor, copies: Iterator[Copy]) -> None:
-        for copy in joined(copies):
+        scratch = self._scratch.take(plan.scratch_rows * width, task.flat.dtype)
+        own = scratch[plan.own * width : (plan.own + 1) * width]
+        operations: list[Operation] = []
+        for copy in plan.packed:
             scratch[copy.scratch : copy.scratch + copy.length].copy_(task.flat[copy.bucket : copy.bucket + copy.length])
+        if task.reduce:
+            source = scratch if plan.source is None else task.flat[plan.source.start : plan.source.stop]
+            operations.append(backend.reduce_scatter(own, source))
+        if task.hops == size - 1:
+            operations.append(backend.all_gather(scratch, own))
+        elif task.hops:
+            sends = [(own, (rank + hop) % size) for hop in range(1, task.hops + 1)]
+            receives = [(scratch[row * width : (row + 1) * width], other) for other, row in plan.rows if other != rank]
+            operations.append(backend.transfer(sends, receives))
+        return _UnderWay(task, plan, scratch, operations)
 
     def _keep(self, over: _UnderWay) -> None:
         """Write the finished chunks to the bucket and mark them; what is REDUCED already stays."""
-        task, scratch = over.task, over.scratch
-        fresh = list(missing(over.copies(), task.ledger))
+        task, scratch, epoch = over.task, over.scratch, over.task.epoch
+        if isinstance(epoch, int):
+            copies = joined(missing(over.plan, task.ledger)) if task.ledger.reduced else over.plan.brought
+            marks = [(Span(copy.bucket, copy.bucket + copy.length), epoch) for copy in copies]
+        else:
+            copies = list(missing(over.plan, task.ledger))
+            marks = [(Span(copy.bucket, copy.bucket + copy.length), epoch(copy.bucket)) for copy in copies]
         with self._copies.scope():
-            for copy in joined(iter(fresh)):
+            for copy in copies:
                 task.flat[copy.bucket : copy.bucket + copy.length].copy_(
                     scratch[copy.scratch : copy.scratch + copy.length]
                 )
             self._copies.finish()
-        for span, epoch in marks(iter(fresh), task.epoch):
-            task.ledger.mark(span, epoch)
+        for span, finished in marks:
+            task.ledger.mark(span, finished)
         self._scratch.give(scratch)
         task.left -= 1
         if not task.left:

@@ -11,7 +11,7 @@ the bucket (and what rounding up adds).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from recover_megatron.collectives.ledger import Ledger, Span
@@ -37,7 +37,6 @@ class Round:
     chunks: Chunks
     width: int
 
-    @property
     def in_place(self) -> Span | None:
         """The span of the bucket that has the rows one after the other as they must be, if there is one."""
         first = next((chunk[0].start for chunk in self.chunks if chunk), 0)
@@ -88,15 +87,51 @@ def joined(copies: Iterator[Copy]) -> list[Copy]:
     return result
 
 
-def missing(copies: Iterator[Copy], ledger: Ledger) -> Iterator[Copy]:
-    """Those whose elements are not REDUCED yet."""
-    if not ledger.reduced:
-        return copies
-    return (copy for copy in copies if not ledger.covers(Span(copy.bucket, copy.bucket + copy.length)))
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One round of one collective at one member, with all that does not depend on the ledger."""
+
+    round: Round
+    source: Span | None
+    """What a reduce_scatter reads in the bucket itself; None: what ``packed`` has brought together in scratch."""
+    packed: tuple[Copy, ...]
+    """From the bucket to scratch, before."""
+    rows: tuple[tuple[int, int], ...]
+    """(rank, row of scratch) of the chunks that the round brings; this member's own is among them."""
+    own: int
+    """This member's row."""
+    scratch_rows: int
+    brought: tuple[Copy, ...]
+    """From scratch to the bucket, after, where none of it is REDUCED yet."""
+
+    def copies(self) -> Iterator[Copy]:
+        """Those of ``brought``, by chunk and span."""
+        return (copy for rank, row in self.rows for copy in self.round.copies(rank, row))
 
 
-def marks(copies: Iterator[Copy], epoch: Callable[[int], int] | int) -> list[tuple[Span, int]]:
-    """What to mark, and with which epoch, when ``copies`` were made."""
-    if isinstance(epoch, int):
-        return [(Span(copy.bucket, copy.bucket + copy.length), epoch) for copy in joined(copies)]
-    return [(Span(copy.bucket, copy.bucket + copy.length), epoch(copy.bucket)) for copy in copies]
+def plan_rounds(rank: int, chunks: Chunks, longest: int, *, reduce: bool, hops: int) -> tuple[Plan, ...]:
+    """The rounds of a collective at ``rank``; ``hops``: how many successors get a member's chunk."""
+    return tuple(_plan(rank, round_, reduce, hops) for round_ in rounds(chunks, longest))
+
+
+def _plan(rank: int, round_: Round, reduce: bool, hops: int) -> Plan:
+    size = len(round_.chunks)
+    everything = hops == size - 1
+    source = round_.in_place() if reduce else None
+    all_rows = everything or (reduce and source is None)
+    ranks = range(size) if everything else [(rank - hop) % size for hop in range(hops + 1)]
+    rows = tuple((other, other if all_rows else place) for place, other in enumerate(ranks))
+    own = dict(rows)[rank]
+    if not reduce:
+        packed = joined(round_.copies(rank, own))
+    elif source is None:
+        packed = joined(copy for other in range(size) for copy in round_.copies(other, other))
+    else:
+        packed = []
+    brought = joined(copy for other, row in rows for copy in round_.copies(other, row))
+    return Plan(round_, source, tuple(packed), rows, own, size if all_rows else len(rows), tuple(brought))
+
+
+def missing(plan: Plan, ledger: Ledger) -> Iterator[Copy]:
+    """What a round brings and the ledger does not have REDUCED yet, by chunk and span."""
+    return (copy for copy in plan.copies() if not ledger.covers(Span(copy.bucket, copy.bucket + copy.length)))

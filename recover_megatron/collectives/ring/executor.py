@@ -57,7 +57,7 @@ class RingTask(Task):
         ledger: Ledger,
         program: Program,
         *,
-        signature: str,
+        signature: int,
         epoch_of: Callable[[int], int],
         final: Sequence[Span] = (),
         token: object = None,
@@ -71,7 +71,7 @@ class RingTask(Task):
         self.epoch_of = epoch_of
         self.final = final
         self.token = token
-        self.tag = zlib.crc32(signature.encode())
+        self.tag = signature
         self.posted = self.gone = self.asked = self.handled = 0
         self.partials: dict[int, Arrival] = {}
 

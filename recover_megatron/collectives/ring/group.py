@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,17 @@ import torch
 from recover_megatron.collectives.epoch import CancelToken, Epoch
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Ledger, Span
+from recover_megatron.collectives.memo import Memo
 from recover_megatron.collectives.ring.executor import Hook, Ring, RingTask
 from recover_megatron.collectives.ring.progress import Handle, ProgressThread
-from recover_megatron.collectives.ring.schedule import Chunks, most_partials, plan, segment_length
+from recover_megatron.collectives.ring.schedule import (
+    Chunks,
+    Program,
+    frozen,
+    most_partials,
+    plan,
+    segment_length,
+)
 from recover_megatron.collectives.transport.interface import Transport
 
 
@@ -33,6 +42,18 @@ class Tuning:
         return most_partials(self.depth) + 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A program, and what tells whether all members have the same."""
+
+    program: Program
+    signature: int
+
+
+MOST_MESSAGES = 1 << 17
+"""Limit of the programs that a group remembers, in messages: some 20 MiB."""
+
+
 class RingGroup(Group):
     """Use ``open_group`` of ``opening``."""
 
@@ -49,6 +70,9 @@ class RingGroup(Group):
         super().__init__(epoch, cancel_token, device or torch.device("cpu"))
         self.tuning = tuning or Tuning()
         self._transport = transport
+        self._planned: Memo[_Planned] = Memo(
+            MOST_MESSAGES, lambda planned: len(planned.program.sends) + len(planned.program.receives)
+        )
         self._ring = Ring(transport, hook)
         self._progress: ProgressThread[RingTask] = ProgressThread(
             self._ring, cancel_token, f"ring of epoch {self.epoch}"
@@ -81,16 +105,22 @@ class RingGroup(Group):
         final: Sequence[Span] = (),
         epoch_of: Callable[[int], int] | None = None,
     ) -> Handle:
-        length = self.segment_elements(chunks, flat.element_size())
-        program = plan(self.rank, chunks, length, reduce=reduce, gather_hops=gather_hops, depth=self.tuning.depth)
+        key = what, flat.dtype, reduce, gather_hops, frozen(chunks)
+        planned = self._planned.get(key, lambda: self._plan(what, flat.dtype, chunks, reduce, gather_hops))
         run = RingTask(
             flat,
             ledger,
-            program,
-            signature=f"{what} {flat.dtype} {reduce} {gather_hops} {length} {chunks}",
+            planned.program,
+            signature=planned.signature,
             epoch_of=epoch_of or (lambda _: self.epoch),
             final=final,
             token=self._transport.submitted(),
             stored="gather" if what == "all-gather" else "store",
         )
         return self._progress.submit(run)
+
+    def _plan(self, what: str, dtype: torch.dtype, chunks: Chunks, reduce: bool, gather_hops: int) -> _Planned:
+        length = self.segment_elements(chunks, dtype.itemsize)
+        program = plan(self.rank, chunks, length, reduce=reduce, gather_hops=gather_hops, depth=self.tuning.depth)
+        signature = f"{what} {dtype} {reduce} {gather_hops} {length} {frozen(chunks)}"
+        return _Planned(program, zlib.crc32(signature.encode()))

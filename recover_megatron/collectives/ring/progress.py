@@ -100,7 +100,7 @@ class ProgressThread[T: Task]:
         self._name = name
         self._wakeup = threading.Condition()
         self._queue = deque[T]()
-        self._unfinished = list[T]()
+        self._unfinished = deque[T]()
         self._error: BaseException | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -145,7 +145,8 @@ class ProgressThread[T: Task]:
             pause = 0.0
             while self._next(pause):
                 pause = self._executor.advance()
-                self._unfinished = [task for task in self._unfinished if not task.handle.done()]
+                while self._unfinished and self._unfinished[0].handle.done():
+                    self._unfinished.popleft()
             return
         except EpochRevoked as revoked:
             error = revoked
@@ -162,6 +163,8 @@ class ProgressThread[T: Task]:
 
     def _next(self, pause: float) -> bool:
         """Move what was handed in to the executor, waiting while there is nothing to do; False: closed."""
+        if self._executor.busy and not (pause or self._queue or self._cancel_token.cancelled):
+            return True  # without the lock: whatever comes now is seen at the next call
         with self._wakeup:
             if pause and not (self._queue or self._cancel_token.cancelled):
                 self._wakeup.wait(pause)
@@ -177,7 +180,8 @@ class ProgressThread[T: Task]:
     def _fail(self, error: BaseException) -> None:
         with self._wakeup:
             self._error = error
-            tasks, self._unfinished = [*self._unfinished, *self._queue], []
+            tasks = [*self._unfinished, *self._queue]
+            self._unfinished.clear()
             self._queue.clear()
         for task in tasks:
             if not task.handle.done():

@@ -79,6 +79,11 @@ Chunks = Sequence[Sequence[Span]]
 """For each rank what it owns."""
 
 
+def frozen(chunks: Chunks) -> tuple[tuple[Span, ...], ...]:
+    """The same, to be a key."""
+    return tuple(map(tuple, chunks))
+
+
 def even_part(total: int, size: int, cut: int = 1) -> int:
     """The longest of ``size`` even parts of ``total`` elements that are cut at multiples of ``cut``."""
     return -(-total // (size * cut)) * cut

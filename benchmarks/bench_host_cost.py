@@ -1,0 +1,165 @@
+"""What an iteration costs the host: Python time per bucket, with a transport that does nothing.
+
+    python benchmarks/bench_host_cost.py [--members 8] [--buckets 40] [--iterations 50] [--most 100] [--json FILE]
+
+A device's data-parallel sums cost its host only the planning, ordering and marking, and that is under the interpreter's
+lock, which backward needs as well.  Here one member of a group hands in all buckets of an iteration and waits for them,
+over a backend whose operations are over as soon as they are asked for; the processor time of the whole process counts
+(both threads), so that a busy machine does not change the result much.  The median of the iterations is told.
+
+    native     reduce_scatter and all_gather of the backend, each bucket as a whole
+    ring       one segment per chunk, as on a device
+    tensors    of it what the copies and sums take with tensors this small (on a device: the launches of kernels)
+
+Exits with 1 when the native collectives or the ring take more than ``--most`` microseconds per bucket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.native.backend import Message, NativeBackend, Operation
+from recover_megatron.collectives.native.group import NativeGroup
+from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
+
+MOST = 100.0
+"""Microseconds per bucket."""
+NUMEL = 8 * 1024
+"""Elements of a bucket: so few that moving them costs next to nothing."""
+
+
+class WholeRun:
+    """An epoch that nothing ends."""
+
+    number = 1
+    me = 0
+
+    def __init__(self, members: int) -> None:
+        self.members = list(range(members))
+
+    def on_revoke(self, callback: Callable[[str], None]) -> None:
+        del callback
+
+
+class Over:
+    """Whatever it was, it is over."""
+
+    done = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+NOTHING = Over(torch.empty(0))
+
+
+class IdleBackend(NativeBackend):
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
+        return NOTHING
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
+        return NOTHING
+
+    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
+        return NOTHING
+
+    def wait(self, operation: Operation) -> None:
+        return None
+
+    def settle(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class IdleTransport(Transport):
+    scratch_peak = 0
+
+    def __init__(self) -> None:
+        self._arrivals: list[Over] = []
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        return NOTHING
+
+    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
+        if self._arrivals and self._arrivals[-1].tensor.numel() == numel:
+            return self._arrivals.pop()
+        return Over(torch.zeros(numel, dtype=dtype))
+
+    def release(self, arrival: Arrival) -> None:
+        assert isinstance(arrival, Over)
+        self._arrivals.append(arrival)
+
+    def wait(self, pending: Pending) -> None:
+        return None
+
+    def abort(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def groups(members: int) -> dict[str, Group]:
+    epoch, token = WholeRun(members), CancelToken(1)
+    one_segment = Tuning(segment_bytes=16 << 20, least_bytes=16 << 20)
+    return {
+        "native": NativeGroup(epoch, token, IdleBackend()),
+        "ring": RingGroup(epoch, token, IdleTransport(), tuning=one_segment),
+    }
+
+
+def per_bucket(group: Group, buckets: Sequence[Bucket], iterations: int) -> float:
+    """Microseconds of processor time per bucket, the median of the iterations."""
+    found = []
+    for _ in range(iterations):
+        for bucket in buckets:
+            bucket.ledger.clear()
+        start = time.process_time()
+        for handle in [group.all_reduce(bucket) for bucket in buckets]:
+            handle.wait()
+        found.append((time.process_time() - start) / len(buckets) * 1e6)
+        assert all(bucket.ledger.complete for bucket in buckets)
+    return statistics.median(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Microseconds of the host per bucket.")
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--buckets", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--most", type=float, default=MOST, help="microseconds per bucket that are still accepted")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    buckets = [Bucket(torch.zeros(NUMEL)) for _ in range(options.buckets)]
+    numbers = {}
+    for name, group in groups(options.members).items():
+        numbers[name] = per_bucket(group, buckets, options.iterations)
+        group.close()
+        print(f"{name:8} {numbers[name]:7.1f} us per bucket", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"members": options.members, "us_per_bucket": numbers}) + "\n")
+    slow = [name for name, number in numbers.items() if number > options.most]
+    if slow:
+        print(f"more than {options.most:g} us per bucket: {', '.join(slow)}", file=sys.stderr)
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
