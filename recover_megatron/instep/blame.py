@@ -8,7 +8,7 @@ work (two workers that do not agree on a shape), and is told as one.
 from __future__ import annotations
 
 from recover_megatron.instep.errors import Orphaned
-from recover_megatron.instep.faults import is_communication
+from recover_megatron.instep.faults import is_communication, is_of_device
 from recover_megatron.instep.orphan import BLAME_SECONDS
 from recover_megatron.instep.recovery import Recovery
 
@@ -34,7 +34,11 @@ class Blame:
         return self._judged[1]
 
     def _is_of_mates(self, error: BaseException, recovery: Recovery) -> bool:
-        if recovery.orphan.orphaned or isinstance(error, Orphaned):
+        if isinstance(error, Orphaned):
+            return True
+        if is_of_device(error):  # of an orphan, too: with this device it could only wait, and nobody would replace it
+            return False
+        if recovery.orphan.orphaned:
             return True
         if len(recovery.assignment.grid.replicas[0]) == 1 or not is_communication(error):
             return False

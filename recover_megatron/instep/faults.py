@@ -2,6 +2,7 @@
 
 of a mate    an operation on a group of this replica failed         ``is_communication``; the worker is an orphan
 its own      its host or device cannot do what others may           ``is_own``; the worker ends, the run goes on
+its context  CUDA has failed in this process                        ``is_of_device``; the worker ends, an orphan, too
 any other    of the worker or of its work: the coordinator finds    ``signature``; the worker ends, and the run if
              out by who else meets it                               the work ends others, too
 """
@@ -15,6 +16,7 @@ import re
 import traceback
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 
 from recover_megatron.instep.errors import CheckpointFailed
@@ -65,6 +67,12 @@ _OWN_SIGNS = (
 )
 """Of faults that say nothing about the work, in whatever type: full tables and disks, devices that have failed."""
 
+_CUDA_SIGN = "CUDA error:"
+"""With this begins the text of every error of CUDA's that torch raises."""
+
+_CUDA_FULL = "out of memory"
+"""The one after which a process can go on."""
+
 _FROM_A_LOADER = "in DataLoader worker process"
 """In the text of an exception that a process of a torch DataLoader raised: its traceback follows, and its own text."""
 
@@ -97,6 +105,21 @@ def is_own(error: BaseException) -> bool:
     if isinstance(error, CheckpointFailed) and error.full:
         return False
     return any(_is(each, _OWN_NUMBERS, _OWN_SIGNS) for each in _causes(error))
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether CUDA has failed in this process: what it is asked for from now on may fail as well, or hang.
+
+    "To continue using CUDA, the process must be terminated and relaunched" holds for nearly all of its errors, those of
+    kernels first of all, and they are told by whichever call comes next.
+    """
+    return any(_is_of_device(each) for each in _causes(error))
+
+
+def _is_of_device(error: BaseException) -> bool:
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or _CUDA_FULL in str(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or str(error).startswith(_CUDA_SIGN)
 
 
 def is_full(error: BaseException, folder: str) -> bool:

@@ -19,6 +19,7 @@ import traceback
 
 from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.device import check_device
 from recover_megatron.instep.errors import Orphaned
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.recovery import Recovery
@@ -87,8 +88,9 @@ class Rejoin:
                 self._recovery.orphan.leave(f"it could not take its place: {error}")
 
     def _wait(self) -> Decision:
-        """The plan that has a place for this worker."""
+        """The plan that has a place for this worker.  Raises a CUDA error of a device that it could not train with."""
         state = self._state
+        check_device(self._recovery.comm_config.device)
         state.tidy()
         if self._sharded is not None:  # what others have updated meanwhile is of no use
             self._sharded.forget()

@@ -15,7 +15,7 @@ from recover_megatron.run_log.steps import read_steps
 from tests.drawn import EVERYTHING
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
-from tests.instep.runs import LAYOUTS, SAMPLES, Case, Layout, Result, Strike, check, check_steps_until
+from tests.instep.runs import LAYOUTS, SAMPLES, Case, Layout, Result, Strike, check, check_steps, check_steps_until
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +67,24 @@ def test_an_exception_of_one_worker_is_told_with_its_traceback_and_the_run_goes_
     assert "Traceback" in str(told[0]["traceback"])
     for other in set(range(layout.grid.world)) - {worker}:
         assert "InjectedFault" not in result.log(other)
+
+
+def test_an_orphan_with_a_broken_device_ends_as_any_dead_worker_and_the_run_goes_on(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """It does not wait as a spare, which nobody would replace."""
+    script = str(Path(__file__).with_name("broken_device.py"))
+    case = Case(TP2, (Strike(1, 1, 3, "forward"),), train_with=(script,))
+    result = case.run(forkserver, tmp_path)
+    struck = case.strikes[0].worker(TP2)
+    (mate,) = set(TP2.grid.replicas[1]) - {struck}
+    expected = [0, 0, 0, 0]
+    expected[struck], expected[mate] = -9, 1
+    assert list(result.ended.codes) == expected, result.told()
+    assert "its device or its context is broken" in result.log(mate)
+    told = [event for event in result.events if event["event"] == "exception"]
+    assert [(event["worker"], event["own"]) for event in told] == [(mate, True)]
+    check_steps(result, reference(case))
 
 
 ROTTEN = 2 * SAMPLES + 5

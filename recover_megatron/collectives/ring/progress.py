@@ -4,7 +4,12 @@
                         '--revoked, or a fault--> FAILED --close--> CLOSED
 
 In FAILED every handle that is not finished, and every later one, ends with the error.  The error is told only when the
-executor has settled: from then on nothing of this group touches a bucket, a ledger or the network.
+executor has settled: from then on nothing of this group touches a bucket, a ledger or the network.  Where it cannot
+settle (its device has failed) they end with what it raised instead, which is no ``EpochRevoked``: nobody may take the
+bucket for untouched or finished then.
+
+An error of torch's communication is a revocation: an abort by another thread looks like one, and so does a member that
+is gone (``_revocation``).
 
 The work runs in a thread of its own, never in the caller's, so that an asynchronous exception or a signal handler of
 the training thread can't strike between the copy of a segment and its mark in the ledger.
@@ -13,6 +18,8 @@ the training thread can't strike between the copy of a segment and its mark in t
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+
+import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
@@ -150,16 +157,25 @@ class ProgressThread[T: Task]:
             return
         except EpochRevoked as revoked:
             error = revoked
-        except PeerLost as lost:
-            self._cancel_token.cancel(lost)
-            error = self._cancel_token.error()
+        except (PeerLost, dist.DistError) as lost:
+            error = self._revocation(lost)
         except BaseException as fault:  # noqa: BLE001  the thread's boundary: told to whoever waits, nobody is left hanging
             self._cancel_token.cancel(f"{type(fault).__name__}: {fault}")
             error = fault
-        self._executor.settle()
-        if isinstance(error, EpochRevoked):
-            error = _afresh(error)
-        self._fail(error)
+        self._fail(self._settled(error))
+
+    def _revocation(self, lost: PeerLost | dist.DistError) -> EpochRevoked:
+        """The end of the epoch that ``lost`` is, or a consequence of: once the switch is thrown, its reason stands."""
+        self._cancel_token.cancel(lost if isinstance(lost, PeerLost) else PeerLost(f"{type(lost).__name__}: {lost}"))
+        return self._cancel_token.error()
+
+    def _settled(self, error: BaseException) -> BaseException:
+        """Settle after ``error``, and return what the handles end with."""
+        try:
+            self._executor.settle()
+        except BaseException as fault:  # noqa: BLE001  as above
+            return fault
+        return _afresh(error)
 
     def _next(self, pause: float) -> bool:
         """Move what was handed in to the executor, waiting while there is nothing to do; False: closed."""

@@ -13,7 +13,8 @@ run(call)   calls Megatron's pretrain(), and decides what its end means:
     NoReplica, StateLost,           the run has ended, with an exit code of its own
       CoordinatorLost, RunOver
     Fenced                          this worker was put out: exit code 13
-    anything else                   a fault of this worker: its traceback goes to its log and to the coordinator
+    anything else                   a fault of this worker: its traceback goes to its log and to the coordinator; where
+                                      CUDA has failed, an orphan's, too, and it ends within seconds
 
 A newcomer (a hot spare, a restarted or an added worker) begins as a spare that has built nothing.
 """
@@ -38,6 +39,7 @@ from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.collectives import torch_nccl
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Rules
+from recover_megatron.instep.device import ends_soon
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.errors import (
     CheckpointFailed,
@@ -48,7 +50,7 @@ from recover_megatron.instep.errors import (
     StateLost,
     UnknownOperation,
 )
-from recover_megatron.instep.faults import is_communication, is_own, signature
+from recover_megatron.instep.faults import is_communication, is_of_device, is_own, signature
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.logger import get_logger, write_stderr
@@ -209,6 +211,8 @@ class FaultTolerance:
         # Whatever an orphan's main thread ends by: its replica was broken first.
         if recovery is not None and self._training.state is not None and self._training.replica_broken(error):
             self._be_spare(recovery, error)
+        if broken := is_of_device(error):
+            ends_soon()
         text = "".join(traceback.format_exception(error))
         write_stderr(text)
         if not started and (is_communication(error) or isinstance(error, torch.distributed.DistError)):
@@ -225,7 +229,10 @@ class FaultTolerance:
                 recovery.assignment.replica,
                 phase=recovery.progress.phase,
                 tried=recovery.progress.tried,
-                own=is_own(error) or any(isinstance(each, OF_ONE_WORKER) for each in (error, error.__cause__)),
+                own=is_own(error)
+                # Somebody's end has aborted kernels here, or has taken memory away that they read.
+                or (broken and (recovery.orphan.orphaned or self._session.revoked))
+                or any(isinstance(each, OF_ONE_WORKER) for each in (error, error.__cause__)),
             )
             if isinstance(error, CheckpointFailed) and len(recovery.assignment.decision.replicas) == 1:
                 self._session.give_up(EXIT_SAME_FAULT, str(error))  # there is nobody left to try it
@@ -233,7 +240,8 @@ class FaultTolerance:
                     self._session.wait_revoked(EXCEPTION_REPORT_SECONDS)
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             _end(error.code, f"worker {self._me} exits with {error.code}")
-        _end(1, f"worker {self._me} ends by an exception of its own ({signature(error)[:200]}); its traceback is above")
+        whose = "a CUDA error: its device or its context is broken" if broken else "an exception of its own"
+        _end(1, f"worker {self._me} ends by {whose} ({signature(error)[:200]}); its traceback is above")
 
     def _be_spare(self, recovery: Recovery, error: BaseException) -> NoReturn:
         reason = str(error)

@@ -1,0 +1,112 @@
+"""What the handles of a group end with, whatever error its thread meets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked, PeerLost
+from recover_megatron.collectives.ring.progress import Executor, ProgressThread, Task
+from tests.harness.waiting import DEADLINE
+
+ABORTED = dist.DistBackendError("NCCL communicator was aborted on rank 1.")
+
+
+class Scripted(Executor[Task]):
+    """Carries nothing out: ``work`` is called for the first task, ``settled`` when the thread settles."""
+
+    def __init__(self, work: Callable[[], None], settled: Callable[[], None] = lambda: None) -> None:
+        self.tasks: list[Task] = []
+        self._work = work
+        self._settled = settled
+
+    def add(self, task: Task) -> None:
+        self.tasks.append(task)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.tasks)
+
+    def advance(self) -> None:
+        self._work()
+
+    def settle(self) -> None:
+        self._settled()
+
+    def close(self) -> None:
+        self.tasks.clear()
+
+
+def failing(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def ended(executor: Scripted, token: CancelToken) -> BaseException:
+    """What the handle of the only task ends with."""
+    handle = ProgressThread(executor, token, "scripted").submit(Task())
+    with pytest.raises(Exception) as told:  # noqa: PT011  which one is for the caller to judge
+        handle.wait(DEADLINE)
+    return told.value
+
+
+def test_what_an_abort_by_another_thread_makes_an_operation_raise_is_the_revocation() -> None:
+    token, begun = CancelToken(7), threading.Event()
+
+    def aborted_while_it_posts() -> None:
+        begun.set()
+        assert token.wait(DEADLINE)
+        raise ABORTED
+
+    def revoke() -> None:
+        assert begun.wait(DEADLINE)
+        token.cancel("worker 3 is gone")
+
+    threading.Thread(target=revoke, daemon=True).start()
+    error = ended(Scripted(aborted_while_it_posts), token)
+    assert isinstance(error, EpochRevoked)
+    assert (error.epoch, error.reason) == (7, "worker 3 is gone")
+    assert token.lost is None
+
+
+@pytest.mark.parametrize("error", [ABORTED, dist.DistNetworkError("the store is gone"), PeerLost("hung up")], ids=repr)
+def test_a_communication_error_that_comes_before_the_revocation_makes_one(error: Exception) -> None:
+    token = CancelToken(7)
+    told = ended(Scripted(failing(error)), token)
+    assert isinstance(told, EpochRevoked)
+    assert str(error) in told.reason
+    assert token.cancelled
+    assert token.lost is not None
+
+
+def test_an_error_that_is_no_communications_is_told_as_it_is() -> None:
+    mismatch = CollectiveMismatch("two sums in different orders")
+    assert ended(Scripted(failing(mismatch)), CancelToken(7)) is mismatch
+
+
+@pytest.mark.parametrize("first", [PeerLost("hung up"), RuntimeError("of its own")], ids=repr)
+def test_a_device_that_fails_while_the_group_settles_ends_every_handle_with_its_error(first: Exception) -> None:
+    """Neither finished nor untouched: a handle that told of a revocation would have the bucket believed."""
+    broken = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    both_there = threading.Event()
+
+    def fail() -> None:
+        assert both_there.wait(DEADLINE)
+        raise first
+
+    thread = ProgressThread(Scripted(fail, failing(broken)), CancelToken(7), "scripted")
+    handles = [thread.submit(Task()), thread.submit(Task())]
+    both_there.set()
+    for handle in handles:
+        with pytest.raises(torch.AcceleratorError):
+            handle.wait(DEADLINE)
+    thread.quiesce()
+    with pytest.raises(torch.AcceleratorError):
+        thread.submit(Task())
