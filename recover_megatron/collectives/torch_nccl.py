@@ -1,6 +1,15 @@
 """torch's groups over NCCL: the environment that they need, how one is made, and how they are aborted.
 
 NOT RUN: written to NCCL's and torch's documented behaviour, never executed on a GPU.
+
+Every value of ``environment`` answers something that torch does by itself (``ProcessGroupNCCL``, ``NCCLUtils``):
+
+- its watchdog ends the process when it sees an error, and its monitor when the watchdog makes no heartbeat;
+- a call that is in the middle of a group launch while its communicator is aborted never learns it: it spins until
+  TORCH_NCCL_NONBLOCKING_TIMEOUT, 30 minutes, and the coordinator takes the worker for one that hangs;
+- for a failed operation the watchdog sleeps TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC, 60 s, while it holds the lock that
+  every new operation of the group needs;
+- the flight recorder keeps Python's stack of every operation.
 """
 
 from __future__ import annotations
@@ -11,32 +20,87 @@ from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _NO_TIMEOUT = timedelta(days=7)
-ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""torch's own watchdog would end the process: faults are this package's to handle."""
+_LONGEST_LAUNCH = 25
+"""Seconds in which a group of thousands has been made ready, and no worker is taken for hung."""
+_LONGEST_DUMP_MS = 1000
+_NONBLOCKING, _DUMP = "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+_OFF = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 
 
-def set_environment(environ: MutableMapping[str, str] = os.environ) -> list[str]:
+def environment(hang_timeout: float) -> dict[str, str]:
+    """torch's variables with what recovery needs, where a worker counts as hung after ``hang_timeout`` seconds."""
+    return dict.fromkeys(_OFF, "0") | {
+        _NONBLOCKING: str(max(1, min(_LONGEST_LAUNCH, int(hang_timeout / 2)))),
+        _DUMP: "1",
+        "TORCH_FR_BUFFER_SIZE": "0",
+    }
+
+
+def set_environment(hang_timeout: float = 60.0, environ: MutableMapping[str, str] = os.environ) -> list[str]:
     """Give torch's variables the values that recovery needs, before the first group is made; a user's own stand.
 
-    Returns those that stand against it, as NAME=VALUE.
+    Returns a user's that stand against it, as "NAME=VALUE instead of VALUE".  (A flight recorder only costs time.)
     """
-    for name, value in ENVIRONMENT.items():
+    wanted = environment(hang_timeout)
+    for name, value in wanted.items():
         environ.setdefault(name, value)
-    return [f"{name}={environ[name]}" for name, value in ENVIRONMENT.items() if environ[name] != value]
+    against = [name for name in _OFF if environ[name] != "0"]
+    if not _below(environ[_NONBLOCKING], hang_timeout):
+        against.append(_NONBLOCKING)
+    if not _below(environ[_DUMP], _LONGEST_DUMP_MS + 1):
+        against.append(_DUMP)
+    return [f"{name}={environ[name]} instead of {wanted[name]}" for name in against]
 
 
-def make_backend(store: dist.Store, rank: int, size: int, name: str = "") -> Any:
-    """A group of NCCL's whose communicators may be aborted at any time; none is opened yet."""
-    set_environment()
+def _below(text: str, limit: float) -> bool:
+    """Whether torch reads ``text`` as a number below ``limit``; it takes a text that is none for its default."""
+    try:
+        return int(text) < limit
+    except ValueError:
+        return False
+
+
+def abortable_options(given: Any = None) -> Any:
+    """``ProcessGroupNCCL.Options`` of a group that may be aborted at any time, otherwise like those ``given``."""
     options = dist.ProcessGroupNCCL.Options()
+    if given is not None:
+        options.is_high_priority_stream = given.is_high_priority_stream
+        for name in vars(type(given.config)):
+            if not name.startswith("_") and name != "unsafe_get_ptr" and getattr(given.config, name) is not None:
+                setattr(options.config, name, getattr(given.config, name))
     options.config.blocking = 0
     options._timeout = _NO_TIMEOUT
+    return options
+
+
+def make_backend(store: dist.Store, rank: int, size: int, name: str = "", given: Any = None) -> Any:
+    """A group of NCCL's whose communicators may be aborted at any time; none is opened yet."""
+    set_environment()
+    options = abortable_options(given)
     if name:
         options.group_name = name
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def make_group(
+    store: dist.Store, name: str, rank: int, size: int, device: torch.device, given: Any = None
+) -> dist.ProcessGroup:
+    """A process group of torch's with such a backend for ``device``; ``given``: the options of the group before it."""
+    group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
+    register(group, device, dist.ProcessGroup.BackendType.NCCL,
+             make_backend(dist.PrefixStore(f"{name}/nccl", store), rank, size, name, given))  # fmt: skip
+    group._set_group_name(name)
+    return group
+
+
+def register(group: dist.ProcessGroup, device: torch.device, kind: Any, backend: Any) -> None:
+    """Have ``group`` use ``backend`` for tensors of ``device``."""
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
 
 
 def abort_beside(backends: Sequence[Any]) -> None:

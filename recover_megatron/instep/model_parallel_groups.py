@@ -2,7 +2,11 @@
 
 A worker whose replica broke may wait in one of them for somebody who waits for somebody who is dead.  NCCL has an
 abort; gloo has none, but wakes when the connections of a group are shut, so the connections are noted when it is made.
-(Where gloo misses that, its operation is left: ``guard``.)
+(Where gloo misses that, its operation is left: ``guard``.)  A worker that does not get out of them ends (`leaving`).
+
+No operation of NCCL's is asked here whether it has succeeded: ``Work.is_completed`` says yes of one that failed, and
+an aborted kernel leaves garbage.  What is computed from it goes nowhere: the switch of the epoch is thrown before any
+group is aborted, and a bucket goes to the others only if it was computed before the switch (`transport.streams`).
 
     made at start-up (torch's own) --end()--> every operation fails --rebuild()--> made anew, with a switch of their own
 """
@@ -13,7 +17,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +27,11 @@ from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.gloo.abortable_work import AbortableWorks
 from recover_megatron.collectives.gloo.groups import GlooGroups
-from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
+from recover_megatron.collectives.gloo.swappable_group import MakeGroup, SwappableGroup
 from recover_megatron.collectives.peer_store_client import PeerStoreClient
-from recover_megatron.collectives.torch_nccl import abort_beside
+from recover_megatron.collectives.torch_nccl import make_group
 from recover_megatron.instep.epoch_groups import EpochGroups
+from recover_megatron.instep.leaving import Leaving
 from recover_megatron.network.silence import watch
 
 
@@ -45,10 +50,19 @@ class ModelParallelGroups:
     """Notes the groups of one worker's replica as they are made, and ends them all.
 
     ``store_port``: connections from or to it are the store's, which other workers need, and are left alone.
+    ``make_nccl``: makes a group over NCCL; ``leaving``: gets this worker out of some.
     """
 
-    def __init__(self, store_port: int) -> None:
+    def __init__(
+        self,
+        store_port: int,
+        make_nccl: MakeGroup = make_group,
+        leaving: Callable[[Sequence[dist.ProcessGroup]], Leaving] = Leaving,
+    ) -> None:
         self._store_port = store_port
+        self._make_nccl = make_nccl
+        self._leaving_of = leaving
+        self._leaving: Leaving | None = None
         self._nccl: list[dist.ProcessGroup] = []
         self._sockets: list[socket.socket] = []
         self._groups: list[SwappableGroup] = []
@@ -100,7 +114,10 @@ class ModelParallelGroups:
                 self._sockets.append(sock)
 
     def end(self) -> None:
-        """Make every operation of these groups fail, here and, for gloo, at the other ends; from any thread, once."""
+        """Make every operation of these groups fail, here and, for gloo, at the other ends; from any thread, once.
+
+        The main thread says ``left`` when it is out of them; else this process ends.
+        """
         with self._lock:
             if self._ended:
                 return
@@ -108,12 +125,20 @@ class ModelParallelGroups:
             sockets, self._sockets = self._sockets, []
             nccl, self._nccl = self._nccl, []
             cancel_token = self._cancel_token
+            leaving = self._leaving = self._leaving_of(nccl)
         for sock in sockets:
             with contextlib.suppress(OSError):  # the other end was faster
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
-        abort_beside(nccl)
         cancel_token.cancel("the replica is broken")
+        leaving.begin()
+
+    def left(self) -> None:
+        """In the main thread, out of every call of groups that were ended: it makes no other until they are rebuilt."""
+        with self._lock:
+            leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.left()
 
     def rebuild(
         self, epoch_groups: EpochGroups, replica: int, store: PeerStoreClient, host: str, device: torch.device
@@ -124,6 +149,7 @@ class ModelParallelGroups:
         ``PeerLost``.
         """
         self.end()
+        self.left()
         if self._store is not None:
             self._store.close()
         self._store = store  # NCCL asks it again when two workers first talk to each other
@@ -150,6 +176,17 @@ class ModelParallelGroups:
             self._gloo = GlooGroups(me, named, store, cancel_token, ring=prefix, host=host)
             backends = self._gloo.backends
         for group in groups:
-            group.renew(store, prefix, self.guard, device, backends.get(group.own_name))
+            group.renew(store, prefix, self.guard, device, backends.get(group.own_name), self._make_inside)
         if before is not None:
             before.close()
+
+    def _make_inside(self, *args: Any) -> dist.ProcessGroup:
+        group = self._make_nccl(*args)
+        with self._lock:
+            if not self._ended:
+                self._nccl.append(group)
+                return group
+        late = self._leaving_of([group])  # the replica broke meanwhile
+        late.left()
+        late.begin()
+        return group

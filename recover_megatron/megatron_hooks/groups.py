@@ -118,12 +118,13 @@ class Groups:
             if self.traffic.slot not in members:
                 return dist.GroupMember.NON_GROUP_MEMBER if self.alone else original(ranks, *args, **kwargs)
             label = str(kwargs.get("group_desc", "")).lower()
+            options = kwargs.get("pg_options")  # what Megatron found for this group (--nccl-communicator-config-path)
             inside = len({self.grid.place(slot)[0] for slot in members}) == 1
             if self.alone:
                 backend = str(kwargs.get("backend") or dist.get_backend())
                 group: Any = EpochGroup(self.traffic, None, members, label)
                 if inside:
-                    group = self._inside(group, members, label, backend)
+                    group = self._inside(group, members, label, backend, options)
                 register_new(group, members, backend)
                 return group
             group = self.inside.make(lambda: original(ranks, *args, **kwargs)) if inside else None
@@ -131,7 +132,7 @@ class Groups:
                 group = original(ranks, *args, **kwargs)
                 outside: Any = EpochGroup(self.traffic, group, members, label)
             else:
-                outside = self._inside(group, members, label, str(dist.get_backend(group)))
+                outside = self._inside(group, members, label, str(dist.get_backend(group)), options)
             register(outside, group)
             made = parallel_state._global_process_group_list
             if made and made[-1] is group:
@@ -140,13 +141,15 @@ class Groups:
 
         return create_group
 
-    def _inside(self, group: Any, members: tuple[int, ...], label: str, backend: str) -> SwappableGroup:
+    def _inside(self, group: Any, members: tuple[int, ...], label: str, backend: str, options: Any) -> SwappableGroup:
         assert self.grid is not None
         positions = [self.grid.place(slot)[1] for slot in members]
         name = "-".join([label or "group", *map(str, positions)])
         number = sum(own.own_name.startswith(f"{name}#") for own in self._own)
         me = self.grid.place(self.traffic.slot)[1]
-        outside = SwappableGroup(group, positions, me, f"{name}#{number}", backend, placeholder=self.alone)
+        outside = SwappableGroup(
+            group, positions, me, f"{name}#{number}", backend, placeholder=self.alone, options=options
+        )
         self._own.append(outside)
         self.inside.keep(outside)
         return outside

@@ -91,6 +91,7 @@ class Rejoin:
         """The plan that has a place for this worker.  Raises a CUDA error of a device that it could not train with."""
         state = self._state
         check_device(self._recovery.comm_config.device)
+        self._groups.inside.left()
         state.tidy()
         if self._sharded is not None:  # what others have updated meanwhile is of no use
             self._sharded.forget()

@@ -10,14 +10,16 @@ so does the number of its members, and this worker's rank, which are those of it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.gloo.abortable_work import AbortableWorks
-from recover_megatron.collectives.torch_nccl import abort_beside, make_backend
+from recover_megatron.collectives.torch_nccl import make_group, register
+
+MakeGroup = Callable[[dist.Store, str, int, int, torch.device, Any], dist.ProcessGroup]
 
 _METHODS = tuple(
     name
@@ -31,6 +33,7 @@ class SwappableGroup(dist.ProcessGroup):
 
     ``name``: the same on all members, and of no other group of theirs.  ``placeholder``: ``inner`` is nobody's group,
     and must not stay, not even where this worker is the only member: its ranks are those of another replica.
+    ``options``: those that its maker gave it (``ProcessGroupNCCL.Options``), for every inside that it will have.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class SwappableGroup(dist.ProcessGroup):
         backend: str,
         *,
         placeholder: bool = False,
+        options: Any = None,
     ) -> None:
         super().__init__(list(positions).index(me), len(positions))
         self.positions = tuple(positions)
@@ -49,6 +53,7 @@ class SwappableGroup(dist.ProcessGroup):
         self.own_name = name
         self.backend = backend
         self.placeholder = placeholder
+        self.options = options
         self.inner = inner
         self._guard: AbortableWorks | None = None
         self.bind(inner)
@@ -69,23 +74,28 @@ class SwappableGroup(dist.ProcessGroup):
         self.bind(self.inner)
 
     def renew(
-        self, store: dist.Store, prefix: str, guard: AbortableWorks, device: torch.device, gloo: Any = None
+        self,
+        store: dist.Store,
+        prefix: str,
+        guard: AbortableWorks,
+        device: torch.device,
+        gloo: Any = None,
+        make: MakeGroup = make_group,
     ) -> None:
         """Become a group of the workers that call this with the same ``prefix``, each in its position.
 
-        ``gloo``: the inside, made already; NCCL makes its own.  Both end when the switch of ``guard`` is cancelled.
+        ``gloo``: the inside, made already, which ends when the switch of ``guard`` is cancelled; over NCCL ``make``
+        makes it, with the options of the one before, and who calls this aborts it.
         """
         rank, size = self.at, len(self.positions)
         name = f"{prefix}/{self.own_name}"
-        group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
         if gloo is None:
-            nccl = make_backend(dist.PrefixStore(f"{name}/nccl", store), rank, size, name)
-            _add(group, device, dist.ProcessGroup.BackendType.NCCL, nccl)
-            guard.cancel_token.on_cancel(lambda: abort_beside([nccl]))
+            group = make(store, name, rank, size, device, self.options)
         else:
+            group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
             for kind in {"cpu", device.type}:
-                _add(group, torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)
-        group._set_group_name(name)
+                register(group, torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)
+            group._set_group_name(name)
         group._set_group_desc(self.own_name)
         self._guard = guard
         self.bind(group)
@@ -108,8 +118,3 @@ class SwappableGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         return self.inner._device_types
-
-
-def _add(group: dist.ProcessGroup, device: torch.device, kind: Any, backend: Any) -> None:
-    group._set_default_backend(kind)
-    group._register_backend(device, kind, backend)

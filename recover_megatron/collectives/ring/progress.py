@@ -187,11 +187,13 @@ class ProgressThread[T: Task]:
             while not (self._queue or self._executor.busy or self._closing or self._cancel_token.cancelled):
                 self._wakeup.wait()
             self._cancel_token.check()
-            while self._queue:
-                task = self._queue.popleft()
-                self._unfinished.append(task)
-                self._executor.add(task)
-            return self._executor.busy or not self._closing
+            fresh, closing = list(self._queue), self._closing
+            self._unfinished += fresh
+            self._queue.clear()
+        for task in fresh:  # without the lock: it may wait for the device that computes the bucket
+            self._executor.add(task)
+        self._cancel_token.check()  # what was computed since is not to be sent: see `transport.streams`
+        return self._executor.busy or not closing
 
     def _fail(self, error: BaseException) -> None:
         with self._wakeup:

@@ -1,12 +1,19 @@
 """The ring's stream on a device that works asynchronously, and its order against the stream that computes.
 
-    compute   ---- gradients ---- event ----------------------- waits on the host ---- the optimizer
-                                    |                                   ^
-    ring's stream                   '--> additions and copies --> synchronize
+    compute   ---- gradients ---- event ------------------------------- waits on the host ---- the optimizer
+                                    |                                            ^
+    the host                        '--> synchronize, the switch                 |
+                                              |                                  |
+    ring's stream                             '--> additions and copies --> synchronize
 
-The event is recorded in the thread that hands a bucket over, on the stream that is current there; the ring's stream
-waits for it before it reads.  A collective is told to be over only when the host has seen its last operation done, so
-whoever waited for it may use the bucket on any stream.
+The event is recorded in the thread that hands a bucket over, on the stream that is current there.  It is the host that
+waits for it, and then looks at the switch, before anything is sent: when a mate dies, the groups inside the replica are
+aborted, and what their kernels leave is garbage, from which the gradients behind them are computed to the end.  The
+switch is thrown before that, so a gradient that was seen computed before the switch is one.  (An operation that the
+device began by itself after the event would send the garbage to members who have not heard of the death yet.)
+
+A collective is told to be over only when the host has seen its last operation done, so whoever waited for it may use
+the bucket on any stream.
 
 The progress thread is a new thread, in which CUDA's current device is the first one: only what runs in ``scope``, and
 tensors made with a device that has an index, are on the right one.
@@ -30,7 +37,10 @@ class Order:
         return None
 
     def begin(self, token: object) -> None:
-        """Called before that bucket is first read."""
+        """Called before that bucket is first read: block until it has been computed.
+
+        Whoever calls it looks at the switch afterwards, and before anything of the bucket is sent.
+        """
         del token
 
     def scope(self) -> AbstractContextManager[object]:
@@ -52,13 +62,13 @@ class DeviceStream(Order):
         self._stream = torch.cuda.Stream(device)
 
     def submitted(self) -> object:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # who waits gives the processor away, and the GIL
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def begin(self, token: object) -> None:
         assert isinstance(token, torch.cuda.Event)
-        self._stream.wait_event(token)
+        token.synchronize()
 
     def scope(self) -> AbstractContextManager[object]:
         scope: AbstractContextManager[object] = torch.cuda.stream(self._stream)

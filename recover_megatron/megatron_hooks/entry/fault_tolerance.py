@@ -124,9 +124,10 @@ class FaultTolerance:
 
     def install(self) -> None:
         """Wrap all seams; raises UserError if this Megatron's are not the ones we know."""
-        if self._device.type == "cuda" and (against := torch_nccl.set_environment()):
+        if self._device.type == "cuda" and (against := torch_nccl.set_environment(self._config.hang_timeout)):
             log.warning(
-                f"{', '.join(against)}: torch may end a worker that --recover would have brought back (docs/gpu.md)"
+                f"{', '.join(against)}: with these of your environment torch may end or block a worker that --recover "
+                "would have brought back; unset them (docs/gpu.md)"
             )
         self._groups.install()
         data.install()
@@ -249,6 +250,7 @@ class FaultTolerance:
             recovery.orphan.replica_failed(error)
         # The frames of the training hold its tensors, and connections that others wait to see closed.
         error.__traceback__ = None
+        self._groups.inside.left()
         log.info(f"worker {self._me} has no place any more ({reason[:120]}); it waits as a spare")
         try:
             # The training is over for it: it has no position to come back to.

@@ -1,0 +1,265 @@
+"""A worker of a broken replica leaves its groups over NCCL, or ends; on a double of torch's group."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
+from recover_megatron.collectives.torch_nccl import abortable_options, environment, set_environment
+from recover_megatron.instep import leaving
+from recover_megatron.instep.leaving import Calls, Leaving
+from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
+from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
+from tests.harness import REPOSITORY
+from tests.harness.waiting import DEADLINE
+
+LOOKS = round(leaving.LEAVE_SECONDS / leaving._LOOK)
+COMPUTING = Calls()
+
+
+class Ended:
+    """In place of the end of the process."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.came = threading.Event()
+
+    def __call__(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.came.set()
+
+
+class MainThread:
+    """Where the main thread is, at each look: in one of ``calls`` after the other, then where it was last."""
+
+    def __init__(self, *calls: Calls) -> None:
+        self._calls = list(calls)
+        self.looks = 0
+        self.seen = threading.Event()
+
+    def __call__(self) -> Calls:
+        self.looks += 1
+        if self.looks > 3 * LOOKS:
+            self.seen.set()
+        return self._calls.pop(0) if len(self._calls) > 1 else self._calls[0]
+
+
+def doubles(count: int) -> list[ProcessGroupNcclDouble]:
+    return [ProcessGroupNcclDouble(Fabric(), 0, 2, f"group {n}", environment(60)) for n in range(count)]
+
+
+def test_all_groups_are_aborted_at_once_and_a_main_thread_that_comes_out_ends_nothing() -> None:
+    """One abort waits for a call that the abort of another one ends: in a row they would wait for ever."""
+    groups, ended = doubles(3), Ended()
+    groups[0].hold_communicator().acquire()
+    release = groups[1].abort
+
+    def abort() -> None:
+        release()
+        groups[0].hold_communicator().release()
+
+    groups[1].abort = abort  # type: ignore[method-assign]
+    out = Leaving(groups, end=ended, where=MainThread(COMPUTING), look=0.01)
+    out.begin()
+    out.left()
+    out.join()
+    assert [group.aborted for group in groups] == [True] * 3
+    assert ended.reasons == []
+
+
+def test_an_abort_that_does_not_return_ends_the_worker() -> None:
+    groups, ended = doubles(2), Ended()
+    groups[0].hold_communicator().acquire()  # by a call that waits for a dead member to connect
+    Leaving(groups, end=ended, look=0.001).begin()
+    assert ended.came.wait(DEADLINE)
+    assert ended.reasons == ["1 of its communicators are still being aborted"]
+    groups[0].hold_communicator().release()
+
+
+def test_an_abort_that_fails_ends_the_worker() -> None:
+    (group,), ended = doubles(1), Ended()
+
+    def abort() -> None:
+        raise dist.DistBackendError("NCCL timeout in: NCCLUtils.cpp")
+
+    group.abort = abort  # type: ignore[method-assign]
+    Leaving([group], end=ended).begin()
+    assert ended.came.wait(DEADLINE)
+    assert "NCCL timeout" in ended.reasons[0]
+
+
+def test_a_main_thread_that_stays_in_one_call_after_the_abort_ends_the_worker() -> None:
+    (group,), ended = doubles(1), Ended()
+    one, other = (1, 10), (1, 20)
+    where = MainThread(Calls([one]), Calls([other]), Calls([other, one]))
+    out = Leaving([group], end=ended, where=where, look=0.001)
+    out.begin()
+    assert ended.came.wait(DEADLINE)
+    assert ended.reasons == ["its main thread does not come out of a call"]
+    assert where.looks >= LOOKS
+
+
+@pytest.mark.parametrize("where", ["computes", "makes other calls"])
+def test_a_main_thread_that_goes_on_is_waited_for(where: str) -> None:
+    """An orphan may compile, or compute for long, before it comes to a group."""
+    ended = Ended()
+    calls = [COMPUTING] if where == "computes" else [Calls([(1, 10 + look % 2)]) for look in range(4 * LOOKS)]
+    main = MainThread(*calls)
+    out = Leaving(doubles(1), end=ended, where=main, look=0.0001)
+    out.begin()
+    assert main.seen.wait(DEADLINE)
+    out.left()
+    out.join()
+    assert ended.reasons == []
+
+
+STUCK = """
+import threading
+from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
+from recover_megatron.instep import leaving
+leaving.LEAVE_SECONDS = 0.5
+leaving._CALLS += ("/tests/doubles/", "threading.py")
+fabric = Fabric()
+fabric.held_in_launch.add(0)
+group = ProcessGroupNcclDouble(fabric, 0, 2, "tp", {})
+def mate_dies():
+    group.launching.wait()
+    fabric.kill(1)
+    leaving.Leaving([group]).begin()
+threading.Thread(target=mate_dies, daemon=True).start()
+group.allreduce([])
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_spins_in_a_group_launch_whose_communicator_was_aborted_ends_with_1() -> None:
+    """By torch's own timeout it would spin for half an hour."""
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK], cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    assert ended.returncode == leaving.EXIT_STUCK, ended.stderr
+    assert "cannot leave the groups of its broken replica" in ended.stderr + ended.stdout
+
+
+# ---- the groups of a replica
+
+
+class Inside:
+    """The groups inside a replica of two, over doubles."""
+
+    def __init__(self) -> None:
+        self.fabric = Fabric()
+        self.made: list[ProcessGroupNcclDouble] = []
+        self.given: list[Any] = []
+        self.ended = Ended()
+        self.while_made: Any = lambda: None
+        self.leavings: list[Leaving] = []
+        self.groups = ModelParallelGroups(0, self._make, self._leaving)
+        self.options = object()
+        alone: Any = dist.ProcessGroup(0, 1)
+        self.tensor = SwappableGroup(alone, [0, 1], 0, "tp-0-1#0", "nccl", placeholder=True, options=self.options)
+        self.groups.keep(self.tensor)
+
+    def _make(self, store: Any, name: str, rank: int, size: int, device: torch.device, options: Any) -> Any:
+        self.while_made()
+        self.given.append(options)
+        self.made.append(ProcessGroupNcclDouble(self.fabric, rank, size, name, environment(60)))
+        return self.made[-1]
+
+    def _leaving(self, groups: Any) -> Leaving:
+        self.leavings.append(Leaving(groups, end=self.ended, look=0.01))
+        return self.leavings[-1]
+
+    def rebuild(self, *, over: bool = False) -> None:
+        epoch: Any = SimpleNamespace(number=3, over=over, on_end=lambda call: None)
+        store: Any = SimpleNamespace(close=lambda: None)
+        self.groups.rebuild(epoch, 0, store, "127.0.0.1", torch.device("cpu"))
+
+
+def test_groups_that_are_made_anew_keep_their_options_and_are_aborted_once_when_the_replica_breaks() -> None:
+    inside = Inside()
+    inside.rebuild()
+    assert inside.given == [inside.options]
+    assert inside.tensor.allreduce([torch.ones(1)]).is_completed()
+    inside.groups.end()
+    inside.groups.end()
+    inside.groups.left()
+    inside.rebuild()
+    first, second = inside.made
+    for out in inside.leavings:
+        out.join()
+    assert (first.aborts, first.aborted, second.aborted) == (1, True, False)
+    assert inside.tensor.inner is second
+    assert inside.ended.reasons == []
+
+
+def test_a_group_that_is_made_while_the_replica_breaks_is_aborted_as_well() -> None:
+    inside = Inside()
+    inside.while_made = inside.groups.end
+    with pytest.raises(EpochRevoked):
+        inside.rebuild(over=True)
+    (group,) = inside.made
+    inside.groups.left()
+    for out in inside.leavings:
+        out.join()
+    assert (group.aborts, group.aborted) == (1, True)
+    with pytest.raises(dist.DistBackendError, match="aborted"):
+        inside.tensor.allreduce([torch.ones(1)])
+
+
+def test_a_failed_operation_counts_as_completed_and_none_is_asked() -> None:
+    """So the methods of a group over NCCL are torch's own, in which nobody looks at that."""
+    inside = Inside()
+    inside.rebuild()
+    inside.fabric.kill(1)
+    work = inside.tensor.allreduce([torch.ones(1)])
+    assert work.wait()  # the host does not wait, and nobody has noticed
+    assert not work.is_completed()
+    inside.made[0].watch()
+    assert work.is_completed()
+    with pytest.raises(dist.DistBackendError):
+        work.wait()
+
+
+# ---- the environment
+
+
+@pytest.mark.parametrize(("hang_timeout", "seconds"), [(60, 25), (600, 25), (30, 15), (1, 1)])
+def test_a_launch_that_spins_ends_before_its_worker_counts_as_hung(hang_timeout: float, seconds: int) -> None:
+    assert environment(hang_timeout)["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == str(seconds)
+
+
+def test_a_users_own_values_stand_and_those_against_recovery_are_named() -> None:
+    environ: dict[str, str] = {}
+    assert set_environment(60, environ) == []
+    assert environ == environment(60)
+    environ |= {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "40"}
+    assert set_environment(60, environ) == []
+    environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "120",
+                "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "one"}  # fmt: skip
+    before = dict(environ)
+    assert set_environment(60, environ) == [
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 instead of 0",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT=120 instead of 25",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=one instead of 1",
+    ]
+    assert environ == before
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL"), reason="this torch was built without NCCL")
+def test_options_of_a_group_that_is_made_anew_are_those_given_but_for_what_an_abort_needs() -> None:
+    given = dist.ProcessGroupNCCL.Options()
+    given.is_high_priority_stream = True
+    given.config.max_ctas, given.config.net_name, given.config.blocking = 8, "Socket", 1
+    options = abortable_options(given)
+    assert options.is_high_priority_stream
+    assert (options.config.max_ctas, options.config.net_name, options.config.blocking) == (8, "Socket", 0)
