@@ -16,7 +16,7 @@ what is made of it here:
 
 * Any call may leave the communicator *in progress*; until that is over nothing but ncclCommGetAsyncError may be called,
   and nothing may be enqueued on its streams.  ``launch`` returns only when it is over, so the event that it records is
-  recorded behind the operation.
+  recorded behind the operation.  A communicator in progress is aborted, not revoked.
 * *After an error nothing can be assumed* of what was enqueued; a kernel that was revoked or aborted completes, with
   garbage in its output.  So an operation is *over* when its event is, and *believed* if, after that, NCCL reports
   success and the switch is not cancelled: the token is cancelled before anything is revoked, and nobody but this
@@ -98,6 +98,8 @@ class Communicator:
         self._lock = threading.Lock()
         """Of the state's end: the guard and the owner must not abort both."""
         self._under_way: deque[Operation] = deque()
+        self._in_progress = False
+        """Of a call that ``begin`` made."""
         self._entered: float | None = None
         self._guarded = False
         self._token = cancel_token
@@ -144,6 +146,12 @@ class Communicator:
             return False
         return bool(self.handle.is_valid) and self._result(self.handle) == SUCCESS
 
+    def manage[T](self, call: Callable[[Any], T]) -> T:
+        """Make another communicator of this one, which may be in progress afterwards, until that one is open."""
+        self._token.check()
+        with self._inside():
+            return call(self.handle)
+
     # ---- use
 
     def launch(self, call: Callable[[Any], None], event: Callable[[], Any], *tensors: Any) -> Operation:
@@ -151,12 +159,34 @@ class Communicator:
 
         Returns when NCCL has enqueued it, which is before it has been carried out.
         """
+        self.begin(call)
+        for _ in _pauses():
+            if self.begun:
+                break
+        return self.launched(event(), *tensors)
+
+    def begin(self, call: Callable[[Any], None]) -> None:
+        """The first part of ``launch``, which does not block: who has several communicators must not wait in one.
+
+        (The first operation connects the members, and is in progress until the others have called it, too.)
+        """
         self._check()
-        self._become(State.IN_USE)  # before the call: it may be interrupted with the operation enqueued
+        self._become(State.IN_USE)
+        self._in_progress = True  # before the call: it may be interrupted with the operation enqueued
         with self._inside():
             call(self.handle)
-        self._leave_progress()
-        operation = Operation(event(), tensors)
+
+    @property
+    def begun(self) -> bool:
+        """Whether what ``begin`` called is in the stream; asked until it is."""
+        self._token.check()
+        if self._in_progress and self._result(self.handle) == SUCCESS:
+            self._in_progress = False
+        return not self._in_progress
+
+    def launched(self, event: Any, *tensors: Any) -> Operation:
+        """The last part: ``event`` was recorded after ``begun``."""
+        operation = Operation(event, tensors)
         self._under_way.append(operation)
         return operation
 
@@ -231,8 +261,8 @@ class Communicator:
         with self._lock:
             if self._state in (State.REVOKED, State.CLOSED):
                 return
-            if not self.library.has_revoke or self._state is State.OPENING:
-                return self._abort()
+            if not self.library.has_revoke or self._state is State.OPENING or self._in_progress:
+                return self._abort()  # in progress only aborting is sure to be allowed
             self._state = State.REVOKING
         try:
             with self._inside():

@@ -69,7 +69,9 @@ class Member:
 def members(library: Library, size: int = 2) -> list[Member]:
     unique_id = library.core.get_unique_id()
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: Member(library, rank, size, unique_id).open(), range(size)))
+        found = list(pool.map(lambda rank: Member(library, rank, size, unique_id).open(), range(size)))
+        list(pool.map(Member.gathered, found))  # the first operation connects them
+    return found
 
 
 @pytest.mark.parametrize("polls", [0, 3, 40])
@@ -79,7 +81,7 @@ def test_an_operation_that_was_waited_for_is_whole_however_long_calls_are_in_pro
         for _ in range(5):
             assert list(pool.map(Member.gathered, both)) == [[0.0, 1.0]] * 2
     assert [member.communicator.state for member in both] == [State.READY] * 2
-    assert [member.communicator.operations for member in both] == [5, 5]
+    assert [member.communicator.operations for member in both] == [6, 6]
 
 
 @versions
@@ -124,7 +126,7 @@ def test_an_error_that_nccl_reports_is_a_lost_peer_and_nothing_is_believed(
         both[0].communicator.wait(both[0].all_gather(output, torch.ones(1)))
     both[0].communicator.settle()
     assert both[0].communicator.state in (State.REVOKED, State.CLOSED)
-    assert both[0].communicator.operations == 0
+    assert both[0].communicator.operations == 1
 
 
 def test_an_error_that_stays_after_the_revocation_ends_the_communicator() -> None:
@@ -133,6 +135,20 @@ def test_an_error_that_stays_after_the_revocation_ends_the_communicator() -> Non
     member.communicator.handle._error = 6
     member.communicator.settle()
     assert member.communicator.state is State.CLOSED
+
+
+@versions
+def test_a_first_operation_that_the_others_never_join_is_ended_by_the_switch(version: tuple[int, ...]) -> None:
+    """It stays in progress, in which nothing but an abort is sure to be allowed."""
+    library, unique_id = double(version), double().core.get_unique_id()
+    with ThreadPoolExecutor(2) as pool:
+        member, _ = pool.map(lambda rank: Member(library, rank, 2, unique_id).open(), range(2))
+    threading.Timer(0.02, member.token.cancel, ["a test ends the epoch"]).start()
+    with pytest.raises(EpochRevoked):
+        member.all_gather(torch.zeros(2), torch.ones(1))
+    member.communicator.settle()
+    assert member.communicator.state is State.CLOSED
+    assert "revoke" not in library.core.calls
 
 
 def test_an_opening_whose_other_member_never_comes_is_ended_by_the_switch() -> None:
@@ -185,12 +201,10 @@ def test_nobody_aborts_a_communicator_whose_owner_is_busy_elsewhere(monkeypatch:
 def test_the_double_knows_illegal_calls() -> None:
     member, _ = members(double(polls=0))
     handle = member.communicator.handle
-    member.library.core._polls = 5
     handle._polls = 3
     with pytest.raises(Illegal, match="in progress"):
         handle.allgather(torch.ones(1), torch.ones(2), stream=member.stream)
     handle._polls = 0
-    member.library.core._polls = 0
     member.all_gather(torch.zeros(2), torch.ones(1))
     with pytest.raises(Illegal, match="outstanding"):
         handle.shrink([1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class Communicator:
         self._lock = threading.Lock()
         self.counts: dict[str, int] = {}
         """Of collectives, and of messages per pair: NCCL matches by order (guide, "Point-to-point")."""
+        self._connected: set[int] = set()
         self._children = 0
         self._unused_id = False
 
@@ -241,7 +243,7 @@ class Communicator:
     def revoke(self, flags: int = 0) -> None:
         """Header, ncclCommRevoke: stops everything in flight, in progress until quiescent; needs nobody else."""
         assert flags == 0
-        self._valid()
+        self._not_in_progress("revoke")
         self.core.calls.append("revoke")
         if self.core.version < (2, 29, 2):
             raise NcclError(INVALID_USAGE)
@@ -300,8 +302,20 @@ class Communicator:
             stream.in_progress += 1
             polls = self._polls = self.core.draw()
             self._pending = numbered, stream
-        if not polls:  # it returned ncclSuccess
+        strangers = {peer for part in parts for peer in part.peers(self)} - self._connected
+        if strangers:
+            self._job = _in_thread(lambda: self._connect(sorted(strangers)))
+        elif not polls:  # it returned ncclSuccess
             self.get_async_error()
+
+    def _connect(self, peers: Sequence[int]) -> None:
+        """Ranks connect when they first talk to each other (guide, NCCL_RUNTIME_CONNECT): until then the call is in
+        progress, and no rank goes on before the others have called it."""
+        if self._meet(f"{self.key}|connect", peers, self):
+            self._connected.update(peers)
+        else:
+            while not self.ended and self._error == SUCCESS:  # in progress for good
+                time.sleep(0.001)
 
     def _run(self, parts: list[Any]) -> None:
         """A kernel: its output is garbage until it is complete, and stays so when it is stopped (guide, ncclCommAbort

@@ -25,6 +25,10 @@ class Part(ABC):
     def numbered(self, communicator: Any) -> Part:
         """Operations match by their order (guide, "Group Operation Ordering Semantics"): takes its number."""
 
+    @abstractmethod
+    def peers(self, communicator: Any) -> set[int]:
+        """With whom it talks."""
+
     def spoil(self) -> None:
         """What is written before the operation is complete: nothing that anybody may believe."""
         return None
@@ -52,6 +56,9 @@ class Collective(Part):
     def numbered(self, communicator: Any) -> Collective:
         self.key = self._number(communicator, "collective")
         return self
+
+    def peers(self, communicator: Any) -> set[int]:
+        return set(range(communicator.nranks))
 
     def post(self, communicator: Any) -> None:
         for rank in range(communicator.nranks):
@@ -119,6 +126,10 @@ class Send(Part):
         super().__init__(tensor)
         self.peer = peer
 
+    def peers(self, communicator: Any) -> set[int]:
+        del communicator
+        return {self.peer}
+
     def numbered(self, communicator: Any) -> Send:
         self.key = self._number(communicator, f"{communicator.rank}>{self.peer}")
         return self
@@ -134,6 +145,10 @@ class Receive(Part):
     def __init__(self, tensor: torch.Tensor, peer: int) -> None:
         super().__init__(tensor)
         self.peer = peer
+
+    def peers(self, communicator: Any) -> set[int]:
+        del communicator
+        return {self.peer}
 
     def numbered(self, communicator: Any) -> Receive:
         self.key = self._number(communicator, f"{self.peer}>{communicator.rank}")
