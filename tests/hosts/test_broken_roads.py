@@ -84,7 +84,7 @@ def test_two_hosts_that_cannot_talk_to_each_other_do_not_stop_the_run(
     how: str,
     left: int,
 ) -> None:
-    case = Case(LAYOUT[name], iterations=ITERATIONS)
+    case = Case(LAYOUT[name], iterations=ITERATIONS, evaluated=True)
     with Hosts(count) as hosts:
         result = run(hosts, each, case, forkserver, tmp_path, lambda: getattr(hosts, how)(2, 3))
     check(result, reference(case))
@@ -105,7 +105,7 @@ def test_two_hosts_that_cannot_talk_to_each_other_do_not_stop_the_run(
 def test_a_road_that_comes_back_costs_nobody_its_place(
     three_hosts: Hosts, forkserver: ForkServer, reference: Reference, tmp_path: Path, how: str
 ) -> None:
-    hosts, case = three_hosts, Case(LAYOUT["dp3"], iterations=ITERATIONS)
+    hosts, case = three_hosts, Case(LAYOUT["dp3"], iterations=ITERATIONS, evaluated=True)
 
     def spoil() -> None:
         if how == "refuse":

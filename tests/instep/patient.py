@@ -1,43 +1,52 @@
-"""pretrain_gpt_recover.py that waits for a newcomer: patient.py FOLDER ITERATION flags...
+"""A script whose training waits until the run has as many replicas as it should: patient.py WHEN SCRIPT flags...
 
-In that iteration worker 0, and with it all others, waits until a newcomer has built its model, which takes the longer
-the busier the machine is; the newcomer says so by a file in the folder.  In the iteration before, it waits until the
-newcomer is admitted: it builds nothing before the plan of the epoch that follows, which needs worker 0.
+WHEN is FIRST-LAST:REPLICAS[,...].  No iteration from FIRST to LAST (empty: the end) begins before that many replicas
+take part, however long it takes to build their models: that is a matter of the machine's load.  But an epoch that is
+over is gone out of at once, since the next one needs everybody; that takes an iteration, and a new replica a few.
 """
 
-import os
+import runpy
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from megatron.training import get_args, training
 
-import pretrain_gpt_recover
+from recover_megatron.instep.recovery import Recovery
 
-folder, iteration = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
-ready, events = folder / "ready", folder / "events-0.jsonl"
-train_step, build = training.train_step, training.build_train_valid_test_data_iterators
+when, script = sys.argv.pop(1), sys.argv.pop(1)
+recoveries: list[Recovery] = []
+begin, train_step = Recovery.__init__, training.train_step
+
+
+def wanted(iteration: int) -> int:
+    for part in when.split(","):
+        span, _, replicas = part.partition(":")
+        first, last = span.split("-")
+        if int(first) <= iteration <= int(last or iteration):
+            return int(replicas)
+    return 0
+
+
+def noted_init(self: Recovery, *args: Any, **kwargs: Any) -> None:
+    recoveries.append(self)
+    begin(self, *args, **kwargs)
 
 
 def patient_train_step(*args: Any, **kwargs: Any) -> Any:
-    while get_args().curr_iteration + 1 == iteration - 1 and '"admitted"' not in events.read_text():
-        time.sleep(0.01)
-    while get_args().curr_iteration + 1 == iteration and not ready.exists():
+    mine = recoveries[-1].assignment if recoveries else None
+    while (
+        mine is not None
+        and mine.started
+        and len(mine.decision.replicas) < wanted(get_args().curr_iteration + 1)
+        and not mine.epoch_groups.over
+    ):
         time.sleep(0.01)
     return train_step(*args, **kwargs)
 
 
-def telling_build(*args: Any, **kwargs: Any) -> Any:
-    result = build(*args, **kwargs)  # the last thing before the training
-    ready.touch()
-    return result
-
-
-if os.environ.get("RECOVER_JOIN") == "1":
-    training.build_train_valid_test_data_iterators = telling_build
-elif os.environ["RANK"] == "0":
-    # What --recover wraps is checked by its parameters: keep those of the original.
-    patient_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
-    training.train_step = patient_train_step
-pretrain_gpt_recover.main()
+# What --recover wraps is checked by its parameters: keep those of the original.
+patient_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
+Recovery.__init__ = noted_init  # type: ignore[method-assign]
+training.train_step = patient_train_step
+runpy.run_path(script, run_name="__main__")

@@ -134,10 +134,21 @@ class Case:
     """Flags that change the training, of the failure-free run, too."""
     doomed: tuple[int, ...] = ()
     """Workers that kill themselves, other than by a strike."""
+    evaluated: bool = False
+    """Whether there is an evaluation after each iteration though none is struck: that is most of a run's time."""
 
     def with_flags(self, *flags: str) -> Case:
         """The same with further flags, which the failure-free run does without."""
         return replace(self, flags=flags)
+
+    def patient(self, when: str) -> Case:
+        """The same, waiting for replicas that are put together; ``when``: see ``patient``."""
+        script = self.train_with or (self.script,)
+        return replace(
+            self,
+            train_with=(str(Path(__file__).with_name("patient.py")), when, *script),
+            flags=(*self.flags, "--recover-hang-timeout", "200"),
+        )
 
     def __str__(self) -> str:
         inject = ",".join(strike.spec(self.layout) for strike in self.strikes)
@@ -146,13 +157,16 @@ class Case:
 
     @property
     def failure_free(self) -> Case:
-        return Case(self.layout, (), self.iterations, self.dropout, script=self.script, model=self.model)
+        evaluated = self.evaluated or any(strike.phase == "eval" for strike in self.strikes)
+        return Case(
+            self.layout, (), self.iterations, self.dropout, script=self.script, model=self.model, evaluated=evaluated
+        )
 
     def argv(self, out: Path) -> list[str]:
         phases = {strike.phase for strike in self.strikes}
         rate = "0.1" if self.dropout else "0"
         flags = ["--hidden-dropout", rate, "--attention-dropout", rate, "--train-iters", str(self.iterations)]
-        flags += EVALUATE if "eval" in phases or not phases else NO_EVALUATION
+        flags += EVALUATE if "eval" in phases or self.evaluated else NO_EVALUATION
         if "checkpoint" in phases:
             flags += ["--save", str(out / "checkpoints"), "--save-interval", "1"]
         if any(strike.kind == "stop" for strike in self.strikes):

@@ -31,8 +31,8 @@ DP4, TP2, PP2 = LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]
 MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
 """Evaluation takes most of the time, and others test it.  The gradients are clipped in every iteration: only then does
 their norm, which the workers of a replica find between them, have an effect."""
-LONG = 40
-"""Iterations of a run in which somebody builds a model: that takes a few of them."""
+LONG = 16
+"""Iterations of a run in which somebody builds a model: the training waits for it (``Case.patient``)."""
 
 
 def drawn(cases: list[Case], number: int) -> list[Case]:
@@ -40,9 +40,11 @@ def drawn(cases: list[Case], number: int) -> list[Case]:
     return cases if EVERYTHING else random.Random(f"regroup {SEED} {cases[0]}").sample(cases, number)
 
 
-def equal(forkserver: ForkServer, reference: Reference, case: Case, out: Path, near: float = 1.0) -> Result:
+def equal(
+    forkserver: ForkServer, reference: Reference, case: Case, out: Path, near: float = 1.0, when: str = ""
+) -> Result:
     case = replace(case, model=(*case.model, *MODEL))
-    result = case.run(forkserver, out)
+    result = case.patient(when).run(forkserver, out) if when else case.run(forkserver, out)
     check(result, reference(case), near)
     return result
 
@@ -86,7 +88,7 @@ def test_who_is_there_twice_builds_the_model_of_the_position_that_is_missing(
     forkserver: ForkServer, reference: Reference, tmp_path: Path
 ) -> None:
     case = Case(TP2, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), LONG)
-    result = equal(forkserver, reference, case, tmp_path)
+    result = equal(forkserver, reference, case, tmp_path, when="5-:2")
     assert result.replicas[-1] == 2, result.replicas
     launch = {worker: case.layout.grid.place(worker)[1] for worker in range(case.layout.grid.world)}
     moved = [w for workers in result.grid.values() for position, w in enumerate(workers) if launch[w] != position]
@@ -100,7 +102,7 @@ def test_a_newcomer_brings_the_run_back_to_full_strength(
 ) -> None:
     spare = newcomers == "spare"
     case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, spares=int(spare), restarts=int(not spare))
-    result = equal(forkserver, reference, case, tmp_path)
+    result = equal(forkserver, reference, case, tmp_path, when="5-:3")
     assert result.replicas[-1] == 3, result.replicas
     assert next(workers for workers in result.grid.values() if TP2.grid.world in workers)[1] == TP2.grid.world
 
@@ -111,7 +113,7 @@ def test_a_newcomer_that_has_taken_a_place_builds_the_model_of_another_position_
     """Of replicas 1 and 2 it and another one are left, both of position 1."""
     strikes = (Strike(1, 1, 3, "backward"), Strike(1, 0, LONG, "backward"), Strike(2, 0, LONG, "forward"))
     case = Case(TP2, strikes, 2 * LONG, restarts=1)
-    result = equal(forkserver, reference, case, tmp_path)
+    result = equal(forkserver, reference, case, tmp_path, when=f"5-{LONG - 1}:3,{LONG + 2}-:2")
     assert result.replicas[LONG - 2 :: LONG] == [3, 2], result.replicas
     newcomer = TP2.grid.world
     said = (tmp_path / f"worker-{newcomer}.log").read_text()
@@ -122,8 +124,8 @@ def test_recombined_rebuilt_mirrored_and_joined_in_one_run(
     forkserver: ForkServer, reference: Reference, tmp_path: Path
 ) -> None:
     strikes = (Strike(0, 1, 3, "backward"), Strike(1, 0, 3, "forward"), Strike(2, 1, 8, "agree", until=12))
-    case = Case(TP2, strikes, LONG + 6, spares=1, restarts=2)
-    result = equal(forkserver, reference, case, tmp_path)
+    case = Case(TP2, strikes, 24, spares=1, restarts=2)
+    result = equal(forkserver, reference, case, tmp_path, when="14-:3")
     assert result.replicas[-1] == 3, result.replicas
 
 
@@ -154,7 +156,7 @@ def test_a_newcomer_that_dies_before_it_has_a_place_costs_nothing(
     world = TP2.grid.world
     case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, restarts=2, doomed=(world,))
     case = replace(case, train_with=(str(Path(__file__).with_name("newcomer.py")), str(world)))
-    result = equal(forkserver, reference, case, tmp_path)
+    result = equal(forkserver, reference, case, tmp_path, when="5-:3")
     assert result.ended.more[world] == -9, result.told()
     assert result.replicas[-1] == 3, result.replicas
 
@@ -188,7 +190,8 @@ def test_what_users_combine_is_put_together_as_well(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, feature: str
 ) -> None:
     case = FEATURES[feature]
-    result = equal(forkserver, reference, case, tmp_path, NEAR.get(feature, 1.0))
+    when = f"5-:{case.layout.replicas}" if case.restarts else ""
+    result = equal(forkserver, reference, case, tmp_path, NEAR.get(feature, 1.0), when)
     assert result.replicas[-1] == (4 if case.restarts else 2), result.replicas
 
 

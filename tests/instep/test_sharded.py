@@ -251,10 +251,8 @@ def test_when_a_shard_is_lost_in_all_instances_the_run_ends_with_12(forkserver: 
 def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
 ) -> None:
-    patience = ("--recover-hang-timeout", "200")
-    case = Case(layout, (Strike(1, layout.positions - 1, 3, "update"),), 40, model=SHARDED, restarts=1, flags=patience)
-    script = (str(Path(__file__).with_name("patient.py")), str(tmp_path), "12")
-    result = replace(case, train_with=script).run(forkserver, tmp_path)
+    case = Case(layout, (Strike(1, layout.positions - 1, 3, "update"),), 14, model=SHARDED, restarts=1)
+    result = case.patient(f"5-:{layout.replicas}").run(forkserver, tmp_path)
     check_sharded(result, reference(case))
     assert result.replicas[-1] == layout.replicas, result.replicas
     newcomers = [left for worker, left in result.left.items() if worker >= layout.grid.world]
@@ -267,10 +265,8 @@ def test_who_lost_its_place_while_megatron_gathers_no_parameters_in_forward_pass
 ) -> None:
     """train() is left in its first iteration, or in an evaluation: in both its forward hooks are away."""
     strike = Strike(1, 0, 1, "backward") if when == "first" else Strike(1, 0, 4, "eval")
-    patience = ("--recover-hang-timeout", "200")
-    case = Case(OVERLAPPED_TP2, (strike,), 40, model=SHARDED, restarts=1, flags=patience)
-    script = (str(Path(__file__).with_name("patient.py")), str(tmp_path), "12")
-    result = replace(case, train_with=script).run(forkserver, tmp_path)
+    case = Case(OVERLAPPED_TP2, (strike,), 14, model=SHARDED, restarts=1)
+    result = case.patient(f"5-:{OVERLAPPED_TP2.replicas}").run(forkserver, tmp_path)
     check_sharded(result, reference(case))
     assert result.replicas[-1] == OVERLAPPED_TP2.replicas, result.replicas
 

@@ -59,7 +59,7 @@ def test_workers_that_stop_together_are_waited_for_and_nothing_changes_but_round
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, stopped: tuple[Strike, ...]
 ) -> None:
     spec = ",".join(replace(strike, kind="stop").spec(layout) for strike in stopped)
-    case = Case(layout).with_flags(*QUICK_TO_SEE_A_HANG, "--recover-inject", spec)
+    case = Case(layout, evaluated=True).with_flags(*QUICK_TO_SEE_A_HANG, "--recover-inject", spec)
 
     def go_on(events: list[dict[str, Any]]) -> None:
         pids = {event["worker"]: event["pid"] for event in events if event["event"] == "attached"}
