@@ -1,16 +1,24 @@
 #!/usr/bin/env bash
-# Check recover_megatron on one NVIDIA GPU, in under 8 minutes, and print a table: check | result | seconds | number.
+# Check recover_megatron on one NVIDIA GPU, in under 10 minutes, and print a table: check | result | seconds | number.
 #
-#   scripts/gpu_checks.sh                 all checks; exit status 1 if one of them failed
-#   scripts/gpu_checks.sh --keep DIR      logs and runs stay in DIR: send them with the table (docs/gpu.md)
-#   scripts/gpu_checks.sh --help          the options
+#   scripts/gpu_checks.sh                      all checks
+#   scripts/gpu_checks.sh --keep DIR           logs, runs and results stay in DIR: send them with the table (docs/gpu.md)
+#   scripts/gpu_checks.sh --keep DIR --resume  only the checks that have not passed in DIR yet
+#   scripts/gpu_checks.sh --help               the options
 #
-# Without a GPU the table says "not run" and the exit status is 0.  Needs no network but for scripts/setup.sh, which runs
-# where there is no .venv.
+# Exit status: 0 all that could be run passed, 1 one failed, 3 nothing could be run (no GPU).
+#
+# RECOVER_GPU_PYTHON=PYTHON: with this Python and its torch instead of .venv, and no network: as in a vendor's image.
+# What it lacks comes from RECOVER_GPU_PACKAGES=DIR, which scripts/gpu_pack.sh has filled where there is a network.
 set -euo pipefail
 scripts=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname -- "$scripts")
 if [[ ${1:-} == --version ]]; then exec "$scripts/lib/version.sh" gpu_checks.sh; fi
-if [[ ! -x $root/.venv/bin/python ]]; then "$scripts/setup.sh"; fi
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$root/.venv/bin/python" "$scripts/gpu_checks.py" "$@"
+python=${RECOVER_GPU_PYTHON:-}
+if [[ -z $python ]]; then
+    python=$root/.venv/bin/python
+    if [[ ! -x $python ]]; then "$scripts/setup.sh"; fi
+fi
+packages=${RECOVER_GPU_PACKAGES:+:$(realpath -- "$RECOVER_GPU_PACKAGES")}
+export PYTHONPATH=$root$packages${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" "$scripts/gpu_checks.py" "$@"

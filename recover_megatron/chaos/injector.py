@@ -38,7 +38,7 @@ class Injector:
         """The worker is at ``phase`` of ``iteration`` (counted from 1): strike if this visit is to be struck.
 
         Does not return from kind ``kill``; returns from ``stop`` when somebody sends SIGCONT.  Raises InjectedFault for
-        ``raise`` and SystemExit for ``exit``, in the thread that called.
+        ``raise`` and SystemExit for ``exit``, in the thread that called.  After ``device`` the next CUDA call fails.
         """
         if not self.active or (phase, iteration) not in self._waiting:
             return
@@ -68,5 +68,17 @@ def _inject(fault: Fault) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind is Kind.EXIT:
         raise InjectedExit(1)
+    elif fault.kind is Kind.DEVICE:
+        _break_device(fault)
     else:
         raise InjectedFault(f"injected fault {fault}")
+
+
+def _break_device(fault: Fault) -> None:
+    """Index beyond a tensor on the device: its assertion makes an error that stays until the process ends."""
+    import torch  # the worker has imported it long before
+
+    if not torch.cuda.is_available():
+        raise InjectedFault(f"injected fault {fault}: this worker has no CUDA device")
+    index = torch.tensor([1 << 30], device="cuda")
+    torch.zeros(4, device="cuda")[index]

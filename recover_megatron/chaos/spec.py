@@ -62,6 +62,8 @@ class Kind(enum.StrEnum):
     """An exception in the worker."""
     EXIT = "exit"
     """sys.exit(1)."""
+    DEVICE = "device"
+    """An assertion fails in a kernel: nothing works on the worker's CUDA device any more.  An exception without one."""
 
 
 @dataclass(frozen=True)

@@ -58,14 +58,18 @@ class Training:
     workers: int = 1
     dead: Sequence[int] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    as_hosts: bool = False
+    """Each worker is a host of its own to NCCL, which then takes several on one GPU."""
     _launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> None:
         """Start all launchers, each with one worker."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        shared = {"PYTHONPATH": str(ROOT), "RECOVER_SECRET": secrets.token_hex(16)}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        shared = {"PYTHONPATH": path, "RECOVER_SECRET": secrets.token_hex(16)}
         several = ["--nnodes", str(self.workers), "--master-port", str(free_port())] if self.workers > 1 else []
         for node in range(self.workers):
+            host = {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
             place = [*several, "--node-rank", str(node)] if several else []
             command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", "1", *place]
             command += ["--log-dir", str(self.folder / f"node-{node}"), *self.argv]
@@ -76,7 +80,7 @@ class Training:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     cwd=self.folder,
-                    env=os.environ | shared | self.environment,
+                    env=os.environ | shared | self.environment | (host if self.as_hosts else {}),
                     start_new_session=True,
                 )
             self._launchers.append(launcher)
@@ -130,13 +134,17 @@ def together(trainings: Sequence[Training], deadline: float) -> None:
             training.finish(deadline)
 
 
-def worst_difference(run: Training, reference: Training) -> float:
-    """Of the losses of two trainings with --recover; raises Failed where more than rounding differs."""
+def worst_difference(run: Training, reference: Training, replicas: int | None = None) -> float:
+    """Of the losses of two trainings with --recover; raises Failed where more than rounding differs.
+
+    ``replicas``: how many ``run`` has at its end; None: each worker that lives is one.
+    """
+    left = run.workers - len(run.dead) if replicas is None else replicas
     mine, its = (list(read_steps(training.steps_file)) for training in (run, reference))
     for name, steps in ((run.folder.name, mine), (reference.folder.name, its)):
         if wrong := violations(steps):
             raise Failed(f"{name}: {wrong[0]}")
-    if mine and mine[-1].replicas != run.workers - len(run.dead):
+    if mine and mine[-1].replicas != left:
         raise Failed(f"{run.folder.name}: the last iteration had {mine[-1].replicas} replicas: the kills were no kills")
     compared = compare(mine, its)
     if compared.unlike or compared.iterations != len(its):

@@ -84,3 +84,8 @@ def test_only_the_visit_of_its_iteration_counts(visit: int, iteration: int) -> N
 def test_an_injector_without_faults_of_its_worker_is_not_active() -> None:
     assert not Injector(parse_spec("1@2:forward"), 0).active
     assert Injector(parse_spec("1@2:forward"), 1).active
+
+
+def test_a_worker_without_a_device_whose_device_is_to_break_raises() -> None:
+    with pytest.raises(InjectedFault, match="no CUDA device"):
+        Injector(parse_spec("1@3:forward:device"), 1).at("forward", 3)

@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from gpu_checks import CHECKS, NO_DEVICE, NotRun, Place, run
+from gpu_checks import CHECKS, NO_DEVICE, NotRun, Place, Results, run
 from lib.gpu_training import Failed
 
 from recover_megatron.hostdevice.detect import driver_device_count
+from tests.drawn import some
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_checks.sh"
 
@@ -23,10 +24,10 @@ def rows(output: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 
-def test_without_a_gpu_every_check_is_told_as_not_run_and_nothing_has_failed() -> None:
+def test_without_a_gpu_every_check_is_told_as_not_run_and_the_status_says_that_nothing_could_be_run() -> None:
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([SCRIPT], env=hidden, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 3, done.stderr
     assert rows(done.stdout) == [[name, NO_DEVICE, "", ""] for name, _ in CHECKS]
 
 
@@ -48,7 +49,40 @@ def test_a_failure_and_what_nobody_foresaw_are_told_and_a_check_that_cannot_be_r
 
 
 def test_a_check_for_which_no_time_is_left_has_failed(tmp_path: Path) -> None:
-    assert run(lambda where: "", place(tmp_path, seconds=1)) == ("FAILED: no time was left for it", "")
+    assert run(lambda where: "", place(tmp_path, seconds=1)) == (
+        "FAILED: no time was left for it (--keep DIR --resume runs it now)",
+        "",
+    )
+
+
+def test_what_has_passed_is_not_run_again_when_the_checks_are_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    first = Results(file, resume=False)
+    first.put("good", ["ok", "3", "2 GB/s"])
+    first.put("bad", ["FAILED: no time was left for it", "0", ""])
+    first.put("absent", ["not run: nccl is not installed", "", ""])
+    again = Results(file, resume=True)
+    assert again.passed("good") == ["ok", "3", "2 GB/s"]
+    assert again.passed("bad") is again.passed("absent") is again.passed("never seen") is None
+    assert Results(file, resume=False).passed("good") is None
+
+
+def test_resuming_needs_the_folder_of_the_call_before() -> None:
+    done = subprocess.run([SCRIPT, "--resume"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--resume needs --keep DIR" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", some("ranks", ["revoked at full speed, ring", "killed in sums, native"], 1))
+def test_ranks_that_die_or_are_revoked_have_right_sums_in_a_rehearsal(tmp_path: Path, check: str) -> None:
+    """The same processes and the same checks of every element as on a GPU, over sockets."""
+    done = subprocess.run(
+        [SCRIPT, "--rehearse", "--only", check, "--keep", tmp_path], capture_output=True, text=True, check=False
+    )
+    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert rows(done.stdout)[0][1] == "ok"
 
 
 def test_the_ring_of_the_checks_adds_up_right(tmp_path: Path) -> None:
