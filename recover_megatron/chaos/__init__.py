@@ -1,4 +1,4 @@
-"""Fault injection: deaths and hangs on order, to see that a run survives them.  Stdlib only, but for the breaking of a CUDA device.
+"""Fault injection: deaths and hangs on order, to see that a run survives them.  Stdlib only.
 
 From inside, at an exact place in the step, for tests and for trying one fault::
 

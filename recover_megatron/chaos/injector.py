@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from recover_megatron.chaos.spec import Fault, Kind
 from recover_megatron.logger import get_logger
@@ -24,12 +24,14 @@ class InjectedExit(SystemExit):
 class Injector:
     """The faults of one worker.  Call ``at`` at every visit of a phase."""
 
-    def __init__(self, faults: Iterable[Fault], worker: int) -> None:
+    def __init__(self, faults: Iterable[Fault], worker: int, break_device: Callable[[], None] | None = None) -> None:
+        """``break_device``: how the worker's CUDA device is broken; None: it has none."""
         self._waiting: dict[tuple[str, int], dict[int, Fault]] = {}
         for fault in faults:
             if fault.worker == worker:
                 self._waiting.setdefault((fault.phase, fault.iteration), {})[fault.visit] = fault
         self._visits = dict.fromkeys(self._waiting, 0)
+        self._break_device = break_device
         self._lock = threading.Lock()  # a phase may be visited by several threads (several buckets in flight)
         self.active = bool(self._waiting)
         """Whether any fault of this worker is still to come.  False: ``at`` need not be called."""
@@ -44,7 +46,7 @@ class Injector:
             return
         fault = self._visit(phase, iteration)
         if fault is not None:
-            _inject(fault)
+            self._inject(fault)
 
     def _visit(self, phase: str, iteration: int) -> Fault | None:
         """Count the visit; the fault that strikes at it."""
@@ -59,26 +61,15 @@ class Injector:
                 self.active = bool(self._waiting)
             return fault
 
-
-def _inject(fault: Fault) -> None:
-    log.info(f"injected fault {fault}")
-    if fault.kind is Kind.KILL:
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault.kind is Kind.STOP:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif fault.kind is Kind.EXIT:
-        raise InjectedExit(1)
-    elif fault.kind is Kind.DEVICE:
-        _break_device(fault)
-    else:
-        raise InjectedFault(f"injected fault {fault}")
-
-
-def _break_device(fault: Fault) -> None:
-    """Index beyond a tensor on the device: its assertion makes an error that stays until the process ends."""
-    import torch  # the worker has imported it long before
-
-    if not torch.cuda.is_available():
-        raise InjectedFault(f"injected fault {fault}: this worker has no CUDA device")
-    index = torch.tensor([1 << 30], device="cuda")
-    torch.zeros(4, device="cuda")[index]
+    def _inject(self, fault: Fault) -> None:
+        log.info(f"injected fault {fault}")
+        if fault.kind is Kind.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind is Kind.STOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind is Kind.EXIT:
+            raise InjectedExit(1)
+        elif fault.kind is Kind.DEVICE and self._break_device is not None:
+            self._break_device()
+        else:
+            raise InjectedFault(f"injected fault {fault}")

@@ -30,6 +30,11 @@ def check_device(device: torch.device) -> None:
         torch.zeros(1, device=device).add_(1).item()
 
 
+def break_device(device: torch.device) -> None:
+    """Index beyond a tensor on ``device``: the assertion in the kernel is an error that lasts until the process ends."""
+    torch.zeros(4, device=device)[torch.tensor([1 << 30], device=device)]
+
+
 def ends_soon(seconds: float = END_SECONDS) -> None:
     """See to it that this process ends within ``seconds``: with a broken device anything may hang from here on."""
     timer = threading.Timer(seconds, _end)

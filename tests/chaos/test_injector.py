@@ -86,6 +86,9 @@ def test_an_injector_without_faults_of_its_worker_is_not_active() -> None:
     assert Injector(parse_spec("1@2:forward"), 1).active
 
 
-def test_a_worker_without_a_device_whose_device_is_to_break_raises() -> None:
-    with pytest.raises(InjectedFault, match="no CUDA device"):
+def test_a_device_is_broken_as_the_worker_knows_how_and_without_one_the_fault_is_an_exception() -> None:
+    broken: list[str] = []
+    Injector(parse_spec("1@3:forward:device"), 1, lambda: broken.append("device")).at("forward", 3)
+    assert broken == ["device"]
+    with pytest.raises(InjectedFault, match="1@3:forward:device"):
         Injector(parse_spec("1@3:forward:device"), 1).at("forward", 3)

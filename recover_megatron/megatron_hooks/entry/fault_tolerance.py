@@ -27,6 +27,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -39,7 +40,7 @@ from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.collectives import torch_nccl
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Rules
-from recover_megatron.instep.device import ends_soon
+from recover_megatron.instep.device import break_device, ends_soon
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.errors import (
     CheckpointFailed,
@@ -115,7 +116,8 @@ class FaultTolerance:
             shadows=config.shadow_shards,
             shadow_device=torch.device("cpu") if config.shadow_device == "cpu" else None,
         )
-        injector = Injector(parse_spec(config.inject) if config.inject else [], self._me)
+        breaks = partial(break_device, self._device) if self._device.type == "cuda" else None
+        injector = Injector(parse_spec(config.inject) if config.inject else [], self._me, breaks)
         self._faults = FaultInjection(injector, self._training) if injector.active else None
         self._turning_points = TurningPoints(
             self._groups, self._training, self._records, self._faults, newcomer=self._newcomer
