@@ -31,7 +31,7 @@ def check_device(device: torch.device) -> None:
 
 
 def break_device(device: torch.device) -> None:
-    """Index beyond a tensor on ``device``: the assertion in the kernel is an error that lasts until the process ends."""
+    """Index beyond a tensor on ``device``: the kernel's assertion is an error that lasts until the process ends."""
     torch.zeros(4, device=device)[torch.tensor([1 << 30], device=device)]
 
 
