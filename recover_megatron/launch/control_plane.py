@@ -61,6 +61,16 @@ class ControlPlaneEvents(Protocol):
         """The coordinator wants a new epoch: somebody may be ``missing``."""
 
 
+class _InMainThread:
+    """The session's events, handled by the event loop."""
+
+    def __init__(self, loop: EventLoop, events: ControlPlaneEvents, say: Callable[[str], None]) -> None:
+        self.put_out = loop.from_thread(events.put_out)
+        self.epoch_wanted = loop.from_thread(events.epoch_wanted)
+        self.noted = loop.from_thread(events.noted)
+        self.said = loop.from_thread(say)
+
+
 class ControlPlane:
     """Candidates and node agent of one launch: nothing until ``open``; not opened it knows nobody and has decided
     nothing.
@@ -110,11 +120,8 @@ class ControlPlane:
             addresses,
             plan.node_name,
             secret,
-            self._loop.from_thread(self._events.put_out),
+            _InMainThread(self._loop, self._events, self._say),
             self._settings,
-            self._loop.from_thread(self._events.epoch_wanted),
-            self._loop.from_thread(self._events.noted),
-            self._loop.from_thread(self._say),
             late=bool(plan.joins),
         )
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address, Client
@@ -13,16 +14,27 @@ from recover_megatron.membership.events import Notify
 from recover_megatron.membership.node_agent_client import NodeAgentClient
 from recover_megatron.membership.records import Settings
 
-KillOrder = Callable[[int, str], None]
-"""Called with (worker, reason): end that worker's whole process group, then report ``ended``."""
+
+class NodeAgentEvents(Protocol):
+    """What a launcher does about what its session hears.  Called in the session's thread, so they must be quick."""
+
+    def put_out(self, worker: int, reason: str) -> None:
+        """End the whole process group of ``worker``, of this node, then report ``ended``; perhaps said repeatedly."""
+
+    def epoch_wanted(self) -> None:
+        """A rendezvous was opened: somebody may be ``missing``."""
+
+    def noted(self, worker: int, text: str) -> None:
+        """What ``worker``, of this node, wants to be known of it."""
+
+    def said(self, text: str) -> None:
+        """What the coordinator has to say to people."""
 
 
 class NodeAgent:
     """The launcher of one node. While it is heard, a worker of its node that is silent is not taken for dead.
 
     Its word counts: report ``ended`` only for a process that the kernel has reaped or whose pidfd has become readable.
-    ``on_kill`` is called in the session's thread, perhaps more than once for a worker; so is ``on_tell``, with what the
-    coordinator has to say to people.
     """
 
     def __init__(
@@ -30,23 +42,13 @@ class NodeAgent:
         addresses: Sequence[Address],
         node: str,
         secret: Secret,
-        on_kill: KillOrder,
+        events: NodeAgentEvents,
         settings: Settings | None = None,
-        on_revoke: Callable[[], None] = lambda: None,
-        on_note: Callable[[int, str], None] = lambda worker, text: None,
-        on_tell: Callable[[str], None] = lambda text: None,
         *,
         late: bool = False,
     ) -> None:
-        """``on_revoke`` is called in the session's thread when a rendezvous is opened.
-
-        ``on_note``: called with (worker, text), what a worker of this node wants to be known of it.
-        ``late``: this launcher joins a run that has begun.
-        """
-        self._on_kill = on_kill
-        self._on_revoke = on_revoke
-        self._on_note = on_note
-        self._on_tell = on_tell
+        """``late``: this launcher joins a run that has begun."""
+        self._events = events
         incarnation, now = secrets.token_hex(16), time.monotonic()
         self._core = NodeAgentClient(node, incarnation, len(addresses), settings or Settings(), now, late=late)
         self._client = Client(self._core, addresses, secret, self._notified)
@@ -133,10 +135,10 @@ class NodeAgent:
 
     def _notified(self, notice: Notify) -> None:
         if notice.kind == "kill":
-            self._on_kill(notice.detail["worker"], notice.detail["reason"])
+            self._events.put_out(notice.detail["worker"], notice.detail["reason"])
         elif notice.kind == "opened":
-            self._on_revoke()
+            self._events.epoch_wanted()
         elif notice.kind == "note":
-            self._on_note(notice.detail["worker"], notice.detail["text"])
+            self._events.noted(notice.detail["worker"], notice.detail["text"])
         elif notice.kind == "tell":
-            self._on_tell(notice.detail["text"])
+            self._events.said(notice.detail["text"])

@@ -211,12 +211,19 @@ class _Recovering:
         self._workers, self._restarts = request["workers"], request["restarts"]
         self._next = self._workers + request["spares"]
         secret = Secret(request["environment"]["RECOVER_SECRET"].encode())
-        self._node_agent = NodeAgent([address], "node", secret, self._kill)
+        self._node_agent = NodeAgent([address], "node", secret, self)
 
-    def _kill(self, worker: int, reason: str) -> None:
+    def put_out(self, worker: int, reason: str) -> None:
         pids = [pid for pid, who in self._children.copy().items() if who.worker == worker]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pids[0], signal.SIGKILL)
+
+    def epoch_wanted(self) -> None:
+        """Of no interest here, as the next two."""
+
+    def noted(self, worker: int, text: str) -> None: ...
+
+    def said(self, text: str) -> None: ...
 
     def ended(self, who: _Worker, code: int) -> int | None:
         """Tell the coordinator; start another in its place, unless the run is over."""

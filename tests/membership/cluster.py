@@ -17,6 +17,7 @@ from typing import Any
 
 from recover_megatron.membership import NodeAgent, Settings
 from recover_megatron.membership.auth import read_secret_file
+from recover_megatron.membership.node_agent import NodeAgentEvents
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -98,6 +99,16 @@ class Process:
         return self.popen.wait(timeout=timeout)
 
 
+class KillOrders(NodeAgentEvents):
+    """A launcher that does what it is told, and hears nothing else."""
+
+    def __init__(self, workers: dict[int, Process]) -> None:
+        self._workers = workers
+
+    def put_out(self, worker: int, reason: str) -> None:
+        self._workers[worker].kill()
+
+
 class Cluster:
     """Coordinators, workers and, as this very process, their launcher."""
 
@@ -140,10 +151,7 @@ class Cluster:
     def start_node_agent(self, node: str = "node0") -> None:
         """Play the launcher: report ends, obey kill orders."""
         secret = read_secret_file(self.secret_file)
-        self.node_agent = NodeAgent(self.addresses, node, secret, self._kill_order, self.settings)
-
-    def _kill_order(self, worker: int, reason: str) -> None:
-        self.workers[worker].kill()
+        self.node_agent = NodeAgent(self.addresses, node, secret, KillOrders(self.workers), self.settings)
 
     def start_worker(
         self, number: int, namespace: str | None = None, addresses: Sequence[tuple[str, int]] = (), **options: Any
