@@ -16,6 +16,8 @@ from recover_megatron.collectives.gloo.native import GlooNative
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.native.backend import NativeBackend
 from recover_megatron.collectives.native.group import NativeGroup
+from recover_megatron.collectives.nccl.group_opening import NcclOpener
+from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.rendezvous import KeyValue
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.ring.group import RingGroup, Tuning
@@ -27,6 +29,9 @@ from recover_megatron.collectives.transport.tcp import TcpTransport
 TransportKind = Literal["tcp", "tcp-inline", "gloo", "nccl"]
 """``tcp``: connections, with shared memory between neighbours on one host; ``tcp-inline``: without.  All but nccl carry
 the buckets of a CUDA device through host memory (``staged``); gloo carries native collectives only."""
+
+OVER_NCCL = Tuning(segment_bytes=16 << 20, least_bytes=2 << 20)
+"""A segment over NCCL costs the host two calls and some looks, whatever its length."""
 
 
 def open_ring_listener(
@@ -71,14 +76,15 @@ def open_group(
     tuning: Tuning | None = None,
     hook: Hook | None = None,
     ring_listener: RingListener | None = None,
+    communicators: Keeper | None = None,
 ) -> Group:
     """Join the other members of ``epoch``; every member must call it, with the same arguments.
 
-    ``store``: keys of one group of one epoch are written once, under ``ring/<name>/<epoch>``; gloo and NCCL need a
+    ``store``: keys of one group of one epoch are written once, under ``ring/<name>/<epoch>``; gloo needs a
     ``torch.distributed.Store``.  ``name``: tells the columns apart.  ``transport``: default tcp (native: gloo), nccl
     for a CUDA ``device``.  ``timeout``: seconds in which all members must have come.  ``ring_listener``: from
     ``open_ring_listener``, for the transports tcp and tcp-inline; it is used up.  ``hook``: for tests and fault
-    injection.
+    injection.  ``communicators``: where those of NCCL come from and go to; without it they end with the group.
 
     Raises ``EpochRevoked``: also when a member vanished while the group was being opened.  ``TimeoutError``.
     """
@@ -89,7 +95,7 @@ def open_group(
     cancel_token = cancel_token_of(epoch)
     rank, size = list(epoch.members).index(epoch.me), len(epoch.members)
     ring = f"ring/{name}/{epoch.number}"
-    tuning = tuning or Tuning()
+    tuning = tuning or (OVER_NCCL if transport_kind == "nccl" else Tuning())
 
     def torch_store() -> dist.Store:
         if not isinstance(store, dist.Store):
@@ -99,11 +105,13 @@ def open_group(
     def gloo() -> GlooBackend:
         return GlooBackend(rank, size, torch_store(), cancel_token, ring=ring, host=host, timeout=timeout)
 
+    def nccl() -> NcclOpener:
+        keeper = communicators if communicators is not None else Keeper(keeps=False)
+        return NcclOpener(rank, size, store, cancel_token, keeper, prefix=ring, device=device, timeout=timeout)
+
     def ring_transport() -> Transport:
         if transport_kind == "nccl":
-            from recover_megatron.collectives.transport.nccl import NcclTransport
-
-            return NcclTransport(rank, size, torch_store(), cancel_token, ring=ring, device=device, timeout=timeout)
+            return nccl().ring()
         if transport_kind == "gloo":
             raise ValueError("gloo carries native collectives, not a ring: take tcp")
         slots = _slots(tuning, transport_kind)
@@ -122,9 +130,7 @@ def open_group(
 
     def native_backend() -> NativeBackend:
         if transport_kind == "nccl":
-            from recover_megatron.collectives.transport.nccl import NcclNative
-
-            return NcclNative(rank, size, torch_store(), cancel_token, ring=ring, device=device, timeout=timeout)
+            return nccl().native()
         return StagedNative(GlooNative(gloo()), device) if staged else GlooNative(gloo())
 
     with lost_revokes(cancel_token):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Ledger, Reduced, Span
+from recover_megatron.collectives.nccl import library
 from recover_megatron.collectives.ring.group import RingGroup, Tuning
 from recover_megatron.collectives.ring.schedule import even_chunks
 from tests.collectives.expected import in_order_of_the_ring
 from tests.collectives.together import DEADLINE, PlainEpoch, together
+from tests.doubles.nccl import library as nccl_double
 from tests.harness.waiting import eventually
 
 SMALL = Tuning(segment_bytes=256, least_bytes=16)
@@ -31,9 +34,17 @@ WAYS = {
     "staged": {"transport_kind": "tcp", "tuning": SMALL, "staged": True},
     "native": {"collective": "native", "transport_kind": "gloo"},
     "staged-native": {"collective": "native", "transport_kind": "gloo", "staged": True},
+    "nccl-native": {"collective": "native", "transport_kind": "nccl"},
+    "nccl": {"transport_kind": "nccl", "tuning": SMALL},
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-rings = pytest.mark.parametrize("way", list(WAYS.values())[:5], ids=list(WAYS)[:5])
+_RINGS = [*list(WAYS)[:5], "nccl"]
+rings = pytest.mark.parametrize("way", [WAYS[name] for name in _RINGS], ids=_RINGS)
+
+
+@pytest.fixture(autouse=True)
+def _nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load", cache(nccl_double))
 
 
 @pytest.fixture
@@ -445,9 +456,10 @@ def test_a_revocation_ends_the_opening_of_a_group(store: Any, transport_kind: st
     assert [str(error) for error in ends] == ["epoch 1 was revoked: worker 2 died"]
 
 
-def test_nccl_carries_a_ring_of_one() -> None:
+def test_nccl_carries_a_ring_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         pytest.skip("NO GPU HERE: the NCCL transport was not run, neither now nor ever before on this machine")
+    monkeypatch.undo()
     device = torch.device("cuda", 0)
     store = dist.HashStore()
 

@@ -23,7 +23,6 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.transport import handshake
 from recover_megatron.collectives.transport.handshake import MAC, NONCE, Handshake
-from recover_megatron.collectives.transport.nccl import edges_in_order
 from recover_megatron.collectives.transport.shared_memory import SharedMemory, machine
 from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch, together
 from tests.harness.waiting import eventually
@@ -204,21 +203,6 @@ def test_waiting_for_a_neighbour_takes_no_processor_time() -> None:
         return used
 
     assert together(2, work)[0] < 0.25
-
-
-@pytest.mark.parametrize("size", range(2, 10))
-def test_the_edges_of_a_ring_are_opened_in_an_order_in_which_nobody_waits_in_a_circle(size: int) -> None:
-    """An edge is open when both of its members have come to it; all are, after three rounds at most."""
-    left = {rank: edges_in_order(rank, size) for rank in range(size)}
-    assert all(sorted(mine for _, mine in edges) == [0, 1] for edges in left.values())
-    rounds = 0
-    while any(left.values()):
-        first = [edges[0][0] for edges in left.values() if edges]
-        opened = {edge for edge in first if first.count(edge) == 2}
-        assert opened, left
-        left = {rank: edges[1:] if edges and edges[0][0] in opened else edges for rank, edges in left.items()}
-        rounds += 1
-    assert rounds <= 3
 
 
 class Full:

@@ -146,7 +146,7 @@ class Communicator:
             return False
         return bool(self.handle.is_valid) and self._result(self.handle) == SUCCESS
 
-    def manage[T](self, call: Callable[[Any], T]) -> T:
+    def manage(self, call: Callable[[Any], Any]) -> Any:
         """Make another communicator of this one, which may be in progress afterwards, until that one is open."""
         self._token.check()
         with self._inside():
@@ -160,7 +160,7 @@ class Communicator:
         Returns when NCCL has enqueued it, which is before it has been carried out.
         """
         self.begin(call)
-        for _ in _pauses():
+        for _ in pauses():
             if self.begun:
                 break
         return self.launched(event(), *tensors)
@@ -195,7 +195,7 @@ class Communicator:
 
         Raises ``EpochRevoked`` when the switch is cancelled, ``PeerLost`` when NCCL reports an error.
         """
-        for _ in _pauses():
+        for _ in pauses():
             self._check()
             if operation.done:
                 break
@@ -221,7 +221,7 @@ class Communicator:
 
     def _leave_progress(self) -> None:
         """Return when NCCL reports success; raises ``PeerLost`` if it reports anything but that and *in progress*."""
-        for _ in _pauses():
+        for _ in pauses():
             if self._result(self.handle) == SUCCESS:
                 return
             self._token.check()
@@ -268,7 +268,7 @@ class Communicator:
             with self._inside():
                 self.handle.revoke()
             deadline = time.monotonic() + QUIESCENT
-            for _ in _pauses():
+            for _ in pauses():
                 if self._result(self.handle) == SUCCESS:
                     self._become(State.REVOKED)
                     return
@@ -315,7 +315,7 @@ class Communicator:
             time.sleep(STUCK / 20)
 
 
-def _pauses() -> Iterator[None]:
+def pauses() -> Iterator[None]:
     """Turns of a loop that waits: some at once, then with growing pauses, in which other threads have the GIL."""
     for _ in range(_SPINS):
         yield

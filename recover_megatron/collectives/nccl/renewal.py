@@ -79,16 +79,22 @@ def _with(identity: str, held: Sequence[Holding | None], can_grow: bool) -> Deci
 
 
 class Keeper:
-    """The communicators of this worker that no epoch uses at the moment; used by one thread at a time."""
+    """The communicators of this worker that no epoch uses at the moment; used by one thread at a time.
 
-    def __init__(self) -> None:
+    ``keeps``: False aborts what it is given.
+    """
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._held: dict[str, tuple[int, Communicator]] = {}
         self._epoch = 0
 
     def give(self, communicator: Communicator, epoch: int) -> None:
         """``epoch``, which used it, is over and it has settled."""
         communicator.release()
-        if communicator.state in (State.READY, State.REVOKED):
+        if not self._keeps:
+            dispose(communicator)
+        elif communicator.state in (State.READY, State.REVOKED):
             self._held[communicator.identity] = epoch, communicator
 
     def holdings(self) -> dict[str, Holding]:

@@ -22,6 +22,7 @@ tensors made with a device that has an index, are on the right one.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -53,25 +54,28 @@ class Order:
 
 
 class DeviceStream(Order):
-    """That of a device that works asynchronously.  ``device``: with its index."""
+    """That of a device that works asynchronously.  ``device``: with its index.  ``cuda``: ``torch.cuda``, or a double.
 
-    def __init__(self, device: torch.device) -> None:
-        if device.index is None:
+    The stream has the highest priority: what it does is little, and all members wait for it.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        if device.type == "cuda" and device.index is None:
             raise ValueError(f"{device} could be another one in each thread: name its number")
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._cuda = cuda
+        self._stream = cuda.Stream(device, priority=-1)
 
     def submitted(self) -> object:
-        event = torch.cuda.Event(blocking=True)  # who waits gives the processor away, and the GIL
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._cuda.Event(blocking=True)  # who waits gives the processor away, and the GIL
+        event.record(self._cuda.current_stream(self._device))
         return event
 
-    def begin(self, token: object) -> None:
-        assert isinstance(token, torch.cuda.Event)
+    def begin(self, token: Any) -> None:
         token.synchronize()
 
     def scope(self) -> AbstractContextManager[object]:
-        scope: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        scope: AbstractContextManager[object] = self._cuda.stream(self._stream)
         return scope
 
     def finish(self) -> None:

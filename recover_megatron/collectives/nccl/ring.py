@@ -1,0 +1,166 @@
+"""The ring's messages by NCCL's send and receive.  NOT RUN on a GPU: on a double only.
+
+    predecessor --edge: communicator of two, stream--> this member --edge: communicator of two, stream--> successor
+
+Each edge has a communicator and a stream of its own: in one stream a send that waits for its receiver would hold up the
+receive behind it, in all members alike, and a group of NCCL's in which both are does not help, since a member may have
+more to send than to receive.  Each stream has one operation outstanding at most: with CUDA_DEVICE_MAX_CONNECTIONS=1,
+which Megatron asks for, a second one would sit in the only queue of the hardware until the first is over, and with it
+every kernel of the model behind it.
+
+The two edges of a member are opened, and take their first message, at the same time without waiting in either: no
+order of theirs can close a circle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from recover_megatron.collectives.epoch import CancelToken
+from recover_megatron.collectives.nccl.communicator import Communicator, Operation, pauses
+from recover_megatron.collectives.nccl.library import Library
+from recover_megatron.collectives.nccl.renewal import Keeper
+from recover_megatron.collectives.ring.scratch import Scratch
+from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
+from recover_megatron.collectives.transport.streams import DeviceStream
+
+MAX_CTAS = 8
+"""Thread blocks of a message: two are under way beside the backward pass, and a copy needs few."""
+
+
+class _Message:
+    """queued --launch--> in progress --enqueued--> under way --over and believed--> done"""
+
+    def __init__(self, edge: _Edge, tensor: torch.Tensor, ready: Any) -> None:
+        self.edge = edge
+        self.tensor = tensor
+        self.ready = ready
+        """An event of the ring's own stream: what it does with the tensor before."""
+        self.over = False
+
+    @property
+    def done(self) -> bool:
+        self.edge.advance()
+        return self.over
+
+
+class _Edge:
+    """Messages of one direction, one after the other."""
+
+    def __init__(self, library: Library, its: Communicator, stream: Any, call: str) -> None:
+        self.its = its
+        self.stream = stream
+        self._library = library
+        self._call = call
+        self._queue: deque[_Message] = deque()
+        self._first: _Message | None = None
+        self._operation: Operation | None = None
+
+    def put(self, message: _Message) -> None:
+        self._queue.append(message)
+        self.advance()
+
+    def advance(self) -> None:
+        """Take the first message as far as it goes without waiting.  Raises ``EpochRevoked`` and ``PeerLost``."""
+        while True:
+            if self._first is None:
+                if not self._queue:
+                    return
+                self._first = self._queue.popleft()
+                self.stream.wait_event(self._first.ready)
+                self._begin(self._first.tensor)
+            if self._operation is None:
+                if not self.its.begun:
+                    return
+                event = self._library.cuda.Event()
+                event.record(self.stream)
+                self._operation = self.its.launched(event, self._first.tensor)
+            if not self._operation.done:
+                return
+            self.its.believe()
+            self._first.over = True
+            self._first = self._operation = None
+
+    def _begin(self, tensor: torch.Tensor) -> None:
+        other = 1 if self._call == "send" else 0
+        self.its.begin(lambda handle: getattr(handle, self._call)(tensor, other, stream=self.stream))
+
+    def clear(self) -> None:
+        self._queue.clear()
+        self._first = self._operation = None
+
+
+class NcclTransport(DeviceStream, Transport):
+    """``edges``: to the successor, in which this member has rank 0, and from the predecessor; none if it is alone."""
+
+    lookahead = 1
+
+    def __init__(
+        self,
+        library: Library,
+        edges: tuple[Communicator, Communicator] | None,
+        cancel_token: CancelToken,
+        keeper: Keeper,
+        device: torch.device,
+    ) -> None:
+        super().__init__(device, library.cuda)
+        self._library = library
+        self._cancel_token = cancel_token
+        self._keeper = keeper
+        self._scratch = Scratch(device)
+        self._edges: tuple[_Edge, ...] = ()
+        if edges is not None:
+            streams = [library.cuda.Stream(device, priority=-1) for _ in edges]
+            self._edges = (
+                _Edge(library, edges[0], streams[0], "send"), _Edge(library, edges[1], streams[1], "recv")
+            )  # fmt: skip
+
+    @property
+    def scratch_peak(self) -> int:
+        return self._scratch.peak
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Pending:
+        del tag  # NCCL matches by order
+        return self._message(self._edges[0], tensor)
+
+    def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
+        del tag
+        return self._message(self._edges[1], self._scratch.take(numel, dtype))
+
+    def _message(self, edge: _Edge, tensor: torch.Tensor) -> _Message:
+        ready = self._library.cuda.Event()
+        ready.record(self._stream)
+        message = _Message(edge, tensor, ready)
+        edge.put(message)
+        return message
+
+    def release(self, arrival: Arrival) -> None:
+        self._scratch.give(arrival.tensor)
+
+    def wait(self, pending: Pending) -> None:
+        assert isinstance(pending, _Message)
+        for _ in pauses():
+            for edge in self._edges:
+                edge.advance()
+            if pending.over:
+                return
+            self._cancel_token.check()
+
+    def abort(self) -> None:
+        """The switch, which is cancelled before, wakes whoever waits; the thread that waits ends the communicators."""
+
+    def settle(self) -> None:
+        for edge in self._edges:
+            edge.its.settle()
+        for edge in self._edges:
+            edge.stream.synchronize()
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        for edge in self._edges:
+            edge.clear()
+            self._keeper.give(edge.its, self._cancel_token.epoch)
+        self._edges = ()
