@@ -114,12 +114,12 @@ class RecoverConfig:
         "never to wait",
     )
     collective: str = option(
-        "ring",
+        "auto",
         "how gradients are summed over the replicas: ring, the fault-tolerant ring; native, the backend's own "
-        "collectives",
-        choices=("ring", "native"),
-        docs="`native`: the backend's own reduce-scatter and all-gather. A bucket is then finished as a whole or not "
-        "at all",
+        "collectives; auto, native where gradients travel over NCCL, else ring",
+        choices=("auto", "ring", "native"),
+        docs="`native`: the backend's own reduce-scatter and all-gather, at NCCL's speed; a bucket is then finished as "
+        "a whole or not at all. `ring`: in segments, each of which is finished by itself",
     )
     min_replicas: int = option(
         1,

@@ -26,6 +26,7 @@ from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.gloo.abort import GlooBackend
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import TransportKind, open_group
+from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.peer_store_client import Neighbours, PeerStoreClient
 from recover_megatron.collectives.rendezvous import KeyValue
 from recover_megatron.collectives.ring.executor import Hook
@@ -49,6 +50,8 @@ class CommunicationConfig:
     """None: that of the device."""
     hook: Hook | None = None
     """For tests and fault injection: see ``collectives.ring.executor``."""
+    communicators: Keeper = field(default_factory=Keeper)
+    """Of NCCL, from one epoch to the next."""
 
     @property
     def mesh(self) -> bool:
@@ -192,6 +195,7 @@ class EpochGroups:
                 device=comm_config.device,
                 host=comm_config.host,
                 hook=comm_config.hook if name == "ring" else None,
+                communicators=comm_config.communicators,
             )
         return group if order == members else Reordered(group, members)
 

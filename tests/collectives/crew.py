@@ -39,9 +39,12 @@ from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Span
+from recover_megatron.collectives.nccl import library as libraries
+from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.ring.group import RingGroup, Tuning
 from recover_megatron.collectives.ring.progress import Handle
 from tests.collectives.transports import open_group
+from tests.doubles.nccl import library as nccl_double
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -67,6 +70,8 @@ class Scenario:
     transport_kind: str | None = "tcp"
     collective: str = "ring"
     hanging: bool = False
+    nccl: dict[str, Any] = field(default_factory=dict)
+    """What NCCL's double is made with."""
     segment_bytes: int = 256
     least_bytes: int = 16
     depth: int = 3
@@ -115,6 +120,12 @@ def gradient(worker: int, bucket: int, numel: int, scenario: Scenario) -> torch.
     if scenario.integers:
         return torch.randint(-8, 8, (numel,), generator=generator).to(dtype)
     return torch.randn(numel, generator=generator).to(dtype)
+
+
+def over_the_double(scenario: Scenario) -> None:
+    """Have this process find NCCL's double in place of NCCL."""
+    made = nccl_double(**scenario.nccl, seed=scenario.seed)
+    libraries.load = lambda: made
 
 
 class Crew:
@@ -204,6 +215,9 @@ class Worker:
             for bucket in self.buckets:
                 numel, size = bucket.ledger.numel, scenario.workers
                 bucket.ledger.mark(Span(me * numel // size, (me + 1) * numel // size), 1)
+        self.communicators = Keeper()
+        if scenario.transport_kind == "nccl":
+            over_the_double(scenario)
         self.descriptors = len(os.listdir("/proc/self/fd"))
 
     def say(self, **message: Any) -> None:
@@ -236,7 +250,7 @@ class Worker:
         return open_group(
             self.epoch, self.store, name="column", secret=b"the crew's secret", timeout=s.timeout,
             transport_kind=s.transport_kind, collective=s.collective, hanging=s.hanging, hook=self.boundary,
-            tuning=Tuning(s.segment_bytes, s.least_bytes, s.depth),
+            tuning=Tuning(s.segment_bytes, s.least_bytes, s.depth), communicators=self.communicators,
         )  # fmt: skip
 
     def start(self, group: Group, bucket: Bucket) -> Handle:

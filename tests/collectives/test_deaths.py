@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.collectives.crew import Crew, Fault, Scenario
 from tests.collectives.expected import check
+from tests.doubles.nccl.core import Errors
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +22,8 @@ TRANSPORTS = {
     "gloo": {"transport_kind": "gloo"},
     "hanging": {"transport_kind": "tcp", "hanging": True},
     "hanging-gloo": {"transport_kind": "gloo", "hanging": True},
+    "nccl": {"transport_kind": "nccl"},
+    "nccl-native": {"transport_kind": "nccl", "collective": "native"},
 }
 transports = pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 operations = pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
@@ -136,6 +139,17 @@ def test_every_member_is_interrupted_soon_after_a_death(crew: Crew, transport: d
 
 
 @st.composite
+def nccls(draw: st.DrawFn) -> dict:
+    """How NCCL's double behaves."""
+    return {
+        "version": draw(st.sampled_from([[2, 27, 7], [2, 29, 7]])),
+        "polls": draw(st.sampled_from([0, 2, 10])),
+        "errors": draw(st.sampled_from(list(map(int, Errors)))),
+        "sticky": draw(st.booleans()),
+    }
+
+
+@st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
     workers = draw(st.integers(1, 5))
     mortal = draw(st.lists(st.integers(0, workers - 1), unique=True, max_size=workers - 1))
@@ -150,6 +164,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         rerun=draw(st.booleans()),
         faults=[Fault(worker, draw(st.integers(0, 200))) for worker in mortal],
         seed=draw(st.integers(0, 1000)),
+        nccl=draw(nccls()),
         **draw(st.sampled_from(list(TRANSPORTS.values()))),
     )
 
@@ -165,6 +180,21 @@ def test_any_sequence_of_deaths_leaves_what_the_ledgers_say(crew: Crew, scenario
 @settings(max_examples=int(os.environ.get("RECOVER_EXAMPLES", "150")))
 @given(scenarios())
 def test_any_sequence_of_deaths_at_length(crew: Crew, scenario: Scenario) -> None:
+    check(scenario, crew.run(scenario))
+
+
+OVER_NCCL = [transport for transport in TRANSPORTS.values() if transport["transport_kind"] == "nccl"]
+
+
+@st.composite
+def scenarios_over_nccl(draw: st.DrawFn) -> Scenario:
+    scenario, transport = draw(scenarios()), draw(st.sampled_from(OVER_NCCL))
+    return dataclasses.replace(scenario, **({"collective": "ring", "hanging": False} | transport))
+
+
+@settings(max_examples=20)
+@given(scenarios_over_nccl())
+def test_any_sequence_of_deaths_over_nccls_double(crew: Crew, scenario: Scenario) -> None:
     check(scenario, crew.run(scenario))
 
 

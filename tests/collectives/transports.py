@@ -37,6 +37,7 @@ def open_group(
     transport_kind: Any = None,
     hanging: bool = False,
     staged: bool = False,
+    communicators: Any = None,
     **options: Any,
 ) -> Group:
     """As ``group_factory.open_group``, and with the transports of this module.
@@ -45,7 +46,9 @@ def open_group(
     too.
     """
     if not (hanging or staged or (collective == "ring" and transport_kind == "gloo")):
-        return group_factory.open_group(epoch, store, collective=collective, transport_kind=transport_kind, **options)
+        return group_factory.open_group(
+            epoch, store, collective=collective, transport_kind=transport_kind, communicators=communicators, **options
+        )
     cancel_token = group_factory.cancel_token_of(epoch)
     with group_factory.lost_revokes(cancel_token):
         return _open(epoch, store, cancel_token, collective, transport_kind or "tcp", hanging, staged, **options)

@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from megatron.training import get_args
@@ -38,6 +38,7 @@ from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.injector import InjectedExit, InjectedFault, Injector
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.collectives import torch_nccl
+from recover_megatron.collectives.nccl.library import load as load_nccl
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.device import break_device, ends_soon
@@ -289,14 +290,17 @@ class FaultTolerance:
         args, grid = args or get_args(), grid or self._groups.grid
         assert grid is not None
         secret, host = find_secret(os.environ).key("ring"), _my_address()
+        # NCCL refuses workers that share a GPU, and whoever asks Megatron for gloo does not want it.
+        nccl = self._device.type == "cuda" and args.distributed_backend != "gloo"
+        if nccl:
+            load_nccl()  # what is missing is told before the model is built
         comm_config = CommunicationConfig(
             peer_store=PeerStoreServer(host, secret),
             secret=secret,
             device=self._device,
             host=host,
-            collective=cast(Any, config.collective),
-            # NCCL refuses workers that share a GPU, and whoever asks Megatron for gloo does not want it.
-            transport_kind="tcp" if self._device.type == "cuda" and args.distributed_backend == "gloo" else None,
+            collective="native" if config.collective == "native" or (nccl and config.collective == "auto") else "ring",
+            transport_kind="tcp" if self._device.type == "cuda" and not nccl else None,
             hook=None if self._faults is None else self._faults.in_ring,
         )
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1

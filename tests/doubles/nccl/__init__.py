@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from recover_megatron.collectives.nccl.library import Library
@@ -17,6 +18,7 @@ from tests.doubles.nccl import streams
 from tests.doubles.nccl.core import Core, NcclError, NcclInvalid
 
 
-def library(version: tuple[int, ...] = (2, 29, 7), **settings: Any) -> Library:
+def library(version: Sequence[int] = (2, 29, 7), **settings: Any) -> Library:
     """``settings``: those of ``Core``."""
+    version = tuple(version)
     return Library(Core(version, **settings), streams, version, (NcclError, NcclInvalid))

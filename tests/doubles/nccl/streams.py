@@ -65,7 +65,7 @@ class Stream:
 class Event:
     """Never recorded: over, as in CUDA (cudaEventQuery)."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocking: bool = False) -> None:
         self._over = threading.Event()
         self._over.set()
 

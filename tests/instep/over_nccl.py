@@ -1,0 +1,28 @@
+"""pretrain_gpt_recover.py on the CPU, whose gradients travel over NCCL's double: over_nccl.py SETTINGS flags...
+
+SETTINGS: a JSON object, what ``tests.doubles.nccl.library`` takes.  At its end a worker prints which calls of NCCL's
+made its communicators.
+"""
+
+import atexit
+import json
+import sys
+from typing import Any
+
+import pretrain_gpt_recover
+from recover_megatron.collectives.nccl import library as libraries
+from recover_megatron.instep.epoch_groups import CommunicationConfig
+from recover_megatron.megatron_hooks.entry import fault_tolerance
+from tests.doubles.nccl import library as nccl_double
+
+double = nccl_double(**json.loads(sys.argv.pop(1)))
+
+
+def over_nccl(**settings: Any) -> CommunicationConfig:
+    return CommunicationConfig(**settings | {"transport_kind": "nccl"})
+
+
+libraries.load = lambda: double  # type: ignore[assignment]
+fault_tolerance.CommunicationConfig = over_nccl  # type: ignore[assignment,misc]
+atexit.register(lambda: print("communicators made by:", *double.core.calls, flush=True))
+pretrain_gpt_recover.main()

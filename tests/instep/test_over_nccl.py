@@ -1,0 +1,42 @@
+"""Whole runs of Megatron whose gradients travel over NCCL's double: the real transport, two deaths, regroup, rejoin."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.drawn import some
+from tests.harness.forkserver import ForkServer
+from tests.instep.conftest import Reference
+from tests.instep.runs import NO_EVALUATION, Case, Layout, Strike, check
+
+pytestmark = pytest.mark.slow
+
+TP2_DP2 = Layout("tp2-dp2", 2, tensor=2)
+NCCLS = {
+    "2.29, errors at once": {"version": [2, 29, 7], "errors": 0},
+    "2.29, errors never": {"version": [2, 29, 7], "errors": 2},
+    "2.27, errors late": {"version": [2, 27, 7], "errors": 1},
+}
+CASES = [(collective, nccl) for collective in ("native", "ring") for nccl in NCCLS]
+
+
+@pytest.mark.parametrize(("collective", "nccl"), some("over NCCL", CASES, 1))
+def test_two_deaths_and_two_newcomers_leave_the_training_equal(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, collective: str, nccl: str
+) -> None:
+    """Of each replica one worker dies; what is left makes a whole one, and newcomers the second one."""
+    case = Case(TP2_DP2, (Strike(0, 1, 3, "backward"), Strike(1, 0, 5, "reduce-scatter", until=8)), 30, restarts=2)
+    script = (str(Path(__file__).with_name("over_nccl.py")), json.dumps(NCCLS[nccl] | {"seed": 1}))
+    case = replace(case, train_with=script, model=(*NO_EVALUATION, "--clip-grad", "0.2"))
+    result = case.with_flags("--recover-collective", collective).run(forkserver, tmp_path)
+    check(result, reference(case))
+    assert result.replicas[0] == result.replicas[-1] == 2, result.replicas
+    made = [
+        line for log in result.ended.logs for line in log.read_text().splitlines() if "communicators made by" in line
+    ]
+    assert made
+    assert all("init" in line for line in made)
