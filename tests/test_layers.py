@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "hostdevice": {"torch"},
     "launch": {"network", "membership"},
     "launch.store": {"torch"},
+    "launch.device_test": {"torch"},
     "chaos": {"membership", "run_log"},
     "megatron_hooks": {
         "network", "membership", "workload", "collectives", "instep", "hostdevice", "run_log", "chaos", "torch",

@@ -120,6 +120,20 @@ class Options:
         check=whole(0),
         docs="[newcomers](#newcomers)",
     )
+    device_test: str = option(
+        "",
+        "with --max-restarts: the command that tests the device of a worker before it is started in place of another; "
+        "exit code 0: it is well. On CUDA devices there is a test without it",
+        metavar="COMMAND",
+        docs="[a device that failed](#a-device-that-failed)",
+    )
+    device_test_timeout: float = option(
+        60.0,
+        "how long such a test may take; then the device has failed it",
+        metavar="S",
+        check=seconds,
+        default_text="60",
+    )
     recover_coordinator: str | None = option(
         None,
         "with --join: the coordinators of the run",
@@ -289,7 +303,7 @@ def _check_newcomers(options: Options) -> list[str]:
         reasons.append(
             "--join needs the run's store: --master-addr A and --master-port P, as the run says at its start"
         )
-    text = options.recover_coordinator or _config(options.script_args).coordinator
+    text = options.recover_coordinator or config_of(options.script_args).coordinator
     if text is None:
         reasons.append("--join needs --recover-coordinator HOST:PORT[,HOST:PORT...], as the run says at its start")
         return reasons
@@ -300,7 +314,7 @@ def _check_newcomers(options: Options) -> list[str]:
     return reasons
 
 
-def _config(script_args: Sequence[str]) -> RecoverConfig:
+def config_of(script_args: Sequence[str]) -> RecoverConfig:
     """The script's --recover-* flags; their defaults where one is bad, which the script refuses."""
     try:
         return config_from_argv(script_args)

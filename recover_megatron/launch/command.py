@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import socket
 import sys
 import time
@@ -14,6 +15,7 @@ from dataclasses import replace
 from recover_megatron.arguments import spares_from_argv
 from recover_megatron.launch import arguments, listener, script, slurm_launch
 from recover_megatron.launch.control_plane import has_secret
+from recover_megatron.launch.device_tests import command_of
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.folder_lock import Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET
@@ -126,6 +128,13 @@ def _check_secret(options: arguments.Options) -> list[str]:
     return []
 
 
+def _device_test(options: arguments.Options) -> tuple[str, ...]:
+    """The command that tests a device before a worker is started on it in place of another; empty: none."""
+    if not options.max_restarts:
+        return ()
+    return command_of(tuple(shlex.split(options.device_test)), arguments.config_of(options.script_args).device)
+
+
 def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchPlan:
     launch_id = secrets.token_hex(8)
     return LaunchPlan(
@@ -142,6 +151,8 @@ def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchP
         script_args=tuple(options.script_args),
         control_plane=options.nnodes == 1 or has_secret(os.environ),
         max_restarts=options.max_restarts,
+        device_test=_device_test(options),
+        device_test_timeout=options.device_test_timeout,
         # SLURM's batch script runs on the first node, and the store, too: one loss should not take all three.
         first_candidate=1 if options.slurm and options.nnodes > 1 else 0,
         spares=0 if options.join else spares_from_argv(options.script_args),

@@ -33,7 +33,13 @@ def opening(plan: LaunchPlan) -> str:
 
 
 def worker_ended(
-    worker: WorkerProcess, others: int, left_behind: int, successor: WorkerProcess | None, killed: int
+    worker: WorkerProcess,
+    others: int,
+    left_behind: int,
+    successor: WorkerProcess | None,
+    killed: int,
+    *,
+    tests_device: bool = False,
 ) -> str:
     """One worker's death, or its end with leftovers; ``others`` workers of this node go on, ``killed`` are next."""
     how, swept = _how(worker), _swept(left_behind)
@@ -45,7 +51,8 @@ def worker_ended(
     if killed:
         now += f"; {count(killed)} more {'is' if killed == 1 else 'are'} being killed"
     if successor is not None:
-        now += f"; worker {successor.worker_id} is started in its place"
+        tested = " when its device has passed a test" if tests_device else ""
+        now += f"; worker {successor.worker_id} is started in its place{tested}"
     return f"{_who(worker)} {how} after {seconds(worker)}{swept}; {now}; {_log(worker)}"
 
 
@@ -74,6 +81,20 @@ def _swept(left_behind: int) -> str:
 
 def _log(worker: WorkerProcess) -> str:
     return f"its log: {worker.log}" if worker.log else "no log kept (--log-dir)"
+
+
+def device_failed(worker: WorkerProcess, why: str) -> str:
+    """The note in workers.json of a worker that was not started."""
+    return f"not started: the device of local rank {worker.local_rank} failed its test: {why}"
+
+
+def left_out(worker: WorkerProcess, why: str) -> str:
+    """The same for people, and what they can do."""
+    return (
+        f"worker {worker.worker_id} is not started: the device of local rank {worker.local_rank} on {worker.host} "
+        f"failed its test ({why}). The run goes on without this device; look at nvidia-smi -q and dmesg (Xid), reset "
+        "or replace it, then bring a worker for it with recover-run --join"
+    )
 
 
 def late(worker: WorkerProcess) -> str:

@@ -51,6 +51,10 @@ class LaunchPlan:
     grace_seconds: float = 15.0
     max_restarts: int = 0
     """How many workers this launcher may start in place of others."""
+    device_test: tuple[str, ...] = ()
+    """The command that tests the device of such a worker before it is started; empty: none (the host device)."""
+    device_test_timeout: float = 60.0
+    """Seconds that it may take."""
     first_candidate: int = 0
     """The node whose candidate coordinator leads at first; its word on node 0 holds for all."""
     spares: int = 0

@@ -8,7 +8,7 @@ event loop, so no two of them overlap.  It decides; its parts know and do::
     ControlPlane        the coordinator: what it wants, what it has decided
     Peers               the launchers of other nodes
     StartUp             what the loss of a worker means until the training has begun
-    Replacements        which worker is started in place of another
+    Successors          which worker is started in place of another, when its device has passed its test
     LateNewcomers       newcomers that come when the run is over
     LaunchSignals       what a signal means
     LogFolder           the files
@@ -40,6 +40,7 @@ from recover_megatron.launch.start_up import GRACE_SECONDS as START_GRACE_SECOND
 from recover_megatron.launch.start_up import StartUp
 from recover_megatron.launch.states import LaunchState, WorkerProcess, WorkerState
 from recover_megatron.launch.subreaper import Subreaper
+from recover_megatron.launch.successors import Successors
 from recover_megatron.launch.worker_environment import WorkerEnvironment
 from recover_megatron.launch.worker_table import WorkerTable
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
@@ -76,7 +77,7 @@ class Supervisor:
         self._folder = LogFolder(plan.log_dir, lock, self._loop, say)
         self._environment = WorkerEnvironment(plan, inherited, say)
         self._table = WorkerTable(plan, self._loop, self._console, self._folder, self._reaper, self.worker_exited)
-        self._replacements = newcomers.Replacements(plan)
+        self._successors = Successors(plan, self._loop, self._table, say, self._start_tested, self._left_out)
         self._control = ControlPlane(plan, inherited, self._loop, say, self)
         self._late = LateNewcomers(plan, self._table, self._control, say)
         self._start_up = StartUp(self._loop, plan, self._table, self._control, say, self)
@@ -115,7 +116,8 @@ class Supervisor:
 
     def _reap_inherited(self) -> None:
         if self._subreaper.due:
-            self._subreaper.reap({self._reaper.pid, *self._control.pids, *self._table.pids})
+            watched = {self._reaper.pid, *self._control.pids, *self._table.pids, *self._successors.pids}
+            self._subreaper.reap(watched)
 
     # --- starting ---
 
@@ -203,37 +205,36 @@ class Supervisor:
         if worker.state is not WorkerState.FINISHED or left_behind:
             condemned = sum(other.live and other.worker_id in self._control.condemned for other in self._table.all)
             going_on = len(others) - condemned
-            self._console.say(messages.worker_ended(worker, going_on, left_behind, successor, condemned))
+            tests = bool(self._plan.device_test)
+            said = messages.worker_ended(worker, going_on, left_behind, successor, condemned, tests_device=tests)
+            self._console.say(said)
         if successor is not None:
-            self._start_successor(successor)
+            self._successors.start(successor, self._environment.of(successor, self._peers.run_id))
         elif not others:
             self._own_workers_ended()
         elif not self._plan.joins and not self._control.planned and not any(w.live for w in self._table.launched):
             self._late.run_over()
 
     def _successor_of(self, worker: WorkerProcess) -> WorkerProcess | None:
-        """The worker that is to take the place of one that has ended; it is in the table from now on."""
+        """The worker that is to take the place of one that has ended, if there is to be one."""
         if self._state is not LaunchState.RUNNING or not self._control.under_way:
             return None
-        successor = self._replacements.of(worker, self._table.first_id)
-        if successor is not None:
-            self._table.add([successor])
-        return successor
+        return self._successors.of(worker)
 
-    def _start_successor(self, worker: WorkerProcess) -> None:
-        try:
+    def _start_tested(self, worker: WorkerProcess) -> None:
+        """Raises OSError."""
+        if self._state is LaunchState.RUNNING:
             self._start_worker(worker)
-        except OSError as error:
-            self._console.say(f"worker {worker.worker_id} cannot be started: {error}")
-            self._table.abandon([worker])
-            if not self._table.live:
-                self._own_workers_ended()
+
+    def _left_out(self) -> None:
+        if self._state is LaunchState.RUNNING and not self._table.live:
+            self._own_workers_ended()
 
     def put_out(self, worker_id: int, reason: str) -> None:
         """The coordinator has put a worker of this node out."""
         worker = self._table.running_worker(worker_id)
         if worker is not None:
-            self._replacements.put_out.add(worker_id)
+            self._successors.put_out(worker_id)
             self._console.say(f"worker {worker_id} is out of the run ({reason}): killing it")
             self._table.signal([worker], signal.SIGKILL)
 
