@@ -8,7 +8,8 @@ from typing import Self
 
 import torch
 
-from recover_megatron.collectives.ledger import Ledger
+from recover_megatron.collectives.aside import Memory
+from recover_megatron.collectives.ledger import Ledger, Span
 
 
 class Bucket:
@@ -43,20 +44,28 @@ class Bucket:
         self.flat.zero_()
         self.ledger.clear()
 
-    def set_aside(self) -> Aside:
+    def set_aside(self, memory: Memory | None = None, beside: int = 0) -> Aside:
         """Copy the REDUCED spans (and nothing else) before gradients are accumulated into the bucket once more.
 
-        ``with bucket.set_aside():`` puts them back at the end.
+        ``with bucket.set_aside():`` puts them back at the end.  ``memory``: where the copies are kept; by default on
+        the bucket's device as far as it has room.  ``beside``: bytes that other buckets have set aside there.
         """
-        return Aside(self)
+        return Aside(self, memory or Memory(), beside)
 
 
 class Aside:
     """Finished sums of a bucket, kept while lost microbatches are run again into it."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, memory: Memory, beside: int) -> None:
         self._bucket = bucket
-        self._kept = [(span, bucket.flat[span.start : span.stop].clone()) for span in bucket.ledger.reduced]
+        self._kept: list[tuple[Span, torch.Tensor]] = []
+        self.device_bytes = 0
+        """What of the copies is on the bucket's device."""
+        for span in bucket.ledger.reduced:
+            copy = memory.copy(bucket.flat[span.start : span.stop], beside + self.device_bytes)
+            self._kept.append((span, copy))
+            if copy.device == bucket.flat.device:
+                self.device_bytes += copy.nbytes
 
     def __enter__(self) -> None:
         return None

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
+from recover_megatron.collectives.aside import Memory
 from recover_megatron.collectives.bucket import Aside, Bucket
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.ring.progress import Handle
@@ -33,10 +34,14 @@ class Gradients:
     """The buckets of this worker, in the order in which every worker of their columns submits them.
 
     ``parts``: (column, flat tensor) of each.  ``shards``: where each worker needs the sum of its part of the
-    optimizer's state alone, and that of those that it is a shadow of.  One instance serves all iterations.
+    optimizer's state alone, and that of those that it is a shadow of.  ``memory``: where sums are set aside.  One
+    instance serves all iterations.
     """
 
-    def __init__(self, parts: Sequence[tuple[Column, torch.Tensor]], shards: Shards | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[Column, torch.Tensor]], shards: Shards | None = None, memory: Memory | None = None
+    ) -> None:
+        self._memory = memory or Memory()
         self._parts = [(column, Bucket(tensor)) for column, tensor in parts]
         self._shards = shards
         self._ready = [False] * len(parts)
@@ -103,7 +108,10 @@ class Gradients:
 
     def set_aside(self) -> list[Aside]:
         """Copies of what is REDUCED, while lost microbatches run again into the same buffers."""
-        return [bucket.set_aside() for _, bucket in self._parts]
+        kept: list[Aside] = []
+        for _, bucket in self._parts:
+            kept.append(bucket.set_aside(self._memory, sum(aside.device_bytes for aside in kept)))
+        return kept
 
     def divide_local(self, number: int, factor: float) -> None:
         """Divide what is LOCAL of bucket ``number``, between two epochs."""
