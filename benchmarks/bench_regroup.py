@@ -21,9 +21,11 @@ orphans and the spares make a new replica.  In ms, in the order of time but for 
 The times are the coordinator's, and what each worker that takes a place says in its log.  *state* includes that the
 donors begin to send when they come to the same place: they compute until then.
 
---transfer: 256 MiB from one process to another, by instep/transfer.py, by gloo alone (send and recv of the same
-messages, into memory that is in use, and into new memory, as a transfer's is), and by a plain socket; MiB/s of wall
-time, and the processor time that each end took.
+--transfer: 256 MiB from one process to another: as a state (instep/state_receiver.py: chunks, check sums, several
+connections) into memory that is in use, the same into new memory, by gloo alone (send and recv, into memory that is in
+use, and into new memory), and by a plain socket; MiB/s of wall time, and the processor time that each end took.  Then
+the same state from two holders in a process each.  Last the holder's training beside it: how much longer its matrix
+products take while it gives its state, again and again, than alone.
 """
 
 from __future__ import annotations
@@ -132,91 +134,207 @@ def regroup(options: Any) -> None:
 
 SIZE = 256 << 20
 TENSOR = 4 << 20
-ROUNDS = 3
-WAYS = ("transfer.py", "gloo", "gloo, into new memory", "socket")
+MESSAGE = 8 << 20
+ROUNDS = 5
+WAYS = ("state", "state, into new memory", "gloo", "gloo, into new memory", "socket")
+PRODUCTS = 40
+"""Matrix products that are timed at a time."""
 
 
-def ways(me: int) -> dict[str, Callable[[], Any]]:
-    """What to time at end ``me`` (0 sends, 1 receives), by name."""
+def tensors(seed: int) -> dict[str, Any]:
+    """A state of ``SIZE`` bytes."""
     import torch
-    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    return {"column": [torch.randn(TENSOR // 4) for _ in range(SIZE // TENSOR)]}
+
+
+class Holder:
+    """Offers the state again for each round."""
+
+    def __init__(self, store: Any, number: int) -> None:
+        from recover_megatron.instep.state_holder import Offers
+        from recover_megatron.network.peer_store import PeerStoreServer
+
+        self._peer_store = PeerStoreServer("127.0.0.1", SECRET)
+        self._offers = Offers(self._peer_store.streams)
+        self._tree = tensors(1)
+        store.set(f"holder {number}", self._peer_store.address)
+
+    def give(self, key: str) -> Any:
+        from recover_megatron.instep.state_holder import Offer
+
+        return self._offers.put(key, Offer(self._tree, SIZE // TENSOR))
+
+
+SECRET = b"of the benchmark"
+
+
+def fetch(addresses: list[str], key: str, place: Any) -> Any:
+    """The state from holders at these addresses."""
+    from recover_megatron.instep.state_receiver import Receiver, Source
+    from recover_megatron.network.peer_store import PURPOSE
+    from recover_megatron.network.proof import Challenge
+    from recover_megatron.network.streams import open_stream
+
+    def source(number: int, address: str) -> Source:
+        return Source(number, lambda: open_stream(address, Challenge(SECRET, PURPOSE), f"state/{key}"))
+
+    sources = [source(number, address) for number, address in enumerate(addresses)]
+    receiver = Receiver(sources, place, stay=lambda: None, awaited=lambda: None)
+    return receiver.fetch(lambda tree: len(tree["column"]))[0]
+
+
+def ways(me: int, store: Any) -> dict[str, Callable[[int], Any]]:
+    """What to time at end ``me`` (0 sends, 1 receives), by name; each gets the number of the round."""
+    import torch
 
     from recover_megatron.collectives.epoch import CancelToken
     from recover_megatron.collectives.gloo.abort import GlooBackend
-    from recover_megatron.instep import transfer
+    from recover_megatron.instep.transfer import new_memory
 
-    torch.set_num_threads(1)
-    port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, is_master=me == 0, wait_for_workers=False)
     pair = GlooBackend(me, 2, store, CancelToken(1), ring="state")
-    tree = [torch.randn(TENSOR // 4) for _ in range(SIZE // TENSOR)] if me == 0 else []
-    chunk = torch.ones(transfer.CHUNK, dtype=torch.uint8)
+    holder = Holder(store, 0) if me == 0 else None
+    mine = tensors(2)
+    whole = torch.ones(SIZE, dtype=torch.uint8)
     if me == 0:
         with socket.create_server(("127.0.0.1", 0)) as server:
             store.set("socket", str(server.getsockname()[1]))
             sock = server.accept()[0]
     else:
         sock = socket.create_connection(("127.0.0.1", int(store.get("socket"))))
-    room = memoryview(chunk.numpy())
 
-    def by_gloo() -> None:
-        for _ in range(SIZE // transfer.CHUNK):
-            (transfer._send if me == 0 else transfer._receive)(pair, 1 - me, chunk)
-
-    def by_gloo_into_new_memory() -> None:
-        room = torch.empty(SIZE if me else 0, dtype=torch.uint8)
-        for number in range(SIZE // transfer.CHUNK):
+    def by_gloo(into: Any) -> None:
+        for chunk in into.split(MESSAGE):
             if me == 0:
-                transfer._send(pair, 1, chunk)
+                pair.wait(pair.call(lambda gloo, chunk=chunk: gloo.send([chunk], 1, 0)))
             else:
-                transfer._receive(pair, 0, room[number * transfer.CHUNK :][: transfer.CHUNK])
+                pair.wait(pair.call(lambda gloo, chunk=chunk: gloo.recv([chunk], 0, 0)))
 
-    def by_socket() -> None:
-        for _ in range(SIZE // transfer.CHUNK):
+    def by_socket(number: int) -> None:
+        for chunk in whole.split(MESSAGE):
+            room, got = memoryview(chunk.numpy()), 0
             if me == 0:
                 sock.sendall(room)
-            else:
-                got = 0
-                while got < len(room):
-                    got += sock.recv_into(room[got:])
+            while me == 1 and got < len(room):
+                got += sock.recv_into(room[got:])
 
-    def by_transfer() -> Any:
-        return transfer.send(tree, pair, 1) if me == 0 else transfer.receive(pair, 0)
+    def by_state(key: str, place: Any) -> None:
+        if holder is not None:
+            holder.give(key).wait(lambda: None)
+        else:
+            fetch([store.get("holder 0").decode()], key, place)
 
-    return dict(zip(WAYS, (by_transfer, by_gloo, by_gloo_into_new_memory, by_socket), strict=True))
+    calls: tuple[Callable[[int], Any], ...] = (
+        lambda number: by_state(f"in use {number}", lambda path, shape, dtype: mine["column"][path[1]]),
+        lambda number: by_state(f"new {number}", new_memory),
+        lambda number: by_gloo(whole),
+        lambda number: by_gloo(torch.empty(SIZE, dtype=torch.uint8) if me else whole),
+        by_socket,
+    )
+    return dict(zip(WAYS, calls, strict=True))
 
 
 def one_end(me: int, barrier: Any, results: Any) -> None:
     """Time each way in turn, so that a busy machine slows all alike."""
-    ways_here = ways(me)
-    for _ in range(ROUNDS + 1):
+    import torch.distributed as dist
+
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=me == 0, wait_for_workers=False)
+    ways_here = ways(me, store)
+    for number in range(ROUNDS + 1):
         for name, go in ways_here.items():
             barrier.wait()
             started, used = time.perf_counter(), time.process_time()
-            go()
+            go(number)
             results.put((name, me, time.perf_counter() - started, time.process_time() - used))
     barrier.wait()
 
 
-def transfers() -> None:
-    """The table of ``--transfer``."""
+def training_end(me: int, barrier: Any, results: Any) -> None:
+    """End 0 holds a state and multiplies matrices, end 1 fetches the state again and again in every second round."""
+    import torch
+    import torch.distributed as dist
+
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=me == 0, wait_for_workers=False)
+    holder = Holder(store, 0) if me == 0 else None
+    mine, matrix = tensors(2), torch.randn(512, 512)
+    for number in range(2 * ROUNDS + 2):
+        beside = number % 2 == 1
+        if holder is not None:
+            holder.give(f"beside {number}")
+        barrier.wait()
+        started = time.perf_counter()
+        if holder is not None:
+            for _ in range(PRODUCTS):
+                matrix @ matrix
+            results.put((beside, time.perf_counter() - started))
+            store.set(f"over {number}", "yes")
+        elif beside:
+            address = store.get("holder 0").decode()
+            while not store.check([f"over {number}"]):
+                fetch([address], f"beside {number}", lambda path, shape, dtype: mine["column"][path[1]])
+    barrier.wait()
+
+
+def holding_end(me: int, barrier: Any, results: Any) -> None:
+    """Ends 0 and 1 hold the state, end 2 fetches it, from both and from one in turn."""
+    import torch.distributed as dist
+
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=me == 0, wait_for_workers=False)
+    holder = Holder(store, me) if me < 2 else None
+    mine = tensors(2)
+    for number in range(ROUNDS + 1):
+        for several in (True, False):
+            key = f"{number} {several}"
+            if holder is not None:
+                holder.give(key)
+            barrier.wait()
+            started = time.perf_counter()
+            if holder is None:
+                addresses = [store.get(f"holder {n}").decode() for n in range(1 + several)]
+                fetch(addresses, key, lambda path, shape, dtype: mine["column"][path[1]])
+                results.put((several, time.perf_counter() - started))
+            barrier.wait()
+
+
+def measured(target: Callable[..., None], size: int, number: int) -> list[Any]:
+    """What ``size`` processes that run ``target`` put into their queue, ``number`` things."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         os.environ["MASTER_PORT"] = str(server.getsockname()[1])
     context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
-    ends = [context.Process(target=one_end, args=(me, barrier, results)) for me in range(2)]
+    barrier, results = context.Barrier(size), context.Queue()
+    ends = [context.Process(target=target, args=(me, barrier, results)) for me in range(size)]
     for end in ends:
         end.start()
-    found = [results.get() for _ in range(2 * (ROUNDS + 1) * len(WAYS))]
+    found = [results.get() for _ in range(number)]
     for end in ends:
         end.join()
+    return found
+
+
+def transfers() -> None:
+    """The tables of ``--transfer``."""
+    found = measured(one_end, 2, 2 * (ROUNDS + 1) * len(WAYS))
     print("| 256 MiB by | MiB/s | processor ms, sender | receiver |\n|---|--:|--:|--:|")
+    speeds = {}
     for name in WAYS:
         by_end = [[row for row in found if row[:2] == (name, me)][1:] for me in range(2)]  # the first warms up
-        speed = SIZE / 2**20 / statistics.median(row[2] for row in by_end[1])
+        speeds[name] = [SIZE / 2**20 / row[2] for row in by_end[1]]
         cpu = [f"{1e3 * statistics.median(row[3] for row in rows):.0f}" for rows in by_end]
-        print(f"| {name} | {speed:.0f} | {' | '.join(cpu)} |")
-    print(f"\nmedian of {ROUNDS}; {load_average()}")
+        print(f"| {name} | {statistics.median(speeds[name]):.0f} | {' | '.join(cpu)} |", flush=True)
+    pairs = [ours / its for ours, its in zip(speeds["state"], speeds["gloo"], strict=True)]
+    print(f"\nstate / gloo, round by round: median {statistics.median(pairs):.2f}; {load_average()}")
+    several = measured(holding_end, 3, 2 * (ROUNDS + 1))[2:]
+    for which, name in ((False, "one holder"), (True, "two holders")):
+        speed = SIZE / 2**20 / statistics.median(seconds for its, seconds in several if its == which)
+        print(f"{name}: {speed:.0f} MiB/s", flush=True)
+    products = measured(training_end, 2, 2 * ROUNDS + 2)[2:]
+    alone, beside = (statistics.median(s for its, s in products if its == which) for which in (False, True))
+    print(f"the holder's matrix products beside it take {beside / alone:.2f} times as long; {load_average()}")
 
 
 def main() -> None:

@@ -15,7 +15,9 @@ decision.py       what a worker joins an epoch with, and what the epoch decides:
 plan.py           what an epoch decides, from what its members joined with (pure): who stands where, who runs what
 edges.py          whom this worker can reach
 gradients.py      buckets on their way through the rings, and the tail that carries losses and the audit
-transfer.py       a worker's state on its way to another one
+transfer.py       a worker's state as text and tensors, and its digest
+state_holder.py   states that are offered: cut in chunks, served to whoever connects
+state_receiver.py a state that comes from several holders at once
 epoch_groups.py   the groups that live and die with one epoch
 process_group.py  torch process groups that outlive their members
 traffic.py        what an operation on one of them does, by where the training is

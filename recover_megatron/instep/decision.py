@@ -106,6 +106,8 @@ class Decision:
     """Of the state that the fresh replicas begin with."""
     transfers: Mapping[int, int] = field(default_factory=dict)
     """Worker that needs a state -> worker that gives it its own."""
+    holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Worker that needs a state -> all that hold the same one, who gives it first: they share the work."""
     mended: tuple[int, ...] = ()
     """Those of them that had one, which differed from that of most of their column."""
     disputed: tuple[int, ...] = ()

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,12 @@ from recover_megatron.collectives.rendezvous import KeyValue
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.ring.reordered import Reordered
 from recover_megatron.collectives.ring.torch_operations import RoundBackend
-from recover_megatron.network.peer_store import PeerStoreServer
+from recover_megatron.instep.state_holder import KIND, Offer, Offers
+from recover_megatron.instep.state_receiver import Place, Receiver, Shared, Source
+from recover_megatron.instep.transfer import new_memory
+from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer
+from recover_megatron.network.proof import Challenge
+from recover_megatron.network.streams import open_stream
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,11 @@ class CommunicationConfig:
     """For tests and fault injection: see ``collectives.ring.executor``."""
     communicators: Keeper = field(default_factory=Keeper)
     """Of NCCL, from one epoch to the next."""
+
+    @cached_property
+    def offers(self) -> Offers:
+        """The states that this worker gives to others."""
+        return Offers(self.peer_store.streams)
 
     @property
     def mesh(self) -> bool:
@@ -133,6 +145,7 @@ class EpochGroups:
         self._cancel_token = CancelToken(number)
         self._rings: dict[tuple[int, ...], Group | Reordered] = {}
         self._controls: dict[tuple[str, tuple[int, ...]], GlooBackend | RoundBackend] = {}
+        self._states: Counter[tuple[str, bool]] = Counter()
 
     @property
     def over(self) -> bool:
@@ -252,6 +265,43 @@ class EpochGroups:
             backend = self.control("world", members)
             backend.wait(backend.call(lambda gloo: gloo.allreduce([said], dist.AllreduceOptions())))
         return bool(said.item())
+
+    # ---- states
+
+    def offer(self, name: str, tree: Any, shared: int = 0) -> Offer:
+        """Let others of this epoch have a tree; until it is withdrawn, which may be after the epoch's end.
+
+        The n-th offer of a name is got by the n-th ``fetch`` of it.  ``shared``: see ``Offer``.
+        """
+        return self._comm_config.offers.put(self._key(name, giving=True), Offer(tree, shared))
+
+    def fetch(
+        self,
+        name: str,
+        holders: Sequence[int],
+        shared: Shared,
+        *,
+        place: Place = new_memory,
+        stay: Callable[[], None] | None = None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, int]:
+        """A tree that these slots offer, and the bytes of its tensors.
+
+        ``stay``: raises to end it; default: the epoch's end ends it.  Nobody waits for an offer beyond that end.
+        Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
+        """
+        stream, challenge = f"{KIND}/{self._key(name, giving=False)}", Challenge(self._comm_config.secret, PURPOSE)
+
+        def source(slot: int) -> Source:
+            return Source(slot, lambda: open_stream(self._peer_stores[slot], challenge, stream, self.check))
+
+        sources = [source(slot) for slot in holders if slot in self._peer_stores]
+        receiver = Receiver(sources, place, stay=stay or self.check, awaited=self.check, progress=progress)
+        return receiver.fetch(shared)
+
+    def _key(self, name: str, *, giving: bool) -> str:
+        self._states[name, giving] += 1
+        return f"{self.number}/{name}/{self._states[name, giving]}"
 
     def close(self) -> None:
         """Give everything back; afterwards the buckets are the caller's.  Ends the epoch here if it has not ended."""

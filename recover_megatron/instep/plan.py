@@ -51,7 +51,7 @@ def decide(epoch: int, statuses: Mapping[int, JoinStatus], launch: LaunchGrid, r
     elif boundary:
         grid, fresh = dict(sorted({**whole, **placement.replicas}.items())), tuple(placement.replicas)
         version = _version({status.version for status in told.values()})
-    transfers, mended, disputed = _transfers(whole, fresh, grid, statuses, broken) if boundary else ({}, (), [])
+    holders, mended, disputed = _holders(whole, fresh, grid, statuses, broken) if boundary else ({}, (), [])
     newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=JoinStatus(None))
     working = {worker for workers in grid.values() for worker in workers}
     enough, state_lost = _prospects(whole, grid, statuses, launch, rules, broken)
@@ -69,7 +69,8 @@ def decide(epoch: int, statuses: Mapping[int, JoinStatus], launch: LaunchGrid, r
         regroup=bool(placement.replicas) and not boundary and bool(whole),
         fresh=fresh,
         version=version,
-        transfers=transfers,
+        transfers={worker: heard[0] for worker, heard in holders.items()},
+        holders=holders,
         mended=mended,
         disputed=tuple(disputed),
         rebuild=placement.rebuild if whole else {},
@@ -202,18 +203,20 @@ def _most(values: Sequence[str]) -> str:
     return min(counts, key=lambda value: (-counts[value], value))
 
 
-def _transfers(
+def _holders(
     whole: Mapping[int, tuple[int, ...]],
     fresh: Sequence[int],
     grid: Mapping[int, tuple[int, ...]],
     statuses: Mapping[int, JoinStatus],
     broken: frozenset[Edge],
-) -> tuple[dict[int, int], tuple[int, ...], list[int]]:
+) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], list[int]]:
     """Who gets its state from whom: all of the fresh replicas, and who holds another state than most of its column.
+
+    Of those who hold it, each receiver begins with another one.
 
     And who of a column differ without a majority: there the lowest replica is followed, or nobody (``Rules.strict``).
     """
-    transfers: dict[int, int] = {}
+    holders: dict[int, tuple[int, ...]] = {}
     mended: list[int] = []
     disputed: list[int] = []
     for position in range(len(next(iter(grid.values()), ()))):
@@ -228,8 +231,9 @@ def _transfers(
         mended += wrong
         for number, worker in enumerate([*wrong, *(grid[replica][position] for replica in fresh)]):
             heard = [donor for donor in donors if edge(worker, donor) not in broken] or donors
-            transfers[worker] = heard[number % len(heard)]
-    return dict(sorted(transfers.items())), tuple(sorted(mended)), sorted(disputed)
+            first = number % len(heard)
+            holders[worker] = (*heard[first:], *heard[:first])
+    return dict(sorted(holders.items())), tuple(sorted(mended)), sorted(disputed)
 
 
 def _mirrors(

@@ -16,7 +16,6 @@ lost one has none of its state.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,8 @@ from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.transfer import receive, send
+from recover_megatron.instep.state_holder import Offer
+from recover_megatron.instep.transfer import flatten
 from recover_megatron.workload.shards import (
     AnyLayout,
     Instances,
@@ -209,46 +209,31 @@ class Shards:
     ) -> int:
         """Give and get all ``element_ranges``, by (source, target), both workers; the bytes that came.
 
-        ``give`` makes a tree of them (see ``transfer``), ``take`` gets it.  Every worker sends to others in ascending
-        order from a thread, and receives from them in ascending order, so nobody waits in a circle.  Raises
-        ``EpochRevoked``; what was taken until then is incomplete.
+        ``give`` makes a tree of them (see ``transfer``), ``take`` gets it.  Everything is offered before anything is
+        fetched, so nobody waits in a circle.  Raises ``EpochRevoked``; what was taken until then is incomplete.
         """
         slots = {worker: slot for slot, worker in self._assignment.standing.items()}
-        me = self._me
-
-        def pair(source: int, target: int) -> Any:
-            return epoch_groups.control("shards", (slots[source], slots[target]))
-
-        failed: list[BaseException] = []
-
-        def give_all() -> None:
-            for target in sorted(target for source, target in element_ranges if source == me):
-                try:
-                    send(give(element_ranges[me, target]), pair(me, target), 1)
-                except EpochRevoked:
-                    return  # told to the main thread, too
-                except (PeerLost, TimeoutError) as error:
-                    epoch_groups.end(f"worker {target} could not be given a part of the state: {error}")
-                except BaseException as error:  # noqa: BLE001  the thread's boundary: this worker's own fault, raised below
-                    failed.append(error)
-                    epoch_groups.end(f"worker {me} cannot give a part of the state: {error}")
-                    return
-
-        giver = threading.Thread(target=give_all, name="giving parts of the optimizer's state", daemon=True)
-        giver.start()
-        came = 0
+        me, came, offers = self._me, 0, dict[int, Offer]()
+        other = me
         try:
-            for source in sorted(source for source, target in element_ranges if target == me):
-                tree, size = receive(pair(source, me), 0, progress)
-                take(element_ranges[source, me], tree)
+            for other in sorted(target for source, target in element_ranges if source == me):
+                tree = give(element_ranges[me, other])
+                offers[other] = epoch_groups.offer(f"shards/{slots[me]}/{slots[other]}", tree, len(flatten(tree)[1]))
+            for other in sorted(source for source, target in element_ranges if target == me):
+                name = f"shards/{slots[other]}/{slots[me]}"
+                tree, size = epoch_groups.fetch(
+                    name, [slots[other]], lambda its: len(flatten(its)[1]), progress=progress
+                )
+                take(element_ranges[other, me], tree)
                 came += size
-        except (PeerLost, TimeoutError) as error:
-            epoch_groups.end(f"worker {source} could not give a part of the state: {error}")
+            for other in offers:
+                offers[other].wait(epoch_groups.check)
+        except PeerLost as error:
+            epoch_groups.end(f"parts of the state could not change hands with worker {other}: {error}")
             raise EpochRevoked(epoch_groups.number, str(error)) from error
         finally:
-            giver.join()
-            if failed:
-                raise failed[0]
+            for offer in offers.values():
+                offer.withdraw()
         epoch_groups.check()
         return came
 

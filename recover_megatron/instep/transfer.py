@@ -1,31 +1,23 @@
-"""A worker's state on its way to another one: a tree of tensors and plain values, sent over a group of the two.
+"""A state as something that can be sent: a tree of tensors and plain values.  And its digest.
 
-    donor     tree --flatten--> text (JSON: the tree, tensors by number), tensors --chunks of bytes--> receiver
-    receiver  the same tree, with tensors of its own; the digest of what arrived must be that of what was sent
+    holder    tree --flatten--> text (JSON: the tree, tensors by number), tensors    (`state_holder` gives them)
+    receiver  text --unflatten--> the same tree, with tensors of its own             (`state_receiver` fills them)
 
-Nothing is unpickled.  The donor only reads: it sends from a thread of its own while its replica computes, since no
-parameter changes before the step is committed, and the receiver must report that step done, too.
+Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import mmap
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from recover_megatron.collectives.gloo.abort import GlooBackend
 from recover_megatron.instep.errors import Disagreement
 
-CHUNK = 8 << 20
-"""Bytes of a message."""
-_ALIGN = 64
-"""Every tensor begins at a multiple of it, in the stream and in memory."""
+Path = tuple[str | int, ...]
+"""The keys and places that lead to a value of a tree."""
 MAX_TEXT = 256 << 20
 """Bytes of the text: the plain values of a state, and the shapes of its tensors."""
 
@@ -58,173 +50,49 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent as part of a state")
 
 
-def unflatten(text: str, make: Callable[[Sequence[int], torch.dtype], torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """The tree of a text, with tensors that ``make`` makes; and these, in the order of their numbers."""
+def unflatten(
+    text: str, make: Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
+) -> tuple[Any, list[torch.Tensor]]:
+    """The tree of a text, with tensors that ``make`` gives; and these, in the order of their numbers.
+
+    ``make``: gets where in the tree the tensor is, its shape and type.  Raises Disagreement.
+    """
     tensors: list[torch.Tensor] = []
 
-    def build(value: Any) -> Any:
+    def build(value: Any, path: Path) -> Any:
         if isinstance(value, list):
-            return [build(item) for item in value]
+            return [build(item, (*path, at)) for at, item in enumerate(value)]
         if not isinstance(value, dict):
             return value
         if "items" in value:
-            return {key: build(item) for key, item in value["items"]}
+            return {key: build(item, (*path, key)) for key, item in value["items"]}
         if value["tensor"] != len(tensors):
             raise Disagreement("the tensors of a state arrive out of order")
-        tensors.append(make(value["shape"], _DTYPES[value["dtype"]]))
+        tensors.append(make(path, value["shape"], _DTYPES[value["dtype"]]))
         return tensors[-1]
 
-    return build(json.loads(text)), tensors
+    return build(json.loads(text), ()), tensors
 
 
-def send(tree: Any, pair: GlooBackend, to: int) -> int:
-    """Send a tree to rank ``to`` of the group; the bytes that its tensors have.
-
-    Raises ``EpochRevoked`` and ``PeerLost``.
-    """
-    text, tensors = flatten(tree)
-    body = text.encode()
-    _send(pair, to, torch.tensor([len(body), sum(_padded(tensor.nbytes) for tensor in tensors)]))
-    _send(pair, to, torch.frombuffer(bytearray(body), dtype=torch.uint8))
-    under_way: list[Any] = []
-    with _beside_the_training(_gpu_of(tensors)):
-        for chunk in _chunks(tensors):
-            under_way.append(_start_send(pair, to, chunk))
-            if len(under_way) > 1:  # the next chunk is put together while this one is on its way
-                pair.wait(under_way.pop(0))
-        for work in under_way:
-            pair.wait(work)
-        # Not before all are sent: what changed meanwhile must not go unnoticed.
-        _send(pair, to, torch.tensor([digest(tensors)]))
-    return sum(tensor.nbytes for tensor in tensors)
+def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """For ``unflatten``: tensors of their own, on the host."""
+    del path
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
-def receive(pair: GlooBackend, source: int, progress: Callable[[], None] = lambda: None) -> tuple[Any, int]:
-    """What ``send`` sends, its tensors on the host, as parts of one piece of memory; and their bytes.
-
-    ``progress`` is called with every chunk.
-
-    Raises ``EpochRevoked``, ``PeerLost``, and ``Disagreement`` if what arrived is not what was sent.
-    """
-    sizes = torch.zeros(2, dtype=torch.int64)
-    _receive(pair, source, sizes)
-    length, total = sizes.tolist()
-    if not 0 < length <= MAX_TEXT or total < 0:
-        raise Disagreement(f"a state of {length} bytes of text and {total} of tensors was announced")
-    body = torch.empty(length, dtype=torch.uint8)
-    _receive(pair, source, body)
-    room = _Room(total)
-    tree, tensors = unflatten(body.numpy().tobytes().decode(), room.take)
-    if room.left:
-        raise Disagreement(f"{room.left} of the bytes that were announced are no tensor's")
-    arrived, waiting, at = Digest(), deque(tensors), 0
-    for here in _arrivals(pair, source, room.memory):
-        progress()
-        while waiting and at + waiting[0].nbytes <= here:  # while the next chunk arrives
-            at += _padded(waiting[0].nbytes)
-            arrived.add(waiting.popleft())
-    for tensor in waiting:  # nothing arrives where all are empty
-        arrived.add(tensor)
-    told = torch.zeros(1, dtype=torch.int64)
-    _receive(pair, source, told)
-    if arrived.value != int(told):
-        raise Disagreement("a state arrived that is not the one that was sent")
-    return tree, sum(tensor.nbytes for tensor in tensors)
+def at(tree: Any, path: Path) -> Any:
+    """What a tree has at a place; None: nothing."""
+    for key in path:
+        try:
+            tree = tree[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return tree
 
 
-class _Room:
-    """Memory for all tensors of a state, one behind the other as they are sent."""
-
-    def __init__(self, total: int) -> None:
-        # New memory costs a fault of the processor for each of its pages, which takes longer than to fill it:
-        # hence few large ones, where the system has them.
-        pages = mmap.mmap(-1, max(total, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = torch.frombuffer(pages, dtype=torch.uint8)[:total]
-        self.left = total
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The next one."""
-        size = math.prod(shape) * dtype.itemsize
-        at = self.memory.numel() - self.left
-        self.left -= _padded(size)
-        if self.left < 0:
-            raise Disagreement("the tensors of a state have more bytes than were announced")
-        return self.memory[at : at + size].view(dtype).view(tuple(shape))
-
-
-def _gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """That on which some of them are."""
-    return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
-
-
-@contextmanager
-def _beside_the_training(gpu: torch.device | None) -> Iterator[None]:
-    """Copies from ``gpu`` run on a stream of their own: on the training's they would wait for all that it computes."""
-    if gpu is None:
-        yield
-        return
-    torch.cuda.synchronize(gpu)  # whichever stream made the tensors: they are there
-    with torch.cuda.stream(torch.cuda.Stream(gpu)):
-        yield
-
-
-def _padded(size: int) -> int:
-    """Where the next tensor begins: every type may lie there."""
-    return -(-size // _ALIGN) * _ALIGN
-
-
-def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of all tensors, on the host, in pieces of ``CHUNK``, which are good until the next but one."""
-    pinned = _gpu_of(tensors) is not None
-    buffer, other = (torch.zeros(CHUNK, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
-    filled = 0
-    for tensor in tensors:
-        view, at = _bytes(tensor), 0
-        while at < view.numel():
-            part = min(CHUNK - filled, view.numel() - at)
-            buffer[filled : filled + part].copy_(view[at : at + part])
-            at, filled = at + part, _padded(filled + part)
-            if filled == CHUNK:
-                yield buffer
-                buffer, other, filled = other, buffer, 0
-    if filled:
-        yield buffer[:filled]
-
-
-def _arrivals(pair: GlooBackend, source: int, memory: torch.Tensor) -> Iterator[int]:
-    """Receive what ``_chunks`` gave at the other end; after each chunk, how many bytes are there."""
-    chunks = memory.split(CHUNK) if memory.numel() else ()
-    under_way = deque(_start_receive(pair, source, chunk) for chunk in chunks[:2])
-    here = 0
-    for number, chunk in enumerate(chunks):
-        pair.wait(under_way.popleft())
-        if number + 2 < len(chunks):
-            under_way.append(_start_receive(pair, source, chunks[number + 2]))
-        here += chunk.numel()
-        yield here
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, one behind the other; its own memory where it is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-
-
-def _start_send(pair: GlooBackend, to: int, tensor: torch.Tensor) -> Any:
-    return pair.call(lambda gloo: gloo.send([tensor], to, 0))
-
-
-def _start_receive(pair: GlooBackend, source: int, tensor: torch.Tensor) -> Any:
-    return pair.call(lambda gloo: gloo.recv([tensor], source, 0))
-
-
-def _send(pair: GlooBackend, to: int, tensor: torch.Tensor) -> None:
-    pair.wait(_start_send(pair, to, tensor))
-
-
-def _receive(pair: GlooBackend, source: int, tensor: torch.Tensor) -> None:
-    pair.wait(_start_receive(pair, source, tensor))
 
 
 _ROW = 1 << 15
@@ -254,7 +122,7 @@ class Digest:
 
     def add(self, tensor: torch.Tensor) -> None:
         """The next tensor."""
-        view = _bytes(tensor)
+        view = bytes_of(tensor)
         if view.storage_offset() % 8:
             view = view.clone()  # words begin where words can
         whole = view.numel() // 8

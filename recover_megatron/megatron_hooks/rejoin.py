@@ -96,6 +96,8 @@ class Rejoin:
         if self._sharded is not None:  # what others have updated meanwhile is of no use
             self._sharded.forget()
             state.version = None
+        if state.version is None:
+            state.make_room()
         digest = "" if state.version is None else state.digest()
         return self._recovery.orphan.wait(version=state.version, digest=digest)
 

@@ -1,7 +1,8 @@
 """What a worker's part of the training is made of, between two iterations: to give to another, to take over, to check.
 
-    tree()      parameters, buffers, the optimizer's masters and moments, the learning rate, Megatron's counters, what
-                its log has added up
+    tree()      parameters, the optimizer's masters and moments: equal in a column; and this worker's own: buffers, the
+                learning rate, Megatron's counters, what its log has added up
+    room()      where the tensors of somebody's tree are to be received: mostly those that this worker has
     load(tree)  become that; the worker then begins the iteration that follows
     digest()    64 bits of the parameters and the optimizer's tensors: equal in a column
 
@@ -24,7 +25,8 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_timers, training
 
 from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.transfer import digest
+from recover_megatron.instep.state_receiver import Place
+from recover_megatron.instep.transfer import Path, at, digest, flatten, new_memory
 from recover_megatron.megatron_hooks.data import source_of
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer, groups_with_parameters
 from recover_megatron.megatron_hooks.totals import LogTotals
@@ -120,37 +122,88 @@ class TrainingState:
     def tree(self) -> dict[str, Any]:
         """See ``instep.transfer``; its tensors are the living ones."""
         return {
-            "chunks": [
-                {
-                    "parameters": [parameter.data for parameter in chunk.parameters()],
-                    # Copies: a forward pass may count something in them while they are sent.
-                    "buffers": [buffer.clone() for buffer in chunk.module.buffers()],
-                }
-                for chunk in self._model
-            ],
-            "optimizers": [
-                _optimizer_tree(one) if self._sharded is None else {"groups": _plain(groups_with_parameters(one))}
-                for one in self._optimizers
-            ],
-            "shards": None if self._sharded is None else self._sharded.shards.to_json(),
-            "counters": self._counters(),
-            "log": self.totals.tree(),
+            "column": self._column(),
+            "own": {
+                # Copies: a forward pass may count something in them while they are sent.
+                "buffers": [[buffer.clone() for buffer in chunk.module.buffers()] for chunk in self._model],
+                "optimizers": [
+                    {"groups": _plain(self._groups(one)), "scaler": _scaler(one)} for one in self._optimizers
+                ],
+                "shards": None if self._sharded is None else self._sharded.shards.to_json(),
+                "counters": self._counters(),
+                "log": self.totals.tree(),
+            },
         }
+
+    def _column(self) -> dict[str, Any]:
+        """What all workers of a column have equal between two iterations."""
+        parameters = [[parameter.data for parameter in chunk.parameters()] for chunk in self._model]
+        model = {parameter.data_ptr() for its in parameters for parameter in its}
+        whole = self._optimizers if self._sharded is None else []
+        return {"parameters": parameters, "optimizers": [_optimizer_tree(one, model) for one in whole]}
+
+    def _groups(self, one: Any) -> list[dict[str, Any]]:
+        return _groups(one) if self._sharded is None else groups_with_parameters(one)
+
+    def make_room(self) -> None:
+        """Have the moments that an optimizer without a step has not made yet, in memory that is in use.
+
+        For a worker that waits: new memory takes longer to get than to fill.  What is in them is of no use.
+        """
+        for one in self._optimizers if self._sharded is None else ():
+            make = getattr(one, "init_state_fn", None)
+            if make is not None and not one.optimizer.state:
+                make(one.optimizer, one.config)
+                for own in one.optimizer.state.values():
+                    for value in own.values():
+                        if isinstance(value, torch.Tensor):
+                            value.zero_()  # zeros that were asked for are no memory before they are written
+
+    def room(self, version: int | None) -> Place:
+        """Where to receive a state of ``version``: the living tensors, unless this worker's own state is of use.
+
+        That of the same version may be, should the others be lost meanwhile: it is kept until the other one is there.
+        Otherwise this worker has no state any more until it has loaded the one that comes.
+        """
+        if self.version is not None and self.version == version:
+            return new_memory
+        self.version = None
+        living = {"column": self._column()}
+
+        def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            own = at(living, path)
+            return own if _fits(own, shape, dtype) else new_memory(path, shape, dtype)
+
+        return place
+
+    def room_aside(self, before: Any) -> Place:
+        """Where to receive a state that may never be whole: the tensors of ``before``, which was loaded, once more."""
+        living = {"column": self._column()}
+
+        def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            used, own = at(before, path), at(living, path)
+            again = _fits(used, shape, dtype) and not _same_memory(used, own)
+            return used if again else new_memory(path, shape, dtype)
+
+        return place
 
     def load(self, tree: dict[str, Any]) -> None:
         """Become what ``tree`` says.  Raises Disagreement if it is of another model."""
-        for chunk, its in zip(self._model, tree["chunks"], strict=True):
-            _copy([parameter.data for parameter in chunk.parameters()], its["parameters"])
-            _copy(list(chunk.module.buffers()), its["buffers"])
-        for one, its in zip(self._optimizers, tree["optimizers"], strict=True):
-            if self._sharded is None:
-                _load_optimizer(one, its)
-            else:
-                _load_groups(groups_with_parameters(one), its["groups"])
-        if self._sharded is not None and not self._sharded.shards.known:
-            self._sharded.shards.from_json(tree["shards"])
-        self.restore(tree["counters"])
-        self.totals.load(tree["log"])
+        column, own = tree["column"], tree["own"]
+        for chunk, parameters, buffers in zip(self._model, column["parameters"], own["buffers"], strict=True):
+            _copy([parameter.data for parameter in chunk.parameters()], parameters)
+            _copy(list(chunk.module.buffers()), buffers)
+        for one, its in zip(self._optimizers, own["optimizers"], strict=True):
+            _load_groups(self._groups(one), its["groups"])
+            _load_scaler(one, its["scaler"])
+        if self._sharded is None:
+            model = {parameter.data_ptr() for chunk in self._model for parameter in chunk.parameters()}
+            for one, its in zip(self._optimizers, column["optimizers"], strict=True):
+                _load_optimizer(one, its, model)
+        elif not self._sharded.shards.known:
+            self._sharded.shards.from_json(own["shards"])
+        self.restore(own["counters"])
+        self.totals.load(own["log"])
 
     def resume(self) -> None:
         """Begin from the state that this worker has: after the iteration under way, or before it if it made no step."""
@@ -228,15 +281,16 @@ def _load_groups(own: Sequence[dict[str, Any]], its: Sequence[dict[str, Any]]) -
         group.update(values)
 
 
-def _optimizer_tree(one: Any) -> dict[str, Any]:
-    inner = one.optimizer
+def _masters(one: Any, model: set[int]) -> list[torch.Tensor]:
+    """What the inner optimizer updates and is not the model's own memory, which begins at ``model``."""
+    return [parameter.data for parameter in _parameters(one) if parameter.data_ptr() not in model]
+
+
+def _optimizer_tree(one: Any, model: set[int]) -> dict[str, Any]:
+    state = one.optimizer.state
     return {
-        "groups": _plain(_groups(one)),
-        "masters": [parameter.data for parameter in _parameters(one)],
-        "state": [
-            {key: value for key, value in inner.state.get(parameter, {}).items()} for parameter in _parameters(one)
-        ],
-        "scaler": _scaler(one),
+        "masters": _masters(one, model),
+        "state": [dict(state.get(parameter, {}).items()) for parameter in _parameters(one)],
     }
 
 
@@ -249,22 +303,20 @@ def _load_scaler(one: Any, state: Any) -> None:
         one.grad_scaler.load_state_dict(state)
 
 
-def _load_optimizer(one: Any, its: dict[str, Any]) -> None:
+def _load_optimizer(one: Any, its: dict[str, Any], model: set[int]) -> None:
     inner = one.optimizer
-    _load_groups(_groups(one), its["groups"])
-    _copy([parameter.data for parameter in _parameters(one)], its["masters"])
+    _copy(_masters(one, model), its["masters"])
     for parameter, values in zip(_parameters(one), its["state"], strict=True):
         own = inner.state[parameter]
         for key in [key for key in own if key not in values]:
             del own[key]
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
-                own[key].copy_(value)
+                _copy([own[key]], [value])
             elif isinstance(value, torch.Tensor) and value.dim() > 0:
-                own[key] = value.to(parameter.device, copy=True)  # it is a part of the memory of the whole tree
+                own[key] = value.to(parameter.device)
             else:
                 own[key] = value
-    _load_scaler(one, its["scaler"])
 
 
 def _copy(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
@@ -272,4 +324,24 @@ def _copy(own: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         raise Disagreement("the state that arrived is of a model with other shapes")
     with torch.no_grad():
         for mine, its in zip(own, given, strict=True):
-            mine.copy_(its)
+            if not _same_memory(mine, its):  # else it was received where it belongs
+                mine.copy_(its)
+
+
+def _same_memory(one: Any, other: Any) -> bool:
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return both and bool(one.data_ptr() == other.data_ptr())
+
+
+def _fits(tensor: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether it can be received into."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and (list(tensor.shape), tensor.dtype) == (list(shape), dtype)
+        and tensor.is_contiguous()
+    )
+
+
+def shared_tensors(tree: dict[str, Any]) -> int:
+    """How many tensors of a state, the first ones, are equal in all workers of a column."""
+    return len(flatten(tree["column"])[1])

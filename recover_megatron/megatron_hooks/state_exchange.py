@@ -1,15 +1,14 @@
 """States change hands at the boundary before a step: to fresh replicas, to who holds another one, to mirrors.
 
 boundary   a plan has put a new replica together, or found a state that differs from its column's:
-               donors       send theirs from a thread, while their replica computes (give)
+               holders      offer theirs: it is fetched while their replica computes, until the optimizer's step
                the differing   take one over, on the spot (mend)
-               the last replica's workers send theirs to spares, before every step (mirror)
+               the last replica's workers have spares fetch theirs, before every step (mirror)
 spare      its plan has a place for it: it gets a state (fetch_state), or goes on with its own (`rejoin`)
 """
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from typing import Any
 
@@ -18,9 +17,9 @@ from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.errors import Disagreement, Orphaned
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.transfer import receive, send
+from recover_megatron.instep.state_holder import Offer
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.state import TrainingState
+from recover_megatron.megatron_hooks.state import TrainingState, shared_tensors
 
 log = get_logger(__name__)
 
@@ -35,6 +34,7 @@ class StateExchange:
         self._progress, self._assignment, self._orphan = recovery.progress, recovery.assignment, recovery.orphan
         self._state = state
         self._served = 0
+        self._offer: Offer | None = None
 
     def at_boundary(self) -> None:
         """Do what the present plan asks of this worker before the next step.
@@ -55,12 +55,22 @@ class StateExchange:
             except INTERRUPTED as error:
                 self._orphan.leave(f"its state differs from that of its column, and no other came: {error}")
                 raise Orphaned(f"worker {me} holds a state that is not to be computed with") from error
-        mine = [receiver for receiver, donor in decision.transfers.items() if donor == me]
-        if mine:
+        if any(me in holders for holders in decision.holders.values()):
             tree = self._state.tree()
             self._progress.inject("transfer", first_iteration(decision))
-            for receiver in mine:
-                self._give(decision, receiver, tree)
+            self.withdraw()
+            groups = self._assignment.epoch_groups
+            self._offer = groups.offer("state", tree, shared_tensors(tree))
+
+    def withdraw(self) -> None:
+        """The state is about to change: what is still being fetched of it is not believed.
+
+        Nobody who is counted on is fetching then: a step is committed only when all have reported it, who is fresh,
+        too.
+        """
+        if self._offer is not None:
+            self._offer.withdraw()
+            self._offer = None
 
     def fetch_state(self, decision: Decision) -> int:
         """Have the state that ``decision`` begins with: from a donor, or this worker's own; the bytes that came.
@@ -80,54 +90,64 @@ class StateExchange:
         return size
 
     def _feed_mirrors(self, decision: Decision) -> None:
-        """Not from a thread: a worker that dies in the step must have left its state behind."""
-        for spare in [spare for spare, donor in decision.mirrors.items() if donor == self._assignment.me]:
-            try:
-                with self._progress.waiting("mirror"):
-                    send(self._state.tree(), self._mirror_pair(decision, spare, self._assignment.epoch_groups), 1)
-            except EpochRevoked:
-                return  # told again where the step reduces
-            except (PeerLost, TimeoutError) as error:
-                self._assignment.epoch_groups.end(f"worker {spare} could not be given a state: {error}")
+        """Not beside the step: a worker that dies in it must have left its state behind."""
+        mine = [spare for spare, donor in decision.mirrors.items() if donor == self._assignment.me]
+        groups, offers = self._assignment.epoch_groups, dict[int, Offer]()
+        spare = -1
+        try:
+            with self._progress.waiting("mirror"):
+                tree = self._state.tree() if mine else {}
+                for spare in mine:
+                    offers[spare] = groups.offer(f"mirror/{spare}", tree, shared_tensors(tree))
+                for spare in mine:
+                    offers[spare].wait(groups.check)
+        except EpochRevoked:
+            return  # told again where the step reduces
+        except PeerLost as error:
+            groups.end(f"worker {spare} could not be given a state: {error}")
+        finally:
+            for offer in offers.values():
+                offer.withdraw()
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
         """Keep another worker's state until the epoch ends; what this spare can offer then."""
+        me, slots = self._assignment.me, self._slots(decision)
+        tree: Any = None
         with suppress(*INTERRUPTED):
-            pair = self._mirror_pair(decision, self._assignment.me, epoch_groups)
-            while True:
-                tree, _ = receive(pair, 0)  # what is interrupted here has changed nothing
+            while True:  # what is interrupted here has changed nothing
+                room = self._state.room_aside(tree)
+                holder = slots[decision.mirrors[me]]
+                tree, _ = epoch_groups.fetch(f"mirror/{me}", [holder], shared_tensors, place=room)
                 self._state.load(tree)
         version = self._state.version
         return {"version": version, "digest": "" if version is None else self._state.digest()}
 
-    def _mirror_pair(self, decision: Decision, spare: int, epoch_groups: EpochGroups) -> Any:
-        slots = {worker: slot for slot, worker in decision.slots(self._assignment.grid).items()}
-        return epoch_groups.control("mirror", (slots[decision.mirrors[spare]], -1 - spare))
-
     def _receive(self, decision: Decision) -> int:
-        pair = self._pair(decision, self._assignment.me)
-        tree, size = receive(pair, 0, lambda: self._progress.mark("state"))
+        self.withdraw()  # the tensors that are written to
+        slots = self._slots(decision)
+        tree, size = self._assignment.epoch_groups.fetch(
+            "state",
+            [slots[holder] for holder in decision.holders[self._assignment.me]],
+            shared_tensors,
+            place=self._state.room(decision.version),
+            stay=self._stay,
+            progress=lambda: self._progress.mark("state"),
+        )
         self._state.load(tree)
         return size
 
-    def _give(self, decision: Decision, receiver: int, tree: dict[str, Any]) -> None:
-        epoch_groups = self._assignment.epoch_groups
+    def _stay(self) -> None:
+        """Whether to go on with a state that is on its way: also beyond the epoch's end, as long as there is a place.
 
-        def give() -> None:
-            try:
-                send(tree, self._pair(decision, receiver), 1)
-            except EpochRevoked:
-                return  # the next plan says who gets what
-            except (PeerLost, TimeoutError) as error:
-                epoch_groups.end(f"worker {receiver} could not be given a state: {error}")
+        All who live wait then for this worker, and nobody changes the state: whoever is lost, the rest can give it.
+        """
+        try:
+            self._orphan.stay()
+        except Orphaned as error:
+            raise EpochRevoked(self._assignment.decision.epoch, str(error)) from error
 
-        threading.Thread(target=give, name=f"giving a state to worker {receiver}", daemon=True).start()
-
-    def _pair(self, decision: Decision, receiver: int) -> Any:
-        """The group of a donor (rank 0) and a receiver (rank 1) in this epoch."""
-        slots = {worker: slot for slot, worker in decision.slots(self._assignment.grid).items()}
-        members = slots[decision.transfers[receiver]], slots[receiver]
-        return self._assignment.epoch_groups.control("state", members)
+    def _slots(self, decision: Decision) -> dict[int, int]:
+        return {worker: slot for slot, worker in decision.slots(self._assignment.grid).items()}
 
 
 def first_iteration(decision: Decision) -> int:

@@ -227,6 +227,8 @@ class TrainingHooks:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             assert self._state is not None
+            assert self._places is not None
+            self._places.withdraw()
             if self._sharded is None:
                 result = step(*args, **kwargs)
             else:

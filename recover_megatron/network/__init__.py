@@ -5,6 +5,7 @@
     addresses   "host port" as text, and sockets for it
     client      a blocking connection that frames, proves and gives up
     store       the peers' key-value store, and bytes that a worker gives to others: a server in a thread
+    streams     connections that a store lets in and gives away: to who serves them, or waits for them
     silence     connections on which the other host acknowledges nothing any more are shut
     forks       a forked process closes what its parent holds open: the one at-fork hook
     kernel      what the kernel knows of a connection, and the limit of open files

@@ -82,6 +82,20 @@ class Connection:
             self._more()
         return data
 
+    def detach(self, message: Mapping[str, Any]) -> socket.socket:
+        """The connection itself, blocking, for another protocol: after this message has gone and has come back.
+
+        What follows it is left in the connection.
+        """
+        self.send(message)
+        echo = frames.encode(message, LONGEST_MESSAGE)
+        while self._decoder.pending < len(echo):
+            self._more(len(echo) - self._decoder.pending)
+        if self._decoder.take(len(echo)) != echo:
+            raise Unreachable("it does not speak of what it was asked for")
+        self._socket.settimeout(None)
+        return self._socket
+
     def shutdown(self) -> None:
         """Wake whoever waits in ``receive``; from any thread."""
         try:
@@ -99,10 +113,10 @@ class Connection:
         if not proof.proves(self.receive().get("mac"), challenge.of_server(theirs, mine)):
             raise Unreachable("whoever answers does not know the run's secret")
 
-    def _more(self) -> None:
+    def _more(self, limit: int = 1 << 20) -> None:
         while True:
             try:
-                came = self._socket.recv(1 << 20)
+                came = self._socket.recv(limit)
             except TimeoutError as error:
                 if self._patience is None:
                     raise Unreachable(f"no proof within {HANDSHAKE_SECONDS:g} s", road=True) from error

@@ -6,6 +6,7 @@
     server -> client   {"key": key, "value": v}           as soon as somebody sets it
     client -> server   {"fetch": [numbers]}
     server -> client   {"bytes": n} and n bytes           what its own worker gives for them; n = -1: nothing
+    client -> server   {"stream": name}                   the connection is not the store's any more: `streams`
 
 Asked once, it answers when it can: nobody polls it over the network.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import selectors
 import socket
 import threading
@@ -27,6 +29,7 @@ from recover_megatron.network import frames, proof
 from recover_megatron.network.addresses import listen
 from recover_megatron.network.client import HANDSHAKE_SECONDS, LONGEST_MESSAGE
 from recover_megatron.network.forks import close_in_children
+from recover_megatron.network.streams import Streams
 
 log = get_logger(__name__)
 
@@ -54,6 +57,7 @@ class PeerStoreServer:
     def __init__(self, host: str, secret: bytes) -> None:
         self.listener, self.address = listen(host, _BACKLOG)
         self.source: Source = lambda what: None
+        self.streams = Streams()
         self._challenge = proof.Challenge(secret, PURPOSE)
         self._values: dict[str, str] = {}
         self._wanted: defaultdict[str, list[asyncio.StreamWriter]] = defaultdict(list)
@@ -135,6 +139,9 @@ class PeerStoreServer:
         while (message := await frames.read(reader, LONGEST_MESSAGE)) is not None:
             if "fetch" in message:
                 await self._give([int(number) for number in message["fetch"]], writer)
+            elif "stream" in message:
+                self._hand_over(str(message["stream"]), writer)
+                return
             elif "want" not in message:
                 epoch = message.get("epoch")
                 self._set(message["set"], message["value"], None if epoch is None else int(epoch))
@@ -149,6 +156,19 @@ class PeerStoreServer:
         if found is not None:
             writer.write(found)
         await writer.drain()
+
+    def _hand_over(self, name: str, writer: asyncio.StreamWriter) -> None:
+        """The client says nothing more before it is answered, so all that it will say is still to be read."""
+        answer = frames.encode({"stream": name}, LONGEST_MESSAGE)
+        taken = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+        writer.transport.abort()  # its own descriptor, that is: the connection stays
+        taken.setblocking(True)
+        try:
+            taken.sendall(answer)  # a few bytes, in an empty buffer
+        except OSError:
+            taken.close()
+            return
+        self.streams.arrived(name, taken)
 
     def _set(self, key: str, value: str, epoch: int | None) -> None:
         self._values[key] = value

@@ -1,27 +1,18 @@
-"""A worker's state on its way: nothing is lost, nothing changed goes unnoticed, nobody waits when the epoch ends."""
+"""A worker's state as a tree, as text and tensors, and its digest: nothing is lost, any changed bit changes it."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import EpochRevoked
-from recover_megatron.collectives.gloo.abort import GlooBackend
 from recover_megatron.instep import transfer
 from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.transfer import digest, flatten, receive, send, unflatten
+from recover_megatron.instep.transfer import bytes_of, digest, flatten, new_memory, unflatten
 
-DEADLINE = 60.0
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,
 ]  # fmt: skip
@@ -57,7 +48,7 @@ def same(ours: Any, theirs: Any) -> bool:
     """Equal in kind, and tensors bit for bit."""
     if isinstance(ours, torch.Tensor):
         alike = isinstance(theirs, torch.Tensor) and (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        return alike and transfer._bytes(ours).equal(transfer._bytes(theirs))
+        return alike and bytes_of(ours).equal(bytes_of(theirs))
     if isinstance(ours, dict):
         return list(ours) == list(theirs) and all(same(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, list):
@@ -68,7 +59,7 @@ def same(ours: Any, theirs: Any) -> bool:
 def carried(tree: Any) -> Any:
     """What arrives if the bytes arrive."""
     text, sent = flatten(tree)
-    result, made = unflatten(text, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    result, made = unflatten(text, new_memory)
     for mine, its in zip(made, sent, strict=True):
         mine.copy_(its)
     return result
@@ -102,7 +93,7 @@ def test_what_cannot_be_told_in_text_is_refused(bad: Any) -> None:
 def test_tensors_out_of_order_are_refused() -> None:
     text, _ = flatten([torch.zeros(1), torch.zeros(1)])
     with pytest.raises(Disagreement):
-        unflatten(text.replace('"tensor": 0', '"tensor": 7'), lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        unflatten(text.replace('"tensor": 0', '"tensor": 7'), new_memory)
 
 
 # ---- the digest
@@ -112,7 +103,7 @@ def test_tensors_out_of_order_are_refused() -> None:
 @settings(max_examples=150, deadline=None)
 def test_any_flipped_bit_changes_the_digest(tensor: torch.Tensor, data: st.DataObject) -> None:
     changed = tensor.clone()
-    view = transfer._bytes(changed)
+    view = bytes_of(changed)
     view[data.draw(st.integers(0, view.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
     around = [torch.ones(3), tensor, torch.zeros(2)]
     assert digest(around) != digest([around[0], changed, around[2]])
@@ -154,159 +145,3 @@ def test_other_devices_sum_rows_to_the_same() -> None:
     rows = torch.randint(-(1 << 63), (1 << 63) - 1, (5, 64))
     factors = torch.arange(1, 129, 2) * 0x9E3779B1
     assert transfer._row_sums(rows, factors) == (rows * factors).sum(1).tolist()
-
-
-# ---- on the way
-
-
-def pair_of(switches: tuple[CancelToken, CancelToken]) -> tuple[GlooBackend, GlooBackend]:
-    """Both ends, in this process."""
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(GlooBackend, n, 2, store, switches[n], ring="state") for n in range(2)]
-        return ends[0].result(DEADLINE), ends[1].result(DEADLINE)
-
-
-def between(donor: Callable[[GlooBackend], Any], receiver: Callable[[GlooBackend], Any]) -> list[Any]:
-    """Run the two ends against each other: what each returns or raises."""
-    switches = CancelToken(1), CancelToken(1)
-    ends = pair_of(switches)
-
-    def run(work: Callable[[GlooBackend], Any], me: int) -> Any:
-        try:
-            return work(ends[me])
-        except Exception as error:  # noqa: BLE001  what it raises is what the test asks for
-            for switch in switches:
-                switch.cancel("the other end has failed")
-            return error
-
-    with ThreadPoolExecutor(2) as pool:
-        results = [pool.submit(run, work, me) for me, work in enumerate((donor, receiver))]
-        found = [result.result(DEADLINE) for result in results]
-    for end in ends:
-        end.close()
-    return found
-
-
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "CHUNK", 1 << 10)
-
-
-STATE = {
-    "weights": [torch.arange(2000.0), torch.ones(7, 3, dtype=torch.bfloat16), torch.tensor(5)],
-    "nothing": [torch.empty(0), None, {}],
-    3: {"mask": torch.tensor([True, False, True]), "rate": 0.1},
-    "more": [torch.full((n,), n, dtype=torch.float64) for n in (1, 127, 128, 129, 1000)],
-}
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_state_arrives_as_it_was_sent() -> None:
-    sent, (tree, size) = between(lambda pair: send(STATE, pair, 1), lambda pair: receive(pair, 0))
-    assert same(tree, STATE)
-    assert sent == size == sum(tensor.nbytes for tensor in flatten(STATE)[1])
-
-
-@pytest.mark.parametrize("tree", [{}, [torch.empty(0, 3)], {"only": 1}], ids=repr)
-def test_a_state_without_bytes_arrives(tree: Any) -> None:
-    sent, (result, size) = between(lambda pair: send(tree, pair, 1), lambda pair: receive(pair, 0))
-    assert same(result, tree)
-    assert sent == size == 0
-
-
-@given(st.lists(tensors, max_size=6))
-@settings(max_examples=5, deadline=None)
-def test_tensors_of_all_types_arrive(tree: list[torch.Tensor]) -> None:
-    assert same(between(lambda pair: send(tree, pair, 1), lambda pair: receive(pair, 0))[1][0], tree)
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_bit_that_changes_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = transfer._chunks
-
-    def altered(given: Any) -> Any:
-        for number, chunk in enumerate(original(given)):
-            if number == 3:
-                chunk[100] ^= 4
-            yield chunk
-
-    monkeypatch.setattr(transfer, "_chunks", altered)
-    found = between(lambda pair: send(STATE, pair, 1), lambda pair: receive(pair, 0))
-    assert isinstance(found[1], Disagreement)
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_state_that_changes_while_it_is_sent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = [torch.zeros(2000), torch.zeros(2000)]
-    original = transfer._chunks
-
-    def stepping(given: Any) -> Any:
-        for number, chunk in enumerate(original(given)):
-            if number == 5:
-                state[0] += 1  # gone already
-            yield chunk
-
-    monkeypatch.setattr(transfer, "_chunks", stepping)
-    found = between(lambda pair: send(state, pair, 1), lambda pair: receive(pair, 0))
-    assert isinstance(found[1], Disagreement)
-
-
-@pytest.mark.parametrize(
-    ("length", "total"), [(0, 64), (-1, 64), (transfer.MAX_TEXT + 1, 0), (None, 0), (None, 64), (None, 1 << 20)]
-)
-def test_sizes_that_cannot_be_are_refused(length: int | None, total: int) -> None:
-    text = flatten([torch.zeros(1000)])[0].encode()
-
-    def donor(pair: GlooBackend) -> None:
-        transfer._send(pair, 1, torch.tensor([len(text) if length is None else length, total]))
-        transfer._send(pair, 1, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-
-    assert isinstance(between(donor, lambda pair: receive(pair, 0))[1], Disagreement)
-
-
-def test_a_state_that_is_cut_short_ends_with_its_epoch() -> None:
-    cut = threading.Event()
-
-    def donor(pair: GlooBackend) -> None:
-        text = flatten([torch.zeros(1000)])[0].encode()
-        transfer._send(pair, 1, torch.tensor([len(text), 4032]))
-        transfer._send(pair, 1, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        cut.set()
-        raise RuntimeError("the donor has died")
-
-    found = between(donor, lambda pair: receive(pair, 0))
-    assert cut.is_set()
-    assert isinstance(found[1], EpochRevoked)
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_revocation_in_the_middle_ends_both_sides_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    switches = CancelToken(1), CancelToken(1)
-    ends = pair_of(switches)
-    middle, go_on = threading.Event(), threading.Event()
-    original = transfer._chunks
-
-    def stopping(given: Any) -> Any:
-        for number, chunk in enumerate(original(given)):
-            if number == 3:
-                middle.set()
-                go_on.wait(DEADLINE)
-            yield chunk
-
-    monkeypatch.setattr(transfer, "_chunks", stopping)
-    with ThreadPoolExecutor(2) as pool:
-        sending = pool.submit(send, STATE, ends[0], 1)
-        receiving = pool.submit(receive, ends[1], 0)
-        assert middle.wait(DEADLINE)
-        started = time.monotonic()
-        for switch in switches:
-            switch.cancel("the test ends it")
-        with pytest.raises(EpochRevoked):  # the receiver is waiting for bytes; the donor is not let go on yet
-            receiving.result(DEADLINE)
-        go_on.set()
-        with pytest.raises(EpochRevoked):
-            sending.result(DEADLINE)
-        assert time.monotonic() - started < DEADLINE / 2
-    for end in ends:
-        end.close()

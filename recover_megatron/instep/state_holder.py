@@ -1,0 +1,192 @@
+"""The states that this worker gives to others: each is cut in chunks, and whoever asks for a chunk gets it.
+
+    receiver                                     holder: a thread for each connection (a stream named state/<key>)
+       | <-- text's length, layout ------------- |   as soon as the state of that key is offered
+       | --- TEXT ------------------------------> |
+       | <-- text, trailer ---------------------- |
+       | --- number of a chunk, any, in any order |   several may be asked for ahead
+       | <-- the chunk's bytes, trailer --------- |   trailer: number, check sum, whether the offer still stands
+       | --- DONE ------------------------------> |   everything has arrived
+
+An offer is withdrawn before its tensors change.  A chunk whose bytes were read while that happened says so in its
+trailer, so nobody believes it.  The holder's training goes on meanwhile: its threads only read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import select
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.collectives.state_transport import SocketTransport, StateTransport, cut, receive_into
+from recover_megatron.instep.transfer import bytes_of, flatten
+from recover_megatron.logger import get_logger
+from recover_megatron.network.silence import watch
+from recover_megatron.network.streams import Streams
+
+log = get_logger(__name__)
+
+KIND = "state"
+CHUNK = 4 << 20
+"""Bytes of a chunk: enough that a request costs nothing beside it, and no more than a processor's cache has."""
+HELLO, REQUEST, TRAILER = struct.Struct("<Q32s"), struct.Struct("<q"), struct.Struct("<qI?")
+TEXT, DONE = -1, -2
+LOOK_SECONDS = 0.25
+"""How often a thread that waits for an offer looks whether anybody is still there to get it."""
+
+Chunk = Sequence[tuple[int, int, int]]
+"""Pieces: (number of a tensor, first byte, byte behind the last)."""
+
+
+class Offer:
+    """A tree that others may have.  The tensors are read in place, whenever they are asked for.
+
+    ``shared``: so many of its tensors, the first ones, are equal in all holders of the state; see ``chunks_of``.
+    """
+
+    def __init__(self, tree: Any, shared: int = 0) -> None:
+        text, tensors = flatten(tree)
+        self.text = text.encode()
+        self.gpu = _gpu_of(tensors)
+        self._parts = [bytes_of(tensor) for tensor in tensors]
+        self.layout = layout_of(tensors[:shared])
+        self.chunks = chunks_of([part.numel() for part in self._parts], shared)[0]
+        self.stands = True
+        self._over = threading.Event()
+        self._error: Exception | None = None
+
+    def parts(self, number: int) -> list[torch.Tensor]:
+        """The bytes of a chunk.  Raises IndexError."""
+        if number < 0:
+            raise IndexError(number)
+        return [self._parts[tensor][start:stop] for tensor, start, stop in self.chunks[number]]
+
+    def was_taken(self) -> None:
+        """Somebody has all of it."""
+        self._error = None
+        self._over.set()
+
+    def failed(self, error: Exception) -> None:
+        """Somebody who was getting it is gone."""
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+
+    def wait(self, patience: Callable[[], None]) -> None:
+        """Until the only one who is to have it has it.  ``patience``: called meanwhile; raises to give up.
+
+        Raises ``PeerLost`` when that one is gone.
+        """
+        while not self._over.wait(LOOK_SECONDS):
+            patience()
+        if self._error is not None:
+            raise PeerLost(f"who was getting it is gone: {self._error}") from self._error
+
+    def withdraw(self) -> None:
+        """Its tensors are about to change: what is being sent is believed no more, and nothing else is.  Idempotent."""
+        self.stands = False
+        self._parts = []
+
+
+def layout_of(tensors: Sequence[torch.Tensor]) -> bytes:
+    """32 bytes that are equal where shapes and types are."""
+    return hashlib.sha256(json.dumps([(list(t.shape), str(t.dtype)) for t in tensors]).encode()).digest()
+
+
+def chunks_of(sizes: Sequence[int], shared: int) -> tuple[list[Chunk], int]:
+    """The chunks of tensors with these sizes in bytes, and how many of them, the first ones, hold the shared tensors.
+
+    No chunk has pieces of both kinds.
+    """
+    common = list(cut(sizes[:shared], CHUNK))
+    own = [[(shared + n, a, b) for n, a, b in chunk] for chunk in cut(sizes[shared:], CHUNK)]
+    return [*common, *own], len(common)
+
+
+class Offers:
+    """All offers of one worker, served to whoever connects to its peer store's ``streams``."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._changed = threading.Condition()
+        self._offers: dict[str, Offer] = {}
+        streams.serve(KIND, self._came)
+
+    def put(self, key: str, offer: Offer) -> Offer:
+        """Offer it under a key that was not used before."""
+        with self._changed:
+            self._offers = {known: its for known, its in self._offers.items() if its.stands}
+            self._offers[key] = offer
+            self._changed.notify_all()
+        return offer
+
+    def _came(self, name: str, sock: socket.socket) -> None:
+        threading.Thread(
+            target=self._serve, args=(name.partition("/")[2], sock), name="giving a state", daemon=True
+        ).start()
+
+    def _serve(self, key: str, sock: socket.socket) -> None:
+        with sock, suppress(OSError):  # whoever hangs up before anything is offered
+            watch(sock)
+            offer = self._await(key, sock)
+            try:
+                with _beside_the_training(offer.gpu):
+                    serve(sock, SocketTransport(sock), offer)
+            except (OSError, PeerLost, IndexError) as error:  # whatever it is costs this connection, no more
+                offer.failed(error)
+
+    def _await(self, key: str, sock: socket.socket) -> Offer:
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: key in self._offers, LOOK_SECONDS):
+                    if not self._offers[key].stands:
+                        raise ConnectionResetError("that state is given to nobody any more")
+                    return self._offers[key]
+            if select.select([sock], [], [], 0)[0]:  # nothing is asked before the hello: it has hung up
+                raise ConnectionResetError("whoever wanted a state is gone")
+
+
+def serve(sock: socket.socket, transport: StateTransport, offer: Offer) -> None:
+    """Give what is asked for on ``sock``, by ``transport``, until all has arrived.
+
+    Raises OSError and ``PeerLost`` where the receiver is gone, IndexError for a chunk that there is not.
+    """
+    sock.sendall(HELLO.pack(len(offer.text), offer.layout))
+    request = bytearray(REQUEST.size)
+    while True:
+        receive_into(sock, [memoryview(request)])
+        (number,) = REQUEST.unpack(request)
+        if number == DONE:
+            offer.was_taken()
+            return
+        if number == TEXT:
+            sock.sendall(offer.text)
+            found = zlib.crc32(offer.text)
+        else:
+            found = transport.send(offer.parts(number))
+        sock.sendall(TRAILER.pack(number, found, offer.stands))
+
+
+def _gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """That on which some of them are."""
+    return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+
+
+@contextmanager
+def _beside_the_training(gpu: torch.device | None) -> Iterator[None]:
+    """Copies from ``gpu`` run on a stream of their own: on the training's they would wait for all that it computes."""
+    if gpu is None:
+        yield
+        return
+    torch.cuda.synchronize(gpu)  # whichever stream made the tensors: they are there
+    with torch.cuda.stream(torch.cuda.Stream(gpu)):
+        yield

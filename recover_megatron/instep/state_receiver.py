@@ -1,0 +1,363 @@
+"""A state that comes from several holders at once; who is lost is left out, the others give what is missing.
+
+    LEAD    from the first holder that answers: the text, and what is not equal in all holders
+    PULL    from all holders with the same layout, several connections: the shared chunks, each from whoever is free
+              a holder is lost  --> what it was asked for and has not given is asked of the others
+              a chunk is not what was sent --> refused, and that holder is not asked again
+    all chunks are there --> DONE to all     no holder is left --> PeerLost, or Disagreement where one was refused
+
+Bytes are received into the memory that ``place`` names: mostly the model's and the optimizer's own, which is in use.
+(New memory costs a fault of the processor for each of its pages, which takes longer than to fill it.)
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.collectives.state_transport import SocketTransport, lost, receive_into
+from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.state_holder import DONE, HELLO, REQUEST, TEXT, TRAILER, Chunk, chunks_of, layout_of
+from recover_megatron.instep.transfer import MAX_TEXT, Path, bytes_of, unflatten
+from recover_megatron.network.client import Unreachable
+from recover_megatron.network.silence import watch
+
+STREAMS = 4
+"""Connections, over all holders: one of them rarely fills a link, and one thread does not check what it brings."""
+AHEAD = 2
+"""Chunks that a holder is asked for before the first of them has arrived."""
+HELLO_SECONDS = 0.25
+"""How often somebody who waits for a holder's offer asks whether the wait is to end."""
+
+Place = Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
+"""Where the tensor at this place of the tree is to be: contiguous, of this shape and type."""
+Shared = Callable[[Any], int]
+"""How many tensors of a tree, the first ones, are equal in all holders of the state."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A worker that holds the state.  ``connect``: opens a connection to what it offers; raises ``Unreachable``."""
+
+    worker: int
+    connect: Callable[[], socket.socket]
+
+
+class _Link:
+    """A connection to one holder, after its hello."""
+
+    def __init__(self, source: Source, awaited: Callable[[], None], opened: Callable[[socket.socket], None]) -> None:
+        """``awaited``: asked while the holder has not offered anything; raises to give up.
+
+        ``opened`` is told the connection, so that others can shut it.
+        """
+        try:
+            self._socket = source.connect()
+        except Unreachable as error:
+            raise PeerLost(f"worker {source.worker} cannot be reached: {error}", road=error.road) from error
+        opened(self._socket)
+        watch(self._socket)
+        self.worker = source.worker
+        self._transport = SocketTransport(self._socket)
+        try:
+            self._socket.settimeout(HELLO_SECONDS)
+            self.length, self.layout = HELLO.unpack(self._hello(awaited))
+            self._socket.settimeout(None)
+        except OSError as error:
+            raise lost(error) from error
+
+    def _hello(self, awaited: Callable[[], None]) -> bytes:
+        heard = b""
+        while len(heard) < HELLO.size:
+            awaited()
+            with suppress(TimeoutError):
+                if not (came := self._socket.recv(HELLO.size - len(heard))):
+                    raise ConnectionResetError("it closed the connection")
+                heard += came
+        return heard
+
+    def ask(self, number: int) -> None:
+        try:
+            self._socket.sendall(REQUEST.pack(number))
+        except OSError as error:
+            raise lost(error) from error
+
+    def text(self) -> str:
+        if not 0 < self.length <= MAX_TEXT:
+            raise Disagreement(f"worker {self.worker} announces a state of {self.length} bytes of text")
+        self.ask(TEXT)
+        body = bytearray(self.length)
+        self._fill(body)
+        self._check(TEXT, zlib.crc32(body))
+        return body.decode()
+
+    def chunk(self, number: int, parts: Sequence[torch.Tensor]) -> None:
+        """Receive the chunk that was asked for first of those that have not come."""
+        self._check(number, self._transport.receive(parts))
+
+    def _check(self, number: int, found: int) -> None:
+        trailer = bytearray(TRAILER.size)
+        self._fill(trailer)
+        told, check_sum, stands = TRAILER.unpack(trailer)
+        if (told, check_sum) != (number, found):
+            raise Disagreement(f"a part of a state arrived from worker {self.worker} that is not the one that was sent")
+        if not stands:
+            raise PeerLost(f"worker {self.worker} does not hold that state any more")
+
+    def _fill(self, buffer: bytearray) -> None:
+        try:
+            receive_into(self._socket, [memoryview(buffer)])
+        except OSError as error:
+            raise lost(error) from error
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class _Missing:
+    """The chunks that have not arrived, shared out among the threads that receive."""
+
+    def __init__(self, numbers: range) -> None:
+        self.changed = threading.Condition()
+        self._todo = deque(numbers)
+        self._wanted = self._left = len(numbers)
+        self.arrived = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is to be asked for any more."""
+        return not self._left
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have arrived."""
+        return self.arrived == self._wanted
+
+    def take(self, *, wait: bool) -> int | None:
+        """One to ask for; None: there is none (``wait``: and there will be none, since all have arrived)."""
+        with self.changed:
+            if wait:
+                self.changed.wait_for(lambda: self._todo or self.over)
+            return self._todo.popleft() if self._todo else None
+
+    def came(self) -> None:
+        with self.changed:
+            self._left -= 1
+            self.arrived += 1
+            self.changed.notify_all()
+
+    def give_back(self, numbers: Sequence[int]) -> None:
+        with self.changed:
+            self._todo.extendleft(reversed(numbers))
+            self.changed.notify_all()
+
+    def give_up(self) -> None:
+        """Nobody is to ask for anything any more."""
+        with self.changed:
+            self._todo.clear()
+            self._left = 0
+            self.changed.notify_all()
+
+
+class Receiver:
+    """One state on its way.  ``fetch`` once.
+
+    ``sources``: the holders; the first is asked first.  ``stay``: called again and again; raises to end all of it.
+    ``awaited``: the same while nothing of a holder's is there yet.  ``progress``: called as chunks arrive.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        place: Place,
+        *,
+        stay: Callable[[], None],
+        awaited: Callable[[], None],
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._sources = list(sources)
+        self._place = place
+        self._stay, self._awaited, self._progress = stay, awaited, progress
+        self._sockets: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._tensors: list[torch.Tensor] = []
+        self._chunks: list[Chunk] = []
+        self._parts: list[torch.Tensor] = []
+        self._errors: list[Exception] = []
+        self._changed = threading.Condition()
+        self._running = self._unlinked = 0
+        """Threads, and those of them that have no connection to a holder yet."""
+        self._linked: set[int] = set()
+        self._refused: set[int] = set()
+        """Workers of whom something came that was not what they sent."""
+        self._missing = _Missing(range(0))
+
+    def fetch(self, shared: Shared) -> tuple[Any, int]:
+        """The tree, and the bytes of its tensors.  ``shared``: of a tree's, how many tensors all holders have equal.
+
+        Raises what ``stay`` and ``awaited`` raise, ``PeerLost``, and ``Disagreement``.
+        """
+        led: list[tuple[Any, _Link, int]] = []
+        try:
+            self._run([lambda: led.append(self._lead(shared))], lambda: not self._running)
+            if not led:
+                raise self._failure()
+            tree, link, common = led[0]
+            self._missing = _Missing(range(common))
+            layout = link.layout
+            works: list[Callable[[], None]] = [lambda: self._pull(link)]
+            if common > AHEAD:
+                works += [lambda s=source: self._join(s, layout) for source in self._further(link.worker)]  # type: ignore[misc]
+            self._run(works, self._at_rest)
+            if not self._missing.complete:
+                raise self._failure()
+        finally:
+            self._end()
+        return tree, sum(tensor.nbytes for tensor in self._tensors)
+
+    def _further(self, leader: int) -> list[Source]:
+        """Whom to open further connections to: each holder in turn."""
+        known = [source for source in self._sources if source.worker != leader]
+        lead = [source for source in self._sources if source.worker == leader]
+        turns = [*known, *lead]
+        return [turns[n % len(turns)] for n in range(max(STREAMS - 1, len(known)))]
+
+    # ---- in threads
+
+    def _lead(self, shared: Shared) -> tuple[Any, _Link, int]:
+        while True:
+            source = self._sources[0]
+            try:
+                link = _Link(source, self._awaited, self._opened)
+                return self._begin(link, shared)
+            except (PeerLost, Disagreement) as error:
+                self._errors.append(error)
+                self._sources.pop(0)
+                if not self._sources or self._given_up:
+                    raise
+
+    def _begin(self, link: _Link, shared: Shared) -> tuple[Any, _Link, int]:
+        """The text, room for all tensors, and the chunks that the first holder alone can give."""
+        tree, tensors = unflatten(link.text(), self._place)
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("a state can be received into contiguous tensors only")
+        number = shared(tree)
+        if layout_of(tensors[:number]) != link.layout:
+            raise Disagreement(f"worker {link.worker} says of its state what its text does not")
+        self._tensors, self._parts = tensors, [bytes_of(tensor) for tensor in tensors]
+        self._chunks, common = chunks_of([part.numel() for part in self._parts], number)
+        own = _Missing(range(common, len(self._chunks)))
+        self._give_and_take(link, own)
+        return tree, link, common
+
+    def _join(self, source: Source, layout: bytes) -> None:
+        link = _Link(source, self._awaited_if_needed, self._opened)
+        if link.layout != layout:
+            raise PeerLost(f"worker {source.worker} holds a state of another shape")
+        self._pull(link)
+
+    def _awaited_if_needed(self) -> None:
+        if self._missing.over:
+            raise PeerLost("nothing is missing any more")
+        self._awaited()
+
+    def _pull(self, link: _Link) -> None:
+        with self._changed:
+            self._linked.add(threading.get_ident())
+            self._unlinked -= 1
+        self._give_and_take(link, self._missing)
+        with suppress(PeerLost):  # it has given all that was wanted
+            link.ask(DONE)
+        link.close()
+
+    def _give_and_take(self, link: _Link, missing: _Missing) -> None:
+        asked: deque[int] = deque()
+        try:
+            while link.worker not in self._refused:
+                while len(asked) < AHEAD and (number := missing.take(wait=not asked)) is not None:
+                    asked.append(number)
+                    link.ask(number)
+                if not asked:
+                    return
+                pieces = self._chunks[asked[0]]
+                link.chunk(asked[0], [self._parts[tensor][start:stop] for tensor, start, stop in pieces])
+                asked.popleft()
+                missing.came()
+            raise PeerLost(f"worker {link.worker} is not to be believed")
+        except Disagreement:
+            self._refused.add(link.worker)
+            raise
+        finally:
+            missing.give_back(asked)
+
+    # ---- in the caller's
+
+    def _run(self, works: Sequence[Callable[[], Any]], at_rest: Callable[[], bool]) -> None:
+        """Run them side by side, asking ``stay`` meanwhile, until they are ``at_rest``."""
+        self._running = self._unlinked = len(works)
+        threads = [threading.Thread(target=self._one, args=(w,), name="receiving a state", daemon=True) for w in works]
+        for thread in threads:
+            thread.start()
+        seen = -1
+        while True:
+            with self._changed:
+                if self._changed.wait_for(at_rest, HELLO_SECONDS):
+                    return
+            try:
+                self._stay()
+            except BaseException:
+                self._end()
+                for thread in threads:
+                    thread.join()
+                raise
+            if self._missing.arrived != seen:
+                seen = self._missing.arrived
+                self._progress()
+
+    def _at_rest(self) -> bool:
+        """Whether nobody receives.  Who still waits for a holder when all is there writes nothing any more."""
+        return not self._running or (self._missing.complete and self._running == self._unlinked)
+
+    def _one(self, work: Callable[[], Any]) -> None:
+        me = threading.get_ident()
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  the thread's boundary: the caller raises it, if it matters
+            self._errors.append(error)
+        with self._changed:
+            self._running -= 1
+            self._unlinked -= me not in self._linked
+            self._linked.discard(me)
+            self._changed.notify_all()
+
+    def _opened(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.append(sock)
+            if self._given_up:
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _end(self) -> None:
+        """Have all threads end: nothing is written to any tensor when they have."""
+        with self._lock:
+            self._given_up = True
+            for sock in self._sockets:
+                with suppress(OSError):  # closed already
+                    sock.shutdown(socket.SHUT_RDWR)
+        self._missing.give_up()
+
+    def _failure(self) -> Exception:
+        """Why nobody has given it."""
+        for error in self._errors:
+            if not isinstance(error, PeerLost):
+                return error
+        return self._errors[-1] if self._errors else PeerLost("nobody holds the state")

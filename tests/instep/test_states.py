@@ -1,0 +1,362 @@
+"""States that change hands: all arrives, where it belongs, whoever of its holders dies; nothing false is taken."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.state_transport import SocketTransport, cut
+from recover_megatron.instep import state_holder, state_receiver
+from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.state_holder import KIND, Offer, Offers
+from recover_megatron.instep.state_receiver import Receiver, Source
+from recover_megatron.instep.transfer import flatten, new_memory
+from recover_megatron.network.client import Unreachable
+from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer
+from recover_megatron.network.proof import Challenge
+from recover_megatron.network.streams import Streams, open_stream
+from tests.harness import REPOSITORY
+from tests.instep.states import KEY, state_of
+from tests.instep.test_transfer import same
+
+SECRET = b"what the workers of the test share"
+DEADLINE = 60.0
+
+STATE = {
+    "weights": [torch.arange(2000.0), torch.ones(7, 3, dtype=torch.bfloat16), torch.tensor(5)],
+    "nothing": [torch.empty(0), None, {}],
+    3: {"mask": torch.tensor([True, False, True]), "rate": 0.1},
+    "more": [torch.full((n,), n, dtype=torch.float64) for n in (1, 127, 128, 129, 1000)],
+}
+
+
+class Holder:
+    """A worker in this process that offers a state."""
+
+    def __init__(self, worker: int = 0) -> None:
+        self.worker = worker
+        self.peer_store = PeerStoreServer("127.0.0.1", SECRET)
+        self.offers = Offers(self.peer_store.streams)
+
+    def source(self, patience: Callable[[], None] = lambda: None) -> Source:
+        return source(self.worker, self.peer_store.address, patience)
+
+
+def source(worker: int, address: str, patience: Callable[[], None] = lambda: None, secret: bytes = SECRET) -> Source:
+    challenge = Challenge(secret, PURPOSE)
+    return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{KEY}", patience))
+
+
+def fetch(sources: Sequence[Source], shared: int = 1 << 30, place: Any = new_memory, **named: Any) -> tuple[Any, int]:
+    """``shared``: of the tree's tensors; more than there are: all."""
+    named = {"stay": lambda: None, "awaited": lambda: None} | named
+    return Receiver(sources, place, **named).fetch(lambda tree: min(shared, len(flatten(tree)[1])))
+
+
+def offer(tree: Any, shared: int = 1 << 30) -> Offer:
+    return Offer(tree, min(shared, len(flatten(tree)[1])))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_holder, "CHUNK", 1 << 10)
+
+
+# ---- cutting
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [5], [10, 0, 3], [1] * 700, [25, 7, 32]], ids=str)
+def test_chunks_hold_every_byte_once_and_in_order(sizes: list[int]) -> None:
+    chunks = list(cut(sizes, 10))
+    pieces = [piece for chunk in chunks for piece in chunk]
+    assert [(n, at) for n, start, stop in pieces for at in range(start, stop)] == [
+        (n, at) for n, size in enumerate(sizes) for at in range(size)
+    ]
+    assert all(0 < sum(stop - start for _, start, stop in chunk) <= 10 for chunk in chunks)
+
+
+# ---- what arrives
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("tree", [STATE, {}, [torch.empty(0, 3)], {"only": 1}], ids=["state", "empty", "none", "plain"])
+@pytest.mark.parametrize("shared", [0, 2, 1 << 30], ids=["own", "some", "all"])
+def test_a_state_arrives_as_it_is_held(tree: Any, shared: int) -> None:
+    holder = Holder()
+    given = holder.offers.put(KEY, offer(tree, shared))
+    found, size = fetch([holder.source()], shared)
+    assert same(found, tree)
+    assert size == sum(tensor.nbytes for tensor in flatten(tree)[1])
+    given.wait(lambda: None)  # the holder has been told
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_it_is_received_into_the_memory_that_is_named() -> None:
+    holder, mine = Holder(), state_of(1, 3)
+    holder.offers.put(KEY, offer(state_of(2, 3)))
+    before = [tensor.data_ptr() for tensor in mine["column"]]
+    found, _ = fetch([holder.source()], place=lambda path, shape, dtype: mine["column"][int(path[1])])
+    assert [tensor.data_ptr() for tensor in found["column"]] == before
+    assert same(mine, state_of(2, 3))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_all_holders_share_the_work() -> None:
+    holders = [Holder(worker) for worker in range(3)]
+    offers = [holder.offers.put(KEY, offer(state_of(1, 8))) for holder in holders]
+    asked: list[set[int]] = [set() for _ in offers]
+    everybody = threading.Barrier(3)
+    for place, its in enumerate(offers):
+
+        def parts(number: int, place: int = place, original: Any = its.parts) -> list[torch.Tensor]:
+            if not asked[place]:
+                asked[place].add(number)
+                everybody.wait(DEADLINE)  # nobody is done before all were asked
+            asked[place].add(number)
+            return list(original(number))
+
+        its.parts = parts  # type: ignore[method-assign]
+    found, _ = fetch([holder.source() for holder in holders])
+    assert same(found, state_of(1, 8))
+    assert all(asked)
+
+
+def test_a_state_that_is_offered_late_is_waited_for() -> None:
+    holder, waits = Holder(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(fetch, [holder.source()], awaited=waits.set)
+        assert waits.wait(DEADLINE)
+        holder.offers.put(KEY, offer(STATE))
+        assert same(fetching.result(DEADLINE)[0], STATE)
+
+
+# ---- deaths
+
+
+@pytest.fixture
+def processes() -> Iterator[Callable[[int], tuple[subprocess.Popen[str], str]]]:
+    """Start a holder of ``count`` tensors: the process, and the address of its peer store."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(count: int) -> tuple[subprocess.Popen[str], str]:
+        argv = [sys.executable, "-m", "tests.instep.states", SECRET.decode(), "1", str(count)]
+        process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_holder_that_is_killed_in_the_middle_is_replaced(
+    processes: Callable[[int], tuple[subprocess.Popen[str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed when the receiver has a chunk of it and has asked for more; the rest comes from the other one."""
+    count = 256  # eight chunks
+    victim, address = processes(count)
+    mate = Holder(1)
+    mate.offers.put(KEY, offer(state_of(1, count)))
+    killed = threading.Event()
+    original = state_receiver._Link.chunk
+
+    def chunk(self: Any, number: int, parts: Any) -> None:
+        if self.worker == 1:
+            assert killed.wait(DEADLINE)  # so the victim has not given all
+        original(self, number, parts)
+        if self.worker == 0 and not killed.is_set():
+            victim.send_signal(signal.SIGKILL)
+            victim.wait()
+            killed.set()
+
+    monkeypatch.setattr(state_receiver._Link, "chunk", chunk)
+    found, _ = fetch([source(0, address), mate.source()])
+    assert killed.is_set()
+    assert same(found, state_of(1, count))
+
+
+def test_the_first_holders_death_before_it_has_told_anything_is_survived() -> None:
+    class Gone(Holder):
+        def source(self, patience: Callable[[], None] = lambda: None) -> Source:
+            def connect() -> socket.socket:
+                raise Unreachable("it is dead")
+
+            return Source(self.worker, connect)
+
+    mate = Holder(1)
+    mate.offers.put(KEY, offer(STATE))
+    assert same(fetch([Gone().source(), mate.source()])[0], STATE)
+
+
+def test_when_no_holder_is_left_the_receiver_is_told() -> None:
+    holder = Holder()
+    given = holder.offers.put(KEY, offer(STATE))
+
+    def dies(number: int) -> list[torch.Tensor]:
+        raise IndexError(number)
+
+    given.parts = dies  # type: ignore[method-assign]
+    with pytest.raises(PeerLost):
+        fetch([holder.source()])
+    with pytest.raises(PeerLost):
+        given.wait(lambda: None)
+
+
+# ---- what is not to be believed
+
+
+def altering(monkeypatch: pytest.MonkeyPatch, sender: Holder) -> None:
+    """Have a bit changed between what ``sender`` offers and what arrives from it."""
+    original = SocketTransport.send
+    port = int(sender.peer_store.address.split(" ")[1])
+
+    def send(self: SocketTransport, parts: Sequence[torch.Tensor]) -> int:
+        if self._socket.getsockname()[1] != port:
+            return original(self, parts)
+        changed = [part.clone() for part in parts]
+        changed[0][0] ^= 4
+        right = original(self, changed)
+        return right ^ 1
+
+    monkeypatch.setattr(SocketTransport, "send", send)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_corrupted_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = Holder()
+    holder.offers.put(KEY, offer(STATE))
+    altering(monkeypatch, holder)
+    with pytest.raises(Disagreement):
+        fetch([holder.source()])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_one_holder_corrupts_comes_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    holders = [Holder(worker) for worker in range(2)]
+    for holder in holders:
+        holder.offers.put(KEY, offer(state_of(1, 8)))
+    altering(monkeypatch, holders[0])
+    assert same(fetch([holder.source() for holder in holders])[0], state_of(1, 8))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_is_read_while_the_state_changes_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, state = Holder(), [torch.zeros(2000), torch.zeros(2000)]
+    given = holder.offers.put(KEY, offer(state))
+    original, sent = SocketTransport.send, []
+
+    def send(self: SocketTransport, parts: Sequence[torch.Tensor]) -> int:
+        if len(sent) == 5:
+            given.withdraw()
+            state[0] += 1
+        sent.append(parts)
+        return original(self, parts)
+
+    monkeypatch.setattr(SocketTransport, "send", send)
+    with pytest.raises(PeerLost):
+        fetch([holder.source()])
+
+
+def test_who_does_not_know_the_secret_is_given_nothing_and_believed_nothing() -> None:
+    holder = Holder()
+    holder.offers.put(KEY, offer(STATE))
+    stranger = source(0, holder.peer_store.address, secret=b"another one")
+    with pytest.raises(PeerLost):
+        fetch([stranger])
+
+
+def test_a_holder_of_another_shape_is_not_asked() -> None:
+    holders = [Holder(worker) for worker in range(2)]
+    holders[0].offers.put(KEY, offer(state_of(1, 200)))
+    other = holders[1].offers.put(KEY, offer(state_of(1, 199)))
+    other.parts = lambda number: pytest.fail("it was asked")  # type: ignore[method-assign]
+    assert same(fetch([holder.source() for holder in holders])[0], state_of(1, 200))
+
+
+# ---- the end of an epoch
+
+
+def test_who_waits_for_an_offer_is_woken_by_the_end_of_the_epoch() -> None:
+    holder, waits, over = Holder(), threading.Event(), threading.Event()
+
+    def awaited() -> None:
+        waits.set()
+        if over.is_set():
+            raise EpochRevoked(5, "the test ends it")
+
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(fetch, [holder.source()], awaited=awaited)
+        assert waits.wait(DEADLINE)
+        over.set()
+        with pytest.raises(EpochRevoked):
+            fetching.result(DEADLINE)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more() -> None:
+    holder, middle, go_on = Holder(), threading.Event(), threading.Event()
+    given, into = holder.offers.put(KEY, offer(state_of(1, 4))), state_of(2, 4)
+    original = given.parts
+
+    def parts(number: int) -> list[torch.Tensor]:
+        if number == 9:
+            middle.set()
+            go_on.wait(DEADLINE)
+        return original(number)
+
+    def stay() -> None:
+        if middle.is_set():
+            raise EpochRevoked(5, "the test ends it")
+
+    given.parts = parts  # type: ignore[method-assign]
+    with pytest.raises(EpochRevoked):
+        fetch([holder.source()], place=lambda path, shape, dtype: into["column"][int(path[1])], stay=stay)
+    after = [tensor.clone() for tensor in into["column"]]
+    go_on.set()
+    with pytest.raises(PeerLost):
+        given.wait(lambda: None)  # the holder has noticed, and has sent what it had to send
+    assert same(into["column"], after)
+
+
+# ---- the connections
+
+
+def test_a_connection_that_nobody_waits_for_is_kept_until_it_is_taken() -> None:
+    peer_store = PeerStoreServer("127.0.0.1", SECRET)
+    ours = open_stream(peer_store.address, Challenge(SECRET, PURPOSE), "tree/1")
+    theirs = peer_store.streams.take("tree/1", lambda: None)
+    ours.sendall(b"hello")
+    assert theirs.recv(5) == b"hello"
+    theirs.sendall(b"and you")
+    assert ours.recv(7) == b"and you"
+    ours.close()
+    assert theirs.recv(1) == b""
+    theirs.close()
+
+
+def test_streams_go_to_who_serves_their_kind_also_those_that_came_before() -> None:
+    streams, came = Streams(), []
+    ends = [socket.socketpair() for _ in range(3)]
+    streams.arrived("tree/1", ends[0][0])
+    streams.arrived("state/1", ends[1][0])
+    streams.serve("state", lambda name, sock: came.append((name, sock)))
+    streams.arrived("state/2", ends[2][0])
+    assert came == [("state/1", ends[1][0]), ("state/2", ends[2][0])]
+    assert streams.take("tree/1", lambda: None) is ends[0][0]
+    for end in ends:
+        for sock in end:
+            sock.close()
