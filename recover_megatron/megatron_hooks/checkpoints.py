@@ -93,7 +93,9 @@ class Checkpoints:
                 begun = True
                 self._begin(recovery, iteration)
                 try:
-                    with self._groups.traffic.during(Mode.SECTION):
+                    # Who writes what changes when workers are lost: it is planned anew each time.
+                    anew = monkeypatch.replaced(get_args(), "ckpt_assume_constant_structure", False)
+                    with self._groups.traffic.during(Mode.SECTION), anew:
                         result = original(iteration, *args, **kwargs)
                     if not get_args().async_save:
                         self._publish(recovery, self._folders)

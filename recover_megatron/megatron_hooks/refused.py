@@ -33,8 +33,6 @@ REFUSED = {
     "overlap_moe_expert_parallel_comm": "its schedule was not examined",
     "log_straggler": "it reports to a rank that it chooses at the start",
     "delay_wgrad_compute": "gradients would come after the sum",
-    "check_weight_hash_across_dp_replicas_interval": "it expects all replicas of the launch",
-    "ckpt_assume_constant_structure": "who writes what changes when workers are lost",
 }
 """Attribute of Megatron's arguments -> why its flag is refused with --recover."""
 
@@ -49,7 +47,6 @@ REFUSED_SHARDED = {
     "overlap_param_gather_with_optimizer_step": "the update is one step, all or nothing",
     "reduce_scatter_with_fp32_accumulation": "the ring sums in the gradients' type: use "
     "--accumulate-allreduce-grads-in-fp32",
-    "log_params_norm": "it expects Megatron's own shards",
     "mtp_num_layers": "its gradients have a norm of their own",
 }
 """The same for what is refused with --recover and --use-distributed-optimizer together."""

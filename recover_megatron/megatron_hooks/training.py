@@ -39,6 +39,7 @@ from recover_megatron.megatron_hooks.evaluation import Evaluation
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
+from recover_megatron.megatron_hooks.over_parameters import OverParameters
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rejoin import Rejoin
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
@@ -97,6 +98,7 @@ class TrainingHooks:
         self._outcome: Outcome | None = None
         self._evaluation = Evaluation(groups)
         self._checkpoints = Checkpoints(groups, records, self._before_checkpoint)
+        self._over_parameters = OverParameters(groups)
         self._sharded: ShardedOptimizer | None = None
         self._state: TrainingState | None = None
         self._places: StateExchange | None = None
@@ -124,6 +126,7 @@ class TrainingHooks:
     def recovery(self, recovery: Recovery) -> None:
         """For a newcomer set from outside: it waits before it has anything to train."""
         self._recovery = self._checkpoints.recovery = self._evaluation.recovery = recovery
+        self._over_parameters.recovery = recovery
 
     @property
     def _buckets(self) -> Buckets | None:
@@ -137,7 +140,8 @@ class TrainingHooks:
     def forget(self) -> None:
         """The model is to be built again for another position."""
         self._bucket_monkeypatch.buckets, self._tracker_seam.active = None, False
-        self._trackers = self._state = self._places = self._outcome = self._sharded = None
+        self._trackers = self._state = self._places = self._outcome = None
+        self._sharded = self._over_parameters.sharded = None
 
     def planned(self, decision: Decision) -> None:
         """A new epoch.  Raises ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
@@ -177,6 +181,7 @@ class TrainingHooks:
         monkeypatch.wrap(training, "get_forward_backward_func", (), self._schedule)
         self._evaluation.install()
         self._checkpoints.install()
+        self._over_parameters.install()
 
     # ---- the loop
 
@@ -195,6 +200,7 @@ class TrainingHooks:
             writers.stand_in()
             if buckets.shards is not None:
                 self._sharded = ShardedOptimizer(optimizer, buckets, recovery, self._shadows, self._shadow_device)
+                self._over_parameters.sharded = self._sharded
             state = TrainingState(model, optimizer, scheduler, validation, blank=late, sharded=self._sharded)
             self._state = state
             self._count_versions(optimizer)

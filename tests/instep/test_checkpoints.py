@@ -58,8 +58,9 @@ QUICK = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 3 --recove
         ["--ckpt-format", "torch"],
         ["--ckpt-format", "torch_dist"],
         ["--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--async-save"],
+        ["--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--ckpt-assume-constant-structure"],
     ],
-    ids=["torch", "torch_dist", "asynchronous"],
+    ids=["torch", "torch_dist", "asynchronous", "constant structure"],
 )
 def test_who_was_put_out_in_the_middle_of_a_checkpoint_and_wakes_later_spoils_nothing(
     forkserver: ForkServer, tmp_path: Path, flags: list[str]

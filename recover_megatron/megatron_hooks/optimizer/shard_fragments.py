@@ -13,6 +13,7 @@ they are copies, too, and updated *aside*, see `host_shadows`.
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,6 +163,16 @@ class ShardFragments:
     def inner(self) -> Any:
         """The optimizer that makes the update."""
         return self._optimizer.optimizer
+
+    @property
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The model's parameters that it updates, here or elsewhere."""
+        return (its.parameter for ranges in self.table.values() for its in ranges)
+
+    def parameter_of(self, fragment: ShardFragment) -> torch.nn.Parameter:
+        """The model's parameter of which it is a part."""
+        ranges = self.table[fragment.bucket]
+        return ranges[bisect_right(ranges, fragment.start, key=lambda its: its.start) - 1].parameter
 
     @property
     def aside(self) -> Iterator[ShardFragment]:

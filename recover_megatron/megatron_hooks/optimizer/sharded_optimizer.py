@@ -287,6 +287,11 @@ class ShardedOptimizer:
         column = self._column(fragments)
         return (p for unit, its in fragments.held.items() if self.shards.speaks_for(column, unit) for p in its)
 
+    def primaries(self) -> Iterator[tuple[ShardFragments, Iterator[ShardFragment]]]:
+        """Of each of Megatron's optimizers what is held here, and the pieces of it for which this worker speaks."""
+        self._aside.join()
+        return ((fragments, self._primary_fragments(fragments)) for fragments in self._fragments)
+
     def _primary_parts(self, fragments: ShardFragments, number: int) -> list[tuple[int, int]]:
         column, numel = self._buckets.part(number)
         layout = self.shards.layout(column)
