@@ -85,10 +85,15 @@ class Communicator:
         handle: Any,
         identity: str,
         cancel_token: CancelToken,
+        *,
+        rank: int,
+        size: int,
         parent: Communicator | None = None,
     ) -> None:
         self.library = library
         self.handle = handle
+        self.rank, self.size = rank, size
+        """Known here: NCCL is asked nothing of a communicator that is revoked."""
         self.identity = identity
         """The same at all members, and of no other communicator."""
         self.operations = 0

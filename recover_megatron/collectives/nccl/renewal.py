@@ -99,8 +99,7 @@ class Keeper:
 
     def holdings(self) -> dict[str, Holding]:
         return {
-            identity: Holding(its.handle.rank, its.handle.nranks, its.idle, its.operations)
-            for identity, (_, its) in self._held.items()
+            identity: Holding(its.rank, its.size, its.idle, its.operations) for identity, (_, its) in self._held.items()
         }
 
     def take(self, identity: str) -> Communicator:
@@ -203,7 +202,10 @@ class Opening:
             self.communicator, self._parent = self._take(order["parent"]), None
         else:
             handle = {"init": self._init, "shrink": self._shrink, "grow": self._grow}[how](order)
-            self.communicator = Communicator(self._library, handle, order["identity"], self._cancel_token, self._parent)
+            self.communicator = Communicator(
+                self._library, handle, order["identity"], self._cancel_token,
+                rank=self._rank, size=self._size, parent=self._parent,
+            )  # fmt: skip
         while not self.communicator.advance():
             yield False
         if self._parent is not None:

@@ -43,7 +43,7 @@ class Member:
         self.library = library
         self.token = CancelToken(1)
         handle = library.core.Communicator.init(size, rank, unique_id, library.config())
-        self.communicator = Communicator(library, handle, "first", self.token)
+        self.communicator = Communicator(library, handle, "first", self.token, rank=rank, size=size)
         self.stream = Stream()
         OPENED.append(self.communicator)
 
