@@ -1,0 +1,147 @@
+"""Groups over NCCL's double in threads: a member leaves in the middle, the others go on in the next epoch.
+
+Real deaths of real processes are in tests/collectives/test_deaths.py; here a member just does nothing any more.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recover_megatron.collectives.bucket import Bucket
+from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.group_factory import open_group
+from recover_megatron.collectives.nccl import library as libraries
+from recover_megatron.collectives.nccl.renewal import Keeper
+from recover_megatron.collectives.ring.group import Tuning
+from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch
+from tests.doubles.nccl import library as nccl_double
+from tests.doubles.nccl.core import Errors
+
+Collective = Literal["ring", "native"]
+collectives = pytest.mark.parametrize("collective", ["ring", "native"])
+
+
+def gradient(worker: int, bucket: int, numel: int) -> torch.Tensor:
+    return torch.randint(-8, 8, (numel,), generator=torch.Generator().manual_seed(97 * bucket + worker)).float()
+
+
+class Member:
+    """``leaves``: before which bucket it stops for good; None: never."""
+
+    def __init__(self, me: int, sizes: list[int], leaves: int | None) -> None:
+        self.me = me
+        self.leaves = leaves
+        self.buckets = [Bucket(gradient(me, at, numel)) for at, numel in enumerate(sizes)]
+        self.keeper = Keeper()
+        self.epoch = PlainEpoch(0, [], me)
+
+    def open(self, number: int, members: list[int], store: Any, collective: Collective) -> Group:
+        self.epoch = PlainEpoch(number, members, self.me)
+        return open_group(
+            self.epoch, store, name="column", secret=SECRET, timeout=DEADLINE, transport_kind="nccl",
+            collective=collective, tuning=Tuning(64, 16, 2), communicators=self.keeper,
+        )  # fmt: skip
+
+    def first(self, group: Group) -> None:
+        """Sum all buckets, or leave on the way."""
+        last = len(self.buckets) if self.leaves is None else self.leaves
+        try:
+            for handle in [group.all_reduce(bucket) for bucket in self.buckets[:last]]:
+                handle.wait(DEADLINE)
+            if self.leaves is not None:
+                group.abort("this member leaves")
+        except EpochRevoked:
+            pass
+        finally:
+            group.close()
+
+    def again(self, group: Group) -> None:
+        group.pull(self.buckets)
+        for handle in [group.all_reduce(bucket) for bucket in self.buckets]:
+            handle.wait(DEADLINE)
+        group.close()
+
+
+def two_epochs(sizes: list[int], leaving: dict[int, int], size: int, collective: Collective) -> list[Member]:
+    """The survivors, after an epoch in which some leave, and one of those who are left."""
+    everybody = list(range(size))
+    members = [Member(me, sizes, leaving.get(me)) for me in everybody]
+    survivors = [member for member in members if member.leaves is None]
+    with ThreadPoolExecutor(size) as pool:
+        first, second = Dictionary(), Dictionary()
+        groups = list(pool.map(lambda it: it.open(1, everybody, first, collective), members))
+        ends = [pool.submit(member.first, group) for member, group in zip(members, groups, strict=True)]
+        if leaving:  # the first one to leave ends the epoch, for who leaves later, too
+            wait([ends[me] for me in leaving], DEADLINE, FIRST_COMPLETED)
+            for member in members:
+                member.epoch.revoke("a member left")
+        for end in ends:
+            end.result(DEADLINE)
+        left = [member.me for member in survivors]
+        groups = list(pool.map(lambda it: it.open(2, left, second, collective), survivors))
+        list(pool.map(Member.again, survivors, groups))
+    for member in members:
+        member.keeper.close()
+    return survivors
+
+
+def check(survivors: list[Member], sizes: list[int], size: int) -> None:
+    left = [member.me for member in survivors]
+    for at, numel in enumerate(sizes):
+        sums = {1: sum(gradient(me, at, numel) for me in range(size)), 2: sum(gradient(me, at, numel) for me in left)}
+        for member in survivors:
+            bucket = member.buckets[at]
+            assert bucket.ledger.complete
+            for span in bucket.ledger.reduced:
+                wanted = sums[span.epoch]
+                assert isinstance(wanted, torch.Tensor)
+                assert torch.equal(bucket.flat[span.start : span.stop], wanted[span.start : span.stop])
+
+
+@collectives
+@pytest.mark.parametrize("version", [(2, 27, 7), (2, 29, 7)], ids=["2.27", "2.29"])
+def test_a_member_that_leaves_is_survived(
+    monkeypatch: pytest.MonkeyPatch, collective: Collective, version: tuple[int, ...]
+) -> None:
+    library = nccl_double(version, errors=Errors.NEVER)
+    monkeypatch.setattr(libraries, "load", lambda: library)
+    sizes = [100, 33, 7]
+    check(two_epochs(sizes, {1: 1}, 4, collective), sizes, 4)
+    shrunk = collective == "native" and version == (2, 29, 7)
+    assert ("shrink" in library.core.calls) == shrunk, library.core.calls
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_any_members_may_leave_before_any_bucket(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 5))
+    sizes = data.draw(st.lists(st.integers(0, 200), min_size=1, max_size=4))
+    who = data.draw(st.lists(st.integers(0, size - 1), unique=True, min_size=1, max_size=size - 1))
+    leaving = {me: data.draw(st.integers(0, len(sizes))) for me in who}
+    library = nccl_double(
+        data.draw(st.sampled_from([(2, 27, 7), (2, 29, 7)])),
+        polls=data.draw(st.integers(0, 5)),
+        errors=Errors.NEVER,
+        seed=data.draw(st.integers(0, 100)),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(libraries, "load", lambda: library)
+        survivors = two_epochs(sizes, leaving, size, data.draw(st.sampled_from(["ring", "native"])))
+    check(survivors, sizes, size)
+
+
+@collectives
+def test_an_orderly_change_opens_nothing(monkeypatch: pytest.MonkeyPatch, collective: Collective) -> None:
+    library = nccl_double()
+    monkeypatch.setattr(libraries, "load", lambda: library)
+    check(two_epochs([50], {}, 3, collective), [50], 3)
+    opened = 3 if collective == "native" else 6
+    assert library.core.calls.count("init") == opened, "each member its communicators, once"
+    assert "revoke" not in library.core.calls
