@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 from recover_megatron.collectives.errors import LedgerError
 
@@ -46,6 +47,9 @@ class Held(Span):
 
     epoch: int
     holders: tuple[int, ...]
+
+
+_start = attrgetter("start")
 
 
 class Ledger:
@@ -103,7 +107,7 @@ class Ledger:
         if span.start == span.stop:
             return
         known = self._reduced
-        at = bisect_left(known, span.start, key=lambda reduced: reduced.start)
+        at = bisect_left(known, span.start, key=_start)
         before = known[at - 1] if at else None
         after = known[at] if at < len(known) else None
         if (before and before.stop > span.start) or (after and after.start < span.stop):

@@ -23,7 +23,6 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -32,6 +31,8 @@ from recover_megatron.collectives.ring.progress import Executor, Task
 from recover_megatron.collectives.ring.schedule import Action, Program, Receive, Send
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 
+_MESSAGES = 32
+"""So many messages are handled at most before what was handed in meanwhile is taken on."""
 _TAG_MASK, _TAG_STRIDE = 0x7FFFFFFF, 0x9E3779B1
 
 Hook = Callable[[str, int], None]
@@ -41,6 +42,17 @@ Hook = Callable[[str, int], None]
 ``written`` between the write of a finished segment and its mark; ``add``, ``finish`` or ``store`` after (``gather``
 instead of ``store`` in an all-gather).
 """
+
+
+Parts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""What a program sends and receives, as parts of the bucket."""
+
+
+def parts_of(flat: torch.Tensor, program: Program) -> Parts:
+    views: dict[Span, torch.Tensor] = {}
+    for span in {*(send.span for send in program.sends), *(receive.span for receive in program.receives)}:
+        views[span] = flat[span.start : span.stop]
+    return [views[send.span] for send in program.sends], [views[receive.span] for receive in program.receives]
 
 
 class RingTask(Task):
@@ -56,6 +68,7 @@ class RingTask(Task):
         flat: torch.Tensor,
         ledger: Ledger,
         program: Program,
+        parts: Parts,
         *,
         signature: int,
         epoch_of: Callable[[int], int],
@@ -72,29 +85,22 @@ class RingTask(Task):
         self.final = final
         self.token = token
         self.tag = signature
+        self.to_send, self.to_receive = parts
         self.posted = self.gone = self.asked = self.handled = 0
         self.partials: dict[int, Arrival] = {}
 
-    def part(self, span: Send | Receive) -> torch.Tensor:
-        return self.flat[span.span.start : span.span.stop]
+    def tag_of(self, position: int, span: Span) -> int:
+        return (self.tag + position * _TAG_STRIDE + span.stop - span.start) & _TAG_MASK
 
     @property
     def over(self) -> bool:
         return self.handled == len(self.program.receives) and self.gone == len(self.program.sends)
 
 
-@dataclass(slots=True)
-class _Sending:
-    run: RingTask
-    pending: Pending
-    partial: Arrival | None = None
-
-
-@dataclass(slots=True)
-class _Receiving:
-    run: RingTask
-    receive: Receive
-    arrival: Arrival
+_Sending = tuple[RingTask, Pending, Arrival | None]
+"""A message under way, and the partial sum that it is, if it is one."""
+_Receiving = tuple[RingTask, Receive, Arrival]
+# Tuples: one of each is made for every message, and the time counts.
 
 
 class Ring(Executor[RingTask]):
@@ -130,20 +136,31 @@ class Ring(Executor[RingTask]):
 
     def advance(self) -> float:
         with self._transport.scope():
+            self._step()
+            for _ in range(_MESSAGES):  # what has arrived already, without going round by the progress thread
+                if not (self._receiving and self._receiving[0][2].done):
+                    break
+                self._step()
+        return 0.0
+
+    def _step(self) -> None:
+        if self._sending:
             self._reap()
+        if self._to_send:
             self._post_sends()
             self._reap()  # what went at once gives its memory back before this thread waits for more
+        if self._to_ask:
             self._post_receives()
-            if self._receiving:
-                first = self._receiving[0]
-                self._transport.wait(first.arrival)
-                self._receiving.popleft()
-                self._handle(first)
-            elif self._sending:
-                self._transport.wait(self._sending[0].pending)
-                self._reap()
+        if self._receiving:
+            run, receive, arrival = self._receiving[0]
+            self._transport.wait(arrival)
+            self._receiving.popleft()
+            self._handle(run, receive, arrival)
+        elif self._sending:
+            self._transport.wait(self._sending[0][1])
+            self._reap()
+        if self._runs and self._runs[0].over:
             self._finish_runs()
-        return 0.0
 
     def settle(self) -> None:
         self._transport.settle()
@@ -160,66 +177,67 @@ class Ring(Executor[RingTask]):
         while self._to_send:
             run = self._to_send[0]
             sends = run.program.sends
-            while run.posted < len(sends) and sends[run.posted].after <= run.handled:
-                self._send(run, sends[run.posted])
+            while run.posted < len(sends):
+                send = sends[run.posted]
+                if send.after > run.handled:
+                    return
+                self._send(run, send)
                 run.posted += 1
-            if run.posted < len(sends):
-                return
             self._to_send.popleft()
 
     def _send(self, run: RingTask, send: Send) -> None:
         partial = run.partials.pop(send.after - 1) if send.partial and send.hop else None
-        tensor = run.part(send) if partial is None else partial.tensor
+        tensor = run.to_send[run.posted] if partial is None else partial.tensor
         if self._hook:
             self._hook("send", send.hop)
-        pending = self._transport.send(tensor, self._tag(run, run.posted, len(send.span)))
+        pending = self._transport.send(tensor, run.tag_of(run.posted, send.span))
         if self._hook:
             self._hook("sent", send.hop)
-        self._sending.append(_Sending(run, pending, partial))
+        self._sending.append((run, pending, partial))
 
     def _reap(self) -> None:
         """Take back what has gone."""
-        while self._sending and self._sending[0].pending.done:
-            sending = self._sending.popleft()
-            sending.run.gone += 1
-            if sending.partial is not None:
-                self._release(sending.partial)
+        sending = self._sending
+        while sending and sending[0][1].done:
+            run, _, partial = sending.popleft()
+            run.gone += 1
+            if partial is not None:
+                self._release(partial)
 
     # ---- receiving
 
     def _post_receives(self) -> None:
         """Ask for the next messages, as far ahead as is useful and as scratch allows."""
-        while self._to_ask and len(self._receiving) <= self._transport.lookahead:
+        ahead = self._transport.lookahead
+        while self._to_ask and len(self._receiving) <= ahead:
             run = self._to_ask[0]
             receives = run.program.receives
             if run.asked == len(receives):
                 self._to_ask.popleft()
                 continue
-            if self._used > run.program.partials + self._transport.lookahead:
+            if self._used > run.program.partials + ahead:
                 # The successor lags: partial sums pile up.  One more than the schedule holds at once is enough for the
                 # member that lags most, so waiting here can't close a circle.
                 if self._receiving:
                     return
-                self._transport.wait(self._sending[0].pending)
+                self._transport.wait(self._sending[0][1])
                 self._reap()
                 continue
             receive = receives[run.asked]
-            arrival = self._transport.recv(
-                len(receive.span), run.flat.dtype, self._tag(run, run.asked, len(receive.span))
-            )
-            self._receiving.append(_Receiving(run, receive, arrival))
+            span = receive.span
+            arrival = self._transport.recv(span.stop - span.start, run.flat.dtype, run.tag_of(run.asked, span))
+            self._receiving.append((run, receive, arrival))
             self._used += 1
             run.asked += 1
 
-    def _handle(self, message: _Receiving) -> None:
+    def _handle(self, run: RingTask, receive: Receive, arrival: Arrival) -> None:
         """Deal with a segment that is complete in scratch.  No point of interruption between write and mark."""
-        run, receive, scratch = message.run, message.receive, message.arrival.tensor
-        hook, part = self._hook, run.part(receive)
+        scratch, hook, part = arrival.tensor, self._hook, run.to_receive[run.handled]
         if hook:
             hook("arrived", receive.hop)
         if receive.action is Action.ADD:
             scratch.add_(part)
-            run.partials[run.handled] = message.arrival
+            run.partials[run.handled] = arrival
         else:
             if receive.action is Action.FINISH:
                 torch.add(scratch, part, out=part)
@@ -227,7 +245,7 @@ class Ring(Executor[RingTask]):
             elif not run.ledger.covers(receive.span):
                 part.copy_(scratch)
                 self._mark(run, receive)
-            self._release(message.arrival)
+            self._release(arrival)
         run.handled += 1
         if hook:
             hook(run.stored if receive.action is Action.STORE else receive.action.value, receive.hop)
@@ -252,7 +270,3 @@ class Ring(Executor[RingTask]):
         while self._runs and self._runs[0].over:
             self._transport.finish()
             self._runs.popleft().handle.finish()
-
-    @staticmethod
-    def _tag(run: RingTask, position: int, length: int) -> int:
-        return (run.tag + position * _TAG_STRIDE + length) & _TAG_MASK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from recover_megatron.collectives.epoch import CancelToken, Epoch
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Ledger, Span
 from recover_megatron.collectives.memo import Memo
-from recover_megatron.collectives.ring.executor import Hook, Ring, RingTask
+from recover_megatron.collectives.ring.executor import Hook, Parts, Ring, RingTask, parts_of
 from recover_megatron.collectives.ring.progress import Handle, ProgressThread
 from recover_megatron.collectives.ring.schedule import (
     Chunks,
@@ -54,6 +54,14 @@ MOST_MESSAGES = 1 << 17
 """Limit of the programs that a group remembers, in messages: some 20 MiB."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """Parts of ``flat``, which they keep alive: no other tensor has its ``id``."""
+
+    flat: torch.Tensor
+    parts: Parts
+
+
 class RingGroup(Group):
     """Use ``open_group`` of ``opening``."""
 
@@ -73,6 +81,7 @@ class RingGroup(Group):
         self._planned: Memo[_Planned] = Memo(
             MOST_MESSAGES, lambda planned: len(planned.program.sends) + len(planned.program.receives)
         )
+        self._views: Memo[_Views] = Memo(MOST_MESSAGES, lambda views: sum(map(len, views.parts)))
         self._ring = Ring(transport, hook)
         self._progress: ProgressThread[RingTask] = ProgressThread(
             self._ring, cancel_token, f"ring of epoch {self.epoch}"
@@ -111,6 +120,7 @@ class RingGroup(Group):
             flat,
             ledger,
             planned.program,
+            self._parts(what, flat, key, planned.program),
             signature=planned.signature,
             epoch_of=epoch_of or (lambda _: self.epoch),
             final=final,
@@ -118,6 +128,12 @@ class RingGroup(Group):
             stored="gather" if what == "all-gather" else "store",
         )
         return self._progress.submit(run)
+
+    def _parts(self, what: str, flat: torch.Tensor, key: Hashable, program: Program) -> Parts:
+        """Those of gradients are remembered, with the bucket: the next iteration wants the same."""
+        if what != "reduce":
+            return parts_of(flat, program)
+        return self._views.get((id(flat), key), lambda: _Views(flat, parts_of(flat, program))).parts
 
     def _plan(self, what: str, dtype: torch.dtype, chunks: Chunks, reduce: bool, gather_hops: int) -> _Planned:
         length = self.segment_elements(chunks, dtype.itemsize)

@@ -1,0 +1,28 @@
+"""The benchmark of the host's part, on very little; what it finds is no matter of tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_host_cost
+
+LITTLE = ["--members", "3", "--buckets", "2", "--iterations", "2"]
+
+
+def test_the_host_costs_are_told_and_judged_by_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = tmp_path / "costs.json"
+    assert bench_host_cost.main([*LITTLE, "--most", "1e9", "--json", str(told)]) == 0
+    numbers = json.loads(told.read_text())["us_per_bucket"]
+    assert set(numbers) == {"native", "ring"}
+    printed = capsys.readouterr().out
+    for name, number in numbers.items():
+        assert number > 0
+        assert f"{name:8} {number:7.1f} us per bucket" in printed
+
+
+def test_one_group_over_the_limit_is_enough_to_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_host_cost.main([*LITTLE, "--most", "1e-6"]) == 1
+    assert "more than 1e-06 us per bucket: native, ring" in capsys.readouterr().err
