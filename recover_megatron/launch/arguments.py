@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -158,6 +160,8 @@ class Options:
         docs="[slurm.md](slurm.md#recover-run---slurm)",
     )
     module: bool = option(False, "SCRIPT is the name of a module, as with python -m", short="-m")
+    device_test_command: tuple[str, ...] = ()
+    """The words of ``device_test``."""
     coordinators: tuple[tuple[str, int], ...] = ()
     """Of the run to join."""
     script: str | None = None
@@ -289,6 +293,7 @@ def _check_newcomers(options: Options) -> list[str]:
             "--max-restarts: a worker can be started again only in a run with --recover among the script's arguments; "
             "without it leave the option out"
         )
+    reasons += _check_device_test(options)
     if not options.join:
         given = {"--recover-coordinator": options.recover_coordinator, "--world-size": options.world_size}
         reasons += [f"{name} is for --join: leave it out (or add --join)" for name, value in given.items() if value]
@@ -312,6 +317,22 @@ def _check_newcomers(options: Options) -> list[str]:
     except ValueError as error:
         reasons.append(f"--recover-coordinator {text}: {error}")
     return reasons
+
+
+def _check_device_test(options: Options) -> list[str]:
+    """The reasons against the test of devices; fills in where its program is."""
+    if not options.device_test:
+        return []
+    if not options.max_restarts:
+        return ["--device-test: devices are tested before a worker is started in place of another; add --max-restarts"]
+    try:
+        words = shlex.split(options.device_test)
+    except ValueError as error:
+        return [f"--device-test {options.device_test}: {error}"]
+    if not words or (program := shutil.which(words[0])) is None:
+        return [f"--device-test {options.device_test}: there is no such program on the PATH"]
+    options.device_test_command = (program, *words[1:])
+    return []
 
 
 def config_of(script_args: Sequence[str]) -> RecoverConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
 import socket
 import sys
 import time
@@ -132,7 +131,7 @@ def _device_test(options: arguments.Options) -> tuple[str, ...]:
     """The command that tests a device before a worker is started on it in place of another; empty: none."""
     if not options.max_restarts:
         return ()
-    return command_of(tuple(shlex.split(options.device_test)), arguments.config_of(options.script_args).device)
+    return command_of(options.device_test_command, arguments.config_of(options.script_args).device)
 
 
 def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchPlan:

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import get_args, initialize
@@ -36,6 +37,7 @@ from recover_megatron.instep.traffic import WORLD, Mode, Traffic
 from recover_megatron.megatron_hooks import monkeypatch, writers
 from recover_megatron.megatron_hooks.known import is_known
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
+from recover_megatron.megatron_hooks.rank_copies import renew_rank_copies
 
 RANK_LISTS = tuple(name for name in vars(parallel_state) if name.endswith("_GLOBAL_RANKS"))
 """parallel_state's lists of the global ranks of a group."""
@@ -52,6 +54,8 @@ class Groups:
         self.alone = alone
         self.inside = ModelParallelGroups(store_port=int(os.environ["MASTER_PORT"]))
         self.grid: LaunchGrid | None = None
+        self.model: Sequence[torch.nn.Module] = ()
+        """What is trained, once there is one: parts of it keep global ranks."""
         self._replica = -1
         self._own: list[SwappableGroup] = []
         self._mates: SwappableGroup | None = None
@@ -75,7 +79,7 @@ class Groups:
         """Everything is built once more, for another slot, alone: forget the groups that there are."""
         self.traffic, self.alone = Traffic(slot, Mode.ALONE, is_known), True
         self.inside = ModelParallelGroups(store_port=int(os.environ["MASTER_PORT"]))
-        self.grid, self._replica = None, -1
+        self.grid, self._replica, self.model = None, -1, ()
         self._own, self._mates, self._lists = [], None, {}
 
     def _initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,6 +192,8 @@ class Groups:
         for name, ranks_at_launch in self._lists.items():
             setattr(parallel_state, name, _renumbered(ranks_at_launch, ranks))
         get_args().rank = ranks[self.traffic.me]
+        if get_args().context_parallel_size > 1:
+            renew_rank_copies(self.model, dist.get_process_group_ranks(parallel_state.get_context_parallel_group()))
         writers.take_turns(ranks[self.traffic.me] == len(ranks) - 1)
 
 

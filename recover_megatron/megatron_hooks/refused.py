@@ -33,6 +33,11 @@ REFUSED = {
     "overlap_moe_expert_parallel_comm": "its schedule was not examined",
     "log_straggler": "it reports to a rank that it chooses at the start",
     "delay_wgrad_compute": "gradients would come after the sum",
+    "tp_comm_overlap": "its userbuffers can neither be aborted nor made anew: an orphan's kernels would wait for its "
+    "dead mate for good",
+    "use_sharp": "the gradients do not go through Megatron's data-parallel groups, for which it reserves SHARP",
+    "nccl_ub": "the gradients do not go through Megatron's data-parallel groups, with which it registers its buffers",
+    "moe_enable_deepep": "its buffers keep the addresses of dead workers, and its kernels can't be aborted",
 }
 """Attribute of Megatron's arguments -> why its flag is refused with --recover."""
 
@@ -52,6 +57,7 @@ REFUSED_SHARDED = {
 """The same for what is refused with --recover and --use-distributed-optimizer together."""
 
 NAMES = {
+    "nccl_ub": "--use-nccl-ub",
     "use_layer_wise_distributed_optimizer": "the layer-wise distributed optimizer",
     "fp8_param": "--fp8-param-gather",
     "fp4_param": "--fp4-param-gather",
@@ -123,9 +129,17 @@ def cannot_recover(args: argparse.Namespace) -> list[str]:
         if kind in ("global_aux_loss", "quantile_balancing"):
             found.append(f"--recover cannot be combined with --moe-router-load-balancing-type {kind} yet: "
                          "it sums over all replicas in the step")  # fmt: skip
-    delayed = getattr(args, "fp8", None) and getattr(args, "fp8_recipe", "delayed") == "delayed"
-    if delayed and not getattr(args, "tp_only_amax_red", False):
-        found.append("--recover with delayed FP8 scaling needs --tp-only-amax-red: amax must stay in the replica")
+    if getattr(args, "moe_token_dispatcher_type", None) == "flex":
+        found.append(
+            "--recover cannot be combined with --moe-token-dispatcher-type flex (DeepEP, HybridEP, NCCL EP) yet: its "
+            "buffers keep the addresses of dead workers, and its kernels can't be aborted; take alltoall"
+        )
+    if getattr(args, "fp8", None) and getattr(args, "fp8_recipe", "delayed") == "delayed":
+        found.append(
+            "--recover cannot be combined with delayed FP8 scaling yet: its scales are a history of what each worker "
+            "has computed, to which a re-run adds and which a worker that takes a place has not; take another "
+            "--fp8-recipe (tensorwise, blockwise, mxfp8), which scales by what it is about to multiply"
+        )
     if getattr(args, "non_persistent_ckpt_type", None) == "local":
         found.append("--recover cannot be combined with --non-persistent-ckpt-type local yet: its groups are fixed")
     group = getattr(args, "microbatch_group_size_per_vp_stage", None)

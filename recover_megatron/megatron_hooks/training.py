@@ -194,6 +194,7 @@ class TrainingHooks:
             if self._recovery is None:
                 self.recovery = self._make_recovery()
             recovery = self.recovery
+            self._groups.model = model
             buckets = self._bucket_monkeypatch.buckets = Buckets(model, recovery.assignment, self._shadows)
             self._trackers = Trackers(get_args(), len(buckets.tail))
             self._tracker_seam.active = True

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from recover_megatron.launch import device_test
+from recover_megatron.launch.arguments import parse
 from recover_megatron.launch.device_tests import DEFAULT, command_of
 from tests.launch.test_newcomers import SCRIPT, awaits
 
@@ -123,6 +124,19 @@ def test_what_nvml_counts_against_a_device_is_told(nvml: Any, said: str) -> None
 def test_without_a_cuda_device_the_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert device_test.examine(1) == "there are 1 CUDA devices here"
+
+
+def test_a_test_that_could_not_run_is_refused_at_start() -> None:
+    common = ["--nproc-per-node", "2"]
+    script = [__file__, "--recover"]
+    _, reasons = parse([*common, "--max-restarts", "1", "--device-test", "no-such-program -x", *script])
+    assert any("--device-test no-such-program -x: there is no such program" in reason for reason in reasons)
+    _, reasons = parse([*common, "--device-test", "sh -c true", *script])
+    assert any("add --max-restarts" in reason for reason in reasons)
+    options, reasons = parse([*common, "--max-restarts", "1", "--device-test", "sh -c 'exit 0'", *script])
+    assert reasons == []
+    assert options.device_test_command[1:] == ("-c", "exit 0")
+    assert options.device_test_command[0].endswith("/sh")
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------

@@ -115,6 +115,26 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
             [*GOOD, "--recover", "--expert-tensor-parallel-num-weight-shards", "2"],
             "--recover cannot be combined with --expert-tensor-parallel-num-weight-shards 2 yet: weights",
         ),
+        (
+            [*GOOD, "--recover", "--tp-comm-overlap"],
+            "--recover cannot be combined with --tp-comm-overlap yet: its userbuffers",
+        ),
+        (
+            [*GOOD, "--recover", "--moe-token-dispatcher-type", "flex"],
+            "--recover cannot be combined with --moe-token-dispatcher-type flex (DeepEP, HybridEP, NCCL EP) yet",
+        ),
+        (
+            [*GOOD, "--recover", "--use-sharp"],
+            "--recover cannot be combined with --use-sharp yet: the gradients do not go through",
+        ),
+        (
+            [*GOOD, "--recover", "--use-nccl-ub"],
+            "--recover cannot be combined with --use-nccl-ub yet: the gradients do not go through",
+        ),
+        (
+            [*GOOD, "--recover", "--fp8-format", "hybrid", "--tp-only-amax-red"],
+            "--recover cannot be combined with delayed FP8 scaling yet: its scales are a history",
+        ),
         ([*GOOD, "--recover", "--rerun-mode", "validate_results"], "--recover needs --rerun-mode disabled"),
         (
             [*GOOD, "--recover", "--inprocess-restart"],
