@@ -167,6 +167,11 @@ class Assignment:
         return frozenset(self.decision.grid[self.replica]) if self.placed else frozenset()
 
     @property
+    def with_newcomers(self) -> bool:
+        """Whether a worker that was not launched with the run stands in my replica."""
+        return any(worker >= self.grid.world for worker in self.mates)
+
+    @property
     def lost_mates(self) -> list[int]:
         """Those of ``mates`` that the newest epoch, which may be about to begin, does without; ascending."""
         return sorted(self.mates - self._session.opened_members)

@@ -169,6 +169,8 @@ class Orphan:
             self._spare = None
         self._announcements.settled()
         self._assignment.take_up(decision)
+        if self._assignment.with_newcomers:
+            self._progress.begin_anew()
         self._assignment.wait_for_step(None)
         self._progress.at = decision.at - 1
 

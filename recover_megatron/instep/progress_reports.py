@@ -47,6 +47,13 @@ class ProgressReports:
         self._session.agree(number)
         self._warm = True
 
+    def begin_anew(self) -> None:
+        """Until the next decision is done this worker may take as long as in its first one.
+
+        A worker that joined the run late compiles its kernels then, and those of its replica wait for it within theirs.
+        """
+        self._warm = False
+
     def mark(self, phase: str, *, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0) -> None:
         """Report progress: see ``Session.mark``.  ``allow``: seconds beyond the hang timeout until the next mark."""
         self.microbatch, self.phase, self._allow = microbatch, phase, allow

@@ -31,6 +31,7 @@ from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.state_exchange import INTERRUPTED, StateExchange, first_iteration
+from recover_megatron.megatron_hooks.step_guard import StepGuard
 
 log = get_logger(__name__)
 
@@ -47,6 +48,7 @@ class Rejoin:
         checkpoints: Checkpoints,
         sharded: ShardedOptimizer | None,
         blame: Blame,
+        step_guard: StepGuard,
     ) -> None:
         self._recovery = recovery
         self._groups = groups
@@ -55,6 +57,7 @@ class Rejoin:
         self._checkpoints = checkpoints
         self._sharded = sharded
         self._blame = blame
+        self._step_guard = step_guard
 
     def leave(self, error: BaseException) -> None:
         """Out of the training, which ``error`` has ended: see to it that all others know, and forget what was begun."""
@@ -96,6 +99,8 @@ class Rejoin:
         if self._sharded is not None:  # what others have updated meanwhile is of no use
             self._sharded.forget()
             state.version = None
+        if not self._step_guard.believed:
+            state.version = None
         if state.version is None:
             state.make_room()
         digest = "" if state.version is None else state.digest()
@@ -116,6 +121,7 @@ class Rejoin:
         grouped = time.perf_counter()
         size = self._places.fetch_state(decision)
         progress.inject("regroup", first)
+        self._step_guard.reset()
         recovery.hooks.planned(decision)
         # Where a replica goes on, that one tells of the plan; this one only where all are new.
         recovery.planner.log(decision, None, 0.0)

@@ -45,6 +45,7 @@ from recover_megatron.megatron_hooks.rejoin import Rejoin
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.state_exchange import StateExchange
+from recover_megatron.megatron_hooks.step_guard import StepGuard
 from recover_megatron.megatron_hooks.trackers import Trackers, TrackerSeam
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
@@ -88,6 +89,7 @@ class TrainingHooks:
         self._records = records
         self._device = device
         self._blame = Blame()
+        self._step_guard = StepGuard.of(device)
         self._seeds = MicrobatchSeeds(device)
         self._nominal = NominalCount()
         self._accumulated = Accumulated()
@@ -142,6 +144,10 @@ class TrainingHooks:
         self._bucket_monkeypatch.buckets, self._tracker_seam.active = None, False
         self._trackers = self._state = self._places = self._outcome = None
         self._sharded = self._over_parameters.sharded = None
+
+    def replica_ends(self) -> None:
+        """The groups inside the replica are about to be aborted; from any thread."""
+        self._step_guard.seal()
 
     def planned(self, decision: Decision) -> None:
         """A new epoch.  Raises ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
@@ -206,7 +212,9 @@ class TrainingHooks:
             self._state = state
             self._count_versions(optimizer)
             places = self._places = StateExchange(recovery, state)
-            rejoin = Rejoin(recovery, self._groups, state, places, self._checkpoints, self._sharded, self._blame)
+            rejoin = Rejoin(
+                recovery, self._groups, state, places, self._checkpoints, self._sharded, self._blame, self._step_guard
+            )
             if late:
                 rejoin.come_back()
             else:
@@ -236,11 +244,13 @@ class TrainingHooks:
             assert self._state is not None
             assert self._places is not None
             self._places.withdraw()
+            self._step_guard.begin()
             if self._sharded is None:
                 result = step(*args, **kwargs)
             else:
                 result = self._sharded.step(lambda: step(*args, **kwargs))
             self._state.stepped(bool(result[0]))
+            self._step_guard.end()
             return result
 
         optimizer.step = counted

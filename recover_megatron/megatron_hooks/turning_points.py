@@ -38,6 +38,7 @@ class TurningPoints(Hooks):
         self._first_plan = not newcomer
 
     def abort_replica(self) -> None:
+        self._training.replica_ends()
         self._groups.inside.end()
 
     def planned(self, decision: Decision) -> None:
