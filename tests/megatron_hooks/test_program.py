@@ -132,7 +132,7 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
             "--recover cannot be combined with --use-nccl-ub yet: the gradients do not go through",
         ),
         (
-            [*GOOD, "--recover", "--fp8-format", "hybrid", "--tp-only-amax-red"],
+            [*GOOD, "--recover", "--fp8-format", "hybrid"],
             "--recover cannot be combined with delayed FP8 scaling yet: its scales are a history",
         ),
         ([*GOOD, "--recover", "--rerun-mode", "validate_results"], "--recover needs --rerun-mode disabled"),
