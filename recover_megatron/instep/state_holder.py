@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
+from recover_megatron.collectives.digest import bytes_of
 from recover_megatron.collectives.errors import PeerLost
 from recover_megatron.collectives.state_transport import SocketTransport, StateTransport, cut, receive_into
-from recover_megatron.instep.transfer import bytes_of, flatten
+from recover_megatron.instep.transfer import flatten
 from recover_megatron.logger import get_logger
 from recover_megatron.network.silence import watch
 from recover_megatron.network.streams import Streams
@@ -39,7 +40,7 @@ log = get_logger(__name__)
 KIND = "state"
 CHUNK = 4 << 20
 """Bytes of a chunk: enough that a request costs nothing beside it, and no more than a processor's cache has."""
-HELLO, REQUEST, TRAILER = struct.Struct("<Q32s"), struct.Struct("<q"), struct.Struct("<qI?")
+HELLO, REQUEST, TRAILER = struct.Struct("<Q32s"), struct.Struct("<q"), struct.Struct("<qQ?")
 TEXT, DONE = -1, -2
 LOOK_SECONDS = 0.25
 """How often a thread that waits for an offer looks whether anybody is still there to get it."""

@@ -24,9 +24,10 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_timers, training
 
+from recover_megatron.collectives.digest import digest
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.state_receiver import Place
-from recover_megatron.instep.transfer import Path, at, digest, flatten, new_memory
+from recover_megatron.instep.transfer import Path, at, flatten, new_memory
 from recover_megatron.megatron_hooks.data import source_of
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer, groups_with_parameters
 from recover_megatron.megatron_hooks.totals import LogTotals

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.instep import transfer
+from recover_megatron.collectives import digest as digest_module
+from recover_megatron.collectives.digest import bytes_of, digest
 from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.transfer import bytes_of, digest, flatten, new_memory, unflatten
+from recover_megatron.instep.transfer import flatten, new_memory, unflatten
 
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,
@@ -144,4 +145,4 @@ def test_the_digest_does_not_depend_on_where_a_tensor_lies() -> None:
 def test_other_devices_sum_rows_to_the_same() -> None:
     rows = torch.randint(-(1 << 63), (1 << 63) - 1, (5, 64))
     factors = torch.arange(1, 129, 2) * 0x9E3779B1
-    assert transfer._row_sums(rows, factors) == (rows * factors).sum(1).tolist()
+    assert digest_module._row_sums(rows, factors) == (rows * factors).sum(1).tolist()
