@@ -12,6 +12,7 @@ Healthy replicas go on computing after ``end``: nothing here is used by what sta
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.collectives.gloo.abort import GlooBackend
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import TransportKind, open_group
 from recover_megatron.collectives.nccl.renewal import Keeper
@@ -33,13 +33,14 @@ from recover_megatron.collectives.peer_store_client import Neighbours, PeerStore
 from recover_megatron.collectives.rendezvous import KeyValue
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.ring.reordered import Reordered
-from recover_megatron.collectives.ring.torch_operations import RoundBackend
+from recover_megatron.collectives.tree.connections import Tree
+from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep.state_holder import KIND, Offer, Offers
 from recover_megatron.instep.state_receiver import Place, Receiver, Shared, Source
 from recover_megatron.instep.transfer import new_memory
 from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer
 from recover_megatron.network.proof import Challenge
-from recover_megatron.network.streams import open_stream
+from recover_megatron.network.streams import Streams, open_stream
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,24 @@ class Failure:
     """Whether it did not hang up, but could not be reached any more."""
 
 
+class PeerStores:
+    """How the members of a group connect to each other: by the peer stores, whose ``addresses`` are given by rank."""
+
+    def __init__(self, streams: Streams, secret: bytes, addresses: Sequence[str]) -> None:
+        self._streams = streams
+        self._challenge = Challenge(secret, PURPOSE)
+        self._addresses = addresses
+
+    def connect(self, member: int, name: str, patience: Callable[[], None]) -> socket.socket:
+        return open_stream(self._addresses[member], self._challenge, name, patience)
+
+    def take(self, name: str, patience: Callable[[], None]) -> socket.socket:
+        return self._streams.take(name, patience)
+
+    def forget(self, name: str) -> None:
+        self._streams.forget(name)
+
+
 class EpochGroups:
     """The groups of epoch ``number`` at slot ``me``.  All members are slots (see ``grid``).
 
@@ -144,7 +163,7 @@ class EpochGroups:
         self._lock = threading.Lock()
         self._cancel_token = CancelToken(number)
         self._rings: dict[tuple[int, ...], Group | Reordered] = {}
-        self._controls: dict[tuple[str, tuple[int, ...]], GlooBackend | RoundBackend] = {}
+        self._controls: dict[tuple[str, tuple[int, ...]], TreeBackend] = {}
         self._states: Counter[tuple[str, bool]] = Counter()
 
     @property
@@ -220,27 +239,26 @@ class EpochGroups:
             comm_config.peer_store, [self._peer_stores[slot] for slot in members], self._pinned, self.number
         )
 
-    def control(self, name: str, members: Sequence[int]) -> GlooBackend | RoundBackend:
-        """A gloo group of these workers for the small traffic between steps; as ``ring``."""
+    def control(self, name: str, members: Sequence[int]) -> TreeBackend:
+        """A group of these workers for the small traffic between steps; as ``ring``."""
         key = (name, tuple(members))
         if key not in self._controls:
-            if self._roads.among(members) and not self._comm_config.mesh:
-                ring = self._open_ring(f"control/{name}", key[1])
-                self._controls[key] = RoundBackend(ring)
-            else:
-                self._controls[key] = self._open_control(*key)
+            self._controls[key] = self._open_control(*key)
         return self._controls[key]
 
-    def _open_control(self, name: str, members: tuple[int, ...]) -> GlooBackend:
+    def _open_control(self, name: str, members: tuple[int, ...]) -> TreeBackend:
+        rank = {slot: at for at, slot in enumerate(members)}
+        config = self._comm_config
         with self._lost_ends_it(members):
-            return GlooBackend(
-                members.index(self._me),
-                len(members),
-                self._store(members),
+            tree = Tree(
+                rank[self._me],
+                [rank[slot] for slot in self._roads.ordered(members)],
+                PeerStores(config.peer_store.streams, config.secret, [self._peer_stores[slot] for slot in members]),
                 self._cancel_token,
-                ring=f"control/{name}/{name_of('of', members)}/{self.number}",
-                host=self._comm_config.host,
+                name=f"tree/{self.number}/{name}/{name_of('of', members)}",
+                broken={(rank[a], rank[b]) for a, b in self._roads.broken if a in rank and b in rank},
             )
+        return TreeBackend(tree, members)
 
     @contextmanager
     def _lost_ends_it(self, members: Sequence[int]) -> Iterator[None]:
@@ -261,9 +279,12 @@ class EpochGroups:
     def any(self, mine: bool, members: Sequence[int]) -> bool:
         """Whether any of these slots, the whole world in ascending order, says yes.  Raises ``EpochRevoked``."""
         said = torch.tensor([float(mine)])
-        with self._lost_ends_it(members):
-            backend = self.control("world", members)
-            backend.wait(backend.call(lambda gloo: gloo.allreduce([said], dist.AllreduceOptions())))
+        backend = self.control("world", members)
+        try:
+            backend.wait(backend.call(lambda on: on.allreduce([said], dist.AllreduceOptions())))
+        except PeerLost as lost:
+            self.fail(Failure(str(lost), lost.peer, lost.road))
+            raise EpochRevoked(self.number, str(lost)) from lost
         return bool(said.item())
 
     # ---- states

@@ -35,9 +35,8 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.collectives.gloo.abort import GlooBackend
 from recover_megatron.collectives.peer_store_client import PeerStoreClient
-from recover_megatron.collectives.ring.torch_operations import RoundBackend
+from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep.announcements import HERE, OVER, Announcements, key, left_key
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.edges import Edges, roads_of
@@ -48,8 +47,7 @@ from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.progress_reports import ProgressReports
 
-AnyBackend = GlooBackend | RoundBackend
-Perform = Callable[[AnyBackend, Sequence[int]], None]
+Perform = Callable[[TreeBackend, Sequence[int]], None]
 """Carries the operation out on a backend of these slots, and keeps the result to itself."""
 
 ALLOW_SECONDS = 600.0
@@ -252,7 +250,7 @@ class _Performed:
         self._perform = perform
         self._done = False
 
-    def __call__(self, backend: AnyBackend, members: Sequence[int]) -> None:
+    def __call__(self, backend: TreeBackend, members: Sequence[int]) -> None:
         self._perform(backend, members)
         self._done = True
 

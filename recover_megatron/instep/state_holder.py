@@ -38,8 +38,8 @@ from recover_megatron.network.streams import Streams
 log = get_logger(__name__)
 
 KIND = "state"
-CHUNK = 4 << 20
-"""Bytes of a chunk: enough that a request costs nothing beside it, and no more than a processor's cache has."""
+CHUNK = 8 << 20
+"""Bytes of a chunk: enough that asking for one costs nothing beside it (with 1 MiB it took half as long again)."""
 HELLO, REQUEST, TRAILER = struct.Struct("<Q32s"), struct.Struct("<q"), struct.Struct("<qQ?")
 TEXT, DONE = -1, -2
 LOOK_SECONDS = 0.25

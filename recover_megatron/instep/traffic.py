@@ -4,7 +4,7 @@ STARTING    before the first epoch: torch's own group, as it was made
 ALONE       while a worker builds its model, or is on its way back: nothing is sent, it hears only itself
 STEP        inside a training step, which sums by itself what crosses replicas: what is known to be summed already
             is sent no more, and anything else ends the run
-SECTION     inside a section: a gloo group of the epoch; a revocation raises EpochRevoked ...
+SECTION     inside a section: a group of the epoch; a revocation raises EpochRevoked ...
 DEFERRED    ... or, in a section whose workers depend on each other inside their replica (evaluation), lets the rest
             of the section run with what is at hand; its end tells
 OPEN        anywhere else: the group's members carry it out once, those who are left if some die (`exchange`)
@@ -18,11 +18,11 @@ from enum import Enum
 from typing import Any, NoReturn, Protocol
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep.among import Among
 from recover_megatron.instep.callers import Caller, caller
 from recover_megatron.instep.epoch_groups import Failure
 from recover_megatron.instep.errors import UnknownOperation
-from recover_megatron.instep.exchange import AnyBackend
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.staging import Staged
 
@@ -146,7 +146,7 @@ class Traffic:
         recovery, staged, members = self.recovery, Staged(every_result=True), self.members(group)
         assert recovery is not None
 
-        def perform(backend: AnyBackend, present: Sequence[int]) -> None:
+        def perform(backend: TreeBackend, present: Sequence[int]) -> None:
             recovery.progress.inject("traffic")
             among = Among(members, tuple(present))
             backend.wait(backend.call(lambda on: operation(staged.to(on), among)))

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.arguments import config_from_argv
-from recover_megatron.collectives.gloo.abort import GlooBackend
+from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep import exchange
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
@@ -149,9 +149,9 @@ class NoModel(Hooks):
 
 def watch(worker: Worker) -> None:
     """Have it strike in the middle of an operation."""
-    call, performed, together = GlooBackend.call, exchange._Performed.__call__, exchange.Exchange._together
+    call, performed, together = TreeBackend.call, exchange._Performed.__call__, exchange.Exchange._together
 
-    def striking_call(self: GlooBackend, start: Any) -> Any:
+    def striking_call(self: TreeBackend, start: Any) -> Any:
         work = call(self, start)
         worker.strike("begun")
         return work
@@ -164,7 +164,7 @@ def watch(worker: Worker) -> None:
         together(self, *args)
         worker.strike("over")
 
-    GlooBackend.call = striking_call  # type: ignore[method-assign]
+    TreeBackend.call = striking_call  # type: ignore[method-assign]
     exchange._Performed.__call__ = striking_performed  # type: ignore[method-assign]
     exchange.Exchange._together = striking_together  # type: ignore[method-assign]
 

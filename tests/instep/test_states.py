@@ -167,7 +167,7 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced(
     processes: Callable[[int], tuple[subprocess.Popen[str], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed when the receiver has a chunk of it and has asked for more; the rest comes from the other one."""
-    count = 256  # eight chunks
+    count = 512  # eight chunks
     victim, address = processes(count)
     mate = Holder(1)
     mate.offers.put(KEY, offer(state_of(1, count)))

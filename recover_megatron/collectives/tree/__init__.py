@@ -1,0 +1,1 @@
+"""Operations of many workers over a tree of connections."""
