@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from functools import partial
@@ -41,7 +42,9 @@ class Subreaper:
             if ended.si_pid in watched:
                 self.due = True  # it hides other zombies; once it is reaped, after its event, look again
                 return
-            os.waitpid(ended.si_pid, 0)
+            # A library may start processes of its own in another thread (torch's import does), and reap them first.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(ended.si_pid, 0)
 
     def kill_all(self, launch_id: str, spared: Iterable[int]) -> list[Process]:
         """Kill every process of the launch.  Returns those that are there after LAST_SWEEP_SECONDS all the same."""

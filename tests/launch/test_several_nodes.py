@@ -178,7 +178,8 @@ def test_a_secret_that_cannot_be_used_is_refused_on_several_nodes_too(bench: Ben
 @pytest.mark.slow
 def test_a_node_without_the_secret_that_node_0_has_is_refused(bench: Bench) -> None:
     script = bench.script(UNTIL_TOLD)
-    nodes = ["--nnodes", 2, "--master-port", free_port(), "--rendezvous-timeout", 8]
+    # Node 0 waits for as long: node 1 must have imported torch by then, which takes seconds on a busy machine.
+    nodes = ["--nnodes", 2, "--master-port", free_port(), "--rendezvous-timeout", 25]
     first = bench.start(*nodes, "--node-rank", 0, script, environment=SECRET)
     second = bench.start(*nodes, "--node-rank", 1, script)
     assert second.wait() == 2
