@@ -21,6 +21,19 @@ def forkserver() -> Iterator[ForkServer]:
         yield server
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have one process of a run (pytest -n) make all runs of the fork server, one after the other.
+
+    So no two of them, with six or eight workers each, starve each other, and Megatron is imported for them once; what
+    waits most of the time is done by the others meanwhile.
+    """
+    for item in items:
+        uses = getattr(item, "fixturenames", ())
+        if "forkserver" in uses and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("fork server"))
+
+
 DRAWN = f"RECOVER_SEED={SEED} draws from the long families; RECOVER_MATRIX=all runs all of them"
 
 

@@ -287,11 +287,15 @@ def test_a_shadow_that_differs_is_found_and_made_anew_before_it_is_needed(
 @pytest.mark.parametrize("seed", range(SEED, SEED + (20 if EVERYTHING else 1)))
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout("sharded-dp8", 8, samples=16),
-        Layout("sharded-tp2-dp4", 4, tensor=2),
-        Layout("sharded-overlap-dp8", 8, samples=16, flags=OVERLAP),
-    ],
+    some(
+        "sharded soak",
+        [
+            Layout("sharded-dp8", 8, samples=16),
+            Layout("sharded-tp2-dp4", 4, tensor=2),
+            Layout("sharded-overlap-dp8", 8, samples=16, flags=OVERLAP),
+        ],
+        2,
+    ),
     ids=lambda layout: layout.name,
 )
 def test_kills_down_to_the_last_replica_change_nothing_but_rounding(

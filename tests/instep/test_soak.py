@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drawn import EVERYTHING, SEED
+from tests.drawn import EVERYTHING, SEED, some
 from tests.harness.forkserver import ForkServer
 from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, row, visits
 from tests.instep.conftest import Reference
@@ -65,7 +65,7 @@ def deaths(source: random.Random, layout: Layout) -> Case:
 
 
 @pytest.mark.parametrize("seed", REJOINED_SEEDS)
-@pytest.mark.parametrize("layout", REJOINED, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", some("rejoined", REJOINED, 1), ids=lambda layout: layout.name)
 def test_with_others_in_their_place_the_run_ends_whole_and_nothing_changes_but_rounding(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, seed: int
 ) -> None:

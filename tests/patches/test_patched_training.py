@@ -23,7 +23,7 @@ from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE, losses
 from tests.patches.trees import apply, copy_of
 
-pytestmark = pytest.mark.xdist_group("patched training")
+pytestmark = pytest.mark.xdist_group("fork server")
 
 SCRIPT = str(REPOSITORY / "tests" / "megatron_hooks" / "reference_gpt.py")
 FLAGS = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "6"]
