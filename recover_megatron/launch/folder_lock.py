@@ -119,13 +119,23 @@ class FolderLock:
             return f"--log-dir {self._folder}: {NAME} cannot be used ({error.strerror}): choose another folder"
 
     def _take(self) -> str | None:
-        if not self._lock(fcntl.F_WRLCK):
+        if not self._lock(fcntl.F_WRLCK) and not self._take_when_left():
             return self._in_use()
         if reason := self._claim(self._mine):
             return reason
         self._lock(fcntl.F_RDLCK)
         self.held = True
         return None
+
+    def _take_when_left(self) -> bool:
+        """Whether the lock is this launcher's alone: where the run in the folder has ended, its last launchers (of
+        other nodes) are about to, too, and are waited for."""
+        end = time.monotonic() + WATCH_SECONDS
+        while (claim := self._holders()) and claim.ended and time.monotonic() < end:
+            if self._lock(fcntl.F_WRLCK):
+                return True
+            time.sleep(_LOOK_SECONDS)
+        return False
 
     def _claim(self, claim: Claim) -> str | None:
         """This launcher alone holds the lock: let the file say so."""

@@ -41,9 +41,13 @@ def children(pid: int) -> list[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Consecutive ports of 127.0.0.1 that nobody listens on, below those that the kernel gives away by itself."""
+    """Consecutive ports of 127.0.0.1 that nobody listens on, below those that the kernel gives away by itself.
+
+    Nobody has them until they are used: each process of a test run (pytest -n) takes them from a range of its own.
+    """
+    lowest = 20000 + 3000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4)
     for _ in range(1000):
-        first = random.SystemRandom().randrange(20000, 32000 - count)
+        first = random.SystemRandom().randrange(lowest, lowest + 3000 - count)
         with contextlib.ExitStack() as held:
             try:
                 for port in range(first, first + count):

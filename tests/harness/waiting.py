@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +28,9 @@ def eventually(
         if time.monotonic() > deadline:
             pytest.fail(f"not within {seconds:g} s: {what}")
         time.sleep(every)
+
+
+def written_lines(path: Path) -> list[str]:
+    """The lines of a file that somebody writes meanwhile, but one that is not complete; none if there is no file."""
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.waiting import eventually
+from tests.harness.waiting import eventually, written_lines
 
 from .hosts import Hosts
 
@@ -55,7 +55,7 @@ def test_a_host_without_power_costs_its_own_workers_alone(three_hosts: Hosts, tm
 
     def plans(rank: int) -> list[dict]:
         path = tmp_path / f"plans-{rank}"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in written_lines(path)]
 
     eventually(lambda: all(plans(rank) for rank in range(6)), "the run starts")
     left = [rank for rank in range(6) if rank // 2 != lost - 1]

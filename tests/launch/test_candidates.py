@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.processes import alive, children
-from tests.harness.waiting import eventually
+from tests.harness.waiting import eventually, written_lines
 
 from .conftest import Bench, Launch
 
@@ -84,7 +84,7 @@ class Run:
         return self.launch.wait()
 
     def events(self, *names: str) -> list[dict]:
-        lines = [line for path in self.folder.glob("logs/events-*.jsonl") for line in path.read_text().splitlines()]
+        lines = [line for path in self.folder.glob("logs/events-*.jsonl") for line in written_lines(path)]
         return [event for event in map(json.loads, lines) if event["event"] in names]
 
 

@@ -57,6 +57,18 @@ def test_a_folder_that_is_held_is_refused_with_pid_and_host_until_its_holders_ar
     assert lock(OTHER).take() is None
 
 
+def test_the_next_run_waits_for_the_launchers_that_a_run_that_has_ended_still_has(lock, monkeypatch):
+    """Node 0 starts the next one when it has ended; the others of the last one need a moment longer."""
+    first, mate = lock(MINE), lock(replace(MINE, pid=101))
+    assert (first.take(), mate.share("first")) == (None, None)
+    first.end()
+    die(first)
+    assert "in use" in lock(OTHER).take()  # they have not ended within WATCH_SECONDS
+    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", 60)
+    monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: die(mate))
+    assert lock(OTHER).take() is None
+
+
 def test_nodes_of_a_launch_that_has_not_begun_wait_for_it_and_others_are_refused_at_once(lock):
     assert lock(replace(MINE, pid=3)).check() is None
     first = lock(MINE)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from tests.harness.processes import free_port
-from tests.harness.waiting import eventually
+from tests.harness.waiting import eventually, written_lines
 
 from .conftest import Bench
 from .test_newcomers import AGREEING, TIMES
@@ -27,7 +27,7 @@ def test_a_launcher_that_sleeps_while_the_run_ends_ends_with_the_runs_code(bench
     path = bench.folder / "logs" / "events-0.jsonl"
 
     def events(kind: str) -> list[dict]:
-        return [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == kind]
+        return [event for event in map(json.loads, written_lines(path)) if event["event"] == kind]
 
     eventually(lambda: events("stop"), "the run ends")
     assert [event["node"][-1] for event in events("witness_gone")] == ["1"]
