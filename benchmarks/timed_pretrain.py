@@ -13,7 +13,8 @@ asks for besides (nothing, by default):
     BENCH_MICROBATCH=S      a device of fixed speed is played: a microbatch takes S seconds at least, a third of them
                             forward, whatever else the processors have to do (the worker sleeps for the rest)
     BENCH_MEMORY=1          a row also has "rss", the process's resident KiB, and "peak", the most since the row before
-    BENCH_THREADS=1         a row also has the processor seconds of each thread so far, by name
+    BENCH_THREADS=1         a row also has what each thread used so far, by name: "threads", processor seconds;
+                            "waits", how many times it gave up the processor to wait
     BENCH_STATE=1           when the training is over every worker writes DIR/state-<rank>.json: "parameters" of its
                             model, "bytes" of the tensors that its optimizer has for itself (``held``), and "came", the
                             bytes that it got each time that a distributed optimizer's state changed hands
@@ -105,7 +106,7 @@ class Clock:
         if self._memory:
             row |= memory()
         if self._threads:
-            row["threads"] = threads()
+            row |= threads()
         self._file.write(json.dumps(row) + "\n")
 
     def _forward_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,14 +172,17 @@ def memory() -> dict[str, int]:
     return {"rss": int(status["VmRSS"].split()[0]), "peak": int(status["VmHWM"].split()[0])}
 
 
-def threads() -> dict[str, float]:
-    """Processor seconds of each thread of this process so far; those that Python did not start are "other"."""
+def threads() -> dict[str, dict[str, float]]:
+    """What each thread of this process used so far, by name; those that Python did not start are "other"."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     used: dict[str, float] = {}
+    waits: dict[str, float] = {}
     for task in Path("/proc/self/task").iterdir():
         name = names.get(int(task.name), "other")
+        status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
         used[name] = used.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
-    return used
+        waits[name] = waits.get(name, 0.0) + int(status["voluntary_ctxt_switches"])
+    return {"threads": used, "waits": waits}
 
 
 def _kills(text: str) -> list[tuple[int, int]]:

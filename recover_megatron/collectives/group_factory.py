@@ -30,9 +30,6 @@ TransportKind = Literal["tcp", "tcp-inline", "gloo", "nccl"]
 """``tcp``: connections, with shared memory between neighbours on one host; ``tcp-inline``: without.  All but nccl carry
 the buckets of a CUDA device through host memory (``staged``); gloo carries native collectives only."""
 
-OVER_NCCL = Tuning(segment_bytes=16 << 20, least_bytes=2 << 20)
-"""A segment over NCCL costs the host two calls and some looks, whatever its length."""
-
 
 def open_ring_listener(
     host: str = "127.0.0.1", tuning: Tuning | None = None, transport_kind: TransportKind = "tcp"
@@ -95,7 +92,7 @@ def open_group(
     cancel_token = cancel_token_of(epoch)
     rank, size = list(epoch.members).index(epoch.me), len(epoch.members)
     ring = f"ring/{name}/{epoch.number}"
-    tuning = tuning or (OVER_NCCL if transport_kind == "nccl" else Tuning())
+    tuning = tuning or (Tuning.over_nccl() if transport_kind == "nccl" else Tuning())
 
     def torch_store() -> dist.Store:
         if not isinstance(store, dist.Store):

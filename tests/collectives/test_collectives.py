@@ -20,6 +20,7 @@ from recover_megatron.collectives.ledger import Ledger, Reduced, Span
 from recover_megatron.collectives.nccl import library
 from recover_megatron.collectives.ring.group import RingGroup, Tuning
 from recover_megatron.collectives.ring.schedule import even_chunks
+from recover_megatron.collectives.transport.tcp import TcpTransport
 from tests.collectives.expected import in_order_of_the_ring
 from tests.collectives.together import DEADLINE, PlainEpoch, together
 from tests.doubles.nccl import library as nccl_double
@@ -76,6 +77,25 @@ def test_all_reduce_sums_buckets_of_every_size(store: Any, way: dict, size: int)
     for results in together(size, work, store, **way):
         for numel, result in zip(sizes, results, strict=True):
             assert torch.equal(result, sum(integers(rank, numel) for rank in range(size)))
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_ring_that_never_has_two_receives_under_way_goes_on(
+    size: int, monkeypatch: pytest.MonkeyPatch, store: Any
+) -> None:
+    """As over NCCL with one hardware queue; and with cuts at multiples of 128 bytes."""
+    monkeypatch.setattr(TcpTransport, "lookahead", 0)
+    tuning = Tuning(segment_bytes=256, least_bytes=128, cut_bytes=128)
+
+    def work(group: Group) -> list[torch.Tensor]:
+        buckets = [Bucket(integers(group.rank, numel)) for numel in (0, 5, 1001, 1024)]
+        for handle in [group.all_reduce(bucket) for bucket in buckets]:
+            handle.wait(DEADLINE)
+        return [bucket.flat for bucket in buckets]
+
+    for results in together(size, work, store, tuning=tuning):
+        for result in results:
+            assert torch.equal(result, sum(integers(rank, result.numel()) for rank in range(size)))
 
 
 @pytest.mark.parametrize("transport_kind", ["tcp", "tcp-inline"])

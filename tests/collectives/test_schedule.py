@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -33,6 +34,29 @@ def spans(draw: st.DrawFn) -> list[Span]:
 
 def members_of(spans: list[Span]) -> list[int]:
     return [element for span in spans for element in range(span.start, span.stop)]
+
+
+@given(spans(), st.integers(1, 9), st.sampled_from([1, 1, 4, 32]))
+def test_segments_are_cut_at_multiples_and_none_is_too_long(chunk: list[Span], times: int, cut: int) -> None:
+    cuts = segments(chunk, times * cut, cut)
+    assert [element for part in cuts for element in members_of([part])] == members_of(chunk)
+    assert all(0 < len(part) <= times * cut for part in cuts)
+    starts = {span.start for span in chunk}
+    for before, part in pairwise(cuts):
+        assert part.start in starts or (len(before) % cut == 0 and before.stop == part.start)
+
+
+def test_on_a_device_segments_have_16_to_32_mib_and_whole_lines() -> None:
+    tuning, element = Tuning.over_nccl(), 2
+    for mib in (1, 20, 40, 100, 1000):
+        chunks = [[Span(0, (mib << 20) // element + 3)]]
+        most, least = tuning.segment_bytes // element, tuning.least_bytes // element
+        cut = tuning.cut_bytes // element
+        length = segment_length(chunks, most, least, tuning.depth, cut)
+        assert length * element % 128 == 0
+        assert length * element <= 32 << 20
+        assert length * element >= 16 << 20 or mib < 16
+        assert all(part.start * element % 128 == 0 for part in segments(chunks[0], length, cut))
 
 
 @given(spans(), st.integers(1, 7), st.sampled_from([1, 1, 4, 32]))

@@ -35,6 +35,16 @@ class Tuning:
     """No segment is made shorter than this only to have several under way."""
     depth: int = 2
     """Blocks under way at a time; see ``schedule``."""
+    cut_bytes: int = 1
+    """Cuts are at multiples of it, where the spans begin at such."""
+
+    @classmethod
+    def over_nccl(cls) -> Tuning:
+        """Every segment costs the host two calls and a launch, and NCCL is fast with whole lines of 128 bytes.
+
+        By estimate: not measured, no GPU was there.
+        """
+        return cls(segment_bytes=32 << 20, least_bytes=16 << 20, cut_bytes=128)
 
     @property
     def slots(self) -> int:
@@ -77,6 +87,7 @@ class RingGroup(Group):
     ) -> None:
         super().__init__(epoch, cancel_token, device or torch.device("cpu"))
         self.tuning = tuning or Tuning()
+        self.cut_bytes = self.tuning.cut_bytes
         self._transport = transport
         self._planned: Memo[_Planned] = Memo(
             MOST_MESSAGES, lambda planned: len(planned.program.sends) + len(planned.program.receives)
@@ -98,9 +109,11 @@ class RingGroup(Group):
     def segment_elements(self, chunks: Chunks, element_size: int) -> int:
         """Elements of a segment for ``chunks``."""
         tuning = self.tuning
-        return segment_length(
-            chunks, max(1, tuning.segment_bytes // element_size), tuning.least_bytes // element_size, tuning.depth
-        )
+        most, least = max(1, tuning.segment_bytes // element_size), tuning.least_bytes // element_size
+        return segment_length(chunks, most, least, tuning.depth, self._cut(element_size))
+
+    def _cut(self, element_size: int) -> int:
+        return max(1, self.tuning.cut_bytes // element_size)
 
     def _start(
         self,
@@ -137,6 +150,14 @@ class RingGroup(Group):
 
     def _plan(self, what: str, dtype: torch.dtype, chunks: Chunks, reduce: bool, gather_hops: int) -> _Planned:
         length = self.segment_elements(chunks, dtype.itemsize)
-        program = plan(self.rank, chunks, length, reduce=reduce, gather_hops=gather_hops, depth=self.tuning.depth)
+        program = plan(
+            self.rank,
+            chunks,
+            length,
+            reduce=reduce,
+            gather_hops=gather_hops,
+            depth=self.tuning.depth,
+            cut=self._cut(dtype.itemsize),
+        )
         signature = f"{what} {dtype} {reduce} {gather_hops} {length} {frozen(chunks)}"
         return _Planned(program, zlib.crc32(signature.encode()))

@@ -32,7 +32,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
 from recover_megatron.collectives.ledger import Span
 
@@ -128,21 +127,25 @@ def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
             other += 1
 
 
-def segments(chunk: Sequence[Span], length: int) -> list[Span]:
-    """Cut a chunk into segments of at most ``length`` elements, the segments of one span of nearly equal size."""
+def segments(chunk: Sequence[Span], length: int, cut: int = 1) -> list[Span]:
+    """Cut a chunk into segments of at most ``length`` elements, equal ones but for the last of a span.
+
+    ``cut``: segments begin at multiples of so many elements of their span; ``length`` must be one of them.
+    """
     fragments = []
     for span in chunk:
-        count = -(-len(span) // length)
-        cuts = [span.start + at * len(span) // count for at in range(count + 1)] if count else []
-        fragments += [Span(a, b) for a, b in pairwise(cuts)]
+        part = even_part(len(span), -(-len(span) // length), cut) if len(span) else 1
+        fragments += [Span(at, min(at + part, span.stop)) for at in range(span.start, span.stop, part)]
     return fragments
 
 
-def segment_length(chunks: Chunks, most: int, least: int, depth: int) -> int:
+def segment_length(chunks: Chunks, most: int, least: int, depth: int, cut: int = 1) -> int:
     """Elements of a segment: a chunk is cut into ``depth`` or more, but into none of more than ``most`` elements, and
-    not below ``least`` for the sake of the pipeline alone."""
+    not below ``least`` for the sake of the pipeline alone; a multiple of ``cut``."""
     longest = max((sum(map(len, chunk)) for chunk in chunks), default=0)
-    return max(1, min(most, longest, max(least, -(-longest // depth))))
+    return max(
+        cut, min(most // cut * cut, even_part(max(least, -(-longest // depth)), 1, cut), even_part(longest, 1, cut))
+    )
 
 
 def most_partials(depth: int) -> int:
@@ -150,15 +153,18 @@ def most_partials(depth: int) -> int:
     return -(-depth // 2) + 1
 
 
-def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: int, depth: int) -> Program:
+def plan(
+    rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: int, depth: int, cut: int = 1
+) -> Program:
     """The program of ``rank`` in a ring of ``len(chunks)``.
 
     ``reduce``: begin with the reduce-scatter half.  ``gather_hops``: how many hops finished segments travel on,
-    0 (reduce-scatter), 1 (one shadow), .. n - 1 (all-reduce).  ``depth``: blocks under way at a time.
+    0 (reduce-scatter), 1 (one shadow), .. n - 1 (all-reduce).  ``depth``: blocks under way at a time.  ``cut``: as for
+    ``segments``.
     """
     size = len(chunks)
-    cut = [segments(chunk, length) for chunk in chunks]
-    blocks = max(map(len, cut), default=0)
+    parts = [segments(chunk, length, cut) for chunk in chunks]
+    blocks = max(map(len, parts), default=0)
     reduce_hops = size - 1 if reduce else 0
     hops = reduce_hops + gather_hops
     passed_on = max(0, reduce_hops - 1)
@@ -171,7 +177,7 @@ def plan(rank: int, chunks: Chunks, length: int, *, reduce: bool, gather_hops: i
     for _, block, hop in order:
         # Chunk that a rank passes on at a hop: the reduce half starts at the owner's successor, the gather half at it.
         behind = hop + 1 if hop < reduce_hops else hop - reduce_hops
-        outgoing, incoming = cut[(rank - behind) % size], cut[(rank - 1 - behind) % size]
+        outgoing, incoming = parts[(rank - behind) % size], parts[(rank - 1 - behind) % size]
         if block < len(outgoing):
             first = hop == 0
             after = 0 if first else receipt[block, hop - 1] + 1
