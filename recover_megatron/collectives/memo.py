@@ -1,7 +1,5 @@
 """Results of pure functions that an iteration asks for again and again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 
 
