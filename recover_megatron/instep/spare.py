@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.errors import NoReplica, StateLost
 from recover_megatron.instep.planner import Planner
+from recover_megatron.logger import get_logger
 from recover_megatron.membership.errors import (
     EXIT_FENCED,
     EXIT_NO_REPLICA,
@@ -32,6 +33,8 @@ from recover_megatron.membership.errors import (
     Fenced,
 )
 from recover_megatron.membership.session import Session
+
+log = get_logger(__name__)
 
 LINGER_SECONDS = 10.0
 """How long a worker that is out of the run, or whose run has ended, waits for its main thread; then it just ends."""
@@ -143,6 +146,7 @@ class Spare:
             self._changed.notify_all()
             here = self._changed.wait_for(lambda: self._here, LINGER_SECONDS)
         if isinstance(outcome, Over) and not here:
+            log.info(f"worker {self._me} ends: {outcome.reason}")
             os._exit(outcome.code)
 
     def _take_part(self) -> Outcome | None:
