@@ -91,10 +91,19 @@ def make_group(
 ) -> dist.ProcessGroup:
     """A process group of torch's with such a backend for ``device``; ``given``: the options of the group before it."""
     group = dist.ProcessGroup(dist.PrefixStore(name, store), rank, size)
-    register(group, device, dist.ProcessGroup.BackendType.NCCL,
-             make_backend(dist.PrefixStore(f"{name}/nccl", store), rank, size, name, given))  # fmt: skip
+    backend = make_backend(dist.PrefixStore(f"{name}/nccl", store), rank, size, name, given)
+    register(group, device, dist.ProcessGroup.BackendType.NCCL, backend)
     group._set_group_name(name)
     return group
+
+
+def connect(group: Any, device: torch.device) -> None:
+    """Open the communicator of a group that ``make_group`` made, for ``device``; all members, who have met, call it.
+
+    One that is opened by its first operation waits for members that compile or compute before they come to it, and
+    gives up after TORCH_NCCL_NONBLOCKING_TIMEOUT.  Raises ``DistBackendError``, also when it is aborted meanwhile.
+    """
+    group._get_backend(device).eager_connect_single_device(device)
 
 
 def register(group: dist.ProcessGroup, device: torch.device, kind: Any, backend: Any) -> None:

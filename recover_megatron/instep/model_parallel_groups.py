@@ -24,15 +24,18 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.gloo.abortable_work import AbortableWorks
 from recover_megatron.collectives.gloo.groups import GlooGroups
 from recover_megatron.collectives.gloo.swappable_group import MakeGroup, SwappableGroup
 from recover_megatron.collectives.peer_store_client import PeerStoreClient
-from recover_megatron.collectives.torch_nccl import make_group
+from recover_megatron.collectives.rendezvous import await_key
+from recover_megatron.collectives.torch_nccl import connect, make_group
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.leaving import Leaving
 from recover_megatron.network.silence import watch
+
+MEET_SECONDS = 60.0
 
 
 def _connections() -> dict[int, tuple[int, ...]]:
@@ -145,8 +148,8 @@ class ModelParallelGroups:
     ) -> None:
         """Make all kept groups of several workers, and placeholders, anew, among those who stand in ``replica`` now.
 
-        They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked`` and
-        ``PeerLost``.
+        They outlive the epoch; only while they are made does its end end them.  Raises ``EpochRevoked``, ``PeerLost``
+        and ``TimeoutError``.
         """
         self.end()
         self.left()
@@ -158,7 +161,11 @@ class ModelParallelGroups:
             self._cancel_token, self.guard, self._ended = cancel_token, AbortableWorks(cancel_token), False
         made = threading.Event()
         epoch_groups.on_end(lambda reason: None if made.is_set() else cancel_token.cancel(reason))
-        self._renew(f"inside/{epoch_groups.number}/{replica}", cancel_token, store, host, device)
+        try:
+            self._renew(f"inside/{epoch_groups.number}/{replica}", cancel_token, store, host, device)
+        except dist.DistError as error:
+            cancel_token.check()
+            raise PeerLost(f"a group inside the replica could not be opened: {error}") from error
         made.set()
         if epoch_groups.over:
             raise EpochRevoked(epoch_groups.number, "the epoch ended while the groups of a replica were made")
@@ -175,18 +182,28 @@ class ModelParallelGroups:
             me = groups[0].positions[groups[0].at]
             self._gloo = GlooGroups(me, named, store, cancel_token, ring=prefix, host=host)
             backends = self._gloo.backends
+        if any(group.backend == "nccl" for group in groups):
+            self._meet(groups, prefix, cancel_token, store)
         for group in groups:
             group.renew(store, prefix, self.guard, device, backends.get(group.own_name), self._make_inside)
         if before is not None:
             before.close()
 
-    def _make_inside(self, *args: Any) -> dist.ProcessGroup:
-        group = self._make_nccl(*args)
+    def _meet(
+        self, groups: Sequence[SwappableGroup], prefix: str, cancel_token: CancelToken, store: dist.Store
+    ) -> None:
+        """Wait until all who stand in the replica are here: no switch ends a wait for somebody in NCCL."""
+        store.set(f"{prefix}/here/{groups[0].positions[groups[0].at]}", "1")
+        for position in sorted({position for group in groups for position in group.positions}):
+            await_key(store, f"{prefix}/here/{position}", cancel_token, MEET_SECONDS)
+
+    def _make_inside(
+        self, store: dist.Store, name: str, rank: int, size: int, device: torch.device, options: Any
+    ) -> dist.ProcessGroup:
         with self._lock:
-            if not self._ended:
-                self._nccl.append(group)
-                return group
-        late = self._leaving_of([group])  # the replica broke meanwhile
-        late.left()
-        late.begin()
+            if self._ended:
+                raise PeerLost("the replica broke while its groups were made")
+            group = self._make_nccl(store, name, rank, size, device, options)
+            self._nccl.append(group)  # before it waits for others: ``end`` may have to abort it
+        connect(group, device)
         return group

@@ -74,13 +74,21 @@ class ProcessGroupNcclDouble:
         self._works = threading.Lock()
         """ProcessGroupNCCL::workMetaListMutex_"""
         self._under_way: list[WorkDouble] = []
-        self.aborted = False
+        self.aborted = self.connected = False
         self.aborts = 0
         self.launching = threading.Event()
         """Set while a call is in a group launch, for tests to wait for."""
 
     def _set_group_desc(self, text: str) -> None:
         self.group_desc = text
+
+    def _get_backend(self, device: Any) -> ProcessGroupNcclDouble:
+        return self
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        # ProcessGroupNCCL::eagerConnectSingleDevice: initNCCLComm, which waits until the communicator is ready.
+        self._launch()
+        self.connected = True
 
     def rank(self) -> int:
         return self._rank
@@ -114,6 +122,8 @@ class ProcessGroupNcclDouble:
             ready = self._fabric.changed.wait_for(lambda: self._rank not in self._fabric.held_in_launch,
                                                   self._nonblocking)  # fmt: skip
         self.launching.clear()
+        if self.aborted:
+            raise dist.DistBackendError(ABORTED.format(rank=self._rank))
         if not ready:
             raise dist.DistBackendError("NCCL timeout in: NCCLUtils.hpp")
 

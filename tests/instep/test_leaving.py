@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
+from recover_megatron.collectives.rendezvous import Known
 from recover_megatron.collectives.torch_nccl import abortable_options, environment, set_environment
 from recover_megatron.instep import leaving
 from recover_megatron.instep.leaving import Calls, Leaving
@@ -158,10 +159,11 @@ class Inside:
 
     def __init__(self) -> None:
         self.fabric = Fabric()
+        self.environ = environment(60)
         self.made: list[ProcessGroupNcclDouble] = []
         self.given: list[Any] = []
         self.ended = Ended()
-        self.while_made: Any = lambda: None
+        self.mate_is_there = True
         self.leavings: list[Leaving] = []
         self.groups = ModelParallelGroups(0, self._make, self._leaving)
         self.options = object()
@@ -170,9 +172,8 @@ class Inside:
         self.groups.keep(self.tensor)
 
     def _make(self, store: Any, name: str, rank: int, size: int, device: torch.device, options: Any) -> Any:
-        self.while_made()
         self.given.append(options)
-        self.made.append(ProcessGroupNcclDouble(self.fabric, rank, size, name, environment(60)))
+        self.made.append(ProcessGroupNcclDouble(self.fabric, rank, size, name, self.environ))
         return self.made[-1]
 
     def _leaving(self, groups: Any) -> Leaving:
@@ -181,7 +182,8 @@ class Inside:
 
     def rebuild(self, *, over: bool = False) -> None:
         epoch: Any = SimpleNamespace(number=3, over=over, on_end=lambda call: None)
-        store: Any = SimpleNamespace(close=lambda: None)
+        store: Any = Known({"inside/3/0/here/0": "1"} | ({"inside/3/0/here/1": "1"} if self.mate_is_there else {}))
+        store.close = lambda: None
         self.groups.rebuild(epoch, 0, store, "127.0.0.1", torch.device("cpu"))
 
 
@@ -189,6 +191,7 @@ def test_groups_that_are_made_anew_keep_their_options_and_are_aborted_once_when_
     inside = Inside()
     inside.rebuild()
     assert inside.given == [inside.options]
+    assert inside.made[0].connected, "not by its first operation, to which a mate that compiles comes too late"
     assert inside.tensor.allreduce([torch.ones(1)]).is_completed()
     inside.groups.end()
     inside.groups.end()
@@ -202,18 +205,53 @@ def test_groups_that_are_made_anew_keep_their_options_and_are_aborted_once_when_
     assert inside.ended.reasons == []
 
 
-def test_a_group_that_is_made_while_the_replica_breaks_is_aborted_as_well() -> None:
+def test_a_group_in_which_a_mate_dies_before_it_is_connected_is_aborted_and_the_place_is_lost() -> None:
+    """No fault of this worker: it is a spare again, as ``PeerLost`` says."""
     inside = Inside()
-    inside.while_made = inside.groups.end
-    with pytest.raises(EpochRevoked):
-        inside.rebuild(over=True)
+    inside.environ = environment(60) | {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "0"}
+    inside.fabric.held_in_launch.add(0)
+    with pytest.raises(PeerLost):
+        inside.rebuild()
+    inside.groups.end()
+    inside.groups.left()
+    inside.leavings[-1].join()
     (group,) = inside.made
+    assert (group.aborts, group.connected) == (1, False)
+
+
+def test_while_a_mate_has_not_come_no_group_is_opened_and_the_end_of_the_epoch_ends_the_wait() -> None:
+    inside = Inside()
+    inside.mate_is_there = False
+    ends: list[Any] = []
+    epoch: Any = SimpleNamespace(number=3, over=False, on_end=lambda call: (ends.append(call), call("revoked")))
+    store: Any = Known({"inside/3/0/here/0": "1"})
+    store.close = lambda: None
+    with pytest.raises(EpochRevoked):
+        inside.groups.rebuild(epoch, 0, store, "127.0.0.1", torch.device("cpu"))
+    assert inside.made == []
+    assert len(ends) == 1
+
+
+def test_a_replica_that_breaks_while_its_groups_are_opened_makes_no_more_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside = Inside()
+    alone: Any = dist.ProcessGroup(0, 1)
+    inside.groups.keep(SwappableGroup(alone, [0, 1], 0, "pp-0-1#0", "nccl", placeholder=True))
+    connect = ProcessGroupNcclDouble.eager_connect_single_device
+
+    def broken_meanwhile(group: ProcessGroupNcclDouble, device: Any) -> None:
+        inside.groups.end()
+        connect(group, device)
+
+    monkeypatch.setattr(ProcessGroupNcclDouble, "eager_connect_single_device", broken_meanwhile)
+    with pytest.raises((PeerLost, EpochRevoked)):
+        inside.rebuild()
     inside.groups.left()
     for out in inside.leavings:
         out.join()
+    (group,) = inside.made
     assert (group.aborts, group.aborted) == (1, True)
-    with pytest.raises(dist.DistBackendError, match="aborted"):
-        inside.tensor.allreduce([torch.ones(1)])
 
 
 def test_a_failed_operation_counts_as_completed_and_none_is_asked() -> None:
