@@ -16,6 +16,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,6 +66,11 @@ class CommunicationConfig:
     def offers(self) -> Offers:
         """The states that this worker gives to others."""
         return Offers(self.peer_store.streams)
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether several rings may be opened at a time, each in a thread."""
+        return self.device.type == "cpu"
 
     @property
     def mesh(self) -> bool:
@@ -162,7 +168,7 @@ class EpochGroups:
         self._stores: dict[str, PeerStoreClient] = {}
         self._lock = threading.Lock()
         self._cancel_token = CancelToken(number)
-        self._rings: dict[tuple[int, ...], Group | Reordered] = {}
+        self._rings: dict[tuple[int, ...], Future[Group | Reordered]] = {}
         self._controls: dict[tuple[str, tuple[int, ...]], TreeBackend] = {}
         self._states: Counter[tuple[str, bool]] = Counter()
 
@@ -187,7 +193,8 @@ class EpochGroups:
     def failure(self) -> Failure | None:
         """What this worker noticed by itself; None: nothing, or it was told first that the epoch is over."""
         if self._failure is None:
-            for ring in list(self._rings.values()):
+            opened = [ring.result() for ring in list(self._rings.values()) if ring.done() and not ring.exception()]
+            for ring in opened:
                 if (lost := ring.lost) is not None:
                     return Failure(str(lost), lost.peer, lost.road)
         return self._failure
@@ -207,12 +214,38 @@ class EpochGroups:
                 self._stores[address] = PeerStoreClient(address, self._comm_config.secret, self.number)
             return self._stores[address]
 
+    def open_rings(self, columns: Sequence[Sequence[int]]) -> None:
+        """Begin to open the rings of several columns side by side; ``ring`` gives each, when it is open.
+
+        Those of GPUs are left to ``ring``: all members must open the communicators of a device in one order.
+        """
+        if self._comm_config.side_by_side:
+            for members in columns:
+                self._ring(tuple(members), aside=True)
+
     def ring(self, members: Sequence[int]) -> Group | Reordered:
         """The gradient ring of these workers, in this order.  Every one of them must ask.  Raises ``EpochRevoked``."""
-        key = tuple(members)
-        if key not in self._rings:
-            self._rings[key] = self._open_ring("ring", key)
-        return self._rings[key]
+        return self._ring(tuple(members), aside=False).result()
+
+    def _ring(self, members: tuple[int, ...], *, aside: bool) -> Future[Group | Reordered]:
+        with self._lock:
+            if members in self._rings:
+                return self._rings[members]
+            ring: Future[Group | Reordered] = Future()
+            self._rings[members] = ring
+        if aside:
+            threading.Thread(target=self._open, args=(members, ring), name="opening a ring", daemon=True).start()
+        else:
+            self._open(members, ring)
+        return ring
+
+    def _open(self, members: tuple[int, ...], ring: Future[Group | Reordered]) -> None:
+        try:
+            ring.set_result(self._open_ring("ring", members))
+        except BaseException as error:  # noqa: BLE001  whatever it is, who asks for the ring is told
+            with self._lock:
+                self._rings.pop(members, None)  # an error that is kept keeps its frames, and with them connections
+            ring.set_exception(error)
 
     def _open_ring(self, name: str, members: tuple[int, ...]) -> Group | Reordered:
         comm_config, order = self._comm_config, self._roads.ordered(members)
@@ -327,8 +360,9 @@ class EpochGroups:
     def close(self) -> None:
         """Give everything back; afterwards the buckets are the caller's.  Ends the epoch here if it has not ended."""
         self.end("closed")
-        for ring in self._rings.values():
-            ring.close()
+        for ring in list(self._rings.values()):
+            if not ring.exception():  # which waits for one that is being opened: the end ends that, too
+                ring.result().close()
         for control in self._controls.values():
             control.close()
         self._rings.clear()

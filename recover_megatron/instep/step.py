@@ -219,9 +219,13 @@ class Step:
 
     def _open_rings(self) -> None:
         """Open the rings of this epoch before anything depends on them."""
+        mine = self._assignment
+        columns = dict.fromkeys([*self._trainer.gradients.columns, self._tail.column])
+        rings = [alive(column, mine.live) for column in columns]
+        mine.epoch_groups.open_rings(rings)
         with suppress(EpochRevoked):  # raised again in REDUCE
-            for column in dict.fromkeys([*self._trainer.gradients.columns, self._tail.column]):
-                self._assignment.epoch_groups.ring(alive(column, self._assignment.live))
+            for ring in rings:
+                mine.epoch_groups.ring(ring)
 
     def _run_microbatches(self) -> None:
         mine = self._todo[self._assignment.inner_rank] if self._todo else []

@@ -76,6 +76,8 @@ class Buckets:
         if sharded:
             self.shards = Shards(columns, shadows, assignment, self.instances)
         self.gradients = Gradients(parts, self.shards)
+        self.rings = tuple(dict.fromkeys([*self.gradients.columns, self.tail]))
+        """The columns over which a step sums."""
         self._parts = parts
         self.committed = False
         self._settled: set[int] = set()

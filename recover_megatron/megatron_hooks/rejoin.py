@@ -16,12 +16,14 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from collections.abc import Sequence
 
 from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.device import check_device
 from recover_megatron.instep.errors import Orphaned
 from recover_megatron.instep.faults import is_communication
+from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.logger import get_logger
@@ -49,7 +51,9 @@ class Rejoin:
         sharded: ShardedOptimizer | None,
         blame: Blame,
         step_guard: StepGuard,
+        rings: Sequence[Column],
     ) -> None:
+        """``rings``: the columns over which this worker sums in a step."""
         self._recovery = recovery
         self._groups = groups
         self._state = state
@@ -58,6 +62,7 @@ class Rejoin:
         self._sharded = sharded
         self._blame = blame
         self._step_guard = step_guard
+        self._rings = rings
 
     def leave(self, error: BaseException) -> None:
         """Out of the training, which ``error`` has ended: see to it that all others know, and forget what was begun."""
@@ -116,6 +121,8 @@ class Rejoin:
         recovery.orphan.come_back(decision)
         progress.mark("regroup", waiting=True)
         self._groups.traffic.recovery = recovery
+        # Now, beside the groups and the state: the others open theirs before they compute, and need this worker for it.
+        mine.epoch_groups.open_rings([alive(column, mine.live) for column in self._rings])
         self._groups.regroup(mine, recovery.comm_config)
         progress.inject("regroup", first)
         grouped = time.perf_counter()

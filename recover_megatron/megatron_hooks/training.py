@@ -213,8 +213,9 @@ class TrainingHooks:
             self._count_versions(optimizer)
             places = self._places = StateExchange(recovery, state)
             rejoin = Rejoin(
-                recovery, self._groups, state, places, self._checkpoints, self._sharded, self._blame, self._step_guard
-            )
+                recovery, self._groups, state, places, self._checkpoints, self._sharded, self._blame, self._step_guard,
+                buckets.rings,
+            )  # fmt: skip
             if late:
                 rejoin.come_back()
             else:

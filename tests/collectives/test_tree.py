@@ -170,7 +170,7 @@ def test_members_that_do_not_make_the_same_operations_are_told_so() -> None:
 
 def test_a_members_death_is_seen_by_its_neighbours_and_the_revocation_wakes_the_others() -> None:
     size = 12  # 1 has children: 9, 10, 11
-    workers, waiting = Workers(size), threading.Barrier(size)
+    workers, waiting, lost_ones = Workers(size), threading.Barrier(size), list[int | None]()
 
     def run(rank: int) -> str:
         tree = workers.tree(rank, range(size))
@@ -180,9 +180,10 @@ def test_a_members_death_is_seen_by_its_neighbours_and_the_revocation_wakes_the_
             if rank != 1:
                 backend.call(lambda on: on.barrier(dist.BarrierOptions()))
         except PeerLost as lost:
+            lost_ones.append(lost.peer)
             for token in workers.tokens:  # what the membership does when it is told
                 token.cancel("worker 1 is gone")
-            return f"lost {lost.peer}"
+            return "lost"
         except EpochRevoked:
             return "revoked"
         finally:
@@ -192,8 +193,8 @@ def test_a_members_death_is_seen_by_its_neighbours_and_the_revocation_wakes_the_
     with ThreadPoolExecutor(size) as pool:
         found = [result.result(DEADLINE) for result in [pool.submit(run, rank) for rank in range(size)]]
     assert found[1] == "dead"
-    assert set(found) <= {"dead", "revoked", "lost 1"}
-    assert "lost 1" in found
+    assert {*found[:1], *found[2:]} <= {"revoked", "lost"}
+    assert lost_ones[0] == 1  # who is revoked hangs up, too, and others may see that before they are
 
 
 def test_who_waits_for_a_member_that_does_not_come_is_woken_by_the_revocation() -> None:

@@ -1,0 +1,213 @@
+"""What it takes to open an epoch: the group of all workers, and the rings of two columns, at 8 to 1,024 members.
+
+    python benchmarks/bench_epochs.py --members 8 64 256 1024
+
+Members are simulated: each is a thread with a peer store of its own, in one of a few processes; their sockets are real,
+on loopback.  Every member is in every group (as with one worker a replica).  Two ways, in one run:
+
+    mesh   gloo's group of all, then the rings one after the other: as it was
+    tree   the tree of all, then the rings side by side: as it is
+
+*world* and *rings*: seconds until the slowest member has them.  *barrier*: the first one of all over the group.
+*connections*: of the group of all and of both rings, all members together; *most*: of one member.  The peer stores'
+own connections, by which neighbours ask for addresses, are not counted: they are closed with the epoch.
+
+Not simulated: distance, and that members have processors of their own; so seconds grow with the members here, since
+all share this machine's.  The mesh is opened up to ``MOST_IN_A_MESH`` members; beyond that only its connections are
+counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.megatron_runs import load_average  # noqa: E402
+
+SECRET = b"of the benchmark"
+COLUMNS = 2
+MOST_IN_A_MESH = 64
+TIMEOUT = 600.0
+
+
+class Member:
+    """One worker of the simulation.  ``addresses``: of all peer stores, by rank, when they are known."""
+
+    def __init__(self, rank: int) -> None:
+        from recover_megatron.network.peer_store import PeerStoreServer
+
+        self.rank = rank
+        self.peer_store = PeerStoreServer("127.0.0.1", SECRET)
+        self.addresses: list[str] = []
+
+    def open(self, way: str, epoch: int, met: Callable[[], float]) -> dict[str, float]:
+        """Open everything and close it again.  ``met``: waits for all members; the time then."""
+        import torch.distributed as dist
+
+        from recover_megatron.collectives.epoch import CancelToken
+        from recover_megatron.collectives.gloo.abort import GlooBackend
+        from recover_megatron.collectives.peer_store_client import PeerStoreClient
+        from recover_megatron.collectives.tree.connections import Tree
+        from recover_megatron.collectives.tree.operations import TreeBackend
+        from recover_megatron.instep.epoch_groups import PeerStores
+
+        token, size = CancelToken(epoch), len(self.addresses)
+        began = met()
+        backend: Any
+        if way == "mesh":
+            store = PeerStoreClient(self.addresses[0], SECRET, epoch)
+            backend = GlooBackend(self.rank, size, store, token, ring=f"world/{epoch}", timeout=TIMEOUT)
+            mine = size - 1
+        else:
+            network = PeerStores(self.peer_store.streams, SECRET, self.addresses)
+            tree = Tree(self.rank, range(size), network, token, name=f"tree/{epoch}", timeout=TIMEOUT)
+            backend = TreeBackend(tree, range(size))
+            mine = len(tree.children) + (tree.parent is not None)
+        world = met()
+        backend.wait(backend.call(lambda on: on.barrier(dist.BarrierOptions())))
+        passed = met()
+        rings: list[Any] = []
+        if way == "mesh":
+            rings += [self._ring(column, epoch, token) for column in range(COLUMNS)]
+        else:
+            with ThreadPoolExecutor(COLUMNS) as pool:
+                rings += pool.map(lambda column: self._ring(column, epoch, token), range(COLUMNS))
+        opened = met()
+        for ring in rings:
+            ring.close()
+        backend.close()
+        met()
+        return {
+            "world": world - began,
+            "barrier": passed - world,
+            "rings": opened - passed,
+            "connections": mine / 2 + COLUMNS,
+            "most": mine + 2 * COLUMNS,
+        }
+
+    def _ring(self, column: int, epoch: int, token: Any) -> Any:
+        from recover_megatron.collectives.peer_store_client import Neighbours, PeerStoreClient
+        from recover_megatron.collectives.transport.tcp import TcpTransport
+
+        clients: dict[str, PeerStoreClient] = {}
+
+        def pinned(address: str) -> PeerStoreClient:
+            if address not in clients:
+                clients[address] = PeerStoreClient(address, SECRET, epoch)
+            return clients[address]
+
+        meeting = Neighbours(self.peer_store, self.addresses, pinned, epoch)
+        ring = TcpTransport(
+            self.rank, len(self.addresses), meeting, token, secret=SECRET, ring=f"ring/{column}/{epoch}", slots=None,
+            timeout=TIMEOUT,
+        )  # fmt: skip
+        for client in clients.values():
+            client.close()
+        return ring
+
+
+def opened(member: Member, way: str, epoch: int, met: Callable[[], float]) -> dict[str, float]:
+    """As ``Member.open``; a member that fails keeps nobody waiting."""
+    try:
+        return member.open(way, epoch, met)
+    except BaseException:  # noqa: BLE001  the others would wait for it
+        traceback.print_exc()
+        os._exit(1)
+
+
+def one_process(ranks: list[int], ways: list[str], told: Any, addresses: Any, barrier: Any, results: Any) -> None:
+    """The members of some ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    del soft
+    members = [Member(rank) for rank in ranks]
+    told.put({member.rank: member.peer_store.address for member in members})
+    everybody = addresses.get()
+    for member in members:
+        member.addresses = [everybody[rank] for rank in range(len(everybody))]
+    for epoch, way in enumerate(ways, start=1):
+        at = [0.0]
+
+        def action(at: list[float] = at) -> None:
+            barrier.wait(TIMEOUT)
+            at[0] = time.perf_counter()
+
+        here = threading.Barrier(len(members), action)
+
+        def met(here: threading.Barrier = here, at: list[float] = at) -> float:
+            here.wait(TIMEOUT)
+            return at[0]
+
+        with ThreadPoolExecutor(len(members)) as pool:
+            found = [one.result() for one in [pool.submit(opened, member, way, epoch, met) for member in members]]
+        results.put(found)
+
+
+def measured(size: int, processes: int, ways: list[str]) -> list[dict[str, float]]:
+    """For each of ``ways`` a row."""
+    context = multiprocessing.get_context("spawn")
+    processes = min(processes, size)
+    told, barrier, results = context.Queue(), context.Barrier(processes), context.Queue()
+    addresses = context.Queue()
+    shares = [list(range(n, size, processes)) for n in range(processes)]
+    started = [
+        context.Process(target=one_process, args=(ranks, ways, told, addresses, barrier, results)) for ranks in shares
+    ]
+    for process in started:
+        process.start()
+    everybody: dict[int, str] = {}
+    for _ in started:
+        everybody |= told.get()
+    for _ in started:
+        addresses.put(everybody)
+    rows = []
+    for _ in ways:
+        found = [row for _ in started for row in results.get()]
+        row = {name: max(its[name] for its in found) for name in found[0]}
+        rows.append(row | {"connections": sum(its["connections"] for its in found)})
+    for process in started:
+        process.join()
+    return rows
+
+
+def main() -> None:
+    """Measure, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", nargs="+", type=int, default=[8, 64, 256, 1024])
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print("| members | way | world s | barrier s | rings s | connections | most |\n|--:|---|--:|--:|--:|--:|--:|")
+    table = []
+    for size in options.members:
+        ways = ["tree", *(["mesh"] if size <= MOST_IN_A_MESH else [])]
+        # The first round warms up: modules are imported, threads made.
+        rows = dict(zip(ways, measured(size, options.processes, [*ways, *ways])[len(ways) :], strict=True))
+        for way in ("mesh", "tree"):
+            row = rows.get(way)
+            seconds = ["" if row is None else f"{row[name]:.3f}" for name in ("world", "barrier", "rings")]
+            many = size * (size - 1) / 2 + COLUMNS * size if row is None else row["connections"]
+            most = size - 1 + 2 * COLUMNS if row is None else row["most"]
+            table.append({"members": size, "way": way, **(row or {})})
+            print(f"| {size} | {way} | {' | '.join(seconds)} | {many:.0f} | {most:.0f} |", flush=True)
+    print(f"\n{load_average()}")
+    if options.json:
+        options.json.write_text(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()
