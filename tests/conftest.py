@@ -9,6 +9,9 @@ from hypothesis import settings
 
 from tests.drawn import SEED
 from tests.harness.forkserver import ForkServer
+from tests.harness.xdist_groups import pytest_collection_modifyitems
+
+__all__ = ["pytest_collection_modifyitems"]  # a hook
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")  # no test asserts a time: how long an example takes says how busy the machine is
@@ -19,19 +22,6 @@ def forkserver() -> Iterator[ForkServer]:
     """Megatron imported once for all runs of the session; see tests/harness/forkserver.py."""
     with ForkServer() as server:
         yield server
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have one process of a run (pytest -n) make all runs of the fork server, one after the other.
-
-    So no two of them, with six or eight workers each, starve each other, and Megatron is imported for them once; what
-    waits most of the time is done by the others meanwhile.
-    """
-    for item in items:
-        uses = getattr(item, "fixturenames", ())
-        if "forkserver" in uses and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("fork server"))
 
 
 DRAWN = f"RECOVER_SEED={SEED} draws from the long families; RECOVER_MATRIX=all runs all of them"

@@ -255,6 +255,7 @@ def test_user_signals_are_passed_on_to_the_workers(bench):
     assert launch.out.count("SAVED") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["0<&-", ">&-", "2>&-", "0<&- >&- 2>&-"])
 def test_closed_standard_streams_do_no_harm(bench, closed):
     script = bench.script("open('ran', 'w').write('yes'); print('shown')")
@@ -289,6 +290,7 @@ def test_a_log_that_cannot_be_opened_costs_the_log_alone(bench):
     assert "Traceback" not in launch.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_need(bench, number):
     """So SLURM sends them: to all that it finds in a step, coordinators included."""

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 SHOW = "import json, os, sys; print('ENV', json.dumps(dict(os.environ)))"
 
 
@@ -46,6 +48,7 @@ def test_workers_get_torchruns_variables_and_ours(bench):
     assert found["0"]["RECOVER_LAUNCH_ID"] == found["1"]["RECOVER_LAUNCH_ID"]
 
 
+@pytest.mark.slow
 def test_omp_threads_are_limited_only_if_the_user_has_not_chosen(bench, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # scripts/test.sh has chosen
     script = bench.script(SHOW)
@@ -64,6 +67,7 @@ def test_log_dir_variable_is_only_that_of_the_option(bench):
     assert "RECOVER_LOG_DIR" not in environments(launch)["0"]
 
 
+@pytest.mark.slow
 def test_two_launches_have_different_ids(bench):
     script = bench.script(SHOW)
     ids = {environments(bench.run(script)[1])["0"]["RECOVER_LAUNCH_ID"] for _ in range(2)}

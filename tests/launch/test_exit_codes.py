@@ -43,6 +43,7 @@ def test_first_means_earliest_in_time_not_lowest_worker_id():
     assert run_exit_code(outcomes, fault_tolerant=False) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [((), 5), (("--recover",), 5), (("--recover", "--all-fail"), 6)],

@@ -186,6 +186,7 @@ TALKATIVE = f"""
     """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [1, 2])
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
 def test_a_reader_that_does_not_read_stops_nobody_and_is_told_what_it_has_missed(bench, kind, stream):
@@ -243,6 +244,7 @@ def test_what_waits_for_a_reader_is_bounded_and_a_closed_pipe_takes_nothing():
     os.close(write)
 
 
+@pytest.mark.slow
 def test_a_reader_that_never_comes_back_does_not_keep_the_launcher(bench):
     read, write = os.pipe()
     (bench.folder / "go").touch()

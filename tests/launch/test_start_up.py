@@ -75,6 +75,7 @@ def test_workers_that_are_killed_end_the_launch_with_a_code_that_is_requeued(ben
     assert launch.left() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "cause"), [("raise", 1, "ValueError: no such token"), ("7", 7, ""), ("10", 10, "")]
 )
@@ -90,6 +91,7 @@ def test_a_worker_that_fails_by_itself_ends_the_launch_with_its_code_and_cause(b
     assert [worker["state"] for worker in bench.workers()] == ["killed", "failed", "killed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_that_has_a_session_already_ends_the_launch_too(bench: Bench, victim: int) -> None:
     """The coordinator leads, and could do without it; what the others wait in could not."""

@@ -47,6 +47,7 @@ def owners_of_listener(port):
     return owners
 
 
+@pytest.mark.slow
 def test_the_store_listens_in_the_launcher_before_and_after_it_is_served(bench):
     script = bench.script(
         """

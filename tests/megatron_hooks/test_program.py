@@ -59,6 +59,7 @@ def refusal(forkserver: ForkServer, out: Path, argv: list[str], workers: int = 1
     return said
 
 
+@pytest.mark.slow
 def test_a_world_that_cannot_hold_whole_replicas_is_refused_once_with_the_remedy(
     forkserver: ForkServer, tmp_path: Path
 ) -> None:

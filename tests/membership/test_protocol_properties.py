@@ -147,6 +147,7 @@ def test_one_lineage_and_no_decision_taken_twice_whatever_happens(
     explore(moves, world_of(workers, started, node_agents, spares), to_the_end=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(MOVES, st.integers(3, 5), st.booleans(), st.sets(st.integers(0, 4)))
 def test_every_live_workers_wait_ends_whatever_happened(

@@ -85,6 +85,7 @@ def test_ranks_that_die_or_are_revoked_have_right_sums_in_a_rehearsal(tmp_path: 
     assert rows(done.stdout)[0][1] == "ok"
 
 
+@pytest.mark.slow
 def test_the_ring_of_the_checks_adds_up_right(tmp_path: Path) -> None:
     checks = dict(CHECKS)
     result, number = run(checks["ring over tcp, 3 members, CUDA tensors"], place(tmp_path, seconds=120))

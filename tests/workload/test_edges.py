@@ -79,6 +79,7 @@ def test_a_large_ring_in_which_nobody_misses_half_of_the_others_goes_on_whole(co
 SIZE = 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "out"),
     [

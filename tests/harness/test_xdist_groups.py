@@ -1,0 +1,41 @@
+"""Groups of tests stay together, whatever versions of pytest and pytest-xdist are installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.harness import REPOSITORY
+
+TESTS = """
+import pathlib
+import pytest
+
+@pytest.fixture
+def forkserver(): ...
+
+def note(kind, worker_id, number):
+    (pathlib.Path(__file__).parent / f"{kind}-{worker_id}-{number}").touch()
+
+@pytest.mark.xdist_group("one")
+@pytest.mark.parametrize("number", range(8))
+def test_marked(number, worker_id):
+    note("marked", worker_id, number)
+
+@pytest.mark.parametrize("number", range(8))
+def test_fork_server(number, worker_id, forkserver):
+    note("forkserver", worker_id, number)
+"""
+
+
+def test_the_tests_of_a_group_and_those_of_the_fork_server_run_in_one_process_each(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    options = ["-p", "tests.harness.xdist_groups", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup"]
+    command = [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kind in ("marked", "forkserver"):
+        notes = [path.name.split("-") for path in tmp_path.glob(f"{kind}-*")]
+        assert len(notes) == 8
+        assert len({worker for _, worker, _ in notes}) == 1
