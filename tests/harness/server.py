@@ -84,7 +84,8 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = request["documents"]
-    _share_gloo_threads()
+    if "GLOO_SOCKET_IFNAME" not in os.environ:  # else torch makes devices of that interface
+        _share_gloo_threads()
     if "--save" in sys.argv:
         # Megatron starts its checkpoint writer's helper by spawning, which would import everything once more a worker.
         from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
