@@ -253,7 +253,13 @@ class Worker:
             tuning=Tuning(s.segment_bytes, s.least_bytes, s.depth), communicators=self.communicators,
         )  # fmt: skip
 
+    def between(self) -> None:
+        """A native group has no boundaries of messages: those between its buckets count, in the training's thread."""
+        if self.scenario.collective == "native":
+            self.boundary("bucket", 0)
+
     def start(self, group: Group, bucket: Bucket) -> Handle:
+        self.between()
         if self.scenario.op == "all_reduce":
             return group.all_reduce(bucket)
         if self.scenario.op == "reduce_scatter":
@@ -289,6 +295,7 @@ class Worker:
             if self.scenario.op != "all_gather" or order["number"] == 1:
                 for handle in [self.start(group, bucket) for bucket in self.buckets]:
                     handle.wait()
+                    self.between()
             self.say(done=order["number"], holds=self.holds)
         except EpochRevoked:
             self.revoked[order["number"]] = time.monotonic()

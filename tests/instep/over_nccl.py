@@ -1,10 +1,9 @@
 """pretrain_gpt_recover.py on the CPU, whose gradients travel over NCCL's double: over_nccl.py SETTINGS flags...
 
-SETTINGS: a JSON object, what ``tests.doubles.nccl.library`` takes.  At its end a worker prints which calls of NCCL's
-made its communicators.
+SETTINGS: a JSON object, what ``tests.doubles.nccl.library`` takes.  A worker's log tells which calls of NCCL's made
+and ended its communicators.
 """
 
-import atexit
 import json
 import sys
 from typing import Any
@@ -18,11 +17,17 @@ from tests.doubles.nccl import library as nccl_double
 double = nccl_double(**json.loads(sys.argv.pop(1)))
 
 
+class Told(list[str]):
+    def append(self, call: str) -> None:
+        print("NCCL's double:", call, flush=True)
+        super().append(call)
+
+
 def over_nccl(**settings: Any) -> CommunicationConfig:
     return CommunicationConfig(**settings | {"transport_kind": "nccl"})
 
 
 libraries.load = lambda: double  # type: ignore[assignment]
 fault_tolerance.CommunicationConfig = over_nccl  # type: ignore[assignment,misc]
-atexit.register(lambda: print("communicators made by:", *double.core.calls, flush=True))
+double.core.calls = Told()
 pretrain_gpt_recover.main()

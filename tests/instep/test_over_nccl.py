@@ -35,8 +35,5 @@ def test_two_deaths_and_two_newcomers_leave_the_training_equal(
     result = case.with_flags("--recover-collective", collective).run(forkserver, tmp_path)
     check(result, reference(case))
     assert result.replicas[0] == result.replicas[-1] == 2, result.replicas
-    made = [
-        line for log in result.ended.logs for line in log.read_text().splitlines() if "communicators made by" in line
-    ]
-    assert made
-    assert all("init" in line for line in made)
+    calls = [line for log in result.ended.logs for line in log.read_text().splitlines() if "NCCL's double:" in line]
+    assert sum(line.endswith("init") for line in calls) >= 4, "every worker of the launch has made one"
