@@ -29,7 +29,7 @@ def test_two_deaths_and_two_newcomers_leave_the_training_equal(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, collective: str, nccl: str
 ) -> None:
     """Of each replica one worker dies; what is left makes a whole one, and newcomers the second one."""
-    case = Case(TP2_DP2, (Strike(0, 1, 3, "backward"), Strike(1, 0, 5, "reduce-scatter", until=8)), 30, restarts=2)
+    case = Case(TP2_DP2, (Strike(0, 1, 3, "backward"), Strike(1, 0, 8, "forward")), 30, restarts=2)
     script = (str(Path(__file__).with_name("over_nccl.py")), json.dumps(NCCLS[nccl] | {"seed": 1}))
     case = replace(case, train_with=script, model=(*NO_EVALUATION, "--clip-grad", "0.2"))
     result = case.with_flags("--recover-collective", collective).run(forkserver, tmp_path)
