@@ -10,7 +10,7 @@ class Memo[V]:
         """``weight``: of a value, in the unit of ``most``."""
         self._most = most
         self._weight = weight
-        self._known: dict[Hashable, V] = {}
+        self._known = dict[Hashable, V]()
         self._total = 0
 
     def __len__(self) -> int:
