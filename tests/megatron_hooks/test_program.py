@@ -34,6 +34,8 @@ MONKEYPATCH = [
     "megatron.training.training.append_to_progress_log",
     "megatron.training.training.build_pretraining_data_loader",
     "megatron.training.training.build_train_valid_test_data_loaders",
+    "megatron.training.training.calc_params_l2_norm",
+    "megatron.training.training.check_param_hashes_across_dp_replicas",
     "megatron.training.training.consume_seqlen_stats_in_iteration",
     "megatron.training.training.evaluate",
     "megatron.training.training.get_forward_backward_func",
