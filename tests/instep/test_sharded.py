@@ -133,7 +133,8 @@ IN_A_ROW = {
     ),
     "neighbours-while-parameters-arrive-with-two-shadows": Case(
         OVERLAPPED,
-        (Strike(1, 0, 3, "param-gather", visit=2), Strike(2, 0, 3, "param-gather", visit=2)),
+        # Whichever of them is told of the other's death before its second arrival dies in the next iteration.
+        (Strike(1, 0, 3, "param-gather", visit=2, until=5), Strike(2, 0, 3, "param-gather", visit=2, until=5)),
         8,
         model=SHARDED,
         flags=TWO_SHADOWS,
