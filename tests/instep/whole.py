@@ -24,7 +24,7 @@ folder, replicas = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
 order, script = [int(worker) for worker in sys.argv.pop(1).split(",")], sys.argv.pop(1)
 newcomer = os.environ.get("RECOVER_JOIN") == "1"
 recoveries: list[Recovery] = []
-begin, at, strike = Recovery.__init__, injector.Injector.at, injector._inject
+begin, at, strike = Recovery.__init__, injector.Injector.at, injector.Injector._inject
 train_step, build = training.train_step, training.build_train_valid_test_data_iterators
 
 
@@ -46,11 +46,11 @@ def in_turn(self: injector.Injector, phase: str, iteration: int) -> None:
             at(self, phase, iteration)
 
 
-def noted_strike(fault: Any) -> None:
+def noted_strike(self: injector.Injector, fault: Any) -> None:
     scratch = folder / "scratch"
     scratch.write_text(f"{recoveries[-1].assignment.decision.epoch} {fault.iteration}")
     scratch.rename(folder / f"struck-{len(struck())}")
-    strike(fault)
+    strike(self, fault)
 
 
 def patient_train_step(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ def telling_build(*args: Any, **kwargs: Any) -> Any:
 patient_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
 Recovery.__init__ = noted_init  # type: ignore[method-assign]
 injector.Injector.at = in_turn  # type: ignore[method-assign]
-injector._inject = noted_strike
+injector.Injector._inject = noted_strike  # type: ignore[method-assign]
 training.train_step = patient_train_step
 if newcomer:
     training.build_train_valid_test_data_iterators = telling_build
