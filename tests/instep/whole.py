@@ -2,6 +2,8 @@
 
     whole.py FOLDER REPLICAS WORKERS SCRIPT flags...
 
+Whole: as many replicas as at the launch, all with their state.
+
 WORKERS, comma-separated, is the order.  The training goes on meanwhile, but no more than PATIENCE iterations before the
 newcomer in the last one's place has built its model, which takes the longer the busier the machine is.
 """
@@ -24,6 +26,8 @@ folder, replicas = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
 order, script = [int(worker) for worker in sys.argv.pop(1).split(",")], sys.argv.pop(1)
 newcomer = os.environ.get("RECOVER_JOIN") == "1"
 recoveries: list[Recovery] = []
+began: dict[int, int] = {}
+"""Epoch -> the iteration in which it was first seen here."""
 begin, at, strike = Recovery.__init__, injector.Injector.at, injector.Injector._inject
 train_step, build = training.train_step, training.build_train_valid_test_data_iterators
 
@@ -42,7 +46,9 @@ def noted_init(self: Recovery, *args: Any, **kwargs: Any) -> None:
 def in_turn(self: injector.Injector, phase: str, iteration: int) -> None:
     if self.active and (before := len(struck())) < len(order) and recoveries[-1].assignment.me == order[before]:
         decision = recoveries[-1].assignment.decision
-        if len(decision.replicas) == replicas and all(epoch < decision.epoch for epoch, _ in struck()):
+        # In the iteration in which a replica takes its place, its state may still be on the way from its only holders.
+        placed = not decision.fresh or iteration > began.setdefault(decision.epoch, iteration)
+        if len(decision.replicas) == replicas and placed and all(epoch < decision.epoch for epoch, _ in struck()):
             at(self, phase, iteration)
 
 
