@@ -92,6 +92,23 @@ CASES = [
     Case(PREDICTION, (Strike(2, 1, 3, "optimizer"), Strike(0, 0, 5, "backward")), 7),
     Case(PREDICTION, (Strike(2, 1, 3, "forward"),), 23, restarts=1, model=("--log-interval", "7")),
 ]
+
+
+@pytest.mark.parametrize("case", some("log", CASES, 2), ids=lambda case: f"{case}{''.join(case.model[1:])}")
+def test_every_number_that_is_logged_is_that_of_the_run_without_deaths(
+    forkserver: ForkServer, tmp_path: Path, case: Case
+) -> None:
+    case = replace(case, model=(*case.model, *NO_EVALUATION))
+    undisturbed, expected = tell(forkserver, replace(case, strikes=(), restarts=0), tmp_path / "undisturbed")
+    assert undisturbed.ended.ok, undisturbed.told()
+    result, log = tell(forkserver, case, tmp_path / "broken")
+    check(result, undisturbed)
+    assert case.restarts == 0 or result.replicas[-1] == case.layout.replicas, result.replicas
+    assert len(log.console) > 4
+    for ours, theirs in ((log.console, expected.console), (log.board, expected.board), (log.wandb, expected.wandb)):
+        assert differences(ours, theirs, GRAD_NORM) == [], str(case)
+
+
 NORMS = ("--log-params-norm", "--log-num-zeros-in-grad", "--check-weight-hash-across-dp-replicas-interval", "2")
 SHARDED = "--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --use-distributed-optimizer"
 DEATHS = (Strike(3, 0, 3, "backward"), Strike(0, 0, 5, "optimizer"))
