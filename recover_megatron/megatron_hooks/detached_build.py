@@ -20,6 +20,7 @@ from megatron.core import tensor_parallel
 from megatron.training import get_args, training
 from torch.distributed import distributed_c10d as c10d
 
+from recover_megatron.instep.traffic import Mode
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.groups import Groups
 
@@ -43,7 +44,8 @@ def install(groups: Groups) -> None:
 
     def no_job_begins(original: Callable[..., Any]) -> Callable[..., Any]:
         def append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
-            return None if groups.alone else original(*args, **kwargs)
+            # Not for good: with a place it waits for all others where they write of a checkpoint, as they do for it.
+            return None if groups.traffic.mode is Mode.ALONE else original(*args, **kwargs)
 
         return append_to_progress_log
 
