@@ -33,7 +33,7 @@ def test_the_progress_log_is_that_of_one_job_whose_workers_die(
     saved = tmp_path / "saved"
     flags = ("--log-progress", "--save", str(saved), "--save-interval", "2", *saving.split())
     case = replace(Case(DP4, (Strike(0, 0, 3, "backward"), Strike(3, 0, 5, "forward")), restarts=1), flags=flags)
-    result = case.run(forkserver, tmp_path / "out")
+    result = case.patient("6-:3").run(forkserver, tmp_path / "out")  # with the newcomer from then on
     check(result, reference(case))
     lines = [line.split("\t")[2:5] for line in (saved / "progress.txt").read_text().splitlines()]
     assert {gpus for gpus, *_ in lines} == {"# GPUs: 4"}
