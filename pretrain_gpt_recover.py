@@ -15,6 +15,7 @@ from recover_megatron import __version__
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.errors import UserError, refuse
 from recover_megatron.megatron_hooks.entry.program import choose_device, load
+from recover_megatron.orderly_end import end_process
 
 PROGRAM = "pretrain_gpt_recover.py"
 
@@ -34,5 +35,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process()
 elif __name__ == "__mp_main__":
     choose_device(config_from_argv(sys.argv[1:]))

@@ -1,10 +1,14 @@
 """What a replica at half speed costs, with and without --recover-balance.
 
     python benchmarks/bench_balance.py --pace 0.1 --workers 4 --microbatches 32
+    python benchmarks/bench_balance.py --simulate
 
 Four replicas of one worker each; a microbatch takes --pace seconds, on the slow one twice as long (slept, see
 paced_pretrain.py).  Three runs: all equally fast; one slow; one slow with --recover-balance.  The bound is what the
 workers' joint speed allows: (n) / (n - 1/2) of the time when all are fast, rounded to whole microbatches.
+
+--simulate: the controller alone (tests/workload/paces.py), for measurements of several noises of which 2 % are three
+times too long: how often quotas change, and the time of an iteration over the best for the true speeds.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from recover_megatron.run_log.steps import read_steps  # noqa: E402
 from recover_megatron.workload import quotas  # noqa: E402
 from tests.harness.forkserver import ForkServer  # noqa: E402
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT  # noqa: E402
+from tests.workload.paces import Speeds, constant, simulate  # noqa: E402
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "paced_pretrain.py")
 
@@ -46,6 +51,30 @@ def measure(server: ForkServer, paces: list[float], options: argparse.Namespace,
         }
 
 
+SIMULATED: dict[str, Speeds] = {
+    "4 equal": constant(1, 1, 1, 1),
+    "32 equal": constant(*[1] * 32),
+    "one of 4 at half speed": constant(1, 1, 1, 2),
+    "one of 4 at a third": constant(1, 1, 1, 3),
+    "one of 4 slower by a fifth": constant(1, 1, 1, 1.2),
+    "one of 4 at half speed, 2 iterations of 6": lambda t: {0: 1, 1: 1, 2: 1, 3: 2 if t % 6 > 3 else 1},
+    "one of 4 at half speed, 50 iterations of 100": lambda t: {0: 1, 1: 1, 2: 1, 3: 2 if t % 100 > 49 else 1},
+}
+
+
+def print_simulation(iterations: int = 1000) -> None:
+    """The table of --simulate."""
+    print("| replicas | microbatches | noise | changes per 1,000 | mean | longest |\n|---|--:|--:|--:|--:|--:|")
+    for name, speeds in SIMULATED.items():
+        for each in (6, 32):
+            for noise in (0.03, 0.1):
+                total = each * len(speeds(0))
+                run = simulate(speeds, total, iterations, noise=noise, seed=1)
+                changes, settled = 1000 * run.changes / iterations, run.ratios[6:]
+                row = f"{changes:.0f} | {statistics.fmean(settled):.3f} | {max(settled):.2f}"
+                print(f"| {name} | {total} | {noise:.0%} | {row} |")
+
+
 def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,7 +84,10 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=14)
     parser.add_argument("--drop", type=int, default=4, help="first iterations that are not counted")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--simulate", action="store_true")
     options = parser.parse_args()
+    if options.simulate:
+        return print_simulation()
     fast = [options.pace] * options.workers
     slow = [*fast[:-1], 2 * options.pace]
     with ForkServer() as server:

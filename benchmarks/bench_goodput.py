@@ -20,6 +20,10 @@ the run is over; "without start-up" leaves out the time from each launch to its 
 device of fixed speed (--microbatch-seconds): on a machine with fewer cores than workers the survivors would otherwise
 be faster for every death.
 
+--hsdp trains with Megatron-FSDP: a replica is a shard group of workers, two or as many as are named.  With --recover
+what is left of a broken shard group waits, paid for, until there are enough workers for a whole one; without it a
+launch has whole shard groups.
+
 Prints a table; --json FILE writes every measurement, --png FILE draws tokens over worker-seconds.
 """
 
@@ -105,6 +109,27 @@ class Result:
         return 1 - self.paid_until(math.inf, startup=False) / self.paid_until(math.inf)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """``replica``: workers of one; above 1 they are a shard group of Megatron-FSDP."""
+
+    replica: int = 1
+
+    def flags(self, workers: int) -> list[str]:
+        """For a launch of so many workers."""
+        if self.replica == 1:
+            return []
+        instances = workers // self.replica
+        return (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer "
+            f"--overlap-grad-reduce --ckpt-format fsdp_dtensor --num-distributed-optimizer-instances {instances}"
+        ).split()
+
+    def workers(self, alive: int, microbatches: int) -> int:
+        """The most of ``alive`` that make whole replicas and by which the batch can be divided; 0: there are none."""
+        return max((n for n in range(self.replica, alive + 1, self.replica) if microbatches % n == 0), default=0)
+
+
 class Bench:
     """Runs launches of one configuration."""
 
@@ -113,6 +138,7 @@ class Bench:
         self._folder = folder
         self._options = options
         self._count = 0
+        self._layout = Layout(options.hsdp)
         self.model = MODELS[options.model]
 
     def launch(self, workers: int, paid: int, kills: list[str], *flags: str) -> Launch:
@@ -121,7 +147,8 @@ class Bench:
         out = self._folder / f"launch-{self._count}"
         out.mkdir()
         options = self._options
-        argv = [SCRIPT, *COMMON, *self.model.argv, "--log-interval", "10", *flags]
+        argv = [SCRIPT, *COMMON, *self.model.argv, "--log-interval", "10"]
+        argv += [*self._layout.flags(workers), *flags]
         environment = {
             "BENCH_OUT": str(out),
             "BENCH_KILL": ",".join(kills),
@@ -161,18 +188,22 @@ class Bench:
             launches.append(self.launch(alive, alive, [], *flags))
         else:
             save = self._folder / f"checkpoints-{name}"
-            flags += ["--save", str(save), "--load", str(save), "--save-interval", str(interval)]
+            flags += ["--save", str(save), "--save-interval", str(interval)]
             workers = alive
             while not launches or max(launches[-1].began, default=0) <= iterations:
                 before = len(left)
-                launches.append(self.launch(workers, alive, left, *flags))
+                # With Megatron-FSDP stock Megatron trains another model where there is nothing to load yet.
+                load = ["--load", str(save)] if any(save.glob("latest*")) else []
+                launches.append(self.launch(workers, alive, left, *flags, *load))
                 if len(launches) > MAX_LAUNCHES:
                     raise RuntimeError("the run does not get on")
                 if name == "shrinking":
                     alive -= before - len(left)
                     # A schedule names workers of the first launch: those that are left have the first numbers now.
                     left = [_renamed(kill, alive) for kill in left]
-                    workers = max(n for n in range(1, alive + 1) if self._microbatches % n == 0)
+                    workers = self._layout.workers(alive, self._microbatches)
+                    if not workers:
+                        raise RuntimeError(f"{alive} workers are left, which are no replica")
                     left = [_renamed(kill, workers) for kill in left]
         return Result(name, launches, iterations * self.model.tokens, interval)
 
@@ -242,6 +273,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=25)
     parser.add_argument("--kills", default="7@5,1@10,4@15,2@20", metavar="W@I,...", help="the schedule")
     parser.add_argument("--microbatch-seconds", type=float, default=0.25, help="of the device that a worker plays")
+    parser.add_argument(
+        "--hsdp", nargs="?", type=int, const=2, default=1, metavar="S", help="shard groups of S workers (default: 2)"
+    )
     parser.add_argument("--interval", type=int, help="iterations between checkpoints (default: by Young and Daly)")
     parser.add_argument("--runs", nargs="+", default=list(LABELS), choices=LABELS)
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one launch")

@@ -236,7 +236,7 @@ def main() -> int:
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    results = []
+    results: list[dict[str, Any]] = []
     for workers in args.workers:
         result = measure(workers, args.deaths, args.seconds)
         if not results:

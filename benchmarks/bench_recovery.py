@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def work(me: int, address: tuple[str, int], secret: bytes, store_port: int, repo
         plan = session.join({})
         if times.get("steady"):
             note("rendezvous")
-        return open_group(SessionEpoch(session, plan, me), store, name="bench", secret=secret)
+        return open_group(SessionEpoch(session, plan, me, sorted(plan.members)), store, name="bench", secret=secret)
 
     group = join()
     reduced = 0
@@ -150,8 +151,14 @@ def detected(events: Path, victim: int) -> float:
 def fork(child: Any) -> int:
     """Run ``child`` in a forked process that ends with it; returns its pid."""
     if (pid := os.fork()) == 0:
-        child()
-        os._exit(0)
+        code = 1
+        try:
+            child()
+            code = 0
+        finally:  # an exception must not go on in the parent's code
+            if code:
+                traceback.print_exc()
+            os._exit(code)
     return pid
 
 

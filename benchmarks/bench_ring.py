@@ -148,6 +148,7 @@ def work(rank: int, world: int, arguments: argparse.Namespace, port: int) -> lis
             transport_kind=arguments.transport_kind,
             tuning=tuning,
         )
+        assert isinstance(ring, RingGroup)
         rows.append(compare(ring, gloo, pump, meet, int(mib * MIB) // 4, arguments))
         meet()
         ring.close()

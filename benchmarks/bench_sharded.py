@@ -132,7 +132,10 @@ def wire(options: Any) -> list[dict[str, Any]]:
         cells = []
         for shadows in (0, 1, 2):
             row[f"k={shadows}"] = on_the_wire(
-                size, numel, lambda group, bucket, k=shadows: group.reduce_scatter(bucket, shadows=k), torch.float32
+                size,
+                numel,
+                lambda group, bucket, k=shadows: group.reduce_scatter(bucket, shadows=range(1, k + 1)),
+                torch.float32,
             )
             cells.append(f"{row[f'k={shadows}']:.4f} ({scattered(size, shadows):.4f})")
         row["gather"] = on_the_wire(size, 2 * numel, lambda group, bucket: group.all_gather(bucket), torch.bfloat16)

@@ -45,7 +45,8 @@ def seconds_to_first_iteration(launcher: str, workers: int, timeout: float) -> f
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
     signal.alarm(int(timeout))
-    seen, last = None, []
+    seen: float | None = None
+    last: list[str] = []
     assert process.stdout is not None
     try:
         for line in process.stdout:

@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 PACKAGE = f"{REPOSITORY / 'recover_megatron'}/"
-OTHERS = ("hostdevice/", "chaos/", "megatron_hooks/gpt_script", "megatron_hooks/fault_injection")
+OTHERS = ("hostdevice/", "chaos/", "megatron_hooks/entry/gpt_script", "megatron_hooks/fault_injection")
 
 ROADS = {
     "step": (("megatron_hooks/training", "_step"), ("instep/step", "_rerun"), ("megatron_hooks/training", "_step")),

@@ -18,6 +18,9 @@ asks for besides (nothing, by default):
     BENCH_STATE=1           when the training is over every worker writes DIR/state-<rank>.json: "parameters" of its
                             model, "bytes" of the tensors that its optimizer has for itself (``held``), and "came", the
                             bytes that it got each time that a distributed optimizer's state changed hands
+    BENCH_TRAFFIC=1         a row also has "received", the bytes that came over all of the process's TCP connections, as
+                            the kernel counts them, and "tensors", the bytes of all memory that torch's tensors have;
+                            rings use no shared memory
     BENCH_PROFILE=FILE      cProfile of rank 0's main thread from iteration 10 on, dumped at the end
 """
 
@@ -25,13 +28,17 @@ from __future__ import annotations
 
 import cProfile
 import functools
+import gc
 import json
 import os
 import runpy
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +60,7 @@ class Clock:
         self._memory = bool(environment.get("BENCH_MEMORY"))
         self._threads = bool(environment.get("BENCH_THREADS"))
         self._state = bool(environment.get("BENCH_STATE"))
+        self._traffic = bool(environment.get("BENCH_TRAFFIC"))
         self._came: list[int] = []
         self._profiler = cProfile.Profile()
         self._iteration = 0
@@ -68,6 +76,10 @@ class Clock:
             schedules.forward_step = self._around(schedules.forward_step, self._forward_step)
         if self._kills or self._microbatch:
             schedules.backward_step = self._around(schedules.backward_step, self._backward_step)
+        if self._traffic:
+            from recover_megatron.collectives import group_factory
+
+            group_factory._slots = lambda *_: None
         if self._state:
             from recover_megatron.instep.shards import Shards
 
@@ -99,14 +111,16 @@ class Clock:
         if self._block and (self._iteration - self._first) % self._block == 0:
             with open(self._folder / "done", "wb", buffering=0) as done:
                 done.write(b"x")
-            with open(self._folder / f"go-{self._rank}", "rb", buffering=0) as go:
-                go.read(1)
+            with open(self._folder / f"go-{self._rank}", "rb", buffering=0) as turn:
+                turn.read(1)
         go, used = time.monotonic(), time.process_time()
         row: dict[str, Any] = {"iteration": self._iteration, "at": at, "go": go, "cpu": used, "loss": self._loss}
         if self._memory:
             row |= memory()
         if self._threads:
             row |= threads()
+        if self._traffic:
+            row |= {"received": received(), "tensors": tensors()}
         self._file.write(json.dumps(row) + "\n")
 
     def _forward_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,6 +184,32 @@ def memory() -> dict[str, int]:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
     return {"rss": int(status["VmRSS"].split()[0]), "peak": int(status["VmHWM"].split()[0])}
+
+
+def received() -> int:
+    """Bytes that came over the TCP connections that this process has open."""
+    found: dict[str, int] = {}  # by the socket: of some there are two descriptors
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # a listing's own, one that was closed meanwhile, or no connection
+            its = os.readlink(f"/proc/self/fd/{name}")
+            if its.startswith("socket:") and its not in found:
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                        found[its] = int(struct.unpack_from("=Q", information, 128)[0])  # tcpi_bytes_received
+    return sum(found.values())
+
+
+def tensors() -> int:
+    """Bytes of the memory of all tensors that Python knows, each once."""
+    import torch
+
+    sizes: dict[int, int] = {}
+    for one in gc.get_objects():
+        if isinstance(one, torch.Tensor) and type(one) in (torch.Tensor, torch.nn.Parameter):
+            storage = one.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def threads() -> dict[str, dict[str, float]]:

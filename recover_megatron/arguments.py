@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,19 @@ def parse_addresses(text: str) -> list[tuple[str, int]]:
             raise ValueError(f"{item!r} is not HOST:PORT")
         addresses.append((host, number))
     return addresses
+
+
+def metrics_address(text: str) -> tuple[str, int]:
+    """The address of ``PORT`` (on loopback) or ``HOST:PORT``; ValueError for anything else."""
+    host, port = parse_addresses(text if ":" in text else f"127.0.0.1:{text}")[0]
+    return host, port
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a command; ValueError where there are none."""
+    if not (words := shlex.split(text)):
+        raise ValueError("give a command")
+    return words
 
 
 @dataclass(frozen=True)
@@ -113,6 +127,23 @@ class RecoverConfig:
         docs="[below](#a-stall-that-many-share): longer where storage or hosts stall for longer than ten minutes, 0 "
         "never to wait",
     )
+    grace: float = option(
+        0.0,
+        "where all other replicas have waited so long in an iteration for one that lives, they take its microbatches "
+        "over, and it comes back for the next iteration; below the hang timeout, at least twice the heartbeat "
+        "interval. 0: never",
+        metavar="S",
+        check=seconds_from_0,
+        docs="[below](#a-replica-that-is-late)",
+    )
+    domain: str = option(
+        "",
+        "what this worker may be lost with besides its node: a rack, a power line, a switch; it may differ from node "
+        "to node. Copies of the optimizer's state are kept on workers of other nodes and domains",
+        metavar="NAME[,NAME...]",
+        default_text="the switches of SLURM's topology, if it tells them (SLURM_TOPOLOGY_ADDR)",
+        docs="[sharded.md](sharded.md#failure-domains)",
+    )
     collective: str = option(
         "auto",
         "how gradients are summed over the replicas: ring, the fault-tolerant ring; native, the backend's own "
@@ -152,6 +183,15 @@ class RecoverConfig:
         docs="to have N workers more wait on the last node, which needs N devices more: "
         "[getting workers back](#getting-workers-back)",
     )
+    max_replicas: int = option(
+        0,
+        "let workers that join a run that is whole make further replicas, up to N in all; the microbatches of an "
+        "iteration stay the same and are shared by more. 0: no more than at the launch, who comes then is a spare",
+        metavar="N",
+        check=at_least(0),
+        docs="to let a run grow when more devices become free: `recover-run --join` then adds replicas "
+        "([growing](regroup.md#growing)). At most the microbatches of an iteration. Give it to every launcher",
+    )
     allow_cross_node_tp: bool = option(
         False,
         "put new replicas together from workers of different nodes, too, where there is no other way: their "
@@ -173,11 +213,12 @@ class RecoverConfig:
     shadow_shards: int = option(
         1,
         "with --use-distributed-optimizer: how many other workers keep an up-to-date copy of each worker's part "
-        "of the optimizer's state, 0, 1 or 2; with 0 any death ends the run with exit code 12",
+        "of the optimizer's state, 0, 1 or 2; with 0 any death takes the run back to a snapshot or a checkpoint, or "
+        "ends it with exit code 12 where there is neither",
         metavar="N",
         check=at_least(0, 2),
-        docs="with `--use-distributed-optimizer`: 2 where neighbours fail together, 0 to pay nothing and end at any "
-        "death: [sharded.md](sharded.md)",
+        docs="with `--use-distributed-optimizer`: 2 where neighbours fail together; 0 to pay nothing, and have any "
+        "death take the run back or end it: [sharded.md](sharded.md)",
     )
     shadow_device: str = option(
         "device",
@@ -186,6 +227,61 @@ class RecoverConfig:
         default_text="",
         docs="where device memory is short: the shadows are kept in host memory and updated there while the next step "
         "computes",
+    )
+    memory_tier: str = option(
+        "auto",
+        "keep snapshots of the training's state in the host memory of workers of other nodes or domains: auto, where "
+        "the loss of one would take all that hold a part of the state (default); always; off",
+        choices=("auto", "always", "off"),
+        default_text="",
+        docs="`off` where hosts do not have the memory, `always` to have snapshots for losses of several workers, too: "
+        "[regroup.md](regroup.md#the-memory-tier)",
+    )
+    memory_interval: int = option(
+        0,
+        "iterations between two snapshots; 0: by what they cost (default)",
+        metavar="K",
+        check=at_least(0),
+        default_text="",
+        docs="to have no more than K iterations run again after the loss of a node, whatever that costs",
+    )
+    untested: bool = option(
+        False,
+        "take flags whose path is built, but of which a part needs a GPU or Transformer Engine and was never run; "
+        "without it they are refused by name",
+        docs="when a flag is refused that names it: the path is built and tested but for what needs a GPU or "
+        "Transformer Engine. Compare a run with deaths to one without before you trust it",
+    )
+
+    may_differ: str = option(
+        "",
+        "flags, ours or the training's, that need not be the same for all workers; the others are compared, and a "
+        "worker with another value is refused",
+        metavar="FLAG[,FLAG...]",
+        docs="where a flag is given another value on some nodes for a good reason (names without dashes). The part of "
+        "a path behind the last slash is compared, so folders may differ anyway. Give it to every launcher",
+    )
+    metrics: str | None = option(
+        None,
+        "serve metrics for Prometheus at this port of loopback, or of HOST (0.0.0.0: all interfaces), on the node "
+        "whose coordinator leads at first; needs recover-run --log-dir",
+        metavar="[HOST:]PORT",
+        check=metrics_address,
+        docs="[metrics.md](metrics.md)",
+    )
+    metrics_file: str | None = option(
+        None,
+        "write the same to a file every two seconds, for node-exporter's textfile collector (name it *.prom)",
+        metavar="PATH",
+        docs="[metrics.md](metrics.md)",
+    )
+    on_event: str | None = option(
+        None,
+        "run this command for every loss, recovery, return, checkpoint and change of state, with a JSON object on its "
+        "stdin; nothing waits for it",
+        metavar="COMMAND",
+        check=words_of,
+        docs="[metrics.md](metrics.md#a-command-for-events)",
     )
 
 
@@ -231,6 +327,11 @@ def problems(config: RecoverConfig) -> list[str]:
         )
     if hang < timeout:
         found.append(f"--recover-hang-timeout {hang:g} must not be below --recover-heartbeat-timeout {timeout:g}")
+    if config.grace and not 2 * interval <= config.grace < hang:
+        found.append(
+            f"--recover-grace {config.grace:g} must be at least twice --recover-heartbeat-interval {interval:g}, and "
+            f"below --recover-hang-timeout {hang:g}"
+        )
     return found
 
 

@@ -79,6 +79,8 @@ class Aside:
             if not taken:
                 self._dropped += 1
             else:
+                if not self._jobs:
+                    self._since = time.monotonic()  # the thread may not have begun with it when the next one comes
                 self._jobs.append((size, job))
                 self._bytes += size
                 self._run_thread()

@@ -170,7 +170,7 @@ def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
 def pytest(arguments: Sequence[str], tree: Path, limit: float) -> tuple[int | None, str]:
     """Exit status (None: it took longer than ``limit`` seconds and was ended) and output of pytest in ``tree``."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
-    command += ["--hypothesis-seed=0", f"--basetemp={tree.parent / 'base'}", *arguments]
+    command += ["-n", "0", "--hypothesis-seed=0", f"--basetemp={tree.parent / 'base'}", *arguments]
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree),

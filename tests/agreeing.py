@@ -7,7 +7,8 @@ AGREEING_STRIKES   what is to happen, a JSON list of [worker, iteration (0: its 
                    exception that is told; or an exit code
 AGREEING_AWAITS    how many newcomers must have been in one plan before the iterations are counted; or a JSON list of
                    workers that must
-AGREEING_LATE      newcomers never get ready
+AGREEING_UNTIL     a file: before it is there the iterations are not counted, so the run does not end
+AGREEING_LATE      newcomers never get ready; each makes the file of AGREEING_UNTIL, if one is named
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.membership import CoordinatorLost, EpochRevoked, Plan, Session, Settings
@@ -40,9 +42,33 @@ def strike(session: Session, iteration: int) -> None:
             os._exit(how)
 
 
+class Until:
+    """The iterations from AGREEING_UNTIL on, the same for all workers, whenever each of them looks.
+
+    The first worker of the plan writes the last one down before it agrees on an iteration, and the others see it there
+    when they have agreed on that one.
+    """
+
+    def __init__(self, iterations: int) -> None:
+        self._iterations = iterations
+        self._file = Path(os.environ.get("AGREEING_UNTIL", ""))
+        self._last = self._file.with_name(f"{self._file.name}.last") if self._file.name else None
+
+    def last(self, iteration: int, plan: Plan) -> int | None:
+        """The last iteration, as far as this is known before ``iteration``; None: there is none yet."""
+        if self._last is None:
+            return 0
+        if not self._last.exists() and worker_id() == min(plan.members) and self._file.exists():
+            new = self._last.with_name(f"{self._last.name}.{worker_id()}")
+            new.write_text(str(iteration + self._iterations))
+            new.rename(self._last)
+        return int(self._last.read_text()) if self._last.exists() else None
+
+
 def work(session: Session, iterations: int, step: float) -> None:
     world, awaited = int(os.environ["WORLD_SIZE"]), json.loads(os.environ.get("AGREEING_AWAITS", "0"))
     last: int | None = None
+    until = Until(iterations)
 
     def join() -> Plan:
         nonlocal last
@@ -53,15 +79,16 @@ def work(session: Session, iterations: int, step: float) -> None:
             last = iterations + (plan.committed if awaited else 0)
         return plan
 
-    iteration = join().committed + 1
-    while last is None or iteration <= last:
+    plan = join()
+    iteration = plan.committed + 1
+    while last is None or (held := until.last(iteration, plan)) is None or iteration <= max(last, held):
         strike(session, iteration)
         session.mark(iteration, "compute")
         time.sleep(step)
         try:
             session.agree(iteration)
         except EpochRevoked:
-            join()
+            plan = join()
         iteration = session.committed + 1
     session.leave()
 
@@ -69,9 +96,19 @@ def work(session: Session, iterations: int, step: float) -> None:
 def main() -> None:
     config = config_from_argv(sys.argv[3:])
     settings = Settings(config.heartbeat_interval, config.heartbeat_timeout, config.hang_timeout)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "RECOVER_JOIN", "RECOVER_SPARE", "RECOVER_NODE_NAME")
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "RECOVER_JOIN",
+        "RECOVER_SPARE",
+        "RECOVER_REPLACED",
+        "RECOVER_NODE_NAME",
+    )
     tell("starts", pid=os.getpid(), **{name: os.environ[name] for name in names if name in os.environ})
     if is_newcomer() and "AGREEING_LATE" in os.environ:
+        if until := os.environ.get("AGREEING_UNTIL"):
+            Path(until).touch()
         signal.pause()
     session = connect(settings)
     try:

@@ -9,9 +9,9 @@ from hypothesis import settings
 
 from tests.drawn import SEED
 from tests.harness.forkserver import ForkServer
-from tests.harness.xdist_groups import pytest_collection_modifyitems
+from tests.harness.xdist_groups import pytest_collection_modifyitems, pytest_xdist_auto_num_workers
 
-__all__ = ["pytest_collection_modifyitems"]  # a hook
+__all__ = ["pytest_collection_modifyitems", "pytest_xdist_auto_num_workers"]  # hooks
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")  # no test asserts a time: how long an example takes says how busy the machine is

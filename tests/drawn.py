@@ -1,8 +1,9 @@
 """Long families of tests: all of them on demand, some of them, drawn by a seed, in an ordinary run.
 
 ``RECOVER_MATRIX=all`` runs every case; otherwise ``RECOVER_SEED`` draws (pytest prints it at the start and at the end,
-and each run has another one), so that what one run leaves out another one takes.  No case is skipped for any other
-reason.  All processes of a run (pytest -n) draw by the seed of the first one.
+and each run by hand has another one), so that what one run leaves out another one takes.  CI has one seed (.ci/run):
+a change is judged by the cells that the change before it passed.  No case is skipped for any other reason.  All
+processes of a run (pytest -n) draw by the seed of the first one.
 """
 
 from __future__ import annotations

@@ -82,6 +82,8 @@ def test_the_coordinator_comes_from_the_launcher_unless_the_user_says_otherwise(
         (["--recover-hang-timeout", "inf"], "--recover-hang-timeout inf: give a number of seconds above 0"),
         (["--recover-heartbeat-interval", "3"], "--recover-heartbeat-timeout 5 must be at least twice"),
         (["--recover-stall-timeout", "-1"], "--recover-stall-timeout -1: give a number of seconds, 0 or more"),
+        (["--recover-grace", "1"], "--recover-grace 1 must be at least twice --recover-heartbeat-interval 1"),
+        (["--recover-grace", "60"], "below --recover-hang-timeout 60"),
         (["--recover-hang-timeout", "4"], "--recover-hang-timeout 4 must not be below --recover-heartbeat-timeout 5"),
         (["--recover-min-replicas", "0"], "--recover-min-replicas 0: give 1 or more"),
         (["--recover-spares", "-1"], "--recover-spares -1: give 0 or more"),

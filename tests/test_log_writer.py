@@ -181,3 +181,17 @@ def test_a_closed_aside_gives_up_what_the_disk_refuses() -> None:
     aside.close()
     eventually(lambda: aside.left == 0, "the end of the thread")
     assert said == ["it cannot be written (No space left on device); the run goes on without it"]
+
+
+def test_a_writer_that_had_nothing_to_do_for_long_is_not_taken_for_a_disk_that_blocks() -> None:
+    said: list[str] = []
+    aside = Aside("it", said.append)
+    aside.submit(lambda: None, 1)
+    assert aside.flush()
+    aside._since -= 10 * log_writer.STALL_SECONDS  # so long ago
+    with aside._changed:  # the thread cannot begin between the two
+        aside.submit(lambda: None, 1)
+        aside.submit(lambda: None, 1)
+    assert aside.flush()
+    aside.close()
+    assert said == []

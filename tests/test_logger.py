@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-from recover_megatron.logger import get_logger
+from recover_megatron.logger import LINES_VARIABLE, get_logger
 from tests.harness import REPOSITORY
 
 
@@ -36,6 +37,20 @@ def test_a_line_begins_with_who_says_it(capsys: pytest.CaptureFixture[str], name
     get_logger(name).info("worker 3 takes 100 % of it")
     get_logger(name).warning("the disk is full")
     assert capsys.readouterr().err == f"{prefix}worker 3 takes 100 % of it\n{prefix}warning: the disk is full\n"
+
+
+def test_a_process_beside_a_launcher_writes_lines_of_the_form_that_was_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LINES_VARIABLE, "json node-0")
+    get_logger("recover_megatron.membership.journal").warning("it's \u2018full\u2019")
+    told = json.loads(capsys.readouterr().err)
+    assert told.pop("time").endswith("Z")
+    text = "recover: warning: it's \u2018full\u2019"
+    assert told == {"node": "node-0", "worker": "-", "stream": "stderr", "text": text}
+    monkeypatch.setenv(LINES_VARIABLE, "iso node-0")
+    get_logger("recover_megatron.membership.journal").info("said")
+    assert capsys.readouterr().err.endswith("Z node-0 worker -: recover: said\n")
 
 
 def test_the_root_loggers_level_and_handlers_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,12 +30,16 @@ PHASES = (
     "regroup",
     "transfer",
     "repartition",
+    "rollback",
+    "snapshot",
 )
 """The places where a fault can strike, in the order of an iteration; the last ones are outside of its order.
 
 recovery   anywhere in finishing a step
 regroup    a worker takes a place: its groups are made (visit 1), it has its state (visit 2)
 transfer   a worker begins to give its state to another one
+rollback   a checkpoint is loaded in place: before (visit 1), after (visit 2); of the iteration that follows it
+snapshot   a snapshot for the memory tier is copied and not given yet (visit 1), this worker has all it is to keep (2)
 
 With the distributed optimizer:
 

@@ -11,5 +11,6 @@ gloo              what gloo cannot do: be aborted, change its members (docs/gloo
 epoch             what a group knows of the membership, and the token that cancels it
 peer_store_client, peer_read, rendezvous   how members find each other, and read from each other
 probe             whether other workers can be reached
-elastic           plain data parallelism on top of it, without Megatron
+column              data parallelism on top of it, without Megatron
+shard_group       hybrid sharding: what of the workers is a replica, and what becomes of a broken one
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -30,13 +30,16 @@ class Bucket:
 
         All parameters must have the first one's type and device.  ``backward`` then accumulates into the bucket, and an
         optimizer steps with it.  (``zero_grad`` must not be called: it would take the gradients out of the bucket.)
+        Of a distributed parameter, as ``fully_shard`` makes them, it is this worker's shard.
         """
         tensors = list(parameters)
-        flat = torch.zeros(sum(p.numel() for p in tensors) + extra, dtype=tensors[0].dtype, device=tensors[0].device)
+        shards = [_shard(parameter) for parameter in tensors]
+        flat = torch.zeros(sum(s.numel() for s in shards) + extra, dtype=tensors[0].dtype, device=tensors[0].device)
         at = 0
-        for parameter in tensors:
-            parameter.grad = flat[at : at + parameter.numel()].view_as(parameter)
-            at += parameter.numel()
+        for parameter, shard in zip(tensors, shards, strict=True):
+            gradient = flat[at : at + shard.numel()].view_as(shard)
+            parameter.grad = _laid_out_as(parameter, gradient)
+            at += shard.numel()
         return cls(flat)
 
     def clear(self) -> None:
@@ -51,6 +54,27 @@ class Bucket:
         the bucket's device as far as it has room.  ``beside``: bytes that other buckets have set aside there.
         """
         return Aside(self, memory or Memory(), beside)
+
+
+def _shard(parameter: Any) -> torch.Tensor:
+    """What of ``parameter`` is in this worker's memory."""
+    return parameter.to_local() if _is_distributed(parameter) else parameter
+
+
+def _laid_out_as(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
+    """The tensor of which ``shard`` is in this worker's memory as ``_shard(parameter)`` is of ``parameter``."""
+    if not _is_distributed(parameter):
+        return shard
+    from torch.distributed.tensor import DTensor  # half a second, for those that have it loaded anyway
+
+    return DTensor.from_local(
+        shard, parameter.device_mesh, parameter.placements,
+        run_check=False, shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def _is_distributed(parameter: Any) -> bool:
+    return hasattr(parameter, "device_mesh")
 
 
 class Aside:

@@ -34,11 +34,14 @@ class Epoch(Protocol):
 
 
 class SessionEpoch:
-    """The epoch of a worker's membership session, from the plan that ``Session.join`` returned."""
+    """The epoch of a worker's membership session, from the plan that ``Session.join`` returned.
 
-    def __init__(self, session: Session, plan: Plan, me: int) -> None:
+    ``column``: those of the plan's members that are in the group, in ring order.
+    """
+
+    def __init__(self, session: Session, plan: Plan, me: int, column: Sequence[int]) -> None:
         self.number = plan.epoch
-        self.members = sorted(plan.members)
+        self.members = list(column)
         self.me = me
         self._session = session
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -48,6 +48,8 @@ class Group(ABC):
         self.members = tuple(epoch.members)
         self.size = len(self.members)
         self.rank = self.members.index(epoch.me)
+        self.everybody = tuple(range(1, self.size))
+        """How many members further all the others are."""
         self.device = device
         self._cancel_token = cancel_token
         self._chunks: Memo[tuple[tuple[Span, ...], ...]] = Memo(MOST_SPANS, lambda chunks: sum(map(len, chunks)))
@@ -59,19 +61,19 @@ class Group(ABC):
         cut = max(1, self.cut_bytes // bucket.flat.element_size())
         local = bucket.ledger.local
         chunks = self._chunks.get((local, cut), lambda: frozen(even_chunks(local, self.size, cut)))
-        return self._reduce(bucket, chunks, self.size - 1)
+        return self._reduce(bucket, chunks, self.everybody)
 
-    def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: int = 0) -> Handle:
+    def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: Collection[int] = ()) -> Handle:
         """Sum the LOCAL spans; afterwards each member's shard is REDUCED in its own bucket.
 
         ``shards``: the spans of each rank, disjoint, together the bucket; default: equal ones, in order.  The rest of
-        the bucket keeps the member's own gradient.  ``shadows``: that many successors of each member get its finished
-        shard too.
+        the bucket keeps the member's own gradient.  ``shadows``: the members so many places further get each member's
+        finished shard, too (a ring: and all in between).
         """
         numel, local = bucket.ledger.numel, bucket.ledger.local
         key = numel, local, None if shards is None else frozen(shards)
         chunks = self._chunks.get(key, lambda: frozen(within(local, self._shards(numel, shards))))
-        return self._reduce(bucket, chunks, min(shadows, self.size - 1))
+        return self._reduce(bucket, chunks, tuple(sorted({hops % self.size for hops in shadows} - {0})))
 
     def all_gather(self, bucket: Bucket, shards: Shards | None = None, *, missing: bool = False) -> Handle:
         """Give every member's shard to all; what a member holds of its own shard counts as finished.
@@ -87,7 +89,7 @@ class Group(ABC):
         local = within(bucket.ledger.local, all_shards)
         return self._start(
             "all-gather", bucket.flat, bucket.ledger, local if missing else all_shards,
-            reduce=False, gather_hops=self.size - 1, final=local[self.rank],
+            reduce=False, to=self.everybody, final=local[self.rank],
         )  # fmt: skip
 
     def pull(self, buckets: Sequence[Bucket]) -> None:
@@ -104,7 +106,7 @@ class Group(ABC):
             partly = [fragment for fragment in fragments if len(fragment.holders) < self.size]
             handle = self._start(
                 "pull", bucket.flat, bucket.ledger, share_sources(partly, self.size),
-                reduce=False, gather_hops=self.size - 1, epoch_of=_lookup(partly),
+                reduce=False, to=self.everybody, epoch_of=_lookup(partly),
             )  # fmt: skip
             handles.append(handle)
         for handle in handles:
@@ -146,18 +148,18 @@ class Group(ABC):
         chunks: Chunks,
         *,
         reduce: bool,
-        gather_hops: int,
+        to: tuple[int, ...],
         final: Sequence[Span] = (),
         epoch_of: Callable[[int], int] | None = None,
     ) -> Handle:
-        """Hand in one collective: ``chunks`` by owner; see ``schedule.plan`` and ``ring.Run``."""
+        """Hand in one collective: ``chunks`` by owner; ``to``: how many members further those are that get each."""
 
-    def _reduce(self, bucket: Bucket, chunks: Chunks, gather_hops: int) -> Handle:
+    def _reduce(self, bucket: Bucket, chunks: Chunks, to: tuple[int, ...]) -> Handle:
         if not bucket.flat.is_floating_point():
             raise ValueError(f"gradients must be floating-point, not {bucket.flat.dtype}")
         alone = self.size == 1
         return self._start(
-            "reduce", bucket.flat, bucket.ledger, chunks, reduce=not alone, gather_hops=gather_hops,
+            "reduce", bucket.flat, bucket.ledger, chunks, reduce=not alone, to=to,
             final=chunks[0] if alone else (),
         )  # fmt: skip
 
@@ -214,7 +216,7 @@ class Group(ABC):
         flat = table.view(-1).to(self.device)
         rows = [[Span(rank * width, (rank + 1) * width)] if width else [] for rank in range(self.size)]
         self._start(
-            "exchange", flat, Ledger(flat.numel()), rows, reduce=False, gather_hops=self.size - 1, final=rows[self.rank]
+            "exchange", flat, Ledger(flat.numel()), rows, reduce=False, to=self.everybody, final=rows[self.rank]
         ).wait()
         received: list[list[int]] = flat.view(self.size, width).tolist()
         return received

@@ -9,16 +9,28 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from typing import Any
 
 from recover_megatron.hostdevice.detect import CudaBroken, usable_device_count
-from recover_megatron.hostdevice.flags import host_defaults, unsupported
+from recover_megatron.hostdevice.flags import host_defaults, never_summed, outer_sharding, unsupported
 from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)
 
-__all__ = ["HostDeviceError", "activate", "host_defaults", "is_active", "unsupported", "wanted"]
+__all__ = [
+    "HostDeviceError",
+    "activate",
+    "host_defaults",
+    "is_active",
+    "never_summed",
+    "outer_sharding",
+    "unsupported",
+    "wanted",
+    "warn_of_what_is_never_summed",
+]
 
 _active = False
+_warned = False
 
 
 class HostDeviceError(RuntimeError):
@@ -66,6 +78,21 @@ def _spawned() -> bool:
     return multiprocessing.parent_process() is not None or getattr(main, "__name__", None) == "__mp_main__"
 
 
+def warn_of_what_is_never_summed(args: Any) -> None:
+    """Say once in a run, by the process of rank 0, what ``never_summed`` and ``outer_sharding`` find."""
+    global _warned
+    if _warned or not _speaks():
+        return
+    for line in [*never_summed(args), *outer_sharding(args)]:
+        _warned = True
+        log.warning(line)
+
+
+def _speaks() -> bool:
+    """Whether what all processes of a run find is said by this one."""
+    return os.environ.get("RANK", "0") == "0" and not _spawned()
+
+
 def activate(within: str | None = None) -> None:
     """Make torch and Megatron of this process run on the host.  Idempotent; there is no way back.
 
@@ -90,7 +117,7 @@ def activate(within: str | None = None) -> None:
     apex_stub.install()
     megatron_fixes.install()
     _active = True
-    if os.environ.get("RANK", "0") == "0" and not _spawned():
+    if _speaks():
         log.info(
             "no CUDA device in use: Megatron runs on the host (cpu), gloo instead of nccl; "
             f"{len(table)} entry points of torch replaced (docs/hostdevice.md)"

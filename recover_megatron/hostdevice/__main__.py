@@ -6,6 +6,7 @@ import sys
 
 from recover_megatron import __version__
 from recover_megatron.hostdevice import script
+from recover_megatron.orderly_end import end_process
 
 USAGE = "usage: python -m recover_megatron.hostdevice [-m] SCRIPT [ARGUMENTS...]"
 
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> int:
     except script.ScriptMissing as problem:
         print(f"[hostdevice] {problem}", file=sys.stderr)
         return 2
-    return 0
+    end_process()
 
 
 if __name__ == "__main__":

@@ -46,11 +46,6 @@ _TE = "needs TransformerEngine's GPU kernels"
 
 RULES = [
     _Rule(
-        lambda args: getattr(args, "context_parallel_size", 1) > 1,
-        "--context-parallel-size above 1: only TransformerEngine's attention can split the context; use 1 "
-        "(megatron/core/transformer/dot_product_attention.py)",
-    ),
-    _Rule(
         lambda args: getattr(args, "transformer_impl", "local") != "local",
         f"--transformer-impl other than local: {_TE}; use --transformer-impl local "
         "(megatron/core/models/gpt/gpt_layer_specs.py)",
@@ -76,11 +71,6 @@ RULES = [
             and getattr(args, "position_embedding_type", None) in ("rope", "yarn", "mrope")
         ),
         f"rope fusion: {_TE}; use --no-rope-fusion (megatron/core/transformer/transformer_config.py)",
-    ),
-    _Rule(
-        _set("multi_latent_attention"),
-        "--multi-latent-attention: only TransformerEngine's attention takes keys and values of different widths; "
-        "leave it out (megatron/core/transformer/multi_latent_attention.py)",
     ),
     _Rule(
         _set("fp8"),
@@ -153,7 +143,6 @@ RULES = [
         _set("delay_wgrad_compute"),
         f"--delay-wgrad-compute: {_TE}; leave it out (megatron/training/arguments.py)",
     ),
-    _Rule(_set("qk_clip"), f"--qk-clip: {_TE}; leave it out (megatron/training/arguments.py)"),
     _Rule(
         _set("batch_invariant_mode"),
         "--batch-invariant-mode: FlashAttention and Triton kernels; leave it out "
@@ -162,11 +151,6 @@ RULES = [
     _Rule(
         lambda args: bool(getattr(args, "profile", False)) and not getattr(args, "use_pytorch_profiler", False),
         "--profile alone: starts the CUDA profiler; add --use-pytorch-profiler (megatron/training/training.py)",
-    ),
-    _Rule(
-        _set("use_torch_fsdp2"),
-        "--use-torch-fsdp2: torch shards parameters only where CUDA puts them; leave it out "
-        "(megatron/core/distributed/torch_fully_sharded_data_parallel.py)",
     ),
     _Rule(
         _set("record_memory_history"),
@@ -187,3 +171,36 @@ def unsupported(args: Any) -> list[str]:
     own validation; an attribute that this version of Megatron lacks counts as not set.
     """
     return [rule.reason for rule in RULES if rule.applies(args)]
+
+
+def never_summed(args: Any) -> list[str]:
+    """One line where Megatron would train without an error, but each instance of Megatron-FSDP a model of its own.
+
+    ``training.train`` sets ``config.no_sync_func`` only with --overlap-grad-reduce.  Without it nothing tells
+    Megatron-FSDP which microbatch is the last one, and it sums over the instances after that one only.
+    Seen with Megatron 0.19.2.
+    """
+    instances = getattr(args, "num_distributed_optimizer_instances", 1) or 1
+    if not getattr(args, "use_megatron_fsdp", False) or instances < 2 or getattr(args, "overlap_grad_reduce", False):
+        return []
+    return [
+        f"--use-megatron-fsdp with --num-distributed-optimizer-instances {instances} needs --overlap-grad-reduce: "
+        "without it Megatron never sums the gradients of the instances, and each trains a model of its own, silently"
+    ]
+
+
+def outer_sharding(args: Any) -> list[str]:
+    """One line where Megatron-FSDP would train without an error, but not as plain data parallelism does.
+
+    With an optimizer that is sharded over the instances, too, the buffers that add up gradients inside an instance have
+    no scaling factor (``_create_hfsdp_helper_buffer``), and the norm is that of an instance's part of the gradients
+    (``grad_stats_parallel_group``).  With both mended the numbers are those of plain data parallelism; seen with
+    Megatron 0.19.2.  --recover does not use that part of Megatron.
+    """
+    sharded = getattr(args, "outer_dp_sharding_strategy", "no_shard") != "no_shard"
+    if not getattr(args, "use_megatron_fsdp", False) or not sharded or getattr(args, "recover", False):
+        return []
+    return [
+        "--outer-dp-sharding-strategy optim: this Megatron sums gradients without dividing them by the number of "
+        "data-parallel ranks, and each instance clips its part of them by the norm of that part alone; take no_shard"
+    ]

@@ -74,6 +74,27 @@ def _load_without_grad(module: ModuleType) -> None:
 
     load = _expect(module, "DistributedOptimizer.load_state_dict", ["self", "state_dict"])
     module.DistributedOptimizer.load_state_dict = torch.no_grad()(load)
+    if hasattr(module.DistributedOptimizer, "sharded_param_state_fsdp_dtensor"):  # from 0.18 on
+        _states_of_empty_shards(module)
+
+
+def _states_of_empty_shards(module: ModuleType) -> None:
+    import torch
+
+    save = _expect(module, "DistributedOptimizer.sharded_param_state_fsdp_dtensor", ["self", "is_loading"])
+
+    @functools.wraps(save)
+    def with_empty_ones(self: Any, is_loading: bool = False) -> Any:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        empty = [parameter for parameter in parameters if not parameter._local_tensor.numel()]
+        stepped = len(empty) == len(parameters) or any(self.optimizer.state.get(its) for its in parameters)
+        for parameter in empty if is_loading or stepped else ():
+            self.optimizer.state[parameter] = {
+                name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")
+            }
+        return save(self, is_loading)
+
+    module.DistributedOptimizer.sharded_param_state_fsdp_dtensor = with_empty_ones
 
 
 def _splits_as_numpy(module: ModuleType) -> None:
@@ -96,6 +117,44 @@ def _preload_copies(module: ModuleType) -> None:
         ]
 
     module.FileSystemWriterAsync.preload_tensors = staticmethod(preload_copies)
+
+
+def _warn_of_instances(module: ModuleType) -> None:
+    from recover_megatron.hostdevice import warn_of_what_is_never_summed
+
+    validate = _expect(module, "validate_args", ["args", "defaults"])
+
+    @functools.wraps(validate)
+    def validate_and_warn(args: Any, *rest: Any, **named: Any) -> Any:
+        validated = validate(args, *rest, **named)
+        warn_of_what_is_never_summed(args)
+        return validated
+
+    module.validate_args = validate_and_warn  # type: ignore[attr-defined]
+
+
+def _keeps_logits(module: ModuleType) -> None:
+    """2.9.0 is what --qk-clip and --log-max-attention-logit ask for, and nothing else."""
+    is_min = _expect(module, "is_te_min_version", ["version", "check_equality"])
+
+    @functools.wraps(is_min)
+    def is_min_or_ours(version: str, check_equality: bool = True) -> bool:
+        return version == "2.9.0" or bool(is_min(version, check_equality))
+
+    module.is_te_min_version = is_min_or_ours  # type: ignore[attr-defined]
+
+
+def _shards_on_host(module: ModuleType) -> None:
+    if not module.HAVE_FSDP:
+        return  # Megatron says what is missing
+    mesh = module.DeviceMesh
+
+    class HostMesh:
+        @staticmethod
+        def from_group(group: Any, device_type: str) -> Any:
+            return mesh.from_group(group, "cpu" if device_type == "cuda" else device_type)
+
+    module.DeviceMesh = HostMesh  # type: ignore[attr-defined]
 
 
 def _send_copies(module: ModuleType) -> None:
@@ -132,6 +191,28 @@ def _with_rms_norm(class_name: str) -> Callable[[ModuleType], None]:
     return apply
 
 
+def _norms_of_vision(module: ModuleType) -> None:
+    """Where Megatron does not take torch's own there is nothing to mend."""
+    import torch
+
+    norm = sys.modules[module.TransformerBlock.__module__].LayerNormImpl  # that of the layers between the two
+    make = module.CLIPViTModel.__init__
+    make.__defaults__ = tuple(norm if its is torch.nn.LayerNorm else its for its in make.__defaults__ or ())
+
+
+def _attention(module: ModuleType) -> None:
+    from recover_megatron.hostdevice import attention
+
+    operands = ["query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params"]
+    _expect(module, "DotProductAttention.forward", ["self", *operands])
+    _expect(
+        module,
+        "tensor_parallel.gather_from_sequence_parallel_region",
+        ["input_", "tensor_parallel_output_grad", "group", "output_split_sizes", "use_global_buffer"],
+    )
+    module.DotProductAttention = attention.for_class(module.DotProductAttention, module)  # type: ignore[attr-defined]
+
+
 FIXES = {
     "prebuilt-helpers": Fix(
         "megatron.core.datasets.utils",
@@ -149,18 +230,42 @@ FIXES = {
         "megatron.core.optimizer.distrib_optimizer",
         _load_without_grad,
         "loading the distributed optimizer's float32 parameters writes to views of leaves with grad mode on, which "
-        "autograd refuses",
+        "autograd refuses; and torch's Adam keeps nothing of a parameter of which a worker's shard is empty, while "
+        "for a checkpoint of Megatron-FSDP all workers ask each other about the state of each",
     ),
     "splits-as-numpy": Fix(
         "megatron.core.transformer.moe.moe_utils",
         _splits_as_numpy,
         "the all-to-all dispatcher makes its split sizes numpy arrays only of tensors whose is_cuda is true",
     ),
+    "instances-summed": Fix(
+        "megatron.training.arguments",
+        _warn_of_instances,
+        "with several instances of Megatron-FSDP and without --overlap-grad-reduce Megatron silently trains a model "
+        "for each, and with --outer-dp-sharding-strategy optim another model: a warning (changes nothing)",
+    ),
+    "logits-kept": Fix(
+        "megatron.training.arguments",
+        _keeps_logits,
+        "--qk-clip and --log-max-attention-logit are refused without Transformer Engine 2.9, of which they need the "
+        "largest logits: the host device's attention keeps them, too",
+    ),
+    "shards-on-host": Fix(
+        "megatron.core.distributed.torch_fully_sharded_data_parallel",
+        _shards_on_host,
+        "--use-torch-fsdp2 gives torch a mesh of CUDA devices, and torch places parameters where the mesh says",
+    ),
     "send-copies": Fix(
         "megatron.core.pipeline_parallel.p2p_communication",
         _send_copies,
         "0.17 frees a pipeline tensor that is still being sent; a CUDA stream forgives that, gloo would send garbage "
         "(0.18 waits first)",
+    ),
+    "attention": Fix(
+        "megatron.core.transformer.dot_product_attention",
+        _attention,
+        "the local transformer's attention refuses context parallelism, keys and values of different widths "
+        "(multi-latent attention) and packed sequences: these go to torch's scaled_dot_product_attention",
     ),
     "rms-norm": Fix(
         "megatron.core.fusions.fused_layer_norm",
@@ -172,6 +277,12 @@ FIXES = {
         _with_rms_norm("WrappedTorchNorm"),
         "the local transformer's layers take torch's RMSNorm, which Megatron refuses with sequence parallelism",
     ),
+    "norms-of-vision": Fix(
+        "megatron.core.models.vision.clip_vit_model",
+        _norms_of_vision,
+        "without Transformer Engine CLIP's norms are torch.nn.LayerNorm, which knows none of the arguments that "
+        "Megatron gives a norm: a TypeError",
+    ),
 }
 
 
@@ -179,7 +290,9 @@ class _Finder:
     """Applies the pending fixes as their modules are imported, then removes itself."""
 
     def __init__(self, fixes: Collection[Fix]) -> None:
-        self.pending = {fix.module_name: fix for fix in fixes}
+        self.pending: dict[str, list[Fix]] = {}
+        for fix in fixes:
+            self.pending.setdefault(fix.module_name, []).append(fix)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self.pending:
@@ -193,10 +306,10 @@ class _Finder:
         def execute_and_fix(module: ModuleType) -> None:
             del loader.exec_module
             execute(module)
-            fix = self.pending.pop(name, None)
+            fixes = self.pending.pop(name, [])
             if not self.pending and self in sys.meta_path:
                 sys.meta_path.remove(self)
-            if fix:
+            for fix in fixes:
                 fix.apply(module)
 
         loader.exec_module = execute_and_fix  # type: ignore[method-assign]

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Replacement:
     @property
     def path(self) -> str:
         """The dotted name, as in the documentation."""
-        owner = "torch.Tensor" if self.owner is torch.Tensor else self.owner.__name__
+        classes = {torch.Tensor: "torch.Tensor", dist.ProcessGroupGloo: "torch.distributed.ProcessGroupGloo"}
+        owner = classes.get(self.owner, self.owner.__name__)
         return f"{owner}.{self.name}"
 
 
@@ -45,6 +50,8 @@ def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _on_host(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         return function(*args, **kwargs)
 
     return call
@@ -96,6 +103,8 @@ def table() -> list[Replacement]:
     _tensors(row)
     _device(row)
     _random(row)
+    _gloo(row)
+    _reductions(row)
     row(
         torch,
         "Megatron compiles its fused functions where torch is new enough: needs a C++ compiler on the host",
@@ -105,7 +114,7 @@ def table() -> list[Replacement]:
 
 
 def _tensors(row: Callable[..., None]) -> None:
-    placed = "device='cuda' or a device's number means the host"
+    placed = "device='cuda' or a device's number means the host, of which nothing need be pinned"
     for name in ("arange", "empty", "ones", "rand", "tensor", "zeros"):
         row(torch, placed, **{name: _placed(getattr(torch, name))})
     tensor = torch.Tensor
@@ -187,4 +196,88 @@ def _random(row: Callable[..., None]) -> None:
         random_=lambda self, *args, generator=None, **kwargs: random_(
             self, *args, generator=host_generator if generator is None else generator, **kwargs
         ),
+    )
+
+
+def _gloo(row: Callable[..., None]) -> None:
+    """One thread a group: two of them write the name of the last operation at once, which corrupts the heap.
+
+    ``c10d::ProcessGroupGloo::runLoop`` assigns it without a lock. Names of up to 15 characters have no memory of their
+    own; ``ALLGATHER_COALESCED``, with which Megatron-FSDP gathers parameters, has. (torch 2.13.0; AddressSanitizer sees
+    a double free within a few iterations.) Operations of a group are in the same order on all of its members, so one
+    thread makes them in that order.
+    """
+    init = dist.ProcessGroupGloo.__init__
+
+    def with_one_thread(
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        options: Any = None,
+        *,
+        timeout: timedelta | None = None,
+        **rest: Any,
+    ) -> None:
+        """``rest``: what newer versions of torch say beside the timeout, which their options have, too."""
+        if not isinstance(options, dist.ProcessGroupGloo._Options):
+            timeout, options = options or timeout, dist.ProcessGroupGloo._Options()
+            options._timeout = timeout or default_pg_timeout
+            names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+            devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",") if name]
+            options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
+        options._threads = 1
+        for name, value in rest.items():
+            setattr(options, name, value)
+        init(self, store, rank, size, options)
+
+    row(
+        dist.ProcessGroupGloo,
+        "its two threads write one string at once, of which Megatron-FSDP's operations make a corrupt heap: one thread",
+        __init__=with_one_thread,
+    )
+
+
+def _reductions(row: Callable[..., None]) -> None:
+    """PREMUL_SUM, the sum of what each rank has times its factor: only NCCL has it."""
+    all_reduce, reduce_scatter, reduce_scatter_tensor = dist.all_reduce, dist.reduce_scatter, dist.reduce_scatter_tensor
+
+    def is_premul(op: Any) -> bool:
+        return bool(op == dist.ReduceOp.PREMUL_SUM)
+
+    def factor(op: Any) -> Any:
+        """A number or a tensor.  torch 2.10 gives it to nobody but pickle."""
+        return op.__getstate__()[1]
+
+    @functools.wraps(all_reduce)
+    def scaled_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any) -> Any:
+        if is_premul(op):
+            with torch.no_grad():
+                tensor.mul_(factor(op))
+            op = dist.ReduceOp.SUM
+        return all_reduce(tensor, op, *rest, **named)
+
+    # The input of a reduce-scatter stays as it is: what is sent is a copy.
+    @functools.wraps(reduce_scatter)
+    def scaled_reduce_scatter(
+        output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any
+    ) -> Any:
+        if is_premul(op):
+            input_list, op = [tensor.detach() * factor(op) for tensor in input_list], dist.ReduceOp.SUM
+        return reduce_scatter(output, input_list, op, *rest, **named)
+
+    @functools.wraps(reduce_scatter_tensor)
+    def scaled_reduce_scatter_tensor(
+        output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, *rest: Any, **named: Any
+    ) -> Any:
+        if is_premul(op):
+            input, op = input.detach() * factor(op), dist.ReduceOp.SUM
+        return reduce_scatter_tensor(output, input, op, *rest, **named)
+
+    row(
+        dist,
+        "gloo has no PREMUL_SUM, with which Megatron-FSDP divides gradients while they are summed: scaled, then summed",
+        all_reduce=scaled_all_reduce,
+        reduce_scatter=scaled_reduce_scatter,
+        reduce_scatter_tensor=scaled_reduce_scatter_tensor,
     )

@@ -7,13 +7,14 @@ decision   what the epoch's plan says of all slots; the same on all of its membe
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.edges import roads_of
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.membership.session import Session
-from recover_megatron.workload import assign, quotas
+from recover_megatron.workload import Balance, assign, quotas
 
 NEARLY_STILL = 1e-9
 """The speed of a replica that should run as little as can be."""
@@ -25,28 +26,33 @@ class Quotas:
     The same answers on all workers, which must all have been told the same.
     """
 
-    def __init__(self, grid: LaunchGrid, multiple_of: int) -> None:
+    def __init__(self, grid: LaunchGrid, least: int) -> None:
         self._grid = grid
-        self.granularity = multiple_of * grid.inner_ranks
-        """What the number of microbatches of a replica must be a multiple of."""
+        self.granularity = grid.inner_ranks
+        """What the number of microbatches of a replica is a multiple of: its inner ranks run in lock-step."""
+        self.least = least * grid.inner_ranks
+        """So many microbatches a replica runs at least, if any."""
         self.easing = False
         """Whether the fresh replicas of the plan begin their first step, when their state has come: they run as little
         of that one as can be."""
+        self.balance = Balance()
         self._balanced: dict[int, int] | None = None
         self._kept: dict[tuple[int, int, bool], list[list[int]]] = {}
 
-    def forget(self) -> None:
-        """A new plan: quotas are even again."""
+    def begin(self, decision: Decision) -> None:
+        """A new plan: quotas are even again, but for replicas of which it tells the pace."""
         self._balanced = None
+        self.balance.begin(decision.paces)
 
     def counts(self, decision: Decision, total: int) -> dict[int, int]:
         """How many microbatches of a step of ``total`` each replica runs."""
         if self._balanced is not None and sum(self._balanced.values()) == total:
             return self._balanced
         speeds = dict.fromkeys(decision.replicas, 1.0)
+        speeds |= {replica: 1 / pace for replica, pace in decision.paces.items()}
         if self.easing:
             speeds |= dict.fromkeys(decision.fresh, NEARLY_STILL)
-        return quotas(total, decision.replicas, speeds=speeds, multiple_of=self.granularity)
+        return quotas(total, decision.replicas, speeds=speeds, multiple_of=self.granularity, least=self.least)
 
     def rebalance(self, counts: dict[int, int]) -> None:
         """From the next step on, until the next plan, replicas run so many.  All workers must say the same."""
@@ -58,7 +64,7 @@ class Quotas:
         key = (decision.epoch, total, self.easing)
         if key not in self._kept:
             counts = self.counts(decision, total)
-            every = assign(total, self._grid.inner_ranks, decision.replicas, counts, len(self._grid.replicas))
+            every = assign(total, self._grid.inner_ranks, decision.replicas, counts, self._grid.launched)
             self._kept = {key: every[replica]}
         return self._kept[key]
 
@@ -67,14 +73,14 @@ class Assignment:
     """The place of worker ``me``.  Changed by its main thread, read by the session's and the spare's threads, too."""
 
     def __init__(
-        self, session: Session, me: int, grid: LaunchGrid, comm_config: CommunicationConfig, multiple_of: int = 1
+        self, session: Session, me: int, grid: LaunchGrid, comm_config: CommunicationConfig, least: int = 1
     ) -> None:
-        """``multiple_of``: of this number of microbatches, per inner rank, every replica runs a multiple."""
+        """``least``: so many microbatches, per inner rank, every replica runs in one pass at least, if any."""
         self._session = session
         self.me = me
         self.grid = grid
         self._comm_config = comm_config
-        self.shares = Quotas(grid, multiple_of)
+        self.shares = Quotas(grid, least)
         self.lock = threading.Lock()
         """Held while the assignment changes, and while this worker becomes a spare or ceases to be one (`orphan`)."""
         self.slot, self.replica, self.inner_rank = -1, -1, 0
@@ -157,6 +163,17 @@ class Assignment:
         return self._live
 
     @property
+    def staying(self) -> Mapping[int, int]:
+        """The same without the replicas that leave at the next boundary."""
+        gone = {worker for replica in self.decision.leaving for worker in self.decision.grid[replica]}
+        return {slot: worker for slot, worker in self.standing.items() if worker not in gone} if gone else self.standing
+
+    @property
+    def touched(self) -> Mapping[int, frozenset[str]]:
+        """Worker with a place -> the domains with which its replica breaks; the same object as long as the decision."""
+        return self.decision.touched
+
+    @property
     def placed(self) -> bool:
         """Whether this worker has a place in the present epoch."""
         return self.taken_up is not None and self.taken_up.place(self.me) is not None
@@ -202,7 +219,7 @@ class Assignment:
         """Stand where the decision says, with groups that live as long as its epoch."""
         place = decision.place(self.me)
         assert place is not None
-        self.shares.forget()
+        self.shares.begin(decision)
         with self.lock:
             self.stand(*place)
             self.taken_up = decision

@@ -73,3 +73,9 @@ class Boundary:
         """Whether the step that follows is one that others have begun, or some begin without a state."""
         decision = self._assignment.decision
         return self._assignment.begun_by_others(self._next) or (decision.at == self._next and bool(decision.fresh))
+
+    @property
+    def in_section_of_others(self) -> bool:
+        """Whether the epoch was made while others were in a section that comes before the next step."""
+        decision = self._assignment.decision
+        return decision.at == self._next and not decision.step and decision.version is None

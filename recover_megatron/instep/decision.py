@@ -15,6 +15,28 @@ from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.workload.edges import Edge
 
+_SEQUENCES = (
+    "ran", "last_step", "unreached", "domains", "timeline", "checkpoints", "unreadable", "snapshots", "spoiled",
+    "draining",
+)  # fmt: skip
+"""Of a status."""
+
+Timeline = tuple[int, int]
+"""What the run has done since it last went back: the epoch that decided that, and the iteration it went back to.
+
+(0, 0): it never did.  States of different timelines are never mixed, though they may be of one iteration.
+"""
+Checkpoint = tuple[int, str]
+"""A complete checkpoint of this run: its iteration, and which argument of Megatron's names its folder (`SOURCES`)."""
+SOURCES = ("save", "load")
+MEMORY = "memory"
+"""The source of a rollback to snapshots in the workers' memory (`snapshots`)."""
+HELD = "held"
+"""That of one to an older state that workers hold themselves: they were set aside, and the others are lost."""
+Snapshot = tuple[int, int, int, int, int]
+"""A part that a worker holds: which (``workload.snapshots``), after which iteration, of which timeline (its epoch); in
+which epoch it was taken, if parts of several do not fit together, else 0; and of how many parts it is one."""
+
 
 @dataclass(frozen=True)
 class JoinStatus:
@@ -36,14 +58,25 @@ class JoinStatus:
     """Ids whose gradients the workers of this replica hold, all inner ranks together."""
     iteration: int = 0
     """The training iteration under way, from 1; a spare's: when it became one."""
+    last_step: tuple[int, int] = (0, 0)
+    """Of the last training step that it has begun since it has its state: the iteration, and which decision it is."""
     version: int | None = None
     """How many iterations its parameters and optimizer state have seen; None: not known, or of no use."""
     digest: str = ""
     """Of that state; empty: not taken."""
+    aside: bool = False
+    """A spare's: it was left out alive, since it was late; if what the others have seen is lost, all may go back to
+    its state."""
+    pace: float = 0.0
+    """The seconds per microbatch of its replica over those of the median one, as it has measured; 0: it has not."""
     ready: bool = False
     """A spare's: it could take a place now."""
     node: str = ""
     """Where it runs: a tensor-parallel group stays within one node."""
+    domains: Sequence[str] = ()
+    """What it may be lost with: its node, its rack (``workload.domains.names``)."""
+    device: int | None = None
+    """The number of its device there, from 0; None: not known. For people."""
     checkpoint: str = ""
     """The last checkpoint that it knows of, in words."""
     note: str = ""
@@ -52,33 +85,131 @@ class JoinStatus:
     """Where it keeps what the members of an epoch tell each other (``collectives.peer_store_client``)."""
     unreached: Sequence[int] = ()
     """Live workers that it has tried to reach, and could not (``instep.edges``)."""
+    building: bool = False
+    """A spare's: it builds its model, and has no state."""
+    timeline: Timeline = (0, 0)
+    """The newest that it has heard of; ``iteration`` is of it."""
+    undone: int = 0
+    """The iteration that would have been next before the last rollback, as long as this worker does not know that it
+    was carried out; 0: there is none."""
+    state_of: int = 0
+    """The epoch of the timeline that ``version`` is of."""
+    same_as: int = -1
+    """``Decision.same_as`` of ``timeline``."""
+    checkpoints: Sequence[Checkpoint] = ()
+    """The newest that it knows of."""
+    unreadable: Sequence[int] = ()
+    """Iterations of those that it could not load."""
+    snapshots: Sequence[Snapshot] = ()
+    """Those that it holds, as a whole."""
+    spoiled: Sequence[tuple[int, int]] = ()
+    """Of snapshots that it could not load: iteration and timeline."""
+    snapshot_interval: int = 0
+    """Iterations between snapshots, as far as it knows; 0: it does not."""
+    draining: Sequence[str] = ()
+    """Nodes that an epoch has decided to do without (the coordinator reads this, too)."""
+    flags: str = ""
+    """A digest of the flags that it was started with (`other_flags`); empty: not to be compared."""
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ran": list(self.ran), "unreached": list(self.unreached)}
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in _SEQUENCES}}
 
     @classmethod
     def from_json(cls, value: Any) -> JoinStatus:
         """Raises Disagreement for what no worker of this version sends."""
         try:
-            return cls(**{**value, "ran": tuple(value["ran"]), "unreached": tuple(value["unreached"])})
-        except (TypeError, KeyError) as error:
+            status = cls(**{**value, **{name: tuple(map(_hashable, value[name])) for name in _SEQUENCES}})
+            if any(type(iteration) is not int or source not in SOURCES for iteration, source in status.checkpoints):
+                raise ValueError(status.checkpoints)
+            return status
+        except (TypeError, KeyError, ValueError) as error:
             raise Disagreement(f"a worker joined with a status that this version does not know: {value!r}") from error
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """The state of the run is lost: whoever has a place goes back to a checkpoint or a snapshot, loaded in place."""
+
+    iteration: int
+    """The last one that the checkpoint has seen."""
+    source: str
+    """Which of Megatron's arguments names its folder; or ``MEMORY``; or ``HELD``: whoever has a place has it."""
+    lost: int
+    """How many iterations were committed after it, and are run again; those of a rollback included that another epoch
+    took the place of before it was carried out. Where nobody lives who has seen them, by where the lost were last seen:
+    what they did after their last heartbeat is not counted.
+    """
+    committed: bool = False
+    """Whether the iteration that was under way is one of these: its step was over, its evaluation may not have been."""
+
+    @property
+    def next(self) -> int:
+        """The iteration that would have followed those that are run again."""
+        return self.iteration + self.lost + 1
+
+    @property
+    def under_way(self) -> int:
+        """The iteration that was when the state was lost."""
+        return self.next - self.committed
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The newest snapshot that is complete: of every part somebody who lives holds it."""
+
+    iteration: int
+    holders: Mapping[int, Mapping[int, str]]
+    """Part -> worker that holds it -> the address of its peer store."""
+    taken: int = 0
+    """See ``Snapshot``."""
 
 
 @dataclass(frozen=True)
 class Rules:
     """What every worker of a run knows and no epoch changes."""
 
-    multiple_of: int = 1
-    """What every replica's number of microbatches must be a multiple of, per inner rank."""
+    least: int = 1
+    """So many microbatches, per inner rank, a replica runs in one pass at least, if any (``workload.interleaved``)."""
     cross_node: bool = False
     """Whether a tensor-parallel group may reach over nodes."""
     strict: bool = False
     """Whether the run ends where a column's states differ and no majority says which is right."""
     spread: bool = False
     """Whether the optimizer's state is spread over the replicas: then no worker has all of its position's."""
+    replaced: bool = False
+    """Whether workers may come in place of those that are lost."""
     mesh: bool = False
     """Whether replicas all connect to all when they sum (NCCL, gloo), so that no order of a ring avoids an edge."""
+    min_replicas: int = 1
+    """With fewer the run ends."""
+    shards: int = 0
+    """Where Megatron's optimizer instances are the copies of a spread state: how many shards each is cut in."""
+    holders: int = 1
+    """Of each part of a state that is spread: who has it, and its shadows."""
+    placed: bool = True
+    """Whether these are chosen by their domains, not by Megatron (its optimizer instances)."""
+    memory: str = "off"
+    """Whether snapshots are kept in memory: see ``workload.snapshots.copies``."""
+    memory_interval: int = 0
+    """Iterations between two; 0: by what they cost."""
+    spares: int = 0
+    """So many workers without a place are left as they are by a run that grows: they are for losses."""
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What an epoch's plan tells beside what its members joined with: of those who are not among them."""
+
+    committed: int = 0
+    """The last decision that is committed: members that were aside may not know it."""
+    seen: int = 0
+    """The newest iteration in which those were seen who were lost with the epoch before; 0: nobody was."""
+    aside: bool = False
+    """Whether there are workers that are aside: they may come back, with the state that they have."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +229,35 @@ class Decision:
     """Whether ``at`` is a step that some replica has gradients of."""
     rerun: Mapping[int, list[list[int]]] = field(default_factory=dict)
     """Replica -> by inner rank, the ids to run on top of what it ran."""
+    paces: Mapping[int, float] = field(default_factory=dict)
+    """Replica -> its pace, of those that were measured (``workload.balance``)."""
     regroup: bool = False
     """Whether an epoch at the next boundary would have more replicas."""
     fresh: tuple[int, ...] = ()
     """The replicas that this epoch put together."""
     version: int | None = None
     """Of the state that the fresh replicas begin with."""
+    rollback: Rollback | None = None
+    """Where they get it, if nobody has it any more; ``iteration`` is that which follows it."""
+    undone: int = 0
+    """What is to be joined with until its rollback, if any, was carried out (``JoinStatus.undone``)."""
+    timeline: Timeline = (0, 0)
+    """The newest: all that have a place are in it, or will be when they have gone back."""
+    before: Timeline = (0, 0)
+    """That which all were in when they met."""
+    same_as: int = -1
+    """The epoch of the timeline whose states of iteration ``timeline[1]`` are those that ``timeline`` began with, since
+    nothing was loaded (``HELD``); -1: there is none."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """The newest that anybody knows of, newest first."""
+    copies: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Part of a snapshot -> who gives it and keeps it, and who else keeps it; empty: none are taken."""
+    kept: Kept | None = None
+    """The newest complete snapshot of ``before``; None: there is none."""
+    covered: bool = False
+    """Whether that is where ``copies`` wants it."""
+    snapshot_interval: int = 0
+    """Iterations between two."""
     transfers: Mapping[int, int] = field(default_factory=dict)
     """Worker that needs a state -> worker that gives it its own."""
     holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -112,6 +266,8 @@ class Decision:
     """Those of them that had one, which differed from that of most of their column."""
     disputed: tuple[int, ...] = ()
     """Workers of columns whose states differ without a majority for any: the lowest replica's was taken."""
+    short: bool = False
+    """Whether the run could go back to a checkpoint if there were workers enough for a replica, which may come."""
     rebuild: Mapping[int, int] = field(default_factory=dict)
     """Spare -> position that it should build its model for."""
     mirrors: Mapping[int, int] = field(default_factory=dict)
@@ -122,12 +278,20 @@ class Decision:
     """Why the state is lost although workers enough for a replica live; empty: it is not."""
     peer_stores: Mapping[int, str] = field(default_factory=dict)
     """Worker with a place -> the address of its peer store."""
+    touched: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """Worker with a place -> the failure domains with which its replica would break."""
     broken: frozenset[Edge] = frozenset()
     """Pairs of live workers that cannot talk to each other."""
     order: tuple[int, ...] = ()
     """The replicas in the order of the rings, where that is not the order of their ids; it avoids what is broken."""
     put_out: Mapping[int, tuple[Edge, ...]] = field(default_factory=dict)
     """Replicas that were whole and are left out, and the broken edges for which they are."""
+    draining: tuple[str, ...] = ()
+    """Nodes that the run does without: whoever stands there leaves at the next boundary, who does not leaves now."""
+    undrained: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that should have been drained, and why the run cannot do without them."""
+    leaving: frozenset[int] = frozenset()
+    """The replicas that leave at the next boundary: those with a worker on such a node."""
 
     @property
     def replicas(self) -> tuple[int, ...]:

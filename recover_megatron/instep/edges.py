@@ -6,8 +6,8 @@
                                   ``TRUSTED``: with whom connections failed counts as if trying had shown it
                                   ``MOST``: the run ends, and says why
 
-Whom it cannot reach goes with the worker's status into the rendezvous, and the plan goes round it (`plan`).  They are
-tried again before every later one: a road that was mended is used again.
+The worker tells in the status with which it joins a rendezvous whom it cannot reach, and the plan avoids these
+connections (`plan`).  They are tried again before every later rendezvous: a connection that works again is used again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from recover_megatron.collectives.probe import SECONDS, unreached
 from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.epoch_groups import Roads
 from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.losses import READY
+from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
 
 AGAIN_SECONDS = 1.0
 """How long those are tried that could not be reached before."""
 TRUSTED, MOST = 4, 10
-"""Epochs at one decision; see the module's text."""
+"""Epochs at one decision: after the first number of them failed connections are believed without trying again; after
+the second the run ends."""
 ALL = 256
 """In a run of at most so many workers everybody is tried, else those of the own column and replica and the spares."""
 _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
@@ -141,6 +144,12 @@ def news(
     if (before.broken, before.order) != (decision.broken, decision.order) or decision.put_out:
         mended = {worker for pair in before.broken for worker in pair} <= set(statuses)
         return describe(decision, statuses) or ["all workers can talk to each other again"] * mended
+    if READY in reason or decision.fresh:
+        return []  # who comes back is told of by the training
+    if ADMITTED in reason:
+        return [f"{reason}: it waits for a place"]
+    if NEW_COORDINATOR in reason:
+        return [f"{NEW_COORDINATOR}; nobody was lost"] if set(before.workers) == set(decision.workers) else []
     if set(before.workers) == set(decision.workers) and decision.version is None:
         again = f" (for the {tries + 1}. time at one point)" if tries else ""
         return [f"nobody was lost, but all meet again{again}: {reason}"]

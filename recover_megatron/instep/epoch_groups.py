@@ -311,14 +311,19 @@ class EpochGroups:
 
     def any(self, mine: bool, members: Sequence[int]) -> bool:
         """Whether any of these slots, the whole world in ascending order, says yes.  Raises ``EpochRevoked``."""
-        said = torch.tensor([float(mine)])
+        return self.most([float(mine)], members)[0] > 0
+
+    def most(self, mine: Sequence[float], members: Sequence[int]) -> list[float]:
+        """Of each number the largest that any of these slots says, in ascending order as for ``any``."""
+        said, options = torch.tensor(list(mine), dtype=torch.float64), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
         backend = self.control("world", members)
         try:
-            backend.wait(backend.call(lambda on: on.allreduce([said], dist.AllreduceOptions())))
+            backend.wait(backend.call(lambda on: on.allreduce([said], options)))
         except PeerLost as lost:
             self.fail(Failure(str(lost), lost.peer, lost.road))
             raise EpochRevoked(self.number, str(lost)) from lost
-        return bool(said.item())
+        return [float(value) for value in said]
 
     # ---- states
 

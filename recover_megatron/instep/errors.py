@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+EXIT_REFUSED = 2
+"""That of a worker whose flags are wrong, or not those of the run; nobody is started in its place."""
+
 
 class InStepError(Exception):
     """Base of what this package raises for a state of the run."""
@@ -29,6 +32,20 @@ class RunOver(InStepError):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
         self.code = code
+
+
+class Drained(RunOver):
+    """This worker's node is drained: it has left the run in order, which goes on without it."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(0, f"node {node} is drained")
+
+
+class OtherFlags(RunOver):
+    """This worker was started with other flags than the run: exit code 2.  The run goes on without it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_REFUSED, reason)
 
 
 class OtherPosition(InStepError):

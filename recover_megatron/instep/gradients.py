@@ -8,8 +8,9 @@ The *tail* is one more bucket, summed last, over the ring of the dense parameter
 microbatch id how many replicas counted it, and which.  It is the audit: a step is committed only if every id was
 counted exactly once (``Tail.verify``), and what steps.jsonl says comes from the sum, not from the plan.
 
-With the distributed optimizer (``Shards``) the ring does its first half: a sum is REDUCED where the state lies that it
-updates, and the others' gradients stay as they are.  A pull gives what is REDUCED anywhere to all, as ever.
+With the distributed optimizer (``Shards``) the ring does its first half only: a sum is REDUCED at the workers that hold
+the part of the optimizer's state which it updates, and all others keep their own gradient.  After a death a pull gives
+what is REDUCED anywhere to all members, as without it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ Column = tuple[int, ...]
 class Gradients:
     """The buckets of this worker, in the order in which every worker of their columns submits them.
 
-    ``parts``: (column, flat tensor) of each.  ``shards``: where each worker needs the sum of its part of the
-    optimizer's state alone, and that of those that it is a shadow of.  ``memory``: where sums are set aside.  One
-    instance serves all iterations.
+    ``parts``: (column, flat tensor) of each.  ``shards``: with the distributed optimizer, which parts of the sum each
+    worker needs (its own, and those that it is a shadow of); None: all need all.  ``memory``: where sums are set aside.
+    One instance serves all iterations.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Gradients:
         self._stream = epoch_groups, live
 
     def hold(self) -> None:
-        """No bucket is submitted until ``reduce``; those under way were waited for or their epoch has ended."""
+        """Submit no bucket until ``reduce``.  None may be under way: all were waited for, or their epoch has ended."""
         self._stream = None
         self._ready = [False] * len(self._parts)
         self._handles, self._next = [], 0

@@ -2,26 +2,38 @@
 
 A *slot* is a place, named by the id of the worker that had it at launch: slot = replicas[replica][position].  Groups,
 rings and ranks are made of slots, so they keep their names when somebody else takes a place.
+
+A run that may grow has slots of further replicas, numbered on from the launch's; nobody stands there at first.
+Whatever is divided by a number of replicas (losses, gradients, sample counts) is divided by the launch's, ``launched``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from recover_megatron.workload.layout import replicas_of
 
 
 @dataclass(frozen=True)
 class LaunchGrid:
-    """Replicas of a launch, each with its slots by position.
+    """Replicas of a launch, each with its slots by position; those of the launch first, then those it may grow to.
 
     ``inner_ranks``: how many data-parallel ranks one replica holds (1; more where experts are spread over them).
     ``inner_rank_of[p]``: the inner rank of position p.  ``tensor``: the size of a tensor-parallel group; its positions
-    follow each other.
+    follow each other.  ``more``: how many replicas the run may have beyond those of the launch.
     """
 
     replicas: tuple[tuple[int, ...], ...]
     inner_ranks: int
     inner_rank_of: tuple[int, ...]
     tensor: int = 1
+    more: int = 0
+
+    @property
+    def launched(self) -> int:
+        """Number of replicas at launch."""
+        return len(self.replicas) - self.more
 
     @property
     def size(self) -> int:
@@ -36,7 +48,29 @@ class LaunchGrid:
     @property
     def world(self) -> int:
         """Number of workers at launch."""
-        return sum(len(replica) for replica in self.replicas)
+        return self.launched * self.size
+
+    def with_room_for(self, most: int) -> LaunchGrid:
+        """The same with places for ``most`` replicas in all; the launch's are always there."""
+        launch = self.replicas[: self.launched]
+        more = max(0, most - len(launch))
+        first = range(self.world, self.world + more * self.size, self.size)
+        further = tuple(tuple(range(slot, slot + self.size)) for slot in first)
+        return replace(self, replicas=launch + further, more=more)
+
+    def column(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """A group of the launch that has the same positions in all of its replicas, with those in the further ones.
+
+        Any other group is left as it is: it is inside a replica.
+        """
+        positions: dict[int, list[int]] = {}
+        for slot in slots:
+            replica, position = self.place(slot)
+            positions.setdefault(replica, []).append(position)
+        if len(positions) < self.launched or self.launched < 2:
+            return tuple(slots)
+        each = sorted(positions[self.launched - 1])
+        return (*slots, *(its[position] for its in self.replicas[self.launched :] for position in each))
 
     def place(self, slot: int) -> tuple[int, int]:
         """(replica, position) of a slot; a worker's at launch."""
@@ -57,27 +91,17 @@ def launch_grid(
 
     Positions are in the order (inner rank, pp, cp, tp), tensor fastest.  ValueError if the sizes do not fill the world.
 
-    >>> launch_grid(8, tensor=2, context=1, pipeline=2, inner ranks=1).replicas
+    >>> launch_grid(8, tensor=2, context=1, pipeline=2, inner_ranks=1).replicas
     ((0, 1, 4, 5), (2, 3, 6, 7))
     """
-    inner = tensor * context
-    ranks, rest = divmod(world, inner * pipeline)
-    if rest or ranks % inner_ranks:
-        raise ValueError(f"{world} workers cannot hold replicas of {inner} x {pipeline} x {inner_ranks}")
-
-    def worker(data: int, stage: int, at: int) -> int:
-        if pipeline_before_data:
-            return at + inner * (stage + pipeline * data)
-        return at + inner * (data + ranks * stage)
-
-    replicas = tuple(
-        tuple(
-            worker(replica * inner_ranks + inner_rank, stage, at)
-            for inner_rank in range(inner_ranks)
-            for stage in range(pipeline)
-            for at in range(inner)
-        )
-        for replica in range(ranks // inner_ranks)
+    replicas = replicas_of(
+        world,
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        inner_ranks=inner_ranks,
+        pipeline_before_data=pipeline_before_data,
     )
-    inner_rank_of = tuple(inner_rank for inner_rank in range(inner_ranks) for _ in range(pipeline * inner))
+    size = tensor * context * pipeline
+    inner_rank_of = tuple(inner_rank for inner_rank in range(inner_ranks) for _ in range(size))
     return LaunchGrid(replicas, inner_ranks, inner_rank_of, tensor)

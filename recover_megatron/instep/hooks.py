@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.decision import Checkpoint, Decision
 from recover_megatron.instep.epoch_groups import EpochGroups
 
 
@@ -35,6 +36,17 @@ class Hooks(Protocol):
 
     def version(self) -> int | None:
         """How many iterations the parameters and the optimizer's state have seen; None: they are of no use."""
+
+    def state_of(self) -> int:
+        """The epoch of the timeline that this is the state of (``decision.Timeline``)."""
+
+    def last_step(self) -> tuple[int, int]:
+        """Of the last training step that this worker has begun since it has its state: the iteration, and the number of
+        its decision; (0, 0): none."""
+
+    def checkpoints(self) -> tuple[Sequence[Checkpoint], Collection[int]]:
+        """The complete checkpoints that the run could go back to, as far as this worker knows, and the iterations of
+        those that it has failed to load."""
 
     def digest(self) -> str:
         """A digest of that state: equal strings in a column mean equal states; empty: there is none.

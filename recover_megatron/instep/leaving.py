@@ -20,11 +20,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from recover_megatron.logger import get_logger
+from recover_megatron.logger import get_logger, write_stderr
 
 log = get_logger(__name__)
 
@@ -58,7 +59,9 @@ def calls_under_way() -> Calls:
 
 
 def end_process(reason: str) -> None:
-    """End this worker now."""
+    """End this worker now; where its main thread is goes to stderr."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    write_stderr("".join(traceback.format_stack(main)))
     log.info(
         f"this worker cannot leave the groups of its broken replica within {LEAVE_SECONDS:g} s ({reason}); it ends, "
         "and its launcher starts another in its place if it may (--max-restarts)"

@@ -17,7 +17,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -52,17 +52,18 @@ def _connections() -> dict[int, tuple[int, ...]]:
 class ModelParallelGroups:
     """Notes the groups of one worker's replica as they are made, and ends them all.
 
-    ``store_port``: connections from or to it are the store's, which other workers need, and are left alone.
+    ``ports``: connections from or to these are the rendezvous store's, which other workers need, or to a coordinator,
+    by which this one goes on, and are left alone.
     ``make_nccl``: makes a group over NCCL; ``leaving``: gets this worker out of some.
     """
 
     def __init__(
         self,
-        store_port: int,
+        ports: Collection[int],
         make_nccl: MakeGroup = make_group,
         leaving: Callable[[Sequence[dist.ProcessGroup]], Leaving] = Leaving,
     ) -> None:
-        self._store_port = store_port
+        self._ports = frozenset(ports)
         self._make_nccl = make_nccl
         self._leaving_of = leaving
         self._leaving: Leaving | None = None
@@ -86,8 +87,7 @@ class ModelParallelGroups:
     def make(self, create: Callable[[], dist.ProcessGroup | None]) -> dist.ProcessGroup:
         """Make a group with ``create`` and note it.
 
-        Called at start-up, while no other thread opens connections that last (those to the coordinator and to the
-        store are open before).
+        Called at start-up, while other threads open no connections that last but those of ``ports``.
         """
         before = set(_connections().values())
         group = create()
@@ -110,7 +110,7 @@ class ModelParallelGroups:
                 ports = {sock.getsockname()[1], sock.getpeername()[1]}
             except (OSError, IndexError, TypeError):  # not connected, or not TCP
                 listening, ports = 1, set()
-            if listening or self._store_port in ports or sock.family not in (socket.AF_INET, socket.AF_INET6):
+            if listening or self._ports & ports or sock.family not in (socket.AF_INET, socket.AF_INET6):
                 sock.close()
             else:
                 watch(sock)

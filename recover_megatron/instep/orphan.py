@@ -25,13 +25,13 @@ from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.edges import Edges
-from recover_megatron.instep.errors import Orphaned, OtherPosition, RunOver
+from recover_megatron.instep.errors import Drained, Orphaned, OtherPosition, RunOver
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.progress_reports import ProgressReports
-from recover_megatron.instep.spare import LINGER_SECONDS, Mirror, Over, Rebuild, Spare
+from recover_megatron.instep.spare import LINGER_SECONDS, Leave, Mirror, Over, Rebuild, Spare
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.errors import EXIT_FENCED, CoordinatorLost, Fenced
+from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
 from recover_megatron.membership.session import Session
 
 log = get_logger(__name__)
@@ -41,7 +41,7 @@ BLAME_SECONDS = 1.0
 
 
 class Orphan:
-    """What makes an orphan of this worker, and a spare of the orphan.
+    """Takes this worker out of its replica when that is broken, has it wait as a spare, and gives it a place again.
 
     ``revoked`` is called by the session's thread, everything else by the main one.  ``at_launch``: whether this worker
     had a place when the run was launched.
@@ -108,7 +108,7 @@ class Orphan:
     # ---- leave
 
     def replica_failed(self, error: BaseException) -> None:
-        """My replica's communication failed in the main thread: somebody of it is gone, or its connections are.
+        """My replica's communication failed in the main thread: a mate is gone, or the connection to one is.
 
         Returns when this worker has become a spare.
         """
@@ -121,7 +121,7 @@ class Orphan:
         self.leave(f"{type(error).__name__}: {error}"[:500])
 
     def leave(self, note: str) -> None:
-        """Be a spare from now on; ``note`` says why, for the log.  From the main thread or the session's."""
+        """Be a spare from now on; ``note`` says why, for the log.  Called by the main thread or the session's."""
         if self.orphaned:
             return
         self._assignment.end(note)
@@ -135,7 +135,8 @@ class Orphan:
             if self._spare is not None:
                 return self._spare
             status = self._planner.status(at=self._progress.at)
-            status = replace(status, replica=None, version=None, ready=False, note=note)
+            late = self._assignment.me in self._session.aside
+            status = replace(status, replica=None, version=None, ready=False, note=note, aside=late)
             self._spare = Spare(self._planner, self._session, self._assignment.me, status)
         self._session.show(None)
         self._session.mark(status.iteration, "spare")
@@ -145,10 +146,11 @@ class Orphan:
     # ---- wait
 
     def wait(self, **offer: Any) -> Decision:
-        """In the main thread, out of the training: wait for a place; the decision that has one.
+        """In the main thread, out of the training: wait for a place, and return the decision that gives one.
 
-        ``offer``: what this worker can bring (``version``, ``digest``; ``position`` None: it can not come back).
-        Raises ``OtherPosition`` when another model is wanted of it, ``RunOver`` when there will be no place.
+        ``offer``: fields of the status by which it is offered (``version`` and ``digest`` of its state; ``position``
+        None: it cannot take a place).  Raises ``OtherPosition`` when it is to build the model of another position,
+        ``Drained`` when its node is to be switched off, ``RunOver`` when there will be no place.
         """
         spare = self._spare or self._be_spare("it has no place yet")
         while isinstance(outcome := spare.arrive(**offer), Mirror):
@@ -157,6 +159,8 @@ class Orphan:
             epoch_groups.close()
         if isinstance(outcome, Over):
             raise RunOver(outcome.code, outcome.reason)
+        if isinstance(outcome, Leave):
+            raise Drained(outcome.node)
         if isinstance(outcome, Rebuild):
             raise OtherPosition(outcome.position)
         return outcome.decision
@@ -177,7 +181,7 @@ class Orphan:
     # ---- in the session's thread
 
     def revoked(self, epoch: int, reason: str) -> None:
-        """An epoch has ended, or (epoch 0) this worker's part in the run."""
+        """An epoch has ended and ``epoch`` is the number of the next; 0: this worker's part in the run has ended."""
         self._planner.why = reason
         epoch_groups, started = self._assignment.present()
         if epoch_groups is not None:
@@ -195,8 +199,8 @@ class Orphan:
         elif not started:
             if self._at_launch and self._session.dead:
                 names = ", ".join(map(str, sorted(self._session.dead)))
-                log.info(f"worker {names} died before the training began, which is not survived yet: {reason}")
-                os._exit(1)
+                log.info(f"worker {names} died before the training began, which needs all workers: {reason}")
+                os._exit(EXIT_NO_REPLICA)
         elif lost := self._lost_of_mine():
             self.leave(f"worker {', '.join(map(str, lost))} of its replica is gone")
 

@@ -8,6 +8,7 @@ makes of them who works where, and who runs what of the step under way.
                                     at          the newest decision that any replica works on
                                     rerun       microbatches of that step that are in nobody's gradient, by replica
                                     regroup     new replicas can be put together where nobody is in a step
+                                    rollback    the state is lost: what is kept elsewhere, for all who have a place
                                     fresh       those that this epoch put together, and from whom they get their state
                                     mirrors     spares that keep the state of the last replica
                                     order       that of the rings, where some cannot talk to each other
@@ -20,72 +21,245 @@ there is nobody to wait for: orphans that hold one version of the state between 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from recover_megatron.instep.decision import Decision, JoinStatus, Rules
+from recover_megatron.instep.decision import HELD, Beyond, Decision, JoinStatus, Kept, Rollback, Rules, Timeline
+from recover_megatron.instep.drained_nodes import draining_of, leaving_of, without
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.workload import Candidate, Placement, Shape, assemble, reassign
+from recover_megatron.instep.standing import Grid, Members, most, whole_replicas
+from recover_megatron.instep.timelines import (
+    covered,
+    kept,
+    merged,
+    not_told,
+    of_timeline,
+    same_as,
+    target,
+    undone,
+    unreadable,
+    unseen,
+)
+from recover_megatron.instep.timelines import newest as newest_timeline
+from recover_megatron.workload import Placement, reassign
+from recover_megatron.workload.domains import touched_by
 from recover_megatron.workload.edges import Edge, edge
-from recover_megatron.workload.seating import can_join, free_of, ring_of, seated
+from recover_megatron.workload.seating import ring_of, seated
+from recover_megatron.workload.snapshots import FIRST_INTERVAL, Spread, copies
+
+_DISPUTED = "the states of workers {} differ, and as many say one thing as another: nobody knows which is right"
 
 
-def decide(epoch: int, statuses: Mapping[int, JoinStatus], launch: LaunchGrid, rules: Rules | None = None) -> Decision:
+def decide(
+    epoch: int,
+    statuses: Mapping[int, JoinStatus],
+    launch: LaunchGrid,
+    rules: Rules | None = None,
+    drain: Sequence[str] = (),
+    beyond: Beyond | None = None,
+) -> Decision:
     """The decision of an epoch whose members joined with ``statuses``.
+
+    ``drain``: nodes that somebody is about to switch off, beside those on which earlier epochs have decided.
 
     Raises Disagreement when the workers of one replica tell different things.
     """
     rules = rules or Rules()
-    broken = _broken(statuses)
-    whole, put_out = seated(_whole(statuses, launch), broken, rules.mesh)
-    told = {replica: _told(replica, [statuses[worker] for worker in workers]) for replica, workers in whole.items()}
-    at = max((status.at for status in told.values()), default=0)
-    begun = {replica: status for replica, status in told.items() if status.at == at and status.step}
-    boundary = any(status.at == at and status.boundary for status in told.values()) and not begun
-    placement = _placement(whole, statuses, launch, rules, broken)
-    grid, fresh, version = dict(whole), tuple[int, ...](), None
-    if not whole:
-        grid, version = _from_orphans(statuses, launch, rules, broken)  # rarely anything: see there
-        fresh, at = tuple(grid), max((status.at for status in statuses.values()), default=0) + 1
-    elif boundary:
-        grid, fresh = dict(sorted({**whole, **placement.replicas}.items())), tuple(placement.replicas)
-        version = _version({status.version for status in told.values()})
-    holders, mended, disputed = _holders(whole, fresh, grid, statuses, broken) if boundary else ({}, (), [])
-    newest = max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=JoinStatus(None))
-    working = {worker for workers in grid.values() for worker in workers}
-    enough, state_lost = _prospects(whole, grid, statuses, launch, rules, broken)
+    beyond = beyond or Beyond()
+    heard = _hear(statuses, launch, rules, drain, beyond)
+    members, there, stands = heard.members, heard.members.statuses, _stand(epoch, heard, beyond)
+    grid, whole, broken = stands.grid, members.whole, members.broken
+    holders, mended, disputed = _holders(members, stands.fresh, grid) if heard.boundary else ({}, (), [])
+    enough, state_lost = stands.enough, stands.state_lost
     if disputed and rules.strict:
         enough, state_lost = 0, _DISPUTED.format(", ".join(map(str, disputed)))
+    working = {worker for workers in grid.values() for worker in workers}
+    domains = {worker: there[worker].domains for worker in working}
+    staying = {replica: its for replica, its in grid.items() if replica not in heard.leaving}
+    wanted = copies(list(staying.values()), domains, rules.memory, _spread(staying, launch, rules))
+    paces = {replica: pace for replica, workers in whole.items() if (pace := there[workers[0]].pace) > 0}
     return Decision(
         epoch,
         grid,
-        tuple(sorted(set(statuses) - working)),
-        newest.iteration,
-        newest.checkpoint,
-        at,
-        bool(begun),
-        _lost(begun, list(grid), launch, rules) if begun else {},
-        regroup=bool(placement.replicas) and not boundary and bool(whole),
-        fresh=fresh,
-        version=version,
-        transfers={worker: heard[0] for worker, heard in holders.items()},
+        tuple(sorted(set(heard.everybody) - working)),
+        stands.iteration,
+        _newest(there).checkpoint,
+        stands.at,
+        bool(heard.begun),
+        _lost(heard.begun, list(grid), launch, rules, paces) if heard.begun else {},
+        paces,
+        regroup=bool(heard.leaving) or (bool(stands.placement.replicas) and not heard.boundary and bool(whole)),
+        fresh=stands.fresh,
+        version=stands.version,
+        transfers={worker: holding[0] for worker, holding in holders.items()},
         holders=holders,
         mended=mended,
         disputed=tuple(disputed),
-        rebuild=placement.rebuild if whole else {},
-        mirrors=_mirrors(grid, statuses, placement, broken) if len(grid) == 1 and not rules.spread else {},
+        rollback=stands.rollback,
+        undone=undone(statuses) if stands.rollback is None else stands.rollback.next,
+        timeline=stands.timeline,
+        before=heard.timeline,
+        same_as=stands.same_as,
+        short=enough == 0 and not state_lost and not whole and stands.back_to is not None and rules.replaced,
+        checkpoints=merged(*(status.checkpoints for status in there.values())),
+        copies=wanted,
+        kept=stands.in_memory,
+        covered=covered(stands.in_memory, wanted),
+        snapshot_interval=rules.memory_interval or _interval(there),
+        rebuild=stands.rebuild,
+        mirrors=members.mirrors(grid, stands.placement) if len(grid) == 1 and not rules.spread else {},
         enough=enough,
         state_lost=state_lost,
-        peer_stores={worker: statuses[worker].peer_store for worker in sorted(working)},
+        peer_stores={worker: there[worker].peer_store for worker in sorted(working)},
+        touched=touched_by(grid.values(), domains),
         broken=broken,
         order=ring_of(grid, broken),
-        put_out=put_out,
+        put_out=heard.put_out,
+        draining=heard.draining,
+        undrained=heard.undrained,
+        leaving=heard.leaving,
     )
 
 
-_GONE = "nobody holds the state of one of its positions any more"
-_DISPUTED = "the states of workers {} differ, and as many say one thing as another: nobody knows which is right"
+# ---- what they have told
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """``members``: who goes on, of ``everybody``.  ``told``: what each whole replica says, the leaving ones included.
+
+    ``at``: the newest decision of any; ``begun``: who is in the step of that one; ``boundary``: all are before it.
+    """
+
+    members: Members
+    everybody: Mapping[int, JoinStatus]
+    told: Mapping[int, JoinStatus]
+    at: int
+    begun: Mapping[int, JoinStatus]
+    boundary: bool
+    timeline: Timeline
+    put_out: Mapping[int, tuple[Edge, ...]]
+    draining: tuple[str, ...]
+    undrained: Mapping[str, str]
+    leaving: frozenset[int]
+
+
+def _hear(
+    statuses: Mapping[int, JoinStatus], launch: LaunchGrid, rules: Rules, drain: Sequence[str], beyond: Beyond
+) -> _Heard:
+    timeline = newest_timeline(statuses)
+    everybody = of_timeline(statuses, timeline)
+    broken = _broken(everybody)
+    whole, put_out = seated(whole_replicas(everybody, launch), broken, rules.mesh)
+    told = {replica: _told(replica, [everybody[worker] for worker in workers]) for replica, workers in whole.items()}
+    at = max((status.at for status in told.values()), default=0)
+    begun = {replica: status for replica, status in told.items() if status.at == at and status.step}
+    boundary = any(status.at == at and status.boundary for status in told.values()) and not begun
+    draining, undrained = draining_of(everybody, whole, rules, drain)
+    going_on, whole = without(draining, everybody, whole, boundary)
+    newest = max((status.at for status in everybody.values()), default=0)
+    missed = 0 if told else max(0, beyond.committed - newest)
+    members = Members(going_on, whole, launch, rules, broken, missed)
+    leaving = leaving_of(whole, going_on, draining)
+    return _Heard(members, everybody, told, at, begun, boundary, timeline, put_out, draining, undrained, leaving)
+
+
+# ---- where they stand
+
+
+@dataclass(frozen=True)
+class _Stands:
+    """The grid of the epoch and the state with which it begins; what `Decision` says of each.
+
+    ``placement``: the replicas that can be put together, now or at the next boundary.  ``in_memory``: the snapshots
+    that are kept; ``back_to``: the state to which all could go back.
+    """
+
+    grid: Grid
+    fresh: tuple[int, ...]
+    version: int | None
+    at: int
+    iteration: int
+    timeline: Timeline
+    same_as: int
+    rollback: Rollback | None
+    rebuild: Mapping[int, int]
+    placement: Placement
+    in_memory: Kept | None
+    back_to: Rollback | None
+    enough: int
+    state_lost: str
+
+
+def _stand(epoch: int, heard: _Heard, beyond: Beyond) -> _Stands:
+    members, statuses, at = heard.members, heard.members.statuses, heard.at
+    placement = members.placement()
+    grid, fresh, version = dict(members.whole), tuple[int, ...](), None
+    if not grid:
+        grid, version = members.orphans()  # rarely anything: see there
+        fresh = tuple(grid)
+    elif heard.boundary:
+        grid, fresh = dict(sorted({**grid, **placement.replicas}.items())), tuple(placement.replicas)
+        version = _version({status.version for status in heard.told.values()})
+    seen = beyond.seen if members.missed else 0
+    iteration, timeline, same = max(_newest(statuses).iteration, seen), heard.timeline, same_as(statuses)
+    rollback = not_told(statuses, version) if fresh and not members.whole else None
+    rebuild = placement.rebuild if members.whole else {}
+    enough, state_lost = members.prospects(grid)
+    in_memory = kept(statuses, timeline)
+    of_old, held = members.held() if state_lost else ({}, None)
+    if members.missed and held is not None:
+        seen = max(seen, held + 2)  # the decision in which its holders were late was committed
+    back_to = target(statuses, in_memory, held, seen, beyond.committed)
+    if beyond.aside and not grid:
+        enough, state_lost = max(1, enough), ""  # who is aside comes back with a state, or is put out: then it is told
+    elif state_lost and back_to is not None:
+        state_lost = ""
+        if back_to.source == HELD:
+            grid = {} if members.on_their_way else of_old
+            fresh = tuple(grid)
+        elif (found := members.going_back()) is not None:
+            grid, fresh, rebuild = dict(sorted(found.replicas.items())), tuple(sorted(found.replicas)), found.rebuild
+        if grid:
+            rollback, version = back_to, back_to.iteration
+            iteration, timeline = back_to.iteration + 1, (epoch, back_to.iteration)
+            same = heard.timeline[0] if back_to.source == HELD else -1
+    elif grid:
+        rebuild = {**members.ahead(grid, placement), **rebuild}
+    if not members.whole:
+        newest = max((status.at for status in statuses.values()), default=0)
+        at = newest + members.missed + 1 if grid else newest
+    if state_lost:
+        enough, state_lost = 0, state_lost + unseen(members.missed) + unreadable(statuses)
+    return _Stands(
+        grid, fresh, version, at, iteration, timeline, same, rollback, rebuild, placement, in_memory, back_to, enough,
+        state_lost,
+    )  # fmt: skip
+
+
+def _newest(statuses: Mapping[int, JoinStatus]) -> JoinStatus:
+    return max(statuses.values(), key=lambda status: (status.iteration, status.checkpoint), default=JoinStatus(None))
+
+
+def _version(told: set[int | None]) -> int | None:
+    """That of all replicas at a boundary: whoever has come there has done the same steps."""
+    if len(told) > 1:
+        raise Disagreement(f"replicas have seen different numbers of iterations before one step: {told}")
+    return told.pop()
+
+
+def _interval(statuses: Mapping[int, JoinStatus]) -> int:
+    """Somebody may have missed the last time that it was chosen."""
+    return max((status.snapshot_interval for status in statuses.values()), default=0) or FIRST_INTERVAL
+
+
+def _spread(grid: Mapping[int, Sequence[int]], launch: LaunchGrid, rules: Rules) -> Spread | None:
+    """How the optimizer's state is; with Megatron's instances a lost replica may have had any holder of a shard."""
+    if not rules.spread:
+        return None
+    missing = 0 if rules.placed else launch.launched - len(grid)
+    return Spread(max(1, rules.holders - missing), rules.placed)
 
 
 # ---- who can talk to whom
@@ -98,117 +272,8 @@ def _broken(statuses: Mapping[int, JoinStatus]) -> frozenset[Edge]:
     )
 
 
-# ---- who stands where
-
-
-def _whole(statuses: Mapping[int, JoinStatus], launch: LaunchGrid) -> dict[int, tuple[int, ...]]:
-    """The replicas that are complete among those who say that they have a place."""
-    places: dict[int, dict[int, int]] = {}
-    for worker, status in statuses.items():
-        if status.replica is not None and status.position is not None:
-            its = places.setdefault(status.replica, {})
-            if status.position in its:
-                raise Disagreement(f"workers {its[status.position]} and {worker} both say they are in one place")
-            its[status.position] = worker
-    return {
-        replica: tuple(its[position] for position in range(launch.size))
-        for replica, its in sorted(places.items())
-        if len(its) == launch.size
-    }
-
-
-def _candidates(whole: Mapping[int, Sequence[int]], statuses: Mapping[int, JoinStatus]) -> dict[int, Candidate]:
-    """Everybody who could take a place: orphans on their way out of the training count as not ready yet.
-
-    Who is not ready and has no position is out for good: its training is over.
-    """
-    working = {worker for workers in whole.values() for worker in workers}
-    return {
-        worker: Candidate(status.position, status.node, fixed=not status.ready, ready=status.ready)
-        for worker, status in statuses.items()
-        if worker not in working and (status.ready or status.position is not None)
-    }
-
-
-def _usable(
-    whole: Mapping[int, Sequence[int]], statuses: Mapping[int, JoinStatus], broken: frozenset[Edge]
-) -> dict[int, Candidate]:
-    """Those of them that can talk to all who work, and to each other."""
-    working = {worker for workers in whole.values() for worker in workers}
-    return free_of(_candidates(whole, statuses), working, broken)
-
-
-def _placement(
-    whole: Mapping[int, Sequence[int]],
-    statuses: Mapping[int, JoinStatus],
-    launch: LaunchGrid,
-    rules: Rules,
-    broken: frozenset[Edge],
-) -> Placement:
-    """New replicas; where edges are broken either such that an order of the ring does, or of others."""
-    candidates, shape, slots = _candidates(whole, statuses), _shape(launch, rules), len(launch.replicas)
-    placement = assemble(set(whole), candidates, shape, slots)
-    if broken and not can_join(whole, placement, broken, rules.mesh):
-        placement = assemble(set(whole), _usable(whole, statuses, broken), shape, slots)
-    return placement
-
-
-def _shape(launch: LaunchGrid, rules: Rules) -> Shape:
-    return Shape(launch.size, launch.tensor_groups, rules.cross_node)
-
-
-def _from_orphans(
-    statuses: Mapping[int, JoinStatus], launch: LaunchGrid, rules: Rules, broken: frozenset[Edge]
-) -> tuple[dict[int, tuple[int, ...]], int | None]:
-    """Nobody's replica is whole: the replicas that the orphans make, and the version of their state.
-
-    The newest version that orphans in all positions hold: that after the last iteration, or that before it.  The older
-    one means that a step is made again from the very state that it began with; that is decided only when everybody has
-    told.  What is older still is of no use: committed steps are not taken back.
-    """
-    on_their_way = any(not status.ready and status.position is not None for status in statuses.values())
-    candidates = {worker: one for worker, one in _candidates({}, statuses).items() if one.ready}
-    last = max((status.iteration for status in statuses.values()), default=0) - 1
-    held = {statuses[worker].version for worker in candidates}
-    versions = sorted((version for version in held if version is not None and version >= last), reverse=True)
-    for version in versions[:1] if on_their_way else versions:
-        holders = {
-            worker: candidate
-            for worker, candidate in candidates.items()
-            if statuses[worker].version == version and statuses[worker].digest in _majority(statuses, worker, version)
-        }
-        usable = free_of(holders, set(), broken)
-        found = assemble(set(), usable, _shape(launch, rules), len(launch.replicas)).replicas
-        if found:
-            return dict(sorted(found.items())), version
-    return {}, None
-
-
-def _version(told: set[int | None]) -> int | None:
-    """That of all replicas at a boundary: whoever has come there has done the same steps."""
-    if len(told) > 1:
-        raise Disagreement(f"replicas have seen different numbers of iterations before one step: {told}")
-    return told.pop()
-
-
-def _majority(statuses: Mapping[int, JoinStatus], worker: int, version: int) -> set[str]:
-    """The digest that most holders of a version have at this worker's position (of equally many the smallest)."""
-    position = statuses[worker].position
-    digests = [s.digest for s in statuses.values() if (s.position, s.version, s.ready) == (position, version, True)]
-    return {_most(digests)}
-
-
-def _most(values: Sequence[str]) -> str:
-    counts = Counter(values)
-    return min(counts, key=lambda value: (-counts[value], value))
-
-
 def _holders(
-    whole: Mapping[int, tuple[int, ...]],
-    fresh: Sequence[int],
-    grid: Mapping[int, tuple[int, ...]],
-    statuses: Mapping[int, JoinStatus],
-    broken: frozenset[Edge],
+    members: Members, fresh: Sequence[int], grid: Mapping[int, tuple[int, ...]]
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], list[int]]:
     """Who gets its state from whom: all of the fresh replicas, and who holds another state than most of its column.
 
@@ -216,13 +281,14 @@ def _holders(
 
     And who of a column differ without a majority: there the lowest replica is followed, or nobody (``Rules.strict``).
     """
+    statuses, broken = members.statuses, members.broken
     holders: dict[int, tuple[int, ...]] = {}
     mended: list[int] = []
     disputed: list[int] = []
     for position in range(len(next(iter(grid.values()), ()))):
-        column = [workers[position] for workers in whole.values()]
+        column = [workers[position] for workers in members.whole.values()]
         told = [worker for worker in column if statuses[worker].digest]
-        right = _most([statuses[worker].digest for worker in told]) if told else ""
+        right = most([statuses[worker].digest for worker in told]) if told else ""
         if told and 2 * sum(statuses[worker].digest == right for worker in told) <= len(told):
             disputed += told
             right = statuses[told[0]].digest
@@ -236,58 +302,15 @@ def _holders(
     return dict(sorted(holders.items())), tuple(sorted(mended)), sorted(disputed)
 
 
-def _mirrors(
-    grid: Mapping[int, tuple[int, ...]],
-    statuses: Mapping[int, JoinStatus],
-    placement: Placement,
-    broken: frozenset[Edge],
-) -> dict[int, int]:
-    """The last replica's state is nowhere else: a spare in each position keeps it, too."""
-    (workers,) = grid.values()
-    keepers: dict[int, int] = {}
-    for worker, status in sorted(statuses.items()):
-        if not status.ready or status.position is None or worker in (*workers, *placement.rebuild):
-            continue
-        if edge(worker, workers[status.position]) not in broken:
-            keepers.setdefault(status.position, worker)
-    return {worker: workers[position] for position, worker in sorted(keepers.items())}
-
-
-def _prospects(
-    whole: Mapping[int, Sequence[int]],
-    grid: Mapping[int, Sequence[int]],
-    statuses: Mapping[int, JoinStatus],
-    launch: LaunchGrid,
-    rules: Rules,
-    broken: frozenset[Edge],
-) -> tuple[int, str]:
-    """How many replicas there may be when all have done what they are told; and what of the state forbids more."""
-    candidates = {
-        worker: Candidate(candidate.position, candidate.node)
-        for worker, candidate in _usable(whole, statuses, broken).items()
-    }
-    shape, slots = _shape(launch, rules), len(launch.replicas)
-    first = assemble(set(whole), candidates, shape, slots)
-    rebuilt = {
-        worker: Candidate(first.rebuild.get(worker, candidate.position), candidate.node)
-        for worker, candidate in candidates.items()
-    }
-    number = len(whole) + len(assemble(set(whole), rebuilt, shape, slots).replicas)
-    if whole or grid:
-        return max(number, len(grid)), ""
-    # Nobody computes: what counts is what the orphans hold between them, or may hold when they have come.
-    held = {s.position for s in statuses.values() if s.position is not None and (not s.ready or s.version is not None)}
-    waited = any(not status.ready and status.position is not None for status in statuses.values())
-    if waited and len(held) == launch.size and first.replicas:
-        return len(first.replicas), ""
-    return 0, _GONE if number > 0 else ""
-
-
 # ---- who runs what
 
 
 def _lost(
-    begun: Mapping[int, JoinStatus], replicas: Sequence[int], launch: LaunchGrid, rules: Rules
+    begun: Mapping[int, JoinStatus],
+    replicas: Sequence[int],
+    launch: LaunchGrid,
+    rules: Rules,
+    paces: Mapping[int, float],
 ) -> dict[int, list[list[int]]]:
     """The microbatches of the step under way that are in nobody's gradient, shared out: replica -> by inner rank."""
     totals = {status.total for status in begun.values()}
@@ -301,7 +324,8 @@ def _lost(
     late = {replica: 0 for replica in replicas if replica not in begun}
     # Whoever has not begun has all of its share still to run; the others have finished theirs and wait.
     before = dict.fromkeys(replicas, 0) if not late else {**load, **late}
-    return reassign(lost, launch.inner_ranks, replicas, load=before, multiple_of=rules.multiple_of * launch.inner_ranks)
+    least, speeds = rules.least * launch.inner_ranks, {replica: 1 / pace for replica, pace in paces.items()}
+    return reassign(lost, launch.inner_ranks, replicas, load=before, speeds=speeds, least=least)
 
 
 def _told(replica: int, statuses: Sequence[JoinStatus]) -> JoinStatus:

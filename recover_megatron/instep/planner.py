@@ -2,79 +2,42 @@
 
     status (where I stand, what I hold, whom I cannot reach) --Session.join--> the statuses of all --decide--> Decision
 
-Here it is decided, too, that the run cannot go on: the same way on every worker, which has the same plan.
+Whether the run can go on at all is decided here, too. All workers have the same statuses, so all decide the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.decision import Decision, JoinStatus, Rules
+from recover_megatron.instep.decision import Beyond, Checkpoint, Decision, JoinStatus, Rules, Timeline
+from recover_megatron.instep.drained_nodes import finished_of
 from recover_megatron.instep.edges import MOST, Edges, explanation, news
-from recover_megatron.instep.errors import NoReplica, StateLost
-from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.instep.errors import EXIT_REFUSED, NoReplica, OtherFlags, StateLost
 from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.losses import Failure, Failures, LostWorker
+from recover_megatron.instep.other_flags import ASKED_SECONDS, OwnFlags, odd_ones
 from recover_megatron.instep.plan import decide
+from recover_megatron.instep.snapshots import SnapshotStore
+from recover_megatron.instep.standing import room
+from recover_megatron.instep.timelines import merged
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, EXIT_STATE_LOST, CoordinatorLost
 from recover_megatron.membership.session import Session
 
 log = get_logger(__name__)
 
-
-@dataclass
-class Failure:
-    """Workers that an epoch found missing."""
-
-    iteration: int
-    workers: list[int]
-    replicas: list[int] = field(default_factory=list)
-    """Those that they had a place in."""
-
-    def __str__(self) -> str:
-        return f"iteration {self.iteration}: {', '.join(map(str, self.workers))}"
-
-
-class Failures:
-    """All losses of a run, as one worker has met them.  ``grid``: where everybody stands before the first decision."""
-
-    def __init__(self, grid: LaunchGrid) -> None:
-        self._every: list[Failure] = []
-        self._places = {slot: number for number, slots in enumerate(grid.replicas) for slot in slots}
-        self._known = set(self._places)
-
-    def note(self, decision: Decision, before: Decision | None) -> Failure | None:
-        """Who is missing in ``decision`` and was not before; ``before``: the last one that this worker took up."""
-        present = {*decision.workers, *decision.spares}
-        missing = sorted(self._known - present)
-        self._known = present
-        if not missing:
-            return None
-        places = self._places
-        if before is not None:
-            places = {worker: replica for replica, workers in before.grid.items() for worker in workers}
-        replicas = sorted({places[worker] for worker in missing if worker in places})
-        self._every.append(Failure(decision.iteration, missing, replicas))
-        return self._every[-1]
-
-    def report_exception(self, decision: Decision, wanted: int) -> str:
-        """Why a run ends that ``decision`` leaves fewer replicas than ``wanted``: who was lost, what is left."""
-        lost = "; ".join(map(str, self._every))
-        need = f"{wanted} are wanted" if wanted > 1 else "one is needed"
-        what = f"{len(decision.replicas)} complete replicas are left, {need}."
-        if decision.state_lost:
-            what = f"Workers enough for a replica live, but {decision.state_lost}."
-        return (
-            f"{what} Workers lost: {lost or 'none'}; alive without a place: {len(decision.spares)}. "
-            f"Last checkpoint: {decision.checkpoint}"
-        )
+REPLACED_SECONDS = 300.0
+"""How long those who live wait for workers in place of the lost, when they are too few to go back to a checkpoint."""
 
 
 class Planner:
-    """Of one worker.  ``node``, ``peer_store``: told in its status.  Called by one thread at a time.
+    """Joins epochs for one worker, and keeps what the last one has decided.  Called by one thread at a time.
 
+    ``node``, ``domains``, ``device``, ``peer_store``, and what ``snapshots`` holds, go into its status.
     ``min_replicas``: with fewer the run ends.
     """
 
@@ -87,22 +50,50 @@ class Planner:
         rules: Rules,
         *,
         node: str,
+        domains: Sequence[str],
+        device: int | None,
         peer_store: str,
+        snapshots: SnapshotStore,
         min_replicas: int,
+        flags: OwnFlags | None = None,
     ) -> None:
         self._session = session
         self._hooks = hooks
         self._assignment = assignment
         self._edges = edges
         self._rules = rules
-        self._node = node
+        self.node, self._domains = node, tuple(domains)
+        self._device = device
         self._peer_store = peer_store
+        self._snapshots = snapshots
         self._min_replicas = min_replicas
+        self._flags = flags or OwnFlags({}, None, b"")
         self._losses = Failures(assignment.grid)
         self._statuses: dict[int, JoinStatus] = {}
         self._explained = ""
+        self.timeline: Timeline = (0, 0)
+        """That of the last epoch that this worker has joined."""
+        self._same_as = -1
+        """``Decision.same_as`` of that."""
+        self._draining: tuple[str, ...] = ()
+        """What that epoch has decided to do without."""
+        self._undone = 0
+        """See ``JoinStatus.undone``."""
+        self._undone_until = 0
+        """The number of the last epoch's decision.  When it, or a later one, is committed the rollback was carried out:
+        loading is the first thing that all commit after it.
+        """
+        self._left: frozenset[int] = frozenset()
+        self.finished = False
+        """Whether anybody has left the run that had finished its training; not since its node was drained."""
+        self._checkpoints: tuple[Checkpoint, ...] = ()
+        """Those that the members of that epoch knew of."""
+        self._short_since: float | None = None
+        """Since when there are too few workers to go back to a checkpoint."""
         self.why = ""
         """Why the last epoch ended, as the coordinator told."""
+        self.lost: Failure | None = None
+        """Whom the last epoch found missing that this worker has met the others for."""
 
     def status(self, **fields: Any) -> JoinStatus:
         """What this worker joins with; ``fields`` are added to what holds wherever it is."""
@@ -110,8 +101,13 @@ class Planner:
         told = {
             "position": mine.position,
             "version": hooks.version(),
-            "node": self._node,
+            "state_of": hooks.state_of(),
+            "last_step": hooks.last_step(),
+            "node": self.node,
+            "domains": self._domains,
+            "device": self._device,
             "peer_store": self._peer_store,
+            "pace": mine.shares.balance.paces.get(mine.replica, 0.0),
             **fields,
         }
         return JoinStatus(mine.replica, iteration=hooks.iteration(), checkpoint=hooks.last_checkpoint(), **told)
@@ -120,13 +116,41 @@ class Planner:
         """Join the next epoch: what it decided, and whom it found missing.
 
         ``reason``: why, if this worker is the first to ask for the epoch.  Raises ``Fenced``, ``CoordinatorLost``,
-        ``Disagreement``.
+        ``Disagreement``, and ``OtherFlags`` where this worker was started with other flags than the run.
         """
         mine = self._assignment
-        status = replace(status, unreached=self._edges.look(status.at, lambda: self._session.opened_members))
+        kept, unreadable = self._hooks.checkpoints()
+        if self._session.committed >= self._undone_until:
+            self._undone = 0
+        status = replace(
+            status,
+            unreached=self._edges.look(status.at, lambda: self._session.opened_members),
+            timeline=self.timeline,
+            same_as=self._same_as,
+            undone=self._undone,
+            checkpoints=merged(kept, self._checkpoints),
+            unreadable=tuple(unreadable),
+            draining=self._draining,
+            flags=self._flags.digest,
+            **self._snapshots.told(),
+        )
         plan = self._session.join(status.to_json(), reason)
-        statuses = {int(worker): JoinStatus.from_json(value) for worker, value in plan.data["statuses"].items()}
-        decision = decide(plan.epoch, statuses, mine.grid, self._rules)
+        told = {int(worker): JoinStatus.from_json(value) for worker, value in plan.data["statuses"].items()}
+        statuses = self._of_the_same_flags(told)
+        asked = [str(node) for node in plan.data.get("drain", ())]
+        seen = max((last["iteration"] for last in plan.data.get("lost", {}).values()), default=0)
+        beyond = Beyond(plan.committed, seen, bool(plan.data.get("aside")))
+        decision = decide(plan.epoch, statuses, mine.grid, self._rules, asked, beyond)
+        self.timeline, self._checkpoints = decision.timeline, decision.checkpoints
+        self._same_as = decision.same_as
+        newly, self._left = self._session.left - self._left, self._session.left
+        self.finished |= bool(finished_of(newly, self._statuses, {*self._draining, *decision.draining}))
+        self._draining = decision.draining
+        self._undone, self._undone_until = decision.undone, decision.at
+        if mine.me == min(decision.workers or statuses):
+            for node in sorted({*asked, *decision.undrained}):
+                self._session.answer_drain(node, decision.undrained.get(node, ""))
+        self._snapshots.follow(decision)
         self._edges.told(decision, statuses, plan.committed)
         self._statuses = statuses
         note = explanation(decision, mine.me, mine.replica if mine.placed else None, self._explained)
@@ -135,10 +159,39 @@ class Planner:
             self._session.note(note)
         with mine.lock:
             mine.committed_by_plan = plan.committed
-            return decision, self._losses.note(decision, mine.taken_up)
+            left = self._session.left
+            self.lost = self._losses.note(decision, mine.taken_up, statuses, plan.data.get("lost", {}), left)
+            return decision, self.lost
+
+    def _of_the_same_flags(self, statuses: Mapping[int, JoinStatus]) -> dict[int, JoinStatus]:
+        """Those who take part in the decision: all whose flags are those of the run.
+
+        A worker without a place and with other flags is left out (where it is this one: raises ``OtherFlags``).  If a
+        worker with a place has others, the launch cannot begin: the run ends, for all, with ``EXIT_REFUSED``.
+        """
+        mine, session, odd = self._assignment.me, self._session, odd_ones(statuses)
+        placed = sorted(worker for worker in odd.workers if statuses[worker].replica is not None)
+        if mine in odd.workers:
+            own = self._flags.explain(statuses[odd.model].peer_store)
+            flags = f"was started with other flags than worker {odd.model}, which has the run's: {own}"
+            if not placed:
+                raise OtherFlags(f"it {flags}")
+            session.give_up(EXIT_REFUSED, f"worker {mine} on node {self.node} {flags}")
+        elif placed:
+            session.wait_revoked(2 * ASKED_SECONDS)  # it knows more, and says so
+            session.give_up(EXIT_REFUSED, f"worker {placed[0]} was started with other flags than worker {odd.model}")
+        if placed:
+            session.wait_revoked()
+            session.check()
+        return {worker: status for worker, status in statuses.items() if worker not in odd.workers}
+
+    @property
+    def whereabouts(self) -> dict[int, LostWorker]:
+        """Where those run that have joined the epoch."""
+        return self._losses.whereabouts
 
     def tell_news(self, before: Decision | None, decision: Decision) -> None:
-        """On the console of one worker: of an epoch that nobody's death has made."""
+        """Say on the console, by one worker of the run, why there is a new epoch although nobody died."""
         if self._assignment.me == min(decision.workers, default=self._assignment.me):
             for line in news(before, decision, self._statuses, self._edges.tries, self.why):
                 log.info(line)
@@ -151,13 +204,18 @@ class Planner:
             replicas=list(decision.replicas),
             spares=list(decision.spares),
             lost_workers=lost.workers if lost else [],
-            lost_replicas=lost.replicas if lost else [],
+            lost=[asdict(worker) for worker in lost.lost] if lost else [],
+            lost_replicas=list(lost.replicas) if lost else [],
             grid={str(replica): list(workers) for replica, workers in decision.grid.items()},
             fresh=list(decision.fresh),
             mended=list(decision.mended),
+            rollback=None if decision.rollback is None else asdict(decision.rollback),
             disputed=list(decision.disputed),
             broken=[list(pair) for pair in sorted(decision.broken)],
             order=list(decision.order),
+            draining=list(decision.draining),
+            undrained=dict(decision.undrained),
+            leaving=sorted(decision.leaving),
             put_out={str(replica): [list(pair) for pair in its] for replica, its in decision.put_out.items()},
             seconds={"rendezvous": round(seconds, 6)},
             **self._hooks.describe(decision),
@@ -185,19 +243,46 @@ class Planner:
     # ---- why the run cannot go on
 
     def give_up_unless_enough(self, decision: Decision) -> None:
-        """End the run, for all, if too few replicas are left or may come; raises ``NoReplica`` or ``StateLost``.
+        """End the run, for all, if too few replicas are left and no more may come, or if it gets no further.
 
-        Both say who was lost when.  Also if the run does not get any further: raises ``CoordinatorLost``.
+        Raises ``NoReplica`` or ``StateLost`` (both say who was lost when); ``CoordinatorLost`` after ``MOST`` epochs at
+        one decision.
         """
         if self._edges.tries >= MOST:
             reason = f"{self._edges.tries + 1} epochs at one point, and nobody was lost; the last one ended: {self.why}"
             self._session.give_up(EXIT_LOST_MAJORITY, reason)
             raise CoordinatorLost(reason, EXIT_LOST_MAJORITY)
         if decision.enough >= self._min_replicas:
+            self._short_since = None
+            return
+        if decision.short and self.patience() > 0:
             return
         message = self._losses.report_exception(decision, self._min_replicas)
         self._session.give_up(EXIT_STATE_LOST if decision.state_lost else EXIT_NO_REPLICA, message)
         raise StateLost(message) if decision.state_lost else NoReplica(message)
+
+    def has_all_replicas(self, decision: Decision) -> bool:
+        """Whether there are as many replicas as at the launch, and no more can be made of the spares."""
+        return not room(len(decision.replicas), len(decision.spares), self._assignment.grid, self._rules.spares)
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether there is a checkpoint or a snapshot that the run could go back to, should its state be lost."""
+        if self._snapshots.newest is not None:
+            return True
+        kept, unreadable = self._hooks.checkpoints()
+        return any(iteration not in unreadable for iteration, _ in merged(kept, self._checkpoints))
+
+    def patience(self) -> float:
+        """Seconds that are left to wait for workers without whom the run cannot go back; 0 or less: no longer."""
+        now = time.monotonic()
+        if self._short_since is None:
+            self._short_since = now
+            log.info(
+                f"worker {self._assignment.me} waits up to {REPLACED_SECONDS:.0f} s for other workers: those that live "
+                "are too few for a replica; when they have come all go back to a checkpoint or a snapshot"
+            )
+        return self._short_since + REPLACED_SECONDS - now
 
     def lose_state(self, what: str) -> NoReturn:
         """End the run, for all: something of the training's state was lost with those who are gone."""

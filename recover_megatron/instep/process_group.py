@@ -32,15 +32,22 @@ def _copy(target: torch.Tensor, source: torch.Tensor, places: Sequence[int]) -> 
 
 class EpochGroup(dist.ProcessGroup):
     """A group over replicas.  ``workers``: slots, in rank order; ``original``: torch's group of those who were there at
-    launch (None where this worker was not: ``Mode.STARTING`` is not for it).
+    launch (None where this worker was not: ``Mode.STARTING`` is not for it).  ``places``: these slots, and those of the
+    replicas that the run may grow to.
 
     ``mates``: another group that carries messages inside the replica, and the slots of its members in rank order.
     """
 
     def __init__(
-        self, traffic: Traffic, original: dist.ProcessGroup | None, workers: tuple[int, ...], label: str
+        self,
+        traffic: Traffic,
+        original: dist.ProcessGroup | None,
+        workers: tuple[int, ...],
+        label: str,
+        places: tuple[int, ...] | None = None,
     ) -> None:
         self.workers = workers
+        self.places = places or workers
         self.label = label
         self._original = original
         self.mates: tuple[dist.ProcessGroup, tuple[int, ...]] | None = None
@@ -57,9 +64,9 @@ class EpochGroup(dist.ProcessGroup):
     # ---- who
 
     def among(self, live: frozenset[int]) -> tuple[int, ...]:
-        """The workers that are in ``live``.  Megatron asks for sizes many times an iteration: kept for the last one."""
+        """The slots that are in ``live``.  Megatron asks for sizes many times an iteration: kept for the last one."""
         if self._among[0] is not live:
-            self._among = live, tuple(worker for worker in self.workers if worker in live)
+            self._among = live, tuple(slot for slot in self.places if slot in live)
         return self._among[1]
 
     def rank(self) -> int:
@@ -322,7 +329,7 @@ def renumber(ranks: dict[int, int]) -> None:
     world = c10d._world
     for group, known in list(world.pg_group_ranks.items()):
         if isinstance(group, EpochGroup):
-            members = [slot for slot in group.workers if slot in ranks]
+            members = [slot for slot in group.places if slot in ranks]
             world.pg_group_ranks[group] = {ranks[slot]: at for at, slot in enumerate(members)}
         else:
             slots = _slots_of.setdefault(group, list(known))

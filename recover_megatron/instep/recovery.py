@@ -3,6 +3,7 @@
     progress       the number of its decision, and what it does in it
     assignment     what the present epoch decided, and this worker's place in it: groups, mates, microbatches
     edges          whom this worker cannot reach
+    snapshots      what this worker keeps in memory of the run's state, for a rollback
     planner        joins an epoch, and works out what it decides
     announcements  what others are told of operations between decisions
     orphan         leaving the training when the own replica is broken, waiting as a spare, coming back
@@ -16,6 +17,8 @@ Whoever takes part in a run is given this object and uses the part that it needs
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.boundary import Boundary
@@ -26,10 +29,12 @@ from recover_megatron.instep.exchange import Exchange
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.orphan import Orphan
+from recover_megatron.instep.other_flags import OwnFlags
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.instep.rendezvous import Rendezvous
 from recover_megatron.instep.sections import Sections
+from recover_megatron.instep.snapshots import SnapshotStore
 from recover_megatron.membership.session import Session
 
 
@@ -46,23 +51,29 @@ class Recovery:
         *,
         slot: int | None,
         node: str = "",
+        domains: Sequence[str] = (),
+        device: int | None = None,
         rules: Rules | None = None,
         min_replicas: int = 1,
         verify_interval: int = 0,
+        flags: Mapping[str, str] | None = None,
     ) -> None:
-        """``slot``: where this worker stands at launch; None: nowhere yet.  ``node``: the name of its host.
+        """``slot``: where this worker stands at launch; None: nowhere yet.  ``node``: the name of its host;
+        ``domains``: what it may be lost with (``workload.domains``); ``device``: the number of its device there.
 
         ``min_replicas``: with fewer the run ends.  ``verify_interval``: iterations between comparisons of states.
+        ``flags``: what this worker was started with, which must be the same for all (`script_flags`); None: no matter.
         """
         rules = rules or Rules()
         self.session = session
         self.comm_config = comm_config
         self.hooks = hooks
         self.progress = ProgressReports(session, hooks)
-        mine = self.assignment = Assignment(session, me, grid, comm_config, rules.multiple_of)
+        mine = self.assignment = Assignment(session, me, grid, comm_config, rules.least)
         if slot is not None:
             mine.stand(*grid.place(slot))
         self.edges = Edges(me)
+        self.snapshots = SnapshotStore(comm_config, self.progress.inject)
         self.planner = Planner(
             session,
             hooks,
@@ -70,8 +81,12 @@ class Recovery:
             self.edges,
             rules,
             node=node,
+            domains=domains,
+            device=device,
             peer_store=comm_config.peer_store.address,
+            snapshots=self.snapshots,
             min_replicas=min_replicas,
+            flags=OwnFlags(flags or {}, comm_config.peer_store, comm_config.secret),
         )
         announcements = Announcements(mine, comm_config.peer_store)
         self.orphan = Orphan(

@@ -1,4 +1,4 @@
-"""The main thread's meeting with all other workers: at the start, after a loss, and where a plan has called for it.
+"""How the main thread of a worker with a place meets all others: at the start, after a loss, and at a boundary.
 
 leave, if my replica is broken --> the old epoch's groups are closed --> Planner.meet --> the plan is taken up
                                                                              '--> no place for this worker: Orphaned
@@ -13,7 +13,7 @@ from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.instep.edges import why_out
-from recover_megatron.instep.errors import Orphaned
+from recover_megatron.instep.errors import Drained, Orphaned
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.planner import Planner
@@ -57,8 +57,8 @@ class Rendezvous:
     def meet(self, status: JoinStatus) -> None:
         """Meet the others and take up the plan of the next epoch.
 
-        Raises ``Orphaned`` when this worker has no place any more, ``NoReplica`` when nobody has, ``Fenced`` and
-        ``CoordinatorLost`` when this worker is out.
+        Raises ``Orphaned`` when this worker has no place any more, ``Drained`` when its node is to be switched off,
+        ``NoReplica`` when nobody has a place, ``Fenced`` and ``CoordinatorLost`` when this worker is out.
         """
         self._orphan.leave_if_broken()
         self._assignment.epoch_groups.close()
@@ -70,11 +70,12 @@ class Rendezvous:
         self._join(self._planner.status())
 
     def committed_before_the_end(self, number: int) -> bool:
-        """After ``EpochRevoked``: whether the decision was committed in the epoch that ends: all of it say the same.
+        """After ``EpochRevoked``: whether decision ``number`` was committed in the epoch that ends.
 
-        A worker that had reported it in an earlier epoch may be repeating it when that happens. Its mates go on, into
-        operations that need it: it must not wait for them at a rendezvous. (A coordinator tells of its commits before
-        it tells of the epoch's end, so with the end they are known.) Raises as ``Orphan.stay`` does.
+        All workers of that epoch get the same answer. A worker that repeats a decision which it had reported in an
+        earlier epoch must not go to a rendezvous then: its mates go on, into operations inside the replica that need
+        it. (A coordinator tells of its commits before it tells of the epoch's end, so at the end they are known.)
+        Raises as ``Orphan.stay`` does.
         """
         self._orphan.leave_if_broken()
         self._planner.ask()  # nothing, if the end is known
@@ -88,6 +89,10 @@ class Rendezvous:
         planner.tell_news(before, decision)
         planner.give_up_unless_enough(decision)
         if decision.place(mine.me) is None:
+            if planner.node in decision.draining:
+                self._orphan.finished = True
+                self._session.leave_idle()
+                raise Drained(planner.node)
             reason = why_out(decision, mine.replica) or "a worker of its replica has no place any more"
             self._orphan.leave(reason)
             raise Orphaned(reason)

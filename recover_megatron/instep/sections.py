@@ -63,17 +63,17 @@ class Sections:
                     self._orphan.leave_if_broken()
                 else:
                     self._orphan.check()
-                outcome = run()
+                result = run()
                 # Not left to ``agree``: the session may not have heard yet of what an operation of ``run`` has met (and
                 # gone on after: ``Mode.DEFERRED``), and what is reported done counts in later epochs, too.
                 self._orphan.check()
                 if self._assignment.decision.at == number:
                     # The epoch was made in the middle of this section.  What is reported stays so: a column that had
                     # reported it could see it committed, by what others report now, while one of its members runs it
-                    # again and needs the rest.  So nobody reports before all have run it again.
+                    # again and needs the rest.  So nobody reports before all have run it again, and if it is committed
+                    # what this run has returned counts, though this worker may not come to report it.
                     with self._progress.waiting(kind):
                         self._assignment.epoch_groups.any(False, tuple(sorted(self._assignment.live)))
-                result = outcome
                 self._progress.agree(number)
                 self.kept.forget()
                 return result

@@ -4,7 +4,8 @@
                          |
                          '--boundary: stale()--> exchange() --all have agreed--> take_up()     shards and shadows
                                  ^                                                  |
-                                 '---- somebody was lost, or has come --------------'
+                                 '---- somebody was lost, or has come, or is to ----'
+                                                          leave
 
 `workload.shards` decides who holds what.  Between a loss and the next boundary the layout stays, and the first live
 holder of a unit is its primary: gradients are summed to it (``cut``), and parameters come from it.  A unit without one
@@ -27,6 +28,7 @@ from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.state_holder import Offer
 from recover_megatron.instep.transfer import flatten
+from recover_megatron.workload.domains import stride_of
 from recover_megatron.workload.shards import (
     AnyLayout,
     Instances,
@@ -87,7 +89,9 @@ class Shards:
         self._me = assignment.me
         self._assignment = assignment
         self._layouts: dict[Column, AnyLayout] = {}
-        self._cuts: dict[tuple[Column, int], tuple[list[list[Span]], int]] = {}
+        self._cuts: dict[tuple[Column, int], tuple[list[list[Span]], frozenset[int]]] = {}
+        self._strides_for: Mapping[int, frozenset[str]] | None = None
+        self._strides: dict[tuple[Column, int], int] = {}
         self._gone: set[int] = set()
         """Workers that have been without a place since the layouts were made: what they hold has missed an update."""
 
@@ -100,7 +104,8 @@ class Shards:
 
     def adopt(self) -> None:
         """At launch: everybody has the shard that Megatron gave it, and no other."""
-        self.take_up({column: self._layout_with(column, 0) for column in self._columns})
+        standing = self._assignment.standing
+        self.take_up({column: self._layout_with(column, 0, standing) for column in self._columns})
 
     def take_up(self, layouts: Mapping[Column, AnyLayout]) -> None:
         """From now on these hold, also where some of those who were to hold something are gone by now."""
@@ -134,8 +139,8 @@ class Shards:
         return self._layouts[column]
 
     def wanted(self, column: Column) -> AnyLayout:
-        """The layout for who is there now."""
-        return self._layout_with(column, self._shadows)
+        """The layout for who is there now, and stays."""
+        return self._layout_with(column, self._shadows, self._assignment.staying)
 
     def distrust_shadows(self) -> None:
         """What the shadows hold is not to be used: until it changes hands again, nobody has a second copy."""
@@ -148,18 +153,33 @@ class Shards:
 
     def from_json(self, value: Any) -> None:
         """What another member of these columns has told."""
-        found = map(_from_json, value["layouts"])
-        self.take_up(dict(zip(self._columns, found, strict=True)))
-        self._gone |= {*value["gone"], self._me}
+        layouts, gone = self.read(value)
+        self.take_up(layouts)
+        self._gone |= {*gone, self._me}
 
-    def _layout_with(self, column: Column, shadows: int) -> AnyLayout:
-        standing = self._assignment.standing
+    def read(self, value: Any) -> tuple[dict[Column, AnyLayout], frozenset[int]]:
+        """What ``to_json`` of a member of these columns said: the layouts, and of their workers those without state."""
+        found = map(_from_json, value["layouts"])
+        return dict(zip(self._columns, found, strict=True)), frozenset(value["gone"])
+
+    def _layout_with(self, column: Column, shadows: int, standing: Mapping[int, int]) -> AnyLayout:
         if self._instances > 1:
             slots = self._columns[column]
             shards = len(slots) // self._instances
             return Instances(tuple(tuple(map(standing.get, slots[shard::shards])) for shard in range(shards)))
         order = [standing[slot] for slot in column if slot in standing]
-        return layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows)
+        stride = self._stride(column, order) if shadows else 1
+        return layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows, stride)
+
+    def _stride(self, column: Column, order: Sequence[int]) -> int:
+        """How far copies are for who is there now; kept, since it is asked before every step."""
+        touched, present = self._assignment.touched, self._layouts.get(column)
+        if self._strides_for is not touched:
+            self._strides_for, self._strides = touched, {}
+        key = column, present.stride if isinstance(present, Layout) else 1
+        if key not in self._strides:
+            self._strides[key] = stride_of(order, touched, self._shadows + 1, key[1])
+        return self._strides[key]
 
     # ---- in an iteration
 
@@ -180,10 +200,10 @@ class Shards:
         """Whether this worker is the primary of a unit."""
         return primary(self._layouts[column], unit, self.live) == self._me
 
-    def cut(self, column: Column, numel: int) -> tuple[list[list[Span]], int]:
-        """For the members of the ring of a column: what each sums of a bucket; and how much further the sums go.
+    def cut(self, column: Column, numel: int) -> tuple[list[list[Span]], frozenset[int]]:
+        """For the members of the ring of a column: what each sums of a bucket; and where the sums go from there.
 
-        ``numel``: elements of the bucket.  The second is a number of hops: that to the farthest holder.
+        ``numel``: elements of the bucket.  The second: how many members further the other holders are.
         """
         if (column, numel) not in self._cuts:
             standing, live, layout = self._assignment.standing, self.live, self._layouts[column]
@@ -241,10 +261,12 @@ class Shards:
 def _to_json(layout: AnyLayout) -> Any:
     if isinstance(layout, Instances):
         return {"homes": [list(its) for its in layout.homes]}
-    return {"homes": list(layout.homes), "ring": list(layout.ring), "shadows": layout.shadows}
+    return {
+        "homes": list(layout.homes), "ring": list(layout.ring), "shadows": layout.shadows, "stride": layout.stride
+    }  # fmt: skip
 
 
 def _from_json(value: Any) -> AnyLayout:
     if "ring" not in value:
         return Instances(tuple(map(tuple, value["homes"])))
-    return Layout(tuple(value["homes"]), tuple(value["ring"]), value["shadows"])
+    return Layout(tuple(value["homes"]), tuple(value["ring"]), value["shadows"], value["stride"])

@@ -5,7 +5,9 @@
                     |--the plan gives it a place-------------> Placed       the main thread takes it up
                     |--the plan wants another position of it--> Rebuild      the main thread builds another model
                     |--the plan has it keep another's state---> Mirror       the main thread takes it over, step by step
-                    |--the run's end, or it was put out-------> Over         the main thread ends the process
+                    |--the run's end, it was put out, or has
+                    |  other flags than the run---------------> Over         the main thread ends the process
+                    |--its node is to be switched off---------> Leave        the same, and the run goes on
                     '--the main thread does not come----------> the process ends: a stuck worker helps nobody
 
 The main thread may still be on its way out of the training, by the plan in which it had a place, or stuck for good.
@@ -19,9 +21,11 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from recover_megatron.instep.decision import Decision, JoinStatus
-from recover_megatron.instep.errors import NoReplica, StateLost
+from recover_megatron.instep.errors import NoReplica, OtherFlags, StateLost
+from recover_megatron.instep.losses import READY
 from recover_megatron.instep.planner import Planner
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.errors import (
@@ -75,7 +79,20 @@ class Mirror:
     decision: Decision
 
 
-Outcome = Placed | Rebuild | Mirror | Over
+@dataclass(frozen=True)
+class Leave:
+    """This worker has left the run in order: its node is drained."""
+
+    node: str
+    code: int = 0
+
+    @property
+    def reason(self) -> str:
+        """For people."""
+        return f"node {self.node} is drained"
+
+
+Outcome = Placed | Rebuild | Mirror | Over | Leave
 
 
 class Spare:
@@ -114,12 +131,13 @@ class Spare:
         ``Mirror`` the thread goes on joining, as one that is not ready, until this is called again.
         """
         with self._changed:
-            self._status = replace(self._status, **{"ready": True, **offer})  # type: ignore[arg-type]
+            self._status = self._with({"ready": True, "building": False, **offer})
             self._here, self._grace = True, GRACE_SECONDS
             self._changed.notify_all()
-        with suppress(CoordinatorLost, Fenced):  # the thread is told, too, and says how it ends
-            self._let_them_begin()
-            self._session.ask(f"worker {self._me} is a spare, and ready")
+        if self._is_news(self._last):
+            with suppress(CoordinatorLost, Fenced):  # the thread is told, too, and says how it ends
+                self._let_them_begin()
+                self._session.ask(f"worker {self._me} {READY}")
         with self._changed:
             self._changed.wait_for(lambda: self._outcome is not None)
             outcome = self._outcome
@@ -128,11 +146,23 @@ class Spare:
         assert outcome is not None
         return outcome
 
+    def _with(self, fields: dict[str, Any]) -> JoinStatus:
+        """The status with these; an iteration only where it is newer, and of the timeline that this worker has met in.
+
+        It became a spare while the main thread may have been about to begin an iteration, which the others lost it in.
+        """
+        status = replace(self._status, **{name: value for name, value in fields.items() if name != "iteration"})
+        same = status.state_of == self._planner.timeline[0]
+        return replace(status, iteration=max(status.iteration, fields.get("iteration", 0) if same else 0))
+
     def _run(self) -> None:
         outcome: Outcome | None = None
         try:
             while outcome is None:
                 outcome = self._take_part()
+        except OtherFlags as other:
+            outcome = Over(other.code, str(other))
+            self._session.leave_idle()
         except NoReplica as nobody:
             outcome = Over(EXIT_NO_REPLICA, str(nobody))
         except StateLost as lost_state:
@@ -145,7 +175,7 @@ class Spare:
             self._outcome = outcome
             self._changed.notify_all()
             here = self._changed.wait_for(lambda: self._here, LINGER_SECONDS)
-        if isinstance(outcome, Over) and not here:
+        if isinstance(outcome, (Over, Leave)) and not here:
             log.info(f"worker {self._me} ends: {outcome.reason}")
             os._exit(outcome.code)
 
@@ -155,6 +185,7 @@ class Spare:
         with self._changed:
             self._changed.wait_for(lambda: self._here, self._grace)
             sent, told = self._status, self._here
+        timeline = planner.timeline
         decision, _ = planner.meet(sent, f"worker {me} is a spare: {sent.note}")
         with self._changed:
             news = self._here and not told
@@ -162,12 +193,15 @@ class Spare:
             self._status = replace(
                 self._status,
                 at=max(self._status.at, decision.at),
-                iteration=max(self._status.iteration, decision.iteration),
+                iteration=max(decision.iteration, self._status.iteration if decision.timeline == timeline else 0),
                 checkpoint=decision.checkpoint,
             )
         if decision.place(me) is not None:
             return Placed(decision)
-        if not decision.replicas and session.left:
+        if planner.node in decision.draining:
+            session.leave_idle()
+            return Leave(planner.node)
+        if not decision.replicas and planner.finished:
             session.leave()
             return Over(0, "the training is over")
         planner.give_up_unless_enough(decision)
@@ -176,16 +210,29 @@ class Spare:
         if sent.ready and me in decision.rebuild:
             position = decision.rebuild[me]
             self._away, self._grace = BUILD_SECONDS, 0.0
-            self._have(Rebuild(position), position=position, version=None, digest="")
+            self._have(Rebuild(position), position=position, version=None, digest="", building=True)
         elif sent.ready and me in decision.mirrors:
             self._have(Mirror(decision))
-        if news:
+        if news and self._is_news(decision):
             self._let_them_begin()
-        elif not session.wait_revoked(None if self._here else self._away):
+        elif not session.wait_revoked(self._patience(decision)):
+            planner.give_up_unless_enough(decision)
             with self._changed:
                 if not self._here:
                     return Over(1, "its main thread has not come out of the training")
         return None
+
+    def _is_news(self, decision: Decision | None) -> bool:
+        """Whether an epoch might make something of it that this worker is ready: not where all places are taken, and it
+        has a model; the next epoch, whatever it is for, is told early enough then.
+        """
+        return decision is None or self._status.position is None or not self._planner.has_all_replicas(decision)
+
+    def _patience(self, decision: Decision) -> float | None:
+        """How long to wait for the next epoch; None: for as long as it takes."""
+        if decision.short:
+            return max(0.0, self._planner.patience())
+        return None if self._here else self._away
 
     def _let_them_begin(self) -> None:
         """Whoever asks for an epoch ends the present one: not while its fresh replicas get their state.

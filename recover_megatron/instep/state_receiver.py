@@ -109,10 +109,10 @@ class _Link:
         trailer = bytearray(TRAILER.size)
         self._fill(trailer)
         told, check_sum, stands = TRAILER.unpack(trailer)
+        if told == number and not stands:  # its bytes may have changed after the sum of them was taken
+            raise PeerLost(f"worker {self.worker} does not hold that state any more")
         if (told, check_sum) != (number, found):
             raise Disagreement(f"a part of a state arrived from worker {self.worker} that is not the one that was sent")
-        if not stands:
-            raise PeerLost(f"worker {self.worker} does not hold that state any more")
 
     def _fill(self, buffer: bytearray) -> None:
         try:

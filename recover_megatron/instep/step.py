@@ -9,10 +9,10 @@
        |                         v
        '----> REDUCE <------- RERUN: pull what is finished anywhere, run the lost microbatches into what is not
 
-COMPUTE and RERUN are never interrupted: they use only what lies inside a replica, and its workers run them in lock-step
-(one that left in the middle would leave the others waiting for it, and them the whole rendezvous).  A revocation is
-looked at where replicas meet: in REDUCE and AGREE.  A worker whose own replica broke leaves by ``Orphaned``, or by the
-error of its replica's communication, from wherever it is.
+COMPUTE and RERUN are never interrupted: they use only what lies inside a replica, whose workers run them in lock-step.
+(If one left in the middle, its mates would wait for it, and everybody else for them at the rendezvous.)  Whether the
+epoch was revoked is looked at where replicas meet: in REDUCE and AGREE.  A worker whose own replica broke leaves from
+any state, by ``Orphaned`` or by the error of its replica's communication.
 
 Nothing before COMMITTED changes a parameter, and after it no worker of another replica is needed for this step.
 
@@ -70,7 +70,7 @@ class Trainer(Protocol):
 
 @dataclass
 class Outcome:
-    """What a committed step was."""
+    """What a committed step has counted, and what its recovery took, if there was one."""
 
     counted: dict[int, list[int]]
     """Replica -> microbatch ids, from the sum itself."""
@@ -81,7 +81,7 @@ class Outcome:
     """Of the recovery, by phase (rendezvous, regroup, pull, rerun, reduce, agree), since this worker took part in it;
     empty if there was none."""
     aside_bytes: int = 0
-    """The most that finished sums took which were set aside during a re-run."""
+    """Device and host memory, at its peak, of the finished sums that were set aside during a re-run."""
     speeds: dict[int, float] = field(default_factory=dict)
     """Replica -> seconds per microbatch of its main pass, the same on all workers of a column."""
     by_plan: bool = False
@@ -112,11 +112,8 @@ class Step:
         self._number = 0
 
     def run(self) -> Outcome:
-        """Return when the step is committed.
-
-        Raises ``Orphaned`` and ``NoReplica`` (see ``Rendezvous.meet``), ``Disagreement``, and what ``Trainer.compute``
-        raises.
-        """
+        """Return when the step is committed; raises ``Orphaned`` and ``NoReplica`` (see ``Rendezvous.meet``),
+        ``Disagreement``, and what ``Trainer.compute`` raises."""
         parts = {
             State.COMPUTE: self._compute,
             State.REDUCE: self._reduce,
@@ -134,8 +131,7 @@ class Step:
                 following = State.RENDEZVOUS
             if recovering and state is not State.RERUN:  # which tells its parts
                 self._took(state.value, time.perf_counter() - started)
-            recovering = recovering or following is State.RENDEZVOUS
-            state = following
+            recovering, state = recovering or following is State.RENDEZVOUS, following
         self._progress.tried.clear()  # what ends this worker from here on is no fault of a microbatch
         self._outcome.counted = self._tail.verify()
         self._outcome.extras = self._tail.extras

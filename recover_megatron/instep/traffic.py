@@ -53,7 +53,7 @@ class OverReplicas(Protocol):
         """Torch's own group of the launch."""
 
     def among(self, live: frozenset[int]) -> tuple[int, ...]:
-        """Those of ``workers`` that are in ``live``."""
+        """The slots of the group, those that the run has grown to with them, that are in ``live``."""
 
 
 Operation = Callable[[Any, Among], Any]

@@ -18,6 +18,8 @@ from recover_megatron.instep.errors import Disagreement
 
 Path = tuple[str | int, ...]
 """The keys and places that lead to a value of a tree."""
+Make = Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
+"""Gives the tensor of a place: of this shape and type."""
 MAX_TEXT = 256 << 20
 """Bytes of the text: the plain values of a state, and the shapes of its tensors."""
 
@@ -50,28 +52,27 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent as part of a state")
 
 
-def unflatten(
-    text: str, make: Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
-) -> tuple[Any, list[torch.Tensor]]:
+def unflatten(text: str, make: Make) -> tuple[Any, list[torch.Tensor]]:
     """The tree of a text, with tensors that ``make`` gives; and these, in the order of their numbers.
 
     ``make``: gets where in the tree the tensor is, its shape and type.  Raises Disagreement.
     """
     tensors: list[torch.Tensor] = []
+    return _built(json.loads(text), (), make, tensors), tensors
 
-    def build(value: Any, path: Path) -> Any:
-        if isinstance(value, list):
-            return [build(item, (*path, at)) for at, item in enumerate(value)]
-        if not isinstance(value, dict):
-            return value
-        if "items" in value:
-            return {key: build(item, (*path, key)) for key, item in value["items"]}
-        if value["tensor"] != len(tensors):
-            raise Disagreement("the tensors of a state arrive out of order")
-        tensors.append(make(path, value["shape"], _DTYPES[value["dtype"]]))
-        return tensors[-1]
 
-    return build(json.loads(text), ()), tensors
+def _built(value: Any, path: Path, make: Make, tensors: list[torch.Tensor]) -> Any:
+    """Not a function within another one: that would hold on to itself, and so to the tensors."""
+    if isinstance(value, list):
+        return [_built(item, (*path, at), make, tensors) for at, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if "items" in value:
+        return {key: _built(item, (*path, key), make, tensors) for key, item in value["items"]}
+    if value["tensor"] != len(tensors):
+        raise Disagreement("the tensors of a state arrive out of order")
+    tensors.append(make(path, value["shape"], _DTYPES[value["dtype"]]))
+    return tensors[-1]
 
 
 def new_memory(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -13,8 +13,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Until the supervisor handles it, Ctrl-C ends the process without a traceback; nothing has been started then.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from recover_megatron.launch.command import run_guarded
+    from recover_megatron.launch.start_again import START_AGAIN, start_again, take_attempt
 
-    code = run_guarded(sys.argv[1:] if argv is None else argv)
+    attempt = take_attempt()
+    code = run_guarded(sys.argv[1:] if argv is None else argv, attempt)
+    if code == START_AGAIN:
+        start_again(attempt + 1)
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads may be blocked in the store's C++ code, which the interpreter's shutdown would wait for or run into.

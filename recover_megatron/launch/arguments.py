@@ -15,14 +15,16 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from recover_megatron import __version__
+from recover_megatron.arguments import FLAGS as SCRIPT_FLAGS
 from recover_megatron.arguments import RecoverConfig, config_from_argv, parse_addresses
 from recover_megatron.errors import UserError
+from recover_megatron.launch.readers import lease, log_format, nodes, seconds, whole, witness, workers_here
 from recover_megatron.launch.script import check_module, check_script
 from recover_megatron.launch.slurm_launch import shape_of
 from recover_megatron.options import Flag, add_options, flags_of, option
@@ -49,41 +51,18 @@ class UsageError(Exception):
         self.reasons = list(reasons)
 
 
-def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
-    """Reads a whole number; ValueError for anything else."""
-
-    def read(text: str) -> int:
-        if text.strip().lstrip("-").isdecimal() and minimum <= int(text) <= (int(text) if maximum is None else maximum):
-            return int(text)
-        limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise ValueError(f"must be a whole number, {limits}")
-
-    return read
-
-
-def seconds(text: str) -> float:
-    """Reads a number of seconds; ValueError for anything else."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e9:
-        raise ValueError("must be a number of seconds, 0 or more")
-    return value
-
-
 @dataclass
 class Options:
     """The parsed command line.  ``script`` is None only while reasons against it are collected."""
 
     nproc_per_node: int = option(
         1,
-        "workers on this node",
+        "workers on this node; gpu: as many as it has GPUs, cpu: as it has cores, auto: as it has GPUs, or else cores",
         metavar="N",
-        check=whole(1),
+        check=workers_here,
         default_text="1; with --slurm: its GPUs, where SLURM counts them",
     )
-    nnodes: int = option(1, "nodes; one recover-run is started on each", metavar="N", check=whole(1))
+    nnodes: int = option(1, "nodes; one recover-run is started on each", metavar="N", check=nodes)
     node_rank: int = option(0, "which node this is, from 0; node 0 keeps the store", metavar="R", check=whole(0))
     master_addr: str = option(DEFAULT_ADDR, "address of node 0", metavar="A")
     master_port: int = option(
@@ -99,6 +78,13 @@ class Options:
         "folder for worker-<id>.log and workers.json; made if missing",
         metavar="DIR",
         docs="[below](#files-in-the-log-folder)",
+    )
+    log_format: str = option(
+        "plain",
+        "plain: lines as they come; iso: each with time (UTC), node and worker; json: the same as an object. On the "
+        "console and in the logs",
+        metavar="FORMAT",
+        check=log_format,
     )
     grace_seconds: float = option(
         15.0,
@@ -116,11 +102,27 @@ class Options:
     )
     max_restarts: int = option(
         0,
-        "with --recover: how many workers this launcher starts in place of others that died while the run goes on, in "
-        "all",
+        "with --recover or --elastic: how many workers this launcher starts in place of others that died while the run "
+        "goes on, in all",
         metavar="N",
         check=whole(0),
         docs="[newcomers](#newcomers)",
+    )
+    lease: str = option(
+        "auto",
+        "several nodes: a file on storage that all of them see, by which one half of the workers may go on when the "
+        "other is not reached; auto: in the log folder, if all nodes see the same; off: none",
+        metavar="PATH",
+        check=lease,
+        docs="[below](#the-lease)",
+    )
+    witness: str = option(
+        "auto",
+        "several nodes with a lease: who is asked whether the others' nodes are off for certain, when fewer than half "
+        "of the workers are left: slurm, kubernetes, off; auto: the one that runs this job, if it answers",
+        metavar="KIND",
+        check=witness,
+        docs="[below](#the-witness)",
     )
     device_test: str = option(
         "",
@@ -159,6 +161,16 @@ class Options:
         "under srun, one task a node: the nodes, this node's rank, address and port of the store are SLURM's",
         docs="[slurm.md](slurm.md#recover-run---slurm)",
     )
+    elastic: bool = option(
+        False,
+        "SCRIPT trains with the library, ElasticDataParallel: its workers may die, as with --recover",
+        docs="[library.md](library.md)",
+    )
+    check: bool = option(
+        False,
+        "make all checks, those of the training's flags too, say what they find, and start nothing: for login nodes",
+        docs="[below](#what-is-checked-before-anything-is-started)",
+    )
     module: bool = option(False, "SCRIPT is the name of a module, as with python -m", short="-m")
     device_test_command: tuple[str, ...] = ()
     """The words of ``device_test``."""
@@ -166,6 +178,11 @@ class Options:
     """Of the run to join."""
     script: str | None = None
     script_args: list[str] = field(default_factory=list)
+
+    @property
+    def fault_tolerant(self) -> bool:
+        """Whether the script goes on when workers die."""
+        return self.elastic or "--recover" in self.script_args
 
     def command(self) -> tuple[str, ...]:
         """What a worker executes."""
@@ -230,6 +247,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
         )
     if options.nnodes > 1 and options.master_port == 0 and "--master-port" not in failed:
         reasons.append("--master-port 0 (any free port) works for one node only: name the same port on every node")
+    if options.lease not in ("auto", "off") and options.nnodes == 1 and "--nnodes" not in failed:
+        reasons.append("--lease is for several nodes: leave it out")
+    if options.witness not in ("auto", "off") and options.nnodes == 1 and "--nnodes" not in failed:
+        reasons.append("--witness is for several nodes: leave it out")
     if options.script is not None:
         reasons += _check_newcomers(options)
     return options, reasons
@@ -287,11 +308,11 @@ def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) 
 def _check_newcomers(options: Options) -> list[str]:
     """The reasons against starting workers while the run goes on; fills in the coordinators of the run to join."""
     reasons = []
-    recover = "--recover" in options.script_args
+    recover = options.fault_tolerant
     if options.max_restarts and not recover:
         reasons.append(
-            "--max-restarts: a worker can be started again only in a run with --recover among the script's arguments; "
-            "without it leave the option out"
+            "--max-restarts: a worker can be started again only in a run with --recover among the script's arguments, "
+            "or with --elastic; without them leave the option out"
         )
     reasons += _check_device_test(options)
     if not options.join:
@@ -299,7 +320,9 @@ def _check_newcomers(options: Options) -> list[str]:
         reasons += [f"{name} is for --join: leave it out (or add --join)" for name, value in given.items() if value]
         return reasons
     if not recover:
-        reasons.append("--join: only a run with --recover can be joined; give the script the arguments of that run")
+        reasons.append(
+            "--join: only a run with --recover or --elastic can be joined; give the script the arguments of that run"
+        )
     if options.nnodes > 1 or options.node_rank > 0:
         reasons.append("--join: leave out --nnodes and --node-rank; each launcher joins for itself")
     if not options.world_size:
@@ -365,6 +388,8 @@ def _unknown(token: str) -> str:
     name = token.partition("=")[0].replace("_", "-")
     if name in _TORCHRUN_HINTS:
         return f"option {token} of torchrun is not one of recover-run: {_TORCHRUN_HINTS[name]}"
+    if any(flag.name == name for flag in SCRIPT_FLAGS):
+        return f"{token} is an option of the script: it goes after SCRIPT"
     known = [flag.name for flag in FLAGS]
     nearest = [option for option in known if len(name) > 3 and option.startswith(name)]
     nearest += difflib.get_close_matches(name, known, n=1, cutoff=0.5)

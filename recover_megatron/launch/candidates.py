@@ -12,9 +12,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.membership.testimony import Scope
 
 CANDIDATES = 3
 BACKLOG = 4096
@@ -32,6 +34,10 @@ class Candidates:
     """In the order in which all members turn to them."""
     listener: socket.socket | None
     """This node's own; None: it hosts none."""
+    lease: Path | None = None
+    """What they share as a lease; None: they have none."""
+    witness: Scope | None = None
+    """Who may tell them which nodes are off; None: nobody."""
 
 
 class OwnPlace:

@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from recover_megatron.arguments import spares_from_argv
-from recover_megatron.launch import arguments, listener, script, slurm_launch
+from recover_megatron.launch import arguments, domains, listener, preflight, script, slurm_launch
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_tests import command_of
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.folder_lock import Claim, FolderLock
-from recover_megatron.launch.messages import SHARE_A_SECRET
+from recover_megatron.launch.messages import SHARE_A_SECRET, count
 from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.start_again import AGAIN_SECONDS
 from recover_megatron.launch.supervisor import Supervisor
-from recover_megatron.logger import get_logger
+from recover_megatron.logger import get_logger, use_lines
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import SecretError
 from recover_megatron.membership.worker import HOST_VARIABLE
@@ -28,11 +29,11 @@ from recover_megatron.membership.worker import HOST_VARIABLE
 log = get_logger(__name__)
 
 
-def run_guarded(argv: Sequence[str]) -> int:
+def run_guarded(argv: Sequence[str], attempt: int = 0) -> int:
     """As ``run``, with usable standard streams, and a fault of recover-run itself shown as such."""
     _open_standard_streams()
     try:
-        return run(argv)
+        return run(argv, attempt)
     except Exception:  # noqa: BLE001 - shown in full; the reaper ends the workers when this process has ended
         traceback.print_exc()
         log.info("this is a fault of recover-run itself; all workers are killed")
@@ -48,11 +49,21 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
 
 
-def run(argv: Sequence[str]) -> int:
-    """Carry out the command line ``argv``.  Returns the exit code; ``--help`` raises SystemExit."""
+def run(argv: Sequence[str], attempt: int = 0) -> int:
+    """Carry out the command line ``argv``.  Returns the exit code, or START_AGAIN; ``--help`` raises SystemExit.
+
+    ``attempt``: how often this launcher has made the start before.
+    """
     try:
         options, reserved = _prepare(argv)
-        plan = _plan(options, reserved)
+        if options.check:
+            log.info(f"all checks have passed; without --check this would start {_would_start(options)}")
+            if found := domains.forecast(
+                options.script or "", options.script_args, options.nnodes, options.nproc_per_node
+            ):
+                log.info("what the loss of a node would cost:" + "".join(f"\n  {line}" for line in found.table()))
+            return 0
+        plan = _plan(options, reserved, attempt)
         lock = _lock_folder(plan)
     except arguments.UsageError as error:
         if len(error.reasons) == 1:
@@ -63,6 +74,10 @@ def run(argv: Sequence[str]) -> int:
         return REFUSED
     if not options.slurm and options.nnodes == 1 and (hint := slurm_launch.left_alone(os.environ)):
         log.info(hint)
+    if plan.node_rank == 0 and not plan.joins:
+        found = domains.forecast(options.script or "", options.script_args, plan.nnodes, plan.nproc_per_node)
+        if found and (fatal := found.warning()):
+            log.info(fatal)
     if lock and plan.joins:
         plan = replace(plan, run_id=lock.run_id)
     return Supervisor(plan, reserved, os.environ, lock).run()
@@ -71,24 +86,36 @@ def run(argv: Sequence[str]) -> int:
 def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:
     """Make every check.  Returns the options and, on node 0, the store's listening socket; raises UsageError."""
     options, reasons = arguments.parse(argv)
+    use_lines(options.log_format, f"{socket.gethostname()}-{options.node_rank}")
     if options.script and not options.module and (found := script.installed_module(options.script)):
         log.info(f"no {options.script} in this folder: the installed one, {found[1]}")
         options.script, options.module = found[0], True
     reasons += arguments.check_files(options)
-    reserved = None
-    if options.join or 0 < options.node_rank < options.nnodes:
+    if options.script and not options.join:
+        world = options.nnodes * options.nproc_per_node
+        reasons += preflight.check(options.script, options.script_args, world)
+    reserved: socket.socket | None = None
+    reason: str | None = None
+    if options.check and options.nnodes > 1:
+        pass  # a login node is none of the run's: it has no address of theirs, nor their secret
+    elif options.join or 0 < options.node_rank < options.nnodes:
         _, reason = listener.resolve(options.master_addr)
     else:
         reserved, reason = listener.open_listener(options.master_addr, options.master_port, options.nnodes)
     if reason:
         reasons.append(reason)
-    if options.nnodes > 1 or options.join:
+    if (options.nnodes > 1 or options.join) and not options.check:
         reasons += _check_secret(options)
     if reasons:
         if reserved:
             reserved.close()
         raise arguments.UsageError(reasons)
     return options, reserved
+
+
+def _would_start(options: arguments.Options) -> str:
+    here = f"{count(options.nproc_per_node)} on this node"
+    return here + (f", {options.nnodes * options.nproc_per_node} on all" if options.nnodes > 1 else "")
 
 
 def _lock_folder(plan: LaunchPlan) -> FolderLock | None:
@@ -116,10 +143,10 @@ def _lock_folder(plan: LaunchPlan) -> FolderLock | None:
 def _check_secret(options: arguments.Options) -> list[str]:
     """Several nodes cannot make up a secret that they share: the reasons against that of the user, or against none."""
     if not has_secret(os.environ):
-        missing = f"--recover over several nodes needs a secret that they share: {SHARE_A_SECRET}"
+        missing = f"a run over several nodes needs a secret that they share: {SHARE_A_SECRET}"
         if options.join:
             missing = f"--join needs the secret of the run: {SHARE_A_SECRET}"
-        return [missing] if "--recover" in options.script_args else []
+        return [missing] if options.fault_tolerant else []
     try:
         find_secret(os.environ)
     except SecretError as error:
@@ -134,7 +161,8 @@ def _device_test(options: arguments.Options) -> tuple[str, ...]:
     return command_of(options.device_test_command, arguments.config_of(options.script_args).device)
 
 
-def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchPlan:
+def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: int) -> LaunchPlan:
+    patience = min(options.rendezvous_timeout, AGAIN_SECONDS) if attempt else options.rendezvous_timeout
     launch_id = secrets.token_hex(8)
     return LaunchPlan(
         nproc_per_node=options.nproc_per_node,
@@ -146,7 +174,7 @@ def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchP
         run_id=launch_id,
         host=socket.gethostname(),
         command=options.command(),
-        fault_tolerant="--recover" in options.script_args,
+        fault_tolerant=options.fault_tolerant,
         script_args=tuple(options.script_args),
         control_plane=options.nnodes == 1 or has_secret(os.environ),
         max_restarts=options.max_restarts,
@@ -154,11 +182,15 @@ def _plan(options: arguments.Options, reserved: socket.socket | None) -> LaunchP
         device_test_timeout=options.device_test_timeout,
         # SLURM's batch script runs on the first node, and the store, too: one loss should not take all three.
         first_candidate=1 if options.slurm and options.nnodes > 1 else 0,
+        lease=options.lease,
+        witness=options.witness,
         spares=0 if options.join else spares_from_argv(options.script_args),
         joins=options.coordinators,
         joined_world_size=options.world_size,
         node_address=os.environ.get(HOST_VARIABLE) or None,
         log_dir=options.log_dir,
-        rendezvous_timeout=options.rendezvous_timeout,
+        rendezvous_timeout=patience,
+        attempt=attempt,
         grace_seconds=options.grace_seconds,
+        log_format=options.log_format,
     )

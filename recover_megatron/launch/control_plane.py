@@ -2,11 +2,13 @@
 
 The launcher of a single-node launch starts two candidate coordinators on loopback (processes of their own; when one is
 killed the workers turn to the other, and the launcher starts another in its place: hosted.py); of several launchers
-each of the first three starts one (candidates.py); one that joins a running job starts none.  A launcher gives its
+each of the first three starts one (candidates.py); one that joins a running job starts one, too, of which the
+coordinator tells all (membership/candidates.py): those of the launch may all be lost one day.  A launcher gives its
 workers the addresses and the job's secret, and is the node agent of its node: it says how its workers end, and kills
 those that the coordinator puts out.  A script that never opens a session is not affected.
 
-    RECOVER_COORDINATOR   host:port,host:port   the candidates, in the order in which the members turn to them
+    RECOVER_COORDINATOR   host:port,host:port   the candidates known when a worker is started, in the order in which
+                                                the members turn to them
     RECOVER_SECRET        the job's secret: the user's own, or a random one for this launch
     RECOVER_NODE_AGENT          the name under which this launcher is a node agent
     RECOVER_HOST          several nodes: the address by which the others reach this one
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +27,14 @@ from typing import Protocol
 from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch.candidates import BACKLOG, Address, Candidates, join_addresses, local_address
 from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate
+from recover_megatron.launch.leasing import is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
-from recover_megatron.membership.errors import CoordinatorLost
+from recover_megatron.membership.errors import EXIT_NO_REPLICA, CoordinatorLost
 from recover_megatron.membership.node_agent import NodeAgent
-from recover_megatron.membership.records import Settings
+from recover_megatron.membership.records import FIRST_JOINED, Settings
+from recover_megatron.membership.testimony import Scope
 from recover_megatron.membership.worker import COORDINATOR_VARIABLE, HOST_VARIABLE, NODE_VARIABLE
 
 HERE = 2
@@ -60,14 +63,26 @@ class ControlPlaneEvents(Protocol):
     def epoch_wanted(self) -> None:
         """The coordinator wants a new epoch: somebody may be ``missing``."""
 
+    def draining(self, stays: bool) -> None:
+        """This node is about to be switched off: its workers leave, and no more are to be started.  Perhaps more than
+        once.  ``stays``: it is not after all."""
+
 
 class _InMainThread:
     """The session's events, handled by the event loop."""
 
-    def __init__(self, loop: EventLoop, events: ControlPlaneEvents, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        events: ControlPlaneEvents,
+        say: Callable[[str], None],
+        may_host: Callable[[int, str | None, int, bool], None],
+    ) -> None:
+        self.may_host = loop.from_thread(may_host)
         self.put_out = loop.from_thread(events.put_out)
         self.epoch_wanted = loop.from_thread(events.epoch_wanted)
         self.noted = loop.from_thread(events.noted)
+        self.draining = loop.from_thread(events.draining)
         self.said = loop.from_thread(say)
 
 
@@ -99,10 +114,16 @@ class ControlPlane:
             heartbeat_timeout=times.heartbeat_timeout,
             hang_timeout=times.hang_timeout,
             stall_timeout=times.stall_timeout,
+            grace=times.grace,
+            min_replicas=times.min_replicas,
+            start_needs_all=plan.needs_all,
         )
         self._variables: dict[str, str] = {}
-        self._candidates: dict[int, HostedCandidate] = {}
-        """By their place among the addresses."""
+        self._environment: dict[str, str] = {}
+        self._host_address = "127.0.0.1"
+        self._candidates: dict[Address, HostedCandidate] = {}
+        self._joins_as_candidate = bool(plan.joins)
+        """Whether a candidate may still be started here."""
         self._node_agent: NodeAgent | None = None
 
     def open(self, candidates: Candidates | None) -> None:
@@ -113,19 +134,23 @@ class ControlPlane:
         """
         plan = self._plan
         made_up = {} if has_secret(self._inherited) else {SECRET_VARIABLE: secrets.token_hex(32)}
-        environment = {**self._inherited, **made_up, LAUNCH_ID_VARIABLE: plan.launch_id}
+        self._environment = environment = {**self._inherited, **made_up, LAUNCH_ID_VARIABLE: plan.launch_id}
         secret = find_secret(environment)
         addresses, listeners, host = self._places(candidates)
+        self._host_address = host or self._host_address
         self._node_agent = NodeAgent(
             addresses,
             plan.node_name,
             secret,
-            _InMainThread(self._loop, self._events, self._say),
+            _InMainThread(self._loop, self._events, self._say, self._may_host),
             self._settings,
             late=bool(plan.joins),
         )
         try:
-            self._host(addresses, listeners, environment)
+            for number, listener in listeners:
+                witness = candidates.witness if candidates else None
+                lease = candidates.lease if candidates else None
+                self._host(number, listener, lease, slack_of(plan), witness, witness is not None)
         except OSError:
             self.end_candidates()
             self.close()
@@ -133,7 +158,6 @@ class ControlPlane:
             raise
         self._variables = {
             **made_up,
-            COORDINATOR_VARIABLE: join_addresses(addresses),
             NODE_VARIABLE: plan.node_name,
             **({HOST_VARIABLE: host} if host is not None else {}),
         }
@@ -153,17 +177,50 @@ class ControlPlane:
 
     def _host(
         self,
-        addresses: Sequence[Address],
-        listeners: Sequence[tuple[int, socket.socket]],
-        environment: Mapping[str, str],
-    ) -> None:
+        number: int,
+        listener: socket.socket,
+        lease: Path | None,
+        slack: int,
+        witness: Scope | None,
+        witnessed: bool,
+    ) -> Address:
+        """Start a candidate; its address."""
         assert self._node_agent is not None
-        plan = self._plan
-        for number, listener in listeners:
-            events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
-            command = CandidateCommand(number, plan.world_size, events, self._settings, environment)
-            place = list(addresses).index(listener.getsockname()[:2])
-            self._candidates[place] = HostedCandidate(self._loop, command, listener, self._node_agent, self._say)
+        plan, address = self._plan, listener.getsockname()[:2]
+        events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
+        environment = {**self._environment, **plan.lines}
+        command = CandidateCommand(
+            number, plan.world_size, events, self._settings, environment, lease, slack, witness, witnessed
+        )
+        self._candidates[address] = HostedCandidate(self._loop, command, listener, self._node_agent, self._say)
+        return address
+
+    def _may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
+        """The coordinator has told a launcher that joins what a candidate of this run needs to know: start one, once.
+
+        Without one here the run goes on all the same, as long as another is left.
+        """
+        if not self._joins_as_candidate or self._node_agent is None or self._node_agent.out is not None:
+            return
+        self._joins_as_candidate = False
+        if world != self._plan.world_size:
+            self._say(f"no candidate coordinator on this node: the run was launched with {world} workers, --world-size "
+                      f"says {self._plan.world_size}")  # fmt: skip
+            return
+        if lease is not None and (why_not := is_here(Path(lease))):
+            self._say(f"no candidate coordinator on this node: it does not see the run's lease: {why_not}")
+            return
+        try:
+            family = socket.AF_INET6 if ":" in self._host_address else socket.AF_INET
+            listener = socket.create_server((self._host_address, 0), family=family, backlog=BACKLOG)
+            number = FIRST_JOINED + secrets.randbelow(1 << 30)  # not that of another node
+            place = Path(lease) if lease is not None else None
+            address = self._host(number, listener, place, slack, None, witnessed)
+        except OSError as error:
+            self._say(f"no candidate coordinator on this node: {error.strerror or error}")
+            return
+        self._node_agent.hosts(address)
+        self._say(f"this node has a candidate coordinator, too: {join_addresses([address])}")
 
     def end_candidates(self) -> None:
         """The launch is over: the candidates that run are killed with it, and no others are started."""
@@ -205,8 +262,10 @@ class ControlPlane:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the workers' environment needs."""
-        return dict(self._variables)
+        """What the workers' environment needs; nothing before ``open``."""
+        if self._node_agent is None or not self._variables:
+            return {}
+        return {**self._variables, COORDINATOR_VARIABLE: join_addresses(self._node_agent.addresses)}
 
     @property
     def pids(self) -> set[int]:
@@ -259,6 +318,12 @@ class ControlPlane:
         """Why the run has ended, as the coordinator told; empty if it has told nothing."""
         out = self._node_agent.out if self._node_agent is not None else None
         return str(out) if isinstance(out, CoordinatorLost) else ""
+
+    @property
+    def missed(self) -> bool:
+        """Whether the coordinator has ended the run since workers are missing."""
+        out = self._node_agent.out if self._node_agent is not None else None
+        return isinstance(out, CoordinatorLost) and out.told and out.by is None and out.code == EXIT_NO_REPLICA
 
     @property
     def complaint(self) -> str:
@@ -314,18 +379,18 @@ class ControlPlane:
         return out.code
 
     def linger(self) -> None:
-        """After the verdict: let the coordinator that gave it tell those, too, that are on their way back to it.
+        """After the verdict: let the coordinator that gave it end by itself, where it is one of this launch's own.
 
-        Where it is one of this launch's own, which would be ended with it. Returns when it has ended by itself.
+        It would be ended with the launch: before it has written to its log how the run has ended, and, of several
+        nodes, before it has told those that are on their way back to it. Waits for a bounded time.
         """
-        candidate = self._candidates.get(self._node_agent.candidate) if self._node_agent is not None else None
-        if not self.told or candidate is None or candidate.pid is None:
-            return
-        try:
-            ended = os.pidfd_open(candidate.pid)
-        except ProcessLookupError:
-            return
-        poll = select.poll()
-        poll.register(ended, select.POLLIN)
-        poll.poll(1000 * (2 * self._settings.heartbeat_timeout + 1))
-        os.close(ended)
+        turned_to = self._node_agent.turned_to if self._node_agent is not None else None
+        candidate = self._candidates.get(turned_to) if turned_to is not None else None
+        if self.told and candidate is not None:
+            candidate.wait(2 * self._settings.heartbeat_timeout + 1)
+
+    def stopped(self) -> None:
+        """The workers of a launch that was told to stop have ended: as ``linger``, where the run is over with them."""
+        if self._node_agent is not None and self._node_agent.had_all:
+            self._node_agent.wait_out(LAST_WORD_SECONDS)
+            self.linger()

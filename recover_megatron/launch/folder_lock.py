@@ -27,6 +27,7 @@ from pathlib import Path
 NAME = "launch.lock"
 BEAT_SECONDS = 3.0
 WATCH_SECONDS = 8.0
+LONGEST_REASON = 1000
 _LOOK_SECONDS = 0.25
 _HELD = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -48,6 +49,10 @@ class Claim:
     master_port: int
     world_size: int
     ended: bool = False
+    code: int | None = None
+    """Of a run that has ended: the exit code of its first launcher."""
+    reason: str = ""
+    """Of a run that has ended: why, as that launcher knows it."""
 
     @property
     def job(self) -> tuple[str, int, int]:
@@ -102,10 +107,10 @@ class FolderLock:
         if self.held:
             os.utime(self._descriptor)
 
-    def end(self) -> None:
-        """The run is over.  Raises OSError."""
+    def end(self, code: int | None, reason: str) -> None:
+        """The run is over, with this exit code (None: it is about to start again), and why.  Raises OSError."""
         if self.held and (claim := self._read()) and (claim.pid, claim.host) == (self._mine.pid, self._mine.host):
-            self._write(replace(claim, ended=True))
+            self._write(replace(claim, ended=True, code=code, reason=reason[:LONGEST_REASON]))
 
     # ---- inside
 

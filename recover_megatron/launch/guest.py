@@ -9,14 +9,21 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from recover_megatron.launch import witnessing
 from recover_megatron.launch.candidates import Candidates, OwnPlace, address_from
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED
+from recover_megatron.launch.leasing import lease_path, look
 from recover_megatron.launch.messages import SHARE_A_SECRET
 from recover_megatron.launch.node_events import NodeEvents
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.seal import Seal
+from recover_megatron.launch.start_again import START_AGAIN
 from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, Store, join_store, one_line, timed_out
+from recover_megatron.membership.errors import EXIT_NO_REPLICA
+from recover_megatron.membership.testimony import Scope
+from recover_megatron.script_flags import codes, differences, listed
 
+_AGAIN_SECONDS = 0.25
 UNPROVED_SECONDS = 10.0
 """So long a node waits for a ``job`` that proves the secret, before it takes the one that is there for node 0's."""
 
@@ -40,13 +47,13 @@ class Guest:
     def run(self) -> None:
         """Until the end of the launch, or of the store."""
         try:
-            store = join_store(self._plan.master_addr, self._plan.master_port)
-            own = self._take_part(store)
+            store, own = self._join()
             if own is None:
                 return
             self._tell(self._events.accepted, self._run_id)
         except (RuntimeError, ImportError, ValueError, KeyError, TypeError) as error:
-            self._tell(self._events.failed, f"the store of node 0 cannot be used: {one_line(error)}", LAUNCH_FAILED)
+            code = EXIT_NO_REPLICA if self._plan.attempt else LAUNCH_FAILED
+            self._tell(self._events.failed, f"the store of node 0 cannot be used: {one_line(error)}", code)
             return
         except OSError as error:
             self._tell(self._events.failed, f"no coordinator can listen here: {one_line(error)}", LAUNCH_FAILED)
@@ -80,6 +87,25 @@ class Guest:
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
+    def _join(self) -> tuple[Store, OwnPlace | None]:
+        """As ``_take_part``, in the store of the start that this one belongs to: an earlier one may still be up."""
+        until = time.monotonic() + self._plan.rendezvous_timeout
+        while True:
+            try:
+                store = join_store(self._plan.master_addr, self._plan.master_port)
+                if not self._plan.attempt or self._attempt_of(store) >= self._plan.attempt:
+                    return store, self._take_part(store)
+            except RuntimeError:
+                if not self._plan.attempt or time.monotonic() > until:
+                    raise
+            if time.monotonic() > until:
+                raise RuntimeError(f"it has not made the start again within {self._plan.rendezvous_timeout:g} s")
+            time.sleep(_AGAIN_SECONDS)  # for node 0, which tells nobody that it is about to end
+
+    def _attempt_of(self, store: Store) -> int:
+        job = self._look(store, "job", "")
+        return int(job["attempt"]) if job is not None else -1
+
     def _take_part(self, store: Store) -> OwnPlace | None:
         """Join; None: it was refused.  Node 0's answer to our nonce proves that ``job`` is of this launch."""
         plan = self._plan
@@ -93,7 +119,7 @@ class Guest:
                 return None
             if self._run_id != job["run_id"]:
                 self._run_id = str(job["run_id"])
-                self.say(store, {"coordinator": own.address if plan.control_plane else None})
+                self.say(store, self._candidate(own) if plan.control_plane else {"coordinator": None})
             welcome = self._next(store, f"welcome/{plan.node_rank}")
             if welcome is not None and welcome["nonce"] == self._words["nonce"]:
                 return own
@@ -105,6 +131,12 @@ class Guest:
                 self._tell(self._events.refused, reason)
                 return None
             job = self._job(store)
+
+    def _candidate(self, own: OwnPlace) -> dict[str, Any]:
+        witness = {"witness": witnessing.look(self._plan)}
+        if own.address is None:
+            return {"coordinator": None, **witness}
+        return {"coordinator": own.address, "lease": look(self._plan, self._run_id), **witness}
 
     def _job(self, store: Store) -> dict[str, Any]:
         """What node 0 says that the launch is.  Raises KeyError or TypeError for what is none."""
@@ -123,8 +155,10 @@ class Guest:
         while True:
             told = self._next(store, "coordinators")
             if told:
-                addresses = [address_from(value) for value in told]
-                self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener))
+                addresses = [address_from(value) for value in told["addresses"]]
+                lease = lease_path(self._plan, self._run_id) if told["lease"] else None
+                witness = Scope.from_json(told["witness"]) if told.get("witness") else None
+                self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener, lease, witness))
                 return True
             if store.check([PREFIX + "end"]) and self._obey(store, self._look(store, "end", self._run_id)):
                 return False
@@ -174,6 +208,8 @@ class Guest:
             job = self._look(store, "job", "")
         except (ConnectionRefusedError, RuntimeError):
             return None
+        if job is not None and int(job["attempt"]) > self._plan.attempt:
+            self._tell(self._events.failed, "node 0 makes the start again", START_AGAIN)
         return store if job is not None and job["run_id"] == self._run_id else None
 
 
@@ -188,4 +224,9 @@ def _disagreement(plan: LaunchPlan, job: dict[str, Any]) -> str | None:
     if job.get("control_plane") != plan.control_plane:
         here, there = ("a", "none") if plan.control_plane else ("no", "one")
         return f"there is {here} secret here (node {plan.node_rank}) but {there} on node 0: {SHARE_A_SECRET}"
+    if differ := differences(codes(plan.flags), dict(job.get("flags", {})), shown=False):
+        return (
+            f"the script's flags are not those of node 0 here (node {plan.node_rank}): {listed(differ)}. Give the same "
+            "on every node, or name what may differ with --recover-may-differ"
+        )
     return None

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from recover_megatron.launch import witnessing
 from recover_megatron.launch.candidates import Address, Candidates, OwnPlace, address_from, hosting
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, ExitOutcome
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, ExitOutcome
+from recover_megatron.launch.leasing import AUTO, OFF, Trial, lease_path
 from recover_megatron.launch.messages import SHARE_A_SECRET
 from recover_megatron.launch.node_events import NodeEvents
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.seal import Seal, Unproved
 from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, Store, one_line, timed_out
+from recover_megatron.membership.errors import EXIT_NO_REPLICA
+from recover_megatron.script_flags import codes
 
 LOST_SECONDS = 20.0
 SEEN_SECONDS = 3.0
@@ -53,6 +57,13 @@ class Host:
         """Who takes part and has not reported."""
         self._candidates: dict[int, Address] = {}
         """Those of other nodes, until all are known."""
+        self._trial: Trial | None = None
+        self._looks: dict[int, Any] = {}
+        """What other nodes with candidates say of the lease."""
+        self._places: dict[int, Any] = {}
+        """What all nodes say of the witness."""
+        self._told = False
+        """Whether all know of the candidates."""
         self._missing = set(range(1, plan.nnodes))
         self._ignored: set[tuple[int, str]] = set()
         self._deadline = time.monotonic() + plan.rendezvous_timeout
@@ -60,12 +71,17 @@ class Host:
     def run(self) -> None:
         """Until every node has reported, or the launch cannot be completed: one that is lost may come back."""
         plan = self._plan
+        if plan.control_plane:
+            self._trial = Trial(plan)  # before anybody can look for it
+            self._places[0] = witnessing.look(plan)
         job = {
             "nnodes": plan.nnodes,
             "nproc_per_node": plan.nproc_per_node,
             "control_plane": plan.control_plane,
             "candidates": hosting(plan),
             "run_id": plan.run_id,
+            "attempt": plan.attempt,
+            "flags": codes(plan.flags),
         }
         self._put("job", job, run_id="")
         self._store.set_timeout(timedelta(seconds=BEAT_SECONDS))
@@ -86,7 +102,7 @@ class Host:
     def announce_end(self, store: Store, reason: str, code: int) -> None:
         """Have all others stop with ``code``, and wait until they know; over the connection ``store``."""
         value = {"reason": f"node 0 ended the launch: {reason}", "code": code}
-        for key, told in (("end", value), ("coordinators", [])):  # whoever waits for these looks at the end next
+        for key, told in (("end", value), ("coordinators", {})):  # whoever waits for these looks at the end next
             if key not in self._values:
                 self._values[key] = self._seal.wrap(key, self._plan.run_id, told)
                 store.set(PREFIX + key, self._values[key])
@@ -167,10 +183,14 @@ class Host:
         hosts = plan.control_plane and rank in hosting(plan)
         if hosts:
             self._candidates[rank] = address_from(words["coordinator"])
+            self._looks[rank] = words.get("lease")
+        self._places[rank] = words.get("witness")
         self._members[rank] = _Member(str(words["nonce"]), int(words["count"]), time.monotonic())
         self._missing.remove(rank)
         self._put(f"welcome/{rank}", {"nonce": words["nonce"]})
-        if hosts and self._candidates.keys() == {*hosting(plan)} - {0} and not self._tell_candidates():
+        # A witness has to know all nodes; else nobody waits longer than for the candidates.
+        awaited = self._missing if self._places.get(0, {}).get("kind") else {*hosting(plan)} & self._missing
+        if plan.control_plane and not awaited and not self._told and not self._tell_candidates():
             return False
         if not self._missing:
             self._put("everybody", True)
@@ -188,8 +208,22 @@ class Host:
         if own.address is not None:
             self._candidates[0] = own.address
         addresses = [self._candidates[rank] for rank in hosting(self._plan)]
-        self._put("coordinators", addresses)
-        self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener))
+        assert self._trial is not None
+        why_not = self._trial.end(self._looks)
+        if why_not and self._plan.lease not in (AUTO, OFF):
+            return self._end(f"--lease {self._plan.lease} cannot be used: {why_not}", REFUSED)
+        if self._plan.lease != OFF:
+            self._tell(self._events.note, self._trial.in_words(why_not))
+        lease = None if why_not else lease_path(self._plan, self._plan.run_id)
+        witness, line = witnessing.agree(self._plan, self._places, lease is not None)
+        if witness is None and self._plan.witness not in (AUTO, OFF):
+            return self._end(f"--witness {self._plan.witness} cannot be used: {line}", REFUSED)
+        if line:
+            self._tell(self._events.note, line)
+        shared = witness.to_json() if witness else None
+        self._put("coordinators", {"addresses": addresses, "lease": lease is not None, "witness": shared})
+        self._told = True
+        self._tell(self._events.coordinators, Candidates(own.host, addresses, own.listener, lease, witness))
         return True
 
     def _check_members(self) -> bool:
@@ -204,7 +238,7 @@ class Host:
                 f"node {nodes} of {self._plan.nnodes} did not appear within {self._plan.rendezvous_timeout:g} s "
                 "(--rendezvous-timeout): start recover-run on every node, with the same --master-addr and "
                 "--master-port",
-                LAUNCH_FAILED,
+                EXIT_NO_REPLICA if self._plan.attempt else LAUNCH_FAILED,
             )
         return True
 

@@ -9,7 +9,9 @@ often (``PAUSES``), for as long as the run lasts.
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import socket
 import sys
 import time
@@ -22,6 +24,7 @@ from recover_megatron.launch.processes import spawn
 from recover_megatron.launch.states import signal_name
 from recover_megatron.membership.node_agent import NodeAgent
 from recover_megatron.membership.records import Settings
+from recover_megatron.membership.testimony import Scope
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Seconds before the next start, by how many candidates have ended soon one after the other."""
@@ -46,6 +49,13 @@ class CandidateCommand:
     settings: Settings
     environment: Mapping[str, str]
     """The job's secret included."""
+    lease: Path | None = None
+    slack: int = 0
+    """See ``quorum.standing``."""
+    witness: Scope | None = None
+    """Who may tell it which nodes are off."""
+    witnessed: bool = False
+    """Whether the run has such a witness, so that this candidate keeps to what follows from that."""
 
     def start(self, listener: socket.socket) -> int:
         """Start a candidate that serves ``listener``.  Returns the pid; raises OSError if it cannot be started."""
@@ -55,12 +65,25 @@ class CandidateCommand:
         command += ["--heartbeat-interval", str(times.heartbeat_interval)]
         command += ["--heartbeat-timeout", str(times.heartbeat_timeout)]
         command += ["--hang-timeout", str(times.hang_timeout), "--stall-timeout", str(times.stall_timeout)]
-        sink = os.open(os.devnull, os.O_WRONLY)
+        command += ["--grace", str(times.grace), "--min-replicas", str(times.min_replicas)]
+        command += ["--start-needs-all"] * times.start_needs_all
+        if self.lease is not None:
+            command += ["--lease", str(self.lease), "--slack", str(self.slack)]
+        command += ["--witnessed"] * self.witnessed
+        opened = [os.open(os.devnull, os.O_WRONLY)]
         try:
+            if self.witness is not None:  # of many nodes more than a command line takes
+                opened.append(os.memfd_create("recover-witness"))
+                with open(opened[1], "w", encoding="utf-8", closefd=False) as scope:
+                    json.dump(self.witness.to_json(), scope)
+                os.lseek(opened[1], 0, os.SEEK_SET)
+                command += ["--witness-fd", str(opened[1])]
             # What it has to say on stderr (a disk that fails it, a fault of its own) is for the launcher's user.
-            return spawn(command, self.environment, sink, sys.stderr.fileno(), inherit=[listener.fileno()], deaf=True)
+            inherited = [listener.fileno(), *opened[1:]]
+            return spawn(command, self.environment, opened[0], sys.stderr.fileno(), inherit=inherited, deaf=True)
         finally:
-            os.close(sink)
+            for descriptor in opened:
+                os.close(descriptor)
 
 
 class HostedCandidate:
@@ -96,6 +119,13 @@ class HostedCandidate:
         if self.pid is not None:
             self._forget()
         self._listener.close()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the process that runs, if one does, has ended; so long at most."""
+        if self.pid is not None:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            poll.poll(1000 * seconds)
 
     def _run(self) -> None:
         self.pid = self._command.start(self._listener)

@@ -11,6 +11,7 @@ Without ``--log-dir`` nothing is written and every call does nothing.  The disk 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from recover_megatron.launch.folder_lock import BEAT_SECONDS, FolderLock
@@ -75,8 +76,12 @@ class LogFolder:
         if self._secret_file is not None:
             self._secret_file.remove()
 
-    def finish(self) -> None:
-        """All that is left goes to the disk, as long as that takes it; the folder is another run's from now on."""
+    def finish(self, code: int | None, reason: str) -> None:
+        """All that is left goes to the disk, as long as that takes it; the folder is another run's from now on.
+
+        ``code``, ``reason``: how the launch has ended, for recover-status where no coordinator has led; code None:
+        it starts again.
+        """
         files = list(self._logs)
         if self._workers_file is not None:
             files.append(self._workers_file.writing)
@@ -85,7 +90,7 @@ class LogFolder:
                 self._secret_file.remove()
             files.append(self._secret_file.writing)
         if self._lock is not None:
-            self._beats.submit(self._lock.end, 1)
+            self._beats.submit(partial(self._lock.end, code, reason), 1)
             files.append(self._beats)
         flush_all(files)
 

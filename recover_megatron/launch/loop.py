@@ -15,6 +15,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 
 Callback = Callable[[], None]
@@ -89,6 +90,15 @@ class EventLoop:
             self._handlers_before[number] = signal.signal(number, lambda _number, _frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
+    def give_back_signals(self) -> None:
+        """Give signals back to the handlers of before, and call what is due for those that have come until then.
+
+        In this order none is lost, whichever thread of the process gets it.
+        """
+        self._restore_handlers()
+        with suppress(BlockingIOError):
+            self._on_signals()
+
     def run_once(self) -> None:
         """Sleep until something happens, then call what is due."""
         while self._timers and self._timers[0][2].callback is None:
@@ -108,13 +118,17 @@ class EventLoop:
     def close(self) -> None:
         """Give signals back to the handlers of before, and close the loop's descriptors."""
         self._closed = True
-        if self._handlers_before:
-            signal.set_wakeup_fd(-1)
-            for number, handler in self._handlers_before.items():
-                signal.signal(number, handler)  # type: ignore[arg-type]
+        self._restore_handlers()
         self._selector.close()
         for descriptor in (self._wake_read, self._wake_write, self._signal_read, self._signal_write):
             os.close(descriptor)
+
+    def _restore_handlers(self) -> None:
+        if self._handlers_before:
+            for number, handler in self._handlers_before.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.set_wakeup_fd(-1)
+            self._handlers_before = {}
 
     def _on_wake(self) -> None:
         os.read(self._wake_read, 4096)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import WorkerProcess, WorkerState, describe_end
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
+from recover_megatron.membership.records import ranges
 
 SHARE_A_SECRET = (
     f"set {SECRET_VARIABLE} (16 random characters or more) or {SECRET_FILE_VARIABLE} (a file of mode 0600) to the same "
@@ -34,17 +35,22 @@ def opening(plan: LaunchPlan) -> str:
 
 def worker_ended(
     worker: WorkerProcess,
-    others: int,
+    others: int | None,
     left_behind: int,
     successor: WorkerProcess | None,
     killed: int,
     *,
     tests_device: bool = False,
 ) -> str:
-    """One worker's death, or its end with leftovers; ``others`` workers of this node go on, ``killed`` are next."""
+    """One worker's death, or its end with leftovers; ``others`` workers of this node go on, ``killed`` are next.
+
+    ``others`` None: all workers of the launch have been told to end.
+    """
     how, swept = _how(worker), _swept(left_behind)
     if worker.state is WorkerState.FINISHED:
         return f"worker {worker.worker_id} {how}{swept}"
+    if others is None:
+        return f"{_who(worker)} {how} after {seconds(worker)}{swept}; {_log(worker)}"
     now = f"the other {count(others)} here go on" if others > 1 else "the other worker here goes on"
     if others == 0:
         now = "no worker is left on this host" if killed == 0 else "no worker on this host goes on"
@@ -97,6 +103,14 @@ def left_out(worker: WorkerProcess, why: str) -> str:
     )
 
 
+DRAINING = (
+    "this node is being drained: its workers leave the run at the next iteration, and none are started again here; "
+    "recover-status says when it may be switched off"
+)
+STAYS = "this node is not drained after all, the run cannot do without it any more: workers are started here as before"
+DRAINED_BEFORE_ITS_START = "not started: its node is drained"
+
+
 def late(worker: WorkerProcess) -> str:
     """A newcomer that was not ready in time."""
     return f"the run is over before worker {worker.worker_id} was in it: killing it"
@@ -111,7 +125,12 @@ def how_to_join(plan: LaunchPlan, coordinators: str) -> str:
 
 
 def summary(workers: Sequence[WorkerProcess], code: int) -> str:
-    """One line on everybody's end; workers that ended alike are named once, together."""
+    """One line on everybody's end, and the exit code."""
+    return f"{ends(workers)}; exit code {code}"
+
+
+def ends(workers: Sequence[WorkerProcess]) -> str:
+    """How all have ended; workers that ended alike are named once, together."""
     finished = [worker for worker in workers if worker.state is WorkerState.FINISHED]
     groups: dict[str, list[WorkerProcess]] = {}
     never = [worker for worker in workers if worker.pid is None]
@@ -126,23 +145,12 @@ def summary(workers: Sequence[WorkerProcess], code: int) -> str:
         parts.append(f"{noun} {ranges([worker.worker_id for worker in group])} {verb} {end} after {after}")
     if never:
         parts.append(f"{count(len(never))} never started")
-    return "; ".join(parts) + f"; exit code {code}"
+    return "; ".join(parts)
 
 
 def count(number: int, one: str = "worker", several: str = "workers") -> str:
     """ "1 worker", "3 workers"."""
     return f"{number} {one if number == 1 else several}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """ "0-3, 7" for 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def seconds(worker: WorkerProcess) -> str:

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from recover_megatron.launch.exit_codes import RUN_VERDICTS
+from recover_megatron.launch.exit_codes import REFUSED, RUN_VERDICTS
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.membership.errors import EXIT_FENCED
-from recover_megatron.membership.records import MAX_WORKERS
-
-JOINED_FROM = 1 << 19
+from recover_megatron.membership.records import JOINED_FROM, MAX_WORKERS
 
 
 def launched(plan: LaunchPlan) -> list[WorkerProcess]:
@@ -57,12 +55,12 @@ class Replacements:
         """The one that takes the place of ``worker``, which has ended while the run goes on; None: nobody does.
 
         ``first_joined``: the lowest id of a launcher that joins. Who finished, or ended by what is decided about the
-        run or about itself, would end so again; who was put out for a hang is left to people.
+        run or about itself, or was refused, would end so again; who was put out for a hang is left to people.
         """
         plan = self._plan
         if self._started >= plan.max_restarts or worker.state is WorkerState.FINISHED:
             return None
-        if worker.exit_code in (*RUN_VERDICTS, EXIT_FENCED) or worker.worker_id in self.put_out:
+        if worker.exit_code in (REFUSED, *RUN_VERDICTS, EXIT_FENCED) or worker.worker_id in self.put_out:
             return None
         number = plan.world_size + plan.spares + self._started * plan.nnodes + plan.node_rank
         if plan.joins:

@@ -9,7 +9,9 @@
                                             grows every BEAT_SECONDS while the launcher lives
     bell                     nodes R > 0    queue: wakes node 0, which looks at node/R; nothing in it is believed
     welcome/R                node 0         {"nonce"}: of the launcher that is node R, the first that came
-    coordinators             node 0         the candidates' addresses, in order; none when the launch is ended before
+    coordinators             node 0         {"addresses", "lease", "witness"}: of the candidates, in order, whether
+                                            they have a lease, and who may tell which nodes are off; empty when the
+                                            launch is ended before
     everybody                node 0         all nodes take part
     end                      node 0         {"reason", "code"}: the launch cannot be completed; all stop with that code
     end/seen/R               node R > 0     node R has read ``end``

@@ -12,12 +12,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from recover_megatron.launch.lines import Voice
 from recover_megatron.launch.loop import EventLoop, Timer
 from recover_megatron.launch.sink import PAUSE_SECONDS, Sink
 from recover_megatron.log_writer import LogWriter, open_to_append
+from recover_megatron.logger import LineFormat
 
 PARTIAL_SECONDS = 0.5
 STALL_SECONDS = 5.0
@@ -74,12 +77,26 @@ def _missing(fragments: int) -> bytes:
 class Stream:
     """One output stream of one process: a pipe, read by the loop."""
 
-    def __init__(self, console: Console, pipe: int, sink: Sink, prefix: bytes, log: LogFile | None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        pipe: int,
+        sink: Sink,
+        prefix: bytes,
+        log: LogFile | None,
+        voice: Voice,
+        lines: LineFormat,
+        name: str,
+    ) -> None:
+        """``name``: stdout or stderr."""
         self._console = console
         self._pipe = pipe
         self._sink = sink
         self._prefix = prefix
         self._log = log
+        self._voice = voice
+        self._lines = lines
+        self._name = name
         self._held = b""
         self._last = b""
         self._timer: Timer | None = None
@@ -153,13 +170,19 @@ class Stream:
 
     def _emit(self, data: bytes) -> None:
         """Show ``data``, whole lines or a piece of one, and log it."""
-        if self._log:
-            self._log.write(self, data)
         lines = data.removesuffix(b"\n").split(b"\n")
         # What a progress bar overwrote by a carriage return is not shown; the log has it.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         self._last = next((line for line in reversed(shown) if line.strip()), self._last)[:LONGEST_LAST]
-        self._sink.put(b"".join(self._prefix + line + b"\n" for line in shown))
+        for_people = [line for line in shown if self._voice.is_for_people(line)]
+        prefix = self._prefix
+        if not self._lines.plain:
+            now, prefix = time.time(), b""
+            data = b"".join(self._lines.line(line, self._name, now) + b"\n" for line in lines)
+            for_people = [self._lines.line(line, self._name, now) for line in for_people]
+        if self._log:
+            self._log.write(self, data)
+        self._sink.put(b"".join(prefix + line + b"\n" for line in for_people))
         self._console.check_pressure()
 
     def _close(self) -> None:
@@ -175,8 +198,13 @@ class Stream:
 class Console:
     """The launcher's own two streams, and all streams that are shown on them."""
 
-    def __init__(self, loop: EventLoop, highest_id: int, log_dir: Path | None) -> None:
+    def __init__(
+        self, loop: EventLoop, highest_id: int, log_dir: Path | None, form: str = "plain", node: str = ""
+    ) -> None:
+        """``form``: see ``LineFormat``; ``node``: the name of this one, for it."""
         self.loop = loop
+        self._form = form
+        self._node = node
         self._width = len(str(highest_id))
         self._log_dir = log_dir
         self._streams: list[Stream] = []
@@ -196,18 +224,28 @@ class Console:
 
     def say(self, text: str) -> None:
         """A line of the launcher itself, on stderr."""
-        self._err.put(f"recover-run: {text}\n".encode(errors="backslashreplace"))
+        self._err.put(self._own(text))
         self.check_pressure()
 
-    def attach(self, label: str, colour: int, log: LogFile | None) -> tuple[list[Stream], int, int]:
+    def _own(self, text: str) -> bytes:
+        data = f"recover-run: {text}".encode(errors="backslashreplace")
+        if self._form != "plain":
+            data = LineFormat(self._form, self._node, "-").line(data, "stderr", time.time())
+        return data + b"\n"
+
+    def attach(
+        self, label: str, colour: int, log: LogFile | None, *, newcomer: bool = False
+    ) -> tuple[list[Stream], int, int]:
         """Make the two pipes of a process.  Returns its streams, and the ends for its stdout and its stderr.
 
+        ``newcomer``: see ``Voice``; with a log alone, or its lines would be nowhere.
         The caller closes these two ends once the process has them, and calls ``read`` when its output may be shown.
         """
-        streams, ends = [], []
-        for sink in (self._out, self._err):
+        streams, ends, voice = [], [], Voice(newcomer=newcomer and log is not None)
+        lines = LineFormat(self._form, self._node, label)
+        for name, sink in (("stdout", self._out), ("stderr", self._err)):
             read, write = os.pipe()
-            streams.append(Stream(self, read, sink, self._prefix(label, colour, sink.colour), log))
+            streams.append(Stream(self, read, sink, self._prefix(label, colour, sink.colour), log, voice, lines, name))
             ends.append(write)
         self._streams = [stream for stream in self._streams if stream.open] + streams
         return streams, ends[0], ends[1]
@@ -242,7 +280,7 @@ class Console:
 
     def _dropped(self, lines: int) -> bytes:
         kept = f"{self._log_dir} has them" if self._log_dir else "they are kept nowhere (--log-dir)"
-        return f"recover-run: {lines} lines are missing here, while nobody read this output; {kept}\n".encode()
+        return self._own(f"{lines} lines are missing here, while nobody read this output; {kept}")
 
     def _prefix(self, label: str, colour: int, coloured: bool) -> bytes:
         text = f"[{label}]"
@@ -272,3 +310,10 @@ class ReaderWatch:
             self._look_later()
         else:
             self.given_up = True
+
+
+def flush(loop: EventLoop, console: Console, given_up: Callable[[], bool], *, patient: bool) -> None:
+    """Wait until our own reader has taken everything, as long as it takes anything; not ``patient``: not for long."""
+    reader = ReaderWatch(loop, console, patient)
+    while not (console.flushed or reader.given_up or given_up()):
+        loop.run_once()

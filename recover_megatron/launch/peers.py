@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from recover_megatron.launch import messages
 from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, ExitOutcome
 from recover_megatron.launch.host import LOST_SECONDS
@@ -18,6 +17,8 @@ from recover_megatron.launch.nodes import NodeThreads
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.start_up import StartUp
 from recover_megatron.membership.auth import Secret
+from recover_megatron.membership.errors import EXIT_NO_REPLICA
+from recover_megatron.membership.records import ranges
 
 REPORT_SECONDS = 10.0
 """How long another node tries to deliver its report to node 0."""
@@ -96,7 +97,7 @@ class Peers:
             self._loop.call_later(REPORT_SECONDS, self._stop_waiting)
             self._waiting = True
         elif self._unreported:
-            nodes = messages.ranges(sorted(self._unreported))
+            nodes = ranges(sorted(self._unreported))
             self._say(f"the workers of this node have ended; the store stays up until node {nodes} has ended, too")
             self._waiting = True
         return self._waiting
@@ -199,7 +200,7 @@ class Peers:
         self._events.stop_with_peers(
             f"node 0 did not answer at {plan.master_addr}:{plan.master_port} within {plan.rendezvous_timeout:g} s "
             "(--rendezvous-timeout): is its recover-run started, with the same --master-addr and --master-port?",
-            LAUNCH_FAILED,
+            EXIT_NO_REPLICA if plan.attempt else LAUNCH_FAILED,
         )
 
     def _node_ended(self, node_rank: int) -> None:

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from recover_megatron.arguments import LOG_DIR_VARIABLE
+from recover_megatron import script_flags
+from recover_megatron.arguments import LOG_DIR_VARIABLE, config_from_argv
 from recover_megatron.launch.states import WorkerProcess
+from recover_megatron.logger import LINES_VARIABLE
 from recover_megatron.membership.worker import (
     JOIN_VARIABLE,
     NODE_NAME_VARIABLE,
+    REPLACED_VARIABLE,
     SPARE_VARIABLE,
     WORKER_ID_VARIABLE,
 )
@@ -49,6 +52,8 @@ class LaunchPlan:
     """Absolute."""
     rendezvous_timeout: float = 300.0
     grace_seconds: float = 15.0
+    log_format: str = "plain"
+    """See ``logger.LineFormat``."""
     max_restarts: int = 0
     """How many workers this launcher may start in place of others."""
     device_test: tuple[str, ...] = ()
@@ -57,12 +62,24 @@ class LaunchPlan:
     """Seconds that it may take."""
     first_candidate: int = 0
     """The node whose candidate coordinator leads at first; its word on node 0 holds for all."""
+    lease: str = "off"
+    """How the candidates of several nodes get their lease: auto, off, or an absolute path (leasing.py)."""
+    witness: str = "off"
+    """Who may tell the candidates which nodes are off: auto, slurm, kubernetes, off (witnessing.py)."""
     spares: int = 0
     """Workers that the last node starts beyond those of the launch."""
     joins: tuple[tuple[str, int], ...] = ()
     """The coordinators of the running job that this launcher joins; empty: it launches one."""
     joined_world_size: int = 0
     """The world size of that job."""
+
+    attempt: int = 0
+    """How often the start was made before."""
+
+    @property
+    def starts(self) -> int:
+        """How often the start may be made, in all (start_again.py)."""
+        return 1 + max(self.max_restarts, self.spares) if self.fault_tolerant and not self.joins else 1
 
     @property
     def world_size(self) -> int:
@@ -75,8 +92,29 @@ class LaunchPlan:
 
         Megatron's training does. Other scripts know for themselves what they can do without.
         """
-        script = self.command[-len(self.script_args) - 1] if self.command else ""
-        return not self.joins and (self.fault_tolerant or Path(script).stem == TRAINING)
+        return not self.joins and (self.fault_tolerant or self._script == TRAINING)
+
+    @property
+    def is_megatrons(self) -> bool:
+        """Whether the script trains as Megatron's do, and so says what ``lines.Voice`` waits for."""
+        return self.fault_tolerant and self._script.startswith("pretrain_")
+
+    @property
+    def _script(self) -> str:
+        """The name of the script or module, without its ending."""
+        return Path(self.command[-len(self.script_args) - 1]).stem if self.command else ""
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """Those of the script that must be the same on all nodes; none without ``--recover``."""
+        if not self.fault_tolerant:
+            return {}
+        return script_flags.flags_of(self.script_args, config_from_argv(self.script_args).may_differ.split(","))
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """For the environment of processes that write to the launcher's own stderr: the form of their lines."""
+        return {} if self.log_format == "plain" else {LINES_VARIABLE: f"{self.log_format} {self.node_name}"}
 
     @property
     def node_name(self) -> str:
@@ -105,7 +143,7 @@ def sets_omp_threads(plan: LaunchPlan, inherited: Mapping[str, str]) -> bool:
 def launch_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that all workers of this node share: the inherited ones, torchrun's and ours."""
     environment = dict(inherited)
-    for name in (LOG_DIR_VARIABLE, JOIN_VARIABLE, SPARE_VARIABLE):
+    for name in (LOG_DIR_VARIABLE, JOIN_VARIABLE, REPLACED_VARIABLE, SPARE_VARIABLE):
         environment.pop(name, None)
     environment |= {
         NODE_NAME_VARIABLE: plan.node_name,
@@ -140,6 +178,8 @@ def worker_variables(plan: LaunchPlan, worker: WorkerProcess, run_id: str) -> di
         "TORCHELASTIC_RUN_ID": run_id,
         WORKER_ID_VARIABLE: worker_id,
     }
+    if plan.max_restarts or plan.spares:
+        variables[REPLACED_VARIABLE] = "1"
     if worker.worker_id >= plan.world_size:
         variables |= {JOIN_VARIABLE: "1"}
         if worker.rank is None and not plan.joins:

@@ -7,6 +7,10 @@
                                    |--killed by a signal--------> the launch ends, on all nodes, at once
                                    `--ended by itself--OWN_END_SECONDS--> the same; by then the others have said theirs
 
+With ``--max-restarts`` or spares the launch does not end where workers were only killed: all launchers make the start
+again (start_again.py), as often as ``LaunchPlan.starts`` says. A fault of the work would come again, and without a
+launcher the launch is not complete.
+
 Until the coordinator has made the first plan the workers wait for each other in torch's store, in barriers of gloo's
 and NCCL's: for one that has died they would wait for minutes.  So whoever hears of a loss first (this launcher of a
 worker's end; the coordinator of a connection's; node 0 of a launcher's) ends the launch.  Nothing was trained yet.
@@ -25,9 +29,11 @@ from recover_megatron.launch.control_plane import ControlPlane
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, start_exit_code
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.start_again import START_AGAIN
 from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.launch.worker_table import WorkerTable
 from recover_megatron.membership.errors import EXIT_NO_REPLICA
+from recover_megatron.membership.records import ranges
 
 OWN_END_SECONDS = 3.0
 """A fault of the work strikes many: so long the others may say theirs before they are ended."""
@@ -86,15 +92,23 @@ class StartUp:
     def launcher_lost(self, what: str) -> None:
         """Another node, or what all need of node 0, is gone."""
         if self.under_way:
-            self._control.when_up_to_date(ASK_SECONDS, partial(self._fail, f"{what} is lost", EXIT_NO_REPLICA))
+            self._control.when_up_to_date(
+                ASK_SECONDS, partial(self._fail, f"{what} is lost", EXIT_NO_REPLICA, again=False)
+            )
 
     def others_lost(self) -> None:
         """The coordinator does without some of the launch's workers, perhaps of other nodes."""
         theirs = self._control.missing - {worker.worker_id for worker in self._table.launched}
         if theirs and self.under_way:
             what = "worker" if len(theirs) == 1 else "workers"
-            text = f"{what} {messages.ranges(sorted(theirs))} of another node lost"
-            self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA))
+            text = f"{what} {ranges(sorted(theirs))} of another node lost"
+            self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA, again=False))
+
+    def run_over(self) -> None:
+        """The coordinator has ended the run, or none is reached."""
+        if self.under_way and self._control.missed:
+            text = f"the coordinator says: {self._control.reason}"
+            self._loop.call_later(TELL_SECONDS, partial(self._fail, text, EXIT_NO_REPLICA, again=False))
 
     def _judge(self, worker: WorkerProcess, left_behind: int, cause: str) -> None:
         if not self.under_way:
@@ -109,13 +123,19 @@ class StartUp:
         self._say(f"{text}; the training has not begun, and needs it: all end in {wait:g} s")
         self._loop.call_later(wait, partial(self._fail, text))
 
-    def _fail(self, text: str, code: int | None = None) -> None:
+    def _fail(self, text: str, code: int | None = None, again: bool = True) -> None:
+        """``again``: the launch is complete without the worker, as soon as another one has its place."""
+        plan = self._plan
         if self.under_way:
             if not self._plan.fault_tolerant and code is not None:
                 code = LAUNCH_FAILED
             ended = [worker.outcome for worker in self._table.launched if not worker.live]
             code = start_exit_code(ended, self._plan.fault_tolerant) if code is None else code
             needs = "the training has not begun, and needs all workers"
+            if again and code == EXIT_NO_REPLICA and plan.attempt + 1 < plan.starts:
+                times = f"{plan.attempt + 1} of at most {plan.starts - 1}"
+                self._events.fail_launch(f"{text}; {needs}: the start is made again ({times})", START_AGAIN)
+                return
             if not self._plan.fault_tolerant:
                 needs = "a training without --recover needs all workers"
             self._events.fail_launch(f"{text}; {needs}: the launch ends with exit code {code}", code)

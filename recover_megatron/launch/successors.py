@@ -33,6 +33,7 @@ class Successors:
         self._launch = launch
         self._left_out = left_out
         self._replacements = Replacements(plan)
+        self._stopped = False
         self._tests = DeviceTests(loop, plan.device_test, plan.device_test_timeout)
 
     @property
@@ -44,9 +45,14 @@ class Successors:
         """The coordinator has put this worker out of the run: nobody takes its place."""
         self._replacements.put_out.add(worker_id)
 
+    def stop(self, stopped: bool = True) -> bool:
+        """Nobody takes a place from now on, who is being tested included, or somebody does again; True: that is new."""
+        before, self._stopped = self._stopped, stopped
+        return before is not stopped
+
     def of(self, worker: WorkerProcess) -> WorkerProcess | None:
         """The worker that is to take the place of one that has ended; it is in the table from now on."""
-        successor = self._replacements.of(worker, self._table.first_id)
+        successor = None if self._stopped else self._replacements.of(worker, self._table.first_id)
         if successor is not None:
             self._table.add([successor])
         return successor
@@ -64,6 +70,11 @@ class Successors:
     def _tested(self, worker: WorkerProcess, failed: str) -> None:
         if not worker.live:
             return  # the launch ends
+        if self._stopped:
+            worker.note = messages.DRAINED_BEFORE_ITS_START
+            self._table.abandon([worker])
+            self._left_out()
+            return
         if failed:
             worker.note = messages.device_failed(worker, failed)
             self._leave_out(worker, messages.left_out(worker, failed))

@@ -10,7 +10,10 @@ event loop, so no two of them overlap.  It decides; its parts know and do::
     StartUp             what the loss of a worker means until the training has begun
     Successors          which worker is started in place of another, when its device has passed its test
     LateNewcomers       newcomers that come when the run is over
+    ExporterProcess     metrics and events, where flags ask for them
     LaunchSignals       what a signal means
+    Shutdown            how workers are told to end, and made to
+    Conclusion          how the launch has ended: the exit code, the last lines
     LogFolder           the files
 """
 
@@ -24,18 +27,21 @@ from collections.abc import Mapping
 from recover_megatron.arguments import COORDINATOR_VARIABLE
 from recover_megatron.launch import messages, newcomers
 from recover_megatron.launch.candidates import Candidates
+from recover_megatron.launch.conclusion import Conclusion
 from recover_megatron.launch.control_plane import ControlPlane, has_secret
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, run_exit_code, start_exit_code
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
+from recover_megatron.launch.exporter import ExporterProcess
 from recover_megatron.launch.folder_lock import FolderLock
-from recover_megatron.launch.last_checkpoint import last_checkpoint
 from recover_megatron.launch.late_newcomers import LateNewcomers
 from recover_megatron.launch.launch_signals import LaunchSignals
 from recover_megatron.launch.log_folder import LogFolder
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.output import Console, ReaderWatch
+from recover_megatron.launch.output import Console, flush
 from recover_megatron.launch.peers import Peers
 from recover_megatron.launch.plan import LaunchPlan, sets_omp_threads
 from recover_megatron.launch.reaper import Reaper
+from recover_megatron.launch.shutdown import Shutdown
+from recover_megatron.launch.start_again import START_AGAIN
 from recover_megatron.launch.start_up import GRACE_SECONDS as START_GRACE_SECONDS
 from recover_megatron.launch.start_up import StartUp
 from recover_megatron.launch.states import LaunchState, WorkerProcess, WorkerState
@@ -45,8 +51,6 @@ from recover_megatron.launch.worker_environment import WorkerEnvironment
 from recover_megatron.launch.worker_table import WorkerTable
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import SecretError
-
-UNKILLABLE_SECONDS = 10.0
 
 
 class Supervisor:
@@ -68,8 +72,10 @@ class Supervisor:
         self._state = LaunchState.STARTING
         self._code: int | None = None
         """Of a launch that was stopped."""
+        self._why = ""
+        """The same: the reason."""
         self._loop = EventLoop()
-        self._console = Console(self._loop, plan.world_size - 1, plan.log_dir)
+        self._console = Console(self._loop, plan.world_size - 1, plan.log_dir, plan.log_format, plan.node_name)
         say = self._console.say
         self._signals = LaunchSignals(self._loop, self)
         self._subreaper = Subreaper()
@@ -79,10 +85,13 @@ class Supervisor:
         self._table = WorkerTable(plan, self._loop, self._console, self._folder, self._reaper, self.worker_exited)
         self._successors = Successors(plan, self._loop, self._table, say, self._start_tested, self._left_out)
         self._control = ControlPlane(plan, inherited, self._loop, say, self)
+        self._exporter = ExporterProcess(plan, inherited, self._loop, say)
         self._late = LateNewcomers(plan, self._table, self._control, say)
         self._start_up = StartUp(self._loop, plan, self._table, self._control, say, self)
         secret = find_secret(inherited) if plan.nnodes > 1 and has_secret(inherited) else None
         self._peers = Peers(self._loop, plan, secret, listener, self._start_up, say, self)
+        self._shutdown = Shutdown(self._loop, self._table, say, self._give_up)
+        self._conclusion = Conclusion(plan, self._table, self._control, self._peers, self._start_up, say)
 
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
@@ -116,7 +125,13 @@ class Supervisor:
 
     def _reap_inherited(self) -> None:
         if self._subreaper.due:
-            watched = {self._reaper.pid, *self._control.pids, *self._table.pids, *self._successors.pids}
+            watched = {
+                self._reaper.pid,
+                *self._exporter.pids,
+                *self._control.pids,
+                *self._table.pids,
+                *self._successors.pids,
+            }
             self._subreaper.reap(watched)
 
     # --- starting ---
@@ -134,6 +149,7 @@ class Supervisor:
             self._stop(f"the coordinator cannot be started: {error}", LAUNCH_FAILED)
             return
         variables = self._control.variables
+        self._exporter.start(variables)
         self._environment.add(variables)
         if SECRET_VARIABLE in variables:
             self._folder.keep_secret(variables[SECRET_VARIABLE])
@@ -141,6 +157,8 @@ class Supervisor:
             self._folder.forget_secret()
         if self._plan.has_newcomers:
             self._control.when_decided(self._late.run_over)
+        if self._plan.needs_all:
+            self._control.when_decided(self._start_up.run_over)
         if self._plan.joins:
             self._control.when_led(self._plan.rendezvous_timeout, self._join_run)
         elif self._plan.fault_tolerant and has_secret(self._inherited):
@@ -180,6 +198,7 @@ class Supervisor:
 
     def _start_worker(self, worker: WorkerProcess) -> None:
         """Raises OSError."""
+        self._environment.add(self._control.variables)  # the candidates that are known now
         pid = self._table.start(worker, self._environment.of(worker, self._peers.run_id))
         self._control.spawned(worker.worker_id, pid)
         self._late.look()
@@ -202,10 +221,9 @@ class Supervisor:
         successor = self._successor_of(worker)
         stopping = self._state is LaunchState.STOPPING
         others = [other for other in (self._table.running if stopping else self._table.live) if other is not successor]
-        if worker.state is not WorkerState.FINISHED or left_behind:
+        if self._is_news(worker, left_behind):
             condemned = sum(other.live and other.worker_id in self._control.condemned for other in self._table.all)
-            going_on = len(others) - condemned
-            tests = bool(self._plan.device_test)
+            tests, going_on = bool(self._plan.device_test), None if stopping else len(others) - condemned
             said = messages.worker_ended(worker, going_on, left_behind, successor, condemned, tests_device=tests)
             self._console.say(said)
         if successor is not None:
@@ -214,6 +232,13 @@ class Supervisor:
             self._own_workers_ended()
         elif not self._plan.joins and not self._control.planned and not any(w.live for w in self._table.launched):
             self._late.run_over()
+
+    def _is_news(self, worker: WorkerProcess, left_behind: int) -> bool:
+        """Whether people should hear of this end by itself: not of who was told to end, or finished in order."""
+        if worker.state is WorkerState.FINISHED:
+            return bool(left_behind) and not self._plan.fault_tolerant  # Megatron has helpers of its own
+        told_to = self._state is LaunchState.STOPPING and worker.signal in (signal.SIGTERM, signal.SIGKILL)
+        return not told_to and not self._late.told_of(worker)
 
     def _successor_of(self, worker: WorkerProcess) -> WorkerProcess | None:
         """The worker that is to take the place of one that has ended, if there is to be one."""
@@ -242,6 +267,11 @@ class Supervisor:
         """A worker says something of itself."""
         self._table.note(worker_id, text)
 
+    def draining(self, stays: bool) -> None:
+        """Somebody is about to switch this node off; ``stays``: it is not after all."""
+        if self._successors.stop(not stays):
+            self._console.say(messages.STAYS if stays else messages.DRAINING)
+
     def epoch_wanted(self) -> None:
         """A worker of another node may be missing."""
         self._start_up.others_lost()
@@ -251,6 +281,8 @@ class Supervisor:
     def _own_workers_ended(self) -> None:
         if self._state is LaunchState.STOPPING:
             self._end()
+        elif self._plan.joins and all(outcome.exit_code == REFUSED for outcome in self._table.outcomes):
+            self._stop("the run has refused all workers of this node", REFUSED)
         elif self._peers.own_workers_ended(self._table.outcomes):
             self._state = LaunchState.WAITING
         else:
@@ -283,6 +315,8 @@ class Supervisor:
 
     def stop_asked(self, number: int) -> None:
         """A signal ends the launch."""
+        if self._code == START_AGAIN:
+            self._code = 128 + number
         if self._state not in (LaunchState.STOPPING, LaunchState.ENDED):
             self._control.stopping(number)
             self._stop(f"{signal.Signals(number).name} received", 128 + number)
@@ -290,7 +324,7 @@ class Supervisor:
     def kill_asked(self) -> None:
         """A second signal ends it at once."""
         self._console.say("second signal: killing at once")
-        self._kill_everything()
+        self._shutdown.kill()
 
     def fail_launch(self, reason: str, code: int) -> None:
         """The launch ends on all nodes."""
@@ -310,23 +344,14 @@ class Supervisor:
         if self._state in (LaunchState.STOPPING, LaunchState.ENDED):
             return
         self._state = LaunchState.STOPPING
-        self._code = code
-        running = self._table.running
+        self._code, self._why = code, reason
+        running, again = self._table.running, code == START_AGAIN
         grace = self._plan.grace_seconds if grace is None else min(grace, self._plan.grace_seconds)
         then = f": SIGTERM to {messages.count(len(running))}, SIGKILL after {grace:g} s"
-        self._console.say(reason + (then if running else ""))
-        self._loop.call_later(grace, self._kill_everything)
-        self._table.signal(running, signal.SIGTERM)
+        self._console.say(reason + (then if running and not again else ""))
+        self._shutdown.begin(grace, at_once=again)
         if not running:
             self._own_workers_ended()
-
-    def _kill_everything(self) -> None:
-        running = self._table.running
-        if running:
-            ids = messages.ranges([worker.worker_id for worker in running])
-            self._console.say(f"SIGKILL to {'worker' if len(running) == 1 else 'workers'} {ids}")
-        self._table.signal(running, signal.SIGKILL)
-        self._loop.call_later(UNKILLABLE_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
         """A worker that SIGKILL does not end is blocked in the kernel; its record says "killed" all the same."""
@@ -337,63 +362,28 @@ class Supervisor:
 
     def _close(self) -> int:
         """Nothing of the launch is left after this but the store, which ends with the process."""
-        # Before the sweep: that ends the coordinators, too, and the last worker may have told them something just now.
-        verdict = self._verdict() if self._code is None else None
+        verdict = self._conclusion.verdict() if self._code is None else None
+        if self._code is not None:
+            self._control.stopped()
+        self._exporter.end()
         self._control.end_candidates()
         self._table.abandon(self._table.live)
         if left := self._subreaper.kill_all(self._plan.launch_id, self._reaper.spared):
             pids = [process.pid for process in left]
             self._console.say(f"these processes cannot be killed (blocked in the kernel): {pids}")
         self._write_workers()
-        self._folder.finish()
-        code = self._exit_code(verdict)
-        if any(worker.pid is not None for worker in self._table.all):
-            self._say_end(code, verdict)
+        code = self._conclusion.exit_code(self._code, verdict)
+        self._folder.finish(None if code == START_AGAIN else code, self._why or self._conclusion.why(code, verdict))
+        if code != START_AGAIN and any(worker.pid is not None for worker in self._table.all):
+            self._conclusion.tell(code, verdict)
         self._peers.settle()
-        self._flush_output()
+        self._signals.forget()  # a signal from here on gives up the output
+        flush(self._loop, self._console, lambda: self._signals.stop_asked, patient=self._code is None)
         self._folder.flush_logs()
         self._control.close()
         self._reaper.finish()
+        if code == START_AGAIN:
+            self._loop.give_back_signals()  # the next one ends this process: nothing is left of the launch
+            code = self._code or code  # one may have come since
         self._loop.close()
         return code
-
-    def _verdict(self) -> int | None:
-        """How the coordinator says that the run has ended."""
-        verdict = self._control.verdict()
-        finished = any(worker.state is WorkerState.FINISHED for worker in self._table.all)
-        if verdict is not None and not self._control.told and finished:
-            self._console.say(
-                f"the end was not heard from the coordinator ({self._control.reason}); workers of this node have "
-                "finished the run"
-            )
-            return None
-        if self._plan.nnodes > 1:
-            self._control.linger()
-        return verdict
-
-    def _exit_code(self, verdict: int | None) -> int:
-        if self._code is not None:
-            return self._code
-        if verdict is not None:
-            return verdict
-        outcomes = [*self._table.outcomes, *self._peers.outcomes]
-        if self._start_up.under_way and any(worker.outcome.code for worker in self._table.launched):
-            return start_exit_code(outcomes, self._plan.fault_tolerant)
-        code = run_exit_code(outcomes, self._plan.fault_tolerant)
-        if code == 0 and self._peers.any_lost and not self._plan.fault_tolerant:
-            return LAUNCH_FAILED
-        return code
-
-    def _say_end(self, code: int, verdict: int | None) -> None:
-        self._console.say(messages.summary(self._table.all, code))
-        if verdict is not None and code == verdict != 0:
-            self._console.say(f"the run was ended: {self._control.reason}")
-        if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script_args)):
-            self._console.say(f"last checkpoint: {last}")
-
-    def _flush_output(self) -> None:
-        """Wait until our own reader has taken everything, as long as it takes anything; after a stop, not for long."""
-        self._signals.forget()  # a signal from here on gives up the output
-        reader = ReaderWatch(self._loop, self._console, patient=self._code is None)
-        while not (self._console.flushed or reader.given_up or self._signals.stop_asked):
-            self._loop.run_once()

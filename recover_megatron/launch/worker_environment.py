@@ -13,7 +13,7 @@ from recover_megatron.membership.worker import HOST_VARIABLE
 
 
 class WorkerEnvironment:
-    """Made once per launch; ``add`` the control plane's variables before the first worker asks."""
+    """Made once per launch; ``add`` the control plane's variables before a worker asks."""
 
     def __init__(self, plan: LaunchPlan, inherited: Mapping[str, str], say: Callable[[str], None]) -> None:
         """``inherited``: the launcher's own environment; ``say`` tells people which interface was chosen."""

@@ -110,7 +110,10 @@ class WorkerTable:
     def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> int:
         """Start the process of ``worker``, and watch it.  Returns the pid; raises OSError if it cannot be started."""
         log = self._folder.open_log(path) if (path := self._plan.log_file(worker.worker_id)) else None
-        streams, stdout, stderr = self._console.attach(str(worker.worker_id), worker.worker_id, log)
+        newcomer = worker.worker_id >= self._plan.world_size and self._plan.is_megatrons
+        streams, stdout, stderr = self._console.attach(
+            str(worker.worker_id), worker.worker_id, log, newcomer=newcomer and not self._plan.joins
+        )
         try:
             pid = spawn(self._plan.command, environment, stdout, stderr)
         finally:

@@ -1,6 +1,7 @@
 """Everything that knows Megatron: the only package here that imports it.
 
-monkeypatch       how a Megatron function or method is wrapped: checked for its expected signature first
+monkeypatch       how a function of Megatron-Core is wrapped: checked for its expected signature first
+loops             the training loops: Megatron-LM's, Megatron-Bridge's (docs/integrate.md)
 refused           flags of Megatron's that --recover refuses, and why
 patched           what a patched Megatron calls (docs/patches.md): entry.program for the script that trains with it
 entry.versions    which Megatron this is, where it came from, and the errors for one that is not supported

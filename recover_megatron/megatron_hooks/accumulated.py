@@ -41,15 +41,40 @@ class Accumulated:
 
         return _make_backward_post_hook
 
+    def watch(self, fsdp: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Count for a chunk in Megatron-FSDP, whose own hooks of ``parameters`` have been registered before."""
+        for param in parameters:
+            if param.requires_grad and getattr(param, "allreduce", True):
+                self._counts[fsdp] = 0
+                param.register_post_accumulate_grad_hook(lambda _: self._add(fsdp))
+                return
+
+    def _add(self, chunk: Any) -> None:
+        self._counts[chunk] += 1
+
     def counts(self, model: Sequence[Any]) -> list[int | None]:
         """By chunk; None for one without a trainable dense parameter, of which nothing can be counted."""
         return [self._counts.get(chunk) for chunk in model]
 
-    def check(self, model: Sequence[Any], before: Sequence[int | None], microbatches: int) -> None:
-        """Raise Disagreement unless exactly ``microbatches`` were added to every chunk since ``before``."""
-        for number, (old, new) in enumerate(zip(before, self.counts(model), strict=True)):
-            if old is not None and new is not None and new - old != microbatches:
+    def check(self, model: Sequence[Any], before: Sequence[int | None], microbatches: Sequence[int]) -> None:
+        """Raise Disagreement unless exactly so many of its ``microbatches`` were added to each chunk since ``before``.
+
+        By chunk; without those of which Megatron runs no backward pass, see ``has_gradient``.
+        """
+        counts = zip(before, self.counts(model), microbatches, strict=True)
+        for number, (old, new, its) in enumerate(counts):
+            if old is not None and new is not None and new - old != its:
                 raise Disagreement(
-                    f"chunk {number} added the gradients of {new - old} microbatches, not of its {microbatches}: "
+                    f"chunk {number} added the gradients of {new - old} microbatches, not of its {its}: "
                     "stopping before this step is reported as good"
                 )
+
+
+def has_gradient(output: Any) -> bool:
+    """Whether Megatron runs a backward pass from this output of a forward step (``schedules.backward_step``).
+
+    It does not where nothing that is trained took part: a sample of text alone, in a model whose language model is
+    frozen.
+    """
+    first = output[0] if isinstance(output, list) else output
+    return bool(getattr(first, "requires_grad", True))

@@ -2,8 +2,8 @@
 
 How long a replica took per microbatch is summed with the gradients (``Tail``), so every worker of a column knows the
 same numbers when a step is committed.  Columns measure different ones (stages wait for each other differently), so the
-first rank of each model-parallel group, all of which stand in one column, decides for its group.  A new plan begins
-with even quotas again: what one worker may have heard and another not must not part them.
+first rank of each model-parallel group, all of which stand in one column, decides for its group.  What one worker may
+have heard and another not must not part them, so a new plan begins with the paces that its members have told.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from megatron.core import parallel_state
 
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
-from recover_megatron.workload import balance
 
 
 def rebalance(recovery: Recovery, outcome: Outcome, total: int) -> None:
     """Take up quotas for the next step by the paces of the one just committed; every worker of the replica calls it.
 
-    Whoever learnt of the commit from a plan leaves it out, as those do whom the plan found further on.
+    Whoever learnt of the commit from a plan leaves it out, as those do whom the plan found further on; and all leave
+    out a step that fresh replicas began late, who ran little of it.
     """
-    if outcome.by_plan:
+    if outcome.by_plan or recovery.assignment.shares.easing:
         return
     replicas = recovery.assignment.decision.replicas
     current = recovery.assignment.shares.counts(recovery.assignment.decision, total)
     paces = {replica: outcome.speeds[replica] for replica in replicas if replica in outcome.speeds}
-    wanted = current
+    balance = recovery.assignment.shares.balance
     if len(paces) == len(replicas):
-        wanted = balance(current, paces, total, multiple_of=recovery.assignment.shares.granularity)
+        balance.measured(paces)
+    shares = recovery.assignment.shares
+    wanted = balance.counts(current, total, multiple_of=shares.granularity, least=shares.least)
     group = parallel_state.get_model_parallel_group()
     if group.size() > 1:
         counts = torch.tensor([wanted[replica] for replica in replicas], device=torch.cuda.current_device())

@@ -5,7 +5,8 @@ the schedule's end                                          (finalize is held ba
 another pass of the step: what is LOCAL is scaled back, lost microbatches run into it, and it is scaled again
 the step is committed --finish_grad_sync-->  Megatron is told that the sum is there
 
-As in stock Megatron gradients are scaled before the sum: in their own type the sum is rounded, and may overflow.
+As in stock Megatron gradients are scaled before the sum: in their own type the sum is rounded, and may overflow.  An
+average (--ddp-average-in-collective) is such a sum, too, by the number of ranks at launch.
 
 With the distributed optimizer a bucket's parameters have the same number; they are gathered with the update
 (`sharded_optimizer`), so what Megatron calls for that does nothing, or (--overlap-param-gather) waits for what is under
@@ -25,7 +26,7 @@ from recover_megatron.instep.gradients import Column, Gradients
 from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.shards import Shards, ring_order
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.groups import column_of
+from recover_megatron.megatron_hooks.groups import column_of, launched_of
 
 
 class Buckets:
@@ -58,15 +59,20 @@ class Buckets:
         self.parameters: list[tuple[Column, torch.Tensor]] = []
         """With the distributed optimizer: (column, flat tensor), as ``gradients`` has them of the gradients."""
         self._whole: list[Any] = []
+        self._factors: list[float] = []
+        """By which the gradients of each are multiplied before they are summed."""
         for group, whole in pairs:
-            members = column_of(whole if sharded else group.data_parallel_group)
-            column = ring_order(members, grid, self.instances)
+            summed_over = whole if sharded else group.data_parallel_group
+            members = launched_of(summed_over)
+            column = ring_order(column_of(summed_over), grid, self.instances)
             columns[column] = members
             for bucket in group.buckets:
                 self._number.setdefault(id(group), []).append(len(parts))
                 self._number_of_bucket[id(bucket)] = len(parts)
                 parts.append((column, bucket.grad_data))
                 self._whole.append(whole)
+                averaged = getattr(group.ddp_config, "average_in_collective", False)
+                self._factors.append(bucket.gradient_scaling_factor / (len(members) if averaged else 1))
                 if sharded:
                     self.parameters.append((column, bucket.param_data.view(-1)))
         self.overlaps = sharded and bool(model[0].ddp_config.overlap_param_gather)
@@ -117,8 +123,9 @@ class Buckets:
             group.per_param_grad_ready_counts = {}
             if again and id(group) in self._settled:
                 for bucket in group.buckets:
-                    if bucket.gradient_scaling_factor != 1.0:
-                        self.gradients.divide_local(self.number(bucket), bucket.gradient_scaling_factor)
+                    number = self.number(bucket)
+                    if self._factors[number] != 1.0:
+                        self.gradients.divide_local(number, self._factors[number])
         self._settled.clear()
 
     def settle(self) -> None:
@@ -139,8 +146,9 @@ class Buckets:
             group.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
         with torch.no_grad():
             for bucket in group.buckets:  # what is REDUCED in it has been set aside
-                if bucket.gradient_scaling_factor != 1.0:
-                    bucket.grad_data *= bucket.gradient_scaling_factor
+                factor = self._factors[self.number(bucket)]
+                if factor != 1.0:
+                    bucket.grad_data *= factor
 
     def finish(self, group: Any) -> None:
         """The sum of this group is final: tell Megatron that it is there."""

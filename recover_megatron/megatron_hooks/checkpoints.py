@@ -1,7 +1,8 @@
 """Checkpoints while workers come and go: a section each, written again from the start by whoever is left.
 
 save_checkpoint()              a section; one that is saved asynchronously is under way when it returns
-maybe_finalize_async_save()    a section where something is under way; given up where one of its writers is gone
+maybe_finalize_async_save()    a section where something is under way.  All give that up where one of its writers is
+                               gone, or not all have the same of it; then it is saved again if no step was made since
 
 Each run of the section writes into a folder of its own (``instep.attempts``), by way of what Megatron asks for:
 
@@ -14,20 +15,23 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training import async_utils, checkpointing, get_args, training
+from megatron.training import async_utils, get_args
 
 from recover_megatron.instep.attempts import Attempt, clean, discard, publish
 from recover_megatron.instep.errors import CheckpointFailed, InStepError
 from recover_megatron.instep.faults import is_communication, is_full, signature
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.traffic import Mode
-from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.instep.timelines import MOST
+from recover_megatron.integrate import Loop
+from recover_megatron.megatron_hooks import checkpoint_writers, monkeypatch
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.membership.errors import MembershipError
@@ -41,40 +45,68 @@ _WRITERS = (
     "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
 )
 """Modules that keep a queue of what was written."""
+_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+"""What Megatron saves among its arguments and counts in an iteration that is left out, or in an evaluation."""
+_LOST = object()
+"""What is under way was given up, and the state is the one that was saved."""
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A checkpoint whose asynchronous call is not finalized."""
+
+    attempt: Attempt
+    folders: dict[str, str]
+    """Where it is written, and what they are to be."""
+    writers: list[int]
+    """The workers that write it."""
 
 
 class Checkpoints:
-    """The checkpoints of one worker.  ``before``: called before a checkpoint is begun, outside of its section."""
+    """The checkpoints of one worker.  ``before``: called before a checkpoint is begun, outside of its section.
+
+    ``saving``: entered around the section, so once however often it runs.
+    """
 
     def __init__(
         self,
         groups: Groups,
         records: Records,
         before: Callable[[], None],
+        saving: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._before = before
+        self._before, self._saving = before, saving
         self.recovery: Recovery | None = None
         """None as long as the training has not begun: then checkpoints are Megatron's own."""
         self._groups = groups
         self._records = records
-        self._writers: list[int] = []
         self._attempt: Attempt | None = None
         self._folders: dict[str, str] = {}
         """Of the attempt that is being begun: its folders, and what they are to be."""
-        self._under_way: list[tuple[Attempt, dict[str, str]]] = []
-        """Those of the asynchronous calls that are not finalized, oldest first."""
+        self._under_way: list[UnderWay] = []
+        """Oldest first."""
+        self._settled = 0
+        """The last epoch in which all had the same under way."""
+        self._lost = False
+        """Whether the last one that was saved was given up."""
+        self._again: tuple[int, Callable[[], Any]] | None = None
+        """The last iteration that was saved asynchronously, and how to save it again."""
+        self.complete: list[int] = []
+        """Iterations of those that this run has written and that are complete, oldest first."""
+        self.unreadable: set[int] = set()
+        """Iterations of those that this worker could not load."""
         self._told: list[Callable[[], Any]] = []
         """What is to be done when the section is over: a folder is told of to others when it has its name."""
 
-    def install(self) -> None:
-        """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
-        monkeypatch.wrap(training, "save_checkpoint", ("iteration", "model", "optimizer"), self._save)
-        monkeypatch.wrap(training, "maybe_finalize_async_save", ("blocking", "terminate"), self._finalize)
-        monkeypatch.wrap(checkpointing, "get_checkpoint_name", ("checkpoints_path", "iteration", "release"), self._name)
-        monkeypatch.wrap(checkpointing, "get_checkpoint_tracker_filename", ("checkpoints_path",), self._tracker)
-        monkeypatch.wrap(checkpointing, "schedule_async_save", ("async_request",), self._schedule)
-        told = ("checkpoint_path", "tracker_filename", "save_dir", "iteration")
-        monkeypatch.wrap(checkpointing.wandb_utils, "on_save_checkpoint_success", told, self._tell)
+    def install(self, loop: Loop) -> None:
+        """Wrap the seams; raises UserError if the loop's are not the ones we know."""
+        loop.wrap("save", self._save)
+        loop.wrap("finalize_saves", self._finalize)
+        loop.wrap("checkpoint_folder", self._name)
+        loop.wrap("written", self._written)
+        loop.wrap("schedule_save", self._schedule)
+        loop.wrap("saved", self._tell)
+        checkpoint_writers.install()
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -90,12 +122,13 @@ class Checkpoints:
                 recovery.progress.inject("checkpoint")
                 if begun:  # what the last attempt has left here is not to be taken for a part of this one
                     self._abandon(recovery)
+                self._settle(recovery)
                 begun = True
                 self._begin(recovery, iteration)
                 try:
                     # Who writes what changes when workers are lost: it is planned anew each time.
                     anew = monkeypatch.replaced(get_args(), "ckpt_assume_constant_structure", False)
-                    with self._groups.traffic.during(Mode.SECTION), anew:
+                    with self._groups.in_section(), anew:
                         result = original(iteration, *args, **kwargs)
                     if not get_args().async_save:
                         self._publish(recovery, self._folders)
@@ -107,9 +140,14 @@ class Checkpoints:
                     self._attempt = None
 
             self._before()
-            result = recovery.sections.run("checkpoint", run)
-            self._writers = recovery.assignment.decision.workers
-            self._records.saved(iteration)
+            with self._saving():
+                result = recovery.sections.run("checkpoint", run)
+            if get_args().async_save:
+                again = partial(_with_counters, _counters(), partial(save_checkpoint, iteration, *args, **kwargs))
+                self._lost, self._again = False, (iteration, again)
+                recovery.hooks.log("checkpoint begun", begun=iteration)
+            else:
+                self._completed(recovery, iteration)
             self._tell_now()
             return result
 
@@ -118,32 +156,71 @@ class Checkpoints:
     def _finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
             recovery = self.recovery
+            # The same answer on all workers: who ran the last section together has the same under way, and at the
+            # boundary where others come in nothing is.
             if recovery is None or async_utils.is_empty_async_queue():
                 return original(*args, **kwargs)
-            begun = False
+            written: list[int] = []
 
             def run() -> Any:
-                nonlocal begun
+                written.clear()
                 recovery.progress.mark("checkpoint", allow=CHECKPOINT_SECONDS)
-                # Who runs this again may have finalized a call that others have not, and could not do it with them.
-                if begun or recovery.assignment.decision.workers != self._writers:
-                    self._abandon(recovery)
-                begun = True
+                self._settle(recovery)
+                if self._lost and self._again is not None and self._again[0] == recovery.hooks.iteration():
+                    return _LOST
                 try:
-                    with self._groups.traffic.during(Mode.SECTION):
+                    with self._groups.in_section():
                         result = original(*args, **kwargs)
                     while len(self._under_way) > _calls():
-                        self._publish(recovery, self._under_way.pop(0)[1])
+                        finalized = self._under_way.pop(0)
+                        self._publish(recovery, finalized.folders)
+                        written.append(finalized.attempt.iteration)
                     return result
                 except BaseException as error:  # torch's CheckpointException is none of Exception
-                    self._explain(error, "the checkpoint under way")
+                    only = len(self._under_way) == 1
+                    which = f"of iteration {self._under_way[0].attempt.iteration}" if only else "under way"
+                    self._explain(error, f"the checkpoint {which}")
                     raise
 
-            result = recovery.sections.run("asynchronous checkpoint", run)
+            while (result := recovery.sections.run("asynchronous checkpoint", run)) is _LOST:
+                assert self._again is not None
+                self._again[1]()
+            for iteration in written:
+                self._completed(recovery, iteration)
             self._tell_now()
             return result
 
         return maybe_finalize_async_save
+
+    def _settle(self, recovery: Recovery) -> None:
+        """First of all in a section, by all workers: where not all have the same under way, all give it up.
+
+        Within an epoch they have.  With its end, in the middle of a section, some may have finalized what others have
+        not, or given it up to begin again, and others may not have begun; and the part of one that is gone may be
+        incomplete.  Raises ``EpochRevoked``.
+        """
+        mine = recovery.assignment
+        if mine.decision.epoch == self._settled:
+            return
+        same, lost = self._fingerprint(mine.decision.workers), float(self._lost)
+        highest, lowest, lost = mine.epoch_groups.most([same, -same, lost], tuple(sorted(mine.live)))
+        same_for_all = highest == -lowest and highest >= 0
+        self._settled, self._lost = mine.decision.epoch, bool(lost) or not same_for_all
+        if not same_for_all:
+            self._abandon(recovery)
+            # Who begins another one removes the folders of this one: not while others' writers are writing there.
+            mine.epoch_groups.any(False, tuple(sorted(mine.live)))
+
+    def _fingerprint(self, workers: list[int]) -> float:
+        """Of what is under way: the same for all that have the same; 0: nothing is; -1: it cannot be completed."""
+        if len(self._under_way) != _calls() or any(each.writers != workers for each in self._under_way):
+            return -1.0
+        return 1.0 + zlib.crc32(repr([each.attempt for each in self._under_way]).encode()) if self._under_way else 0.0
+
+    def _completed(self, recovery: Recovery, iteration: int) -> None:
+        self._records.saved(recovery, iteration)
+        self.unreadable.discard(iteration)
+        self.complete = [*(other for other in self.complete if other != iteration), iteration][-MOST:]
 
     # ---- attempts
 
@@ -168,26 +245,26 @@ class Checkpoints:
                 self._folders[folder] = final
                 if dist.get_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # disks may be each host's own
                     self._in_touch()
-                    clean(checkpoints_path, attempt, [other for other, _ in self._under_way])
+                    clean(checkpoints_path, attempt, [other.attempt for other in self._under_way])
             return folder + name[len(final) :]
 
         return get_checkpoint_name
 
-    def _tracker(self, original: Callable[..., str]) -> Callable[..., str]:
-        def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+    def _written(self, original: Callable[..., str]) -> Callable[..., str]:
+        def written(path: str, *args: Any, **kwargs: Any) -> str:
             recovery = self.recovery
             complete = self._attempt is not None and dist.get_rank() == 0 and not get_args().async_save
             if complete and recovery is not None:
                 self._publish(recovery, self._folders)
-            return original(checkpoints_path)
+            return original(self._folders.get(path, path), *args, **kwargs)
 
-        return get_checkpoint_tracker_filename
+        return written
 
     def _schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def schedule_async_save(async_request: Any) -> Any:
             attempt, folders, recovery = self._attempt, self._folders, self.recovery
-            if attempt is not None and recovery is not None and (attempt, folders) not in self._under_way:
-                self._under_way.append((attempt, folders))
+            if attempt is not None and recovery is not None and attempt not in (o.attempt for o in self._under_way):
+                self._under_way.append(UnderWay(attempt, folders, recovery.assignment.decision.workers))
                 # Megatron counts the calls, and compares the numbers: a worker that came late, or that an attempt was
                 # over for before it came so far, has counted fewer.
                 _queue().call_idx = 2 * recovery.progress.at
@@ -219,7 +296,7 @@ class Checkpoints:
 
     def _tell(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def on_save_checkpoint_success(checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
-            for folders in (self._folders, *(others for _, others in self._under_way)):
+            for folders in (self._folders, *(each.folders for each in self._under_way)):
                 for folder, final in folders.items():
                     if checkpoint_path.startswith(folder):
                         path = final + checkpoint_path[len(folder) :]
@@ -251,22 +328,38 @@ class Checkpoints:
         ) from error
 
     def _abandon(self, recovery: Recovery) -> None:
-        """Forget checkpoints under way when one of their writers is gone: its part may be incomplete.
-
-        Everybody left does so, also who had finished one already: the tracker file names the checkpoint before.
-        """
-        if number := self.forget():
+        """Give up checkpoints under way.  The tracker file names the one before."""
+        if number := self._forget_calls():
             recovery.hooks.log("checkpoint abandoned", number=number)
 
-    def forget(self) -> int:
+    def forget(self) -> None:
+        """This worker has left the training: know nothing of what was under way, nor of the model that was saved."""
+        self._forget_calls()
+        self._again, self._lost = None, False
+
+    def _forget_calls(self) -> int:
         """Wait for what this worker itself writes, ask nobody, and know nothing of it; how many there were."""
+        calls = _calls()
+        number = max(calls, len(self._under_way))  # fewer calls: what others could not finalize with this worker
         self._under_way.clear()
-        number = _calls()
-        pending = _queue().async_calls if number else None
+        pending = _queue().async_calls if calls else None
         while pending:
-            pending.popleft().async_caller.is_current_async_call_done(True, True)
+            checkpoint_writers.wait(pending.popleft().async_caller)
         _forget_results()
         return number
+
+
+def _counters() -> dict[str, Any]:
+    args = get_args()
+    return {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)}
+
+
+def _with_counters(counters: dict[str, Any], run: Callable[[], Any]) -> Any:
+    """Run it with Megatron's arguments as they were."""
+    with ExitStack() as replaced:
+        for name, value in counters.items():
+            replaced.enter_context(monkeypatch.replaced(get_args(), name, value))
+        return run()
 
 
 def _queue() -> Any:

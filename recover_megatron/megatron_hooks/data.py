@@ -4,26 +4,32 @@
                                          those after it: the loader reads them ahead, in order
     Source.get(j)                        microbatch j of this iteration; one that is not mine is read on the spot
 
-Microbatch j of the iteration that starts at ``consumed`` samples is samples consumed + j*size .. + size-1: the order in
-which stock Megatron deals them (--dataloader-type single).  Samples carry their number with them
-(``TaggedDataset``), so what ``get`` returns is checked, not believed.
+Which samples microbatch j of the iteration is that starts at ``consumed`` samples says ``order``, as stock Megatron
+deals them.  Samples carry their number with them (``TaggedDataset``), so what ``get`` returns is checked, not believed.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from megatron.training import training
+from megatron.training import get_args
 
+from recover_megatron.errors import UserError
 from recover_megatron.instep.errors import Disagreement
+from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks.order import InOrder, InTurn, Order, Shuffled
 
 SAMPLE = "recover_sample"
 """The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""
+
+INFILLING = "megatron.training.datasets.fim_dataset"
 
 Batch = dict[str, Any]
 
@@ -50,8 +56,10 @@ class TaggedDataset(torch.utils.data.Dataset):
 class Source:
     """Microbatches by number.  ``loader``: as Megatron built it over a ``TaggedDataset``; its settings are kept."""
 
-    def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int) -> None:
-        self._size = size
+    def __init__(self, loader: torch.utils.data.DataLoader, size: int, consumed: int, order: Order) -> None:
+        self.size = size
+        """Samples of a microbatch."""
+        self._order = order
         self._dataset = loader.dataset
         self._collate = loader.collate_fn
         self._plan: tuple[tuple[int, ...], int] | None = None
@@ -74,7 +82,7 @@ class Source:
 
     def begin(self, consumed: int, ids: Sequence[int], total: int) -> None:
         """An iteration of ``total`` microbatches starts at ``consumed`` samples, ``ids`` of it are mine."""
-        expected = self._consumed + (0 if self._plan is None else self._plan[1] * self._size)
+        expected = self._consumed + (0 if self._plan is None else self._plan[1] * self.size)
         if self._plan != (tuple(ids), total) or consumed != expected:
             self._ahead, self._cursor = consumed, 0
         self._plan = tuple(ids), total
@@ -84,7 +92,8 @@ class Source:
 
     def get(self, j: int) -> Batch:
         """Microbatch ``j`` of this iteration.  Raises IndexError beyond the end of the dataset."""
-        first = self._consumed + j * self._size
+        first = self._consumed + j * self.size
+        samples = self._order.samples(first)
         while first not in self._here and (first in self._asked or self._coming(first)):
             if self._batches is None:
                 self._batches = iter(self._loader)
@@ -92,20 +101,19 @@ class Source:
             self._here[self._asked.popleft()] = batch
         batch = self._here.pop(first, None)
         if batch is None:
-            samples = range(first, first + self._size)
-            if samples.stop > len(self._dataset):
-                raise IndexError(f"samples {samples} are beyond the end of the dataset")
+            if samples is None:
+                raise IndexError(f"samples {first} to {first + self.size - 1} are beyond the end of the dataset")
             batch = self._collate([self._dataset[sample] for sample in samples])
         read = batch.pop(SAMPLE).tolist()
-        if read != list(range(first, first + self._size)):
-            raise Disagreement(f"microbatch {j} should be samples from {first} on, the loader gave {read}")
+        if read != samples:
+            raise Disagreement(f"microbatch {j} should be samples {samples}, the loader gave {read}")
         return batch
 
     def _coming(self, first: int) -> bool:
         """Whether the reading ahead would ask for this microbatch in this iteration."""
         assert self._plan is not None
         ids = self._plan[0]
-        return self._ahead == self._consumed and first in (self._consumed + j * self._size for j in ids[self._cursor :])
+        return self._ahead == self._consumed and first in (self._consumed + j * self.size for j in ids[self._cursor :])
 
     def _next(self) -> list[int] | None:
         """The samples that the loader should read next; None: the dataset is at its end."""
@@ -113,19 +121,20 @@ class Source:
         ids, total = self._plan
         while True:
             if self._cursor == len(ids):
-                self._ahead, self._cursor = self._ahead + total * self._size, 0
-            first = self._ahead + ids[self._cursor] * self._size
-            if first + self._size > len(self._dataset):
+                self._ahead, self._cursor = self._ahead + total * self.size, 0
+            first = self._ahead + ids[self._cursor] * self.size
+            if (samples := self._order.samples(first)) is None:
                 return None
             self._cursor += 1
             if first not in self._asked and first not in self._here:
                 self._asked.append(first)
-                return list(range(first, first + self._size))
+                return samples
 
     # ---- Megatron wraps a loader in an iterator, and never asks it for anything but its length
 
     def __len__(self) -> int:
-        return len(self._dataset) // self._size
+        """Microbatches; with --full-validation of the rank that has most, so that all of them say the same."""
+        return self._order.rounds if isinstance(self._order, InTurn) else len(self._dataset) // self.size
 
     def __iter__(self) -> Source:
         return self
@@ -178,9 +187,23 @@ def sources_of(iterators: Any) -> Sequence[Source]:
     return [source for source in map(source_of, several) if source is not None]
 
 
-def install() -> None:
-    """Wrap the seam where Megatron builds its loaders."""
-    monkeypatch.wrap(training, "build_pretraining_data_loader", ("dataset", "consumed_samples"), _with_sources)
+def install(loop: Loop) -> None:
+    """Wrap the seams: where the loop builds its loaders, and where a data set draws random numbers."""
+    loop.wrap("loader", _with_sources)
+    loop.wrap("endless", _endless)
+    if importlib.util.find_spec(INFILLING) is not None:
+        dataset = importlib.import_module(INFILLING).GPTFIMDataset
+        monkeypatch.wrap(dataset, "_query_document_sample_shuffle_indices", ("self", "idx"), _by_index)
+
+
+def _by_index(read: Callable[..., Any]) -> Callable[..., Any]:
+    """--fim-data: draw by the number of the sample, not from a generator that goes on from sample to sample."""
+
+    def _query_document_sample_shuffle_indices(self: Any, idx: int) -> Any:
+        self.np_rng.seed([self.config.random_seed % 2**32, int(idx)])
+        return read(self, idx)
+
+    return _query_document_sample_shuffle_indices
 
 
 def _with_sources(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,6 +211,36 @@ def _with_sources(build: Callable[..., Any]) -> Callable[..., Any]:
         if dataset is None:
             return build(dataset, consumed_samples, *args, **kwargs)
         loader = build(TaggedDataset(dataset), consumed_samples, *args, **kwargs)
-        return Source(loader, loader.batch_sampler.micro_batch_size, consumed_samples)
+        sampler = loader.batch_sampler
+        size = sampler.micro_batch_size
+        if type(sampler).__name__ == "MegatronFullValidationSampler":
+            return Source(loader, size, consumed_samples, InTurn(len(dataset), get_args().data_parallel_size))
+        return Source(loader, size, consumed_samples, _order_of(dataset, sampler, consumed_samples))
 
     return build_pretraining_data_loader
+
+
+def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order:
+    args, size = get_args(), sampler.micro_batch_size
+    if type(sampler).__name__ != "MegatronPretrainingRandomSampler":
+        return InOrder(len(dataset), size)
+    if type(dataset).__name__ == "RandomSeedDataset":
+        raise UserError(
+            "--recover cannot be combined with Megatron's RandomSeedDataset: what it draws for a sample depends on "
+            "the epoch that its loader is in, and here a loader reads ahead into the next one"
+        )
+    order = Shuffled(len(dataset), size, args.data_parallel_size, sharded=sampler.data_sharding)
+    if consumed % order.epoch % order.round:
+        raise UserError(
+            f"--dataloader-type cyclic: {consumed} samples have been consumed, which is in the middle of a round of "
+            f"one microbatch of {size} for each of {args.data_parallel_size} data-parallel ranks: "
+            "start with the sizes of the run that wrote the checkpoint"
+        )
+    return order
+
+
+def _endless(original: Callable[..., Any]) -> Callable[..., Any]:
+    def cyclic_iter(iterable: Any) -> Any:
+        return iterable if isinstance(iterable, Source) else original(iterable)
+
+    return cyclic_iter

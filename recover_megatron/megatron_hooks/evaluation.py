@@ -1,7 +1,8 @@
 """Evaluation while workers come and go: a section, whose microbatches are those of a full launch, shared out.
 
-evaluate()                    a section: run again from the start by whoever is left
-  forward_backward_func()     with ``forward_only``: this replica's microbatches of one evaluation step
+evaluate_and_print_results()  with --full-validation: how many steps is asked inside the replica
+  evaluate()                  a section: run again from the start by whoever is left
+    forward_backward_func()   with ``forward_only``: this replica's microbatches of one evaluation step
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.training import get_args, training
+import torch
+from megatron.core import parallel_state
+from megatron.training import get_args
 
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
+from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.data import Microbatches, source_of, sources_of
+from recover_megatron.megatron_hooks.grouped import grouped
 from recover_megatron.megatron_hooks.groups import Groups
 
 
@@ -25,9 +30,22 @@ class Evaluation:
         self._groups = groups
         self.recovery: Recovery | None = None
 
-    def install(self) -> None:
-        """Wrap the seam; raises UserError if this Megatron's is not the one we know."""
-        monkeypatch.wrap(training, "evaluate", ("forward_step_func", "data_iterator", "model"), self._evaluate)
+    def install(self, loop: Loop) -> None:
+        """Wrap the seams; raises UserError if the loop's are not the ones we know."""
+        loop.wrap("evaluate", self._evaluate)
+        loop.wrap("evaluations", self._with_results)
+
+    def _with_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
+            megatron_args = get_args()
+            if self.recovery is None or not getattr(megatron_args, "full_validation", False):
+                return original(*args, **kwargs)
+            megatron_args.eval_iters = _steps(megatron_args)
+            # Megatron would have it from rank 0 of the world, who may be lost before all have it.
+            with monkeypatch.replaced(megatron_args, "full_validation", False):
+                return original(*args, **kwargs)
+
+        return evaluate_and_print_results
 
     def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,14 +73,15 @@ class Evaluation:
         assert self.recovery is not None
         args, mine, progress = get_args(), self.recovery.assignment, self.recovery.progress
         total = call["num_microbatches"] * args.data_parallel_size
-        ids = mine.share(total)[mine.inner_rank]
+        share = mine.share(total)[mine.inner_rank]
+        ids = share or self._borrowed(total)
         chunks = call["data_iterator"] if isinstance(call["data_iterator"], list) else [call["data_iterator"]]
         iterators: list[Any] = []
         for chunk in chunks:
             source = source_of(chunk)
             if source is not None:
                 source.begin(source.position, ids, total)
-                source.position += total * call["micro_batch_size"]
+                source.position += total * source.size
             iterators.append(
                 None if source is None else Microbatches(source, ids, lambda: progress.storage("eval-data"))
             )
@@ -75,4 +94,39 @@ class Evaluation:
 
         given = iterators if isinstance(call["data_iterator"], list) else iterators[0]
         mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(ids)}
-        return schedule(**{**call, **mine_only})
+        with grouped(call["model"], len(ids)):
+            found = schedule(**{**call, **mine_only})
+        return found if share or call.get("collect_non_loss_data") else _counting_nothing(found, args)
+
+    def _borrowed(self, total: int) -> list[int]:
+        """What a replica evaluates that has no share of so few microbatches (the run has grown): some of the others'.
+
+        All sum up the same losses, and only a pass tells which those are.
+        """
+        assert self.recovery is not None
+        mine = self.recovery.assignment
+        lanes, least = mine.shares.granularity, mine.shares.least
+        return list(range(total))[mine.inner_rank : least : lanes]
+
+
+def _counting_nothing(losses: list[Any], args: Any) -> list[Any]:
+    """The losses of microbatches that others count, such that sums over all replicas are without them.
+
+    With --sft Megatron takes the mean of all replicas' means, whatever each has run: there they are one more sample.
+    """
+    if getattr(args, "sft", False):
+        return losses
+    return [{key: torch.zeros_like(value) for key, value in its.items()} for its in losses]
+
+
+def _steps(args: Any) -> Any:
+    """Steps of an evaluation with --full-validation, of one validation set or of each: from the replica's first worker.
+
+    All workers that have data know it from the data's size; other tensor ranks and the stages between have none.
+    """
+    several = bool(getattr(args, "multiple_validation_sets", False))
+    given = args.eval_iters if isinstance(args.eval_iters, list) else [args.eval_iters]
+    steps = torch.tensor([each or 0 for each in given], dtype=torch.long, device="cuda")
+    group, first = parallel_state.get_model_parallel_group(), parallel_state.get_model_parallel_src_rank()
+    torch.distributed.broadcast(steps, first, group=group)
+    return steps.tolist() if several else int(steps[0])

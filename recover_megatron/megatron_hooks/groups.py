@@ -16,14 +16,14 @@ groups in which it is alone until it has a place.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training import get_args, initialize
+from megatron.training import get_args
 
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.peer_store_client import PeerStoreClient
@@ -34,7 +34,9 @@ from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.process_group import EpochGroup, register, register_new, renumber, stands_in
 from recover_megatron.instep.traffic import WORLD, Mode, Traffic
+from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch, writers
+from recover_megatron.megatron_hooks.fsdp import mesh
 from recover_megatron.megatron_hooks.known import is_known
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
 from recover_megatron.megatron_hooks.rank_copies import renew_rank_copies
@@ -46,13 +48,17 @@ RANK_LISTS = tuple(name for name in vars(parallel_state) if name.endswith("_GLOB
 class Groups:
     """The groups of this worker.  ``install`` before Megatron makes any; ``grid`` is known once it has.
 
-    ``slot``: where it stands at launch, or for which it builds its model ``alone``.
+    ``slot``: where it stands at launch, or for which it builds its model ``alone``.  ``ports``: of the rendezvous store
+    and the coordinators, to which this worker may still be connecting while Megatron makes its groups.  ``most``: how
+    many replicas the run may grow to.
     """
 
-    def __init__(self, slot: int, *, alone: bool = False) -> None:
+    def __init__(self, slot: int, ports: Collection[int], *, alone: bool = False, most: int = 0) -> None:
         self.traffic = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known)
         self.alone = alone
-        self.inside = ModelParallelGroups(store_port=int(os.environ["MASTER_PORT"]))
+        self._most = most
+        self._ports = ports
+        self.inside = ModelParallelGroups(ports)
         self.grid: LaunchGrid | None = None
         self.model: Sequence[torch.nn.Module] = ()
         """What is trained, once there is one: parts of it keep global ranks."""
@@ -61,7 +67,7 @@ class Groups:
         self._mates: SwappableGroup | None = None
         self._lists: dict[str, Any] = {}
 
-    def install(self) -> None:
+    def install(self, loop: Loop) -> None:
         """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
         monkeypatch.wrap(
             parallel_state,
@@ -69,16 +75,15 @@ class Groups:
             ("ranks", "timeout", "backend", "pg_options", "use_local_synchronization", "group_desc"),
             self._create_group,
         )
-        monkeypatch.wrap(initialize, "_initialize_distributed", ("get_embedding_ranks",), self._initialize)
+        loop.wrap("initialize", self._initialize)
         # Megatron takes a line with another number of GPUs than `args.world_size` for one of another job, and then
-        # finds no start of its own.  (0.17 has no such function: it writes `args.world_size`.)
-        if (progress_log := sys.modules.get("megatron.training.utils.log_utils")) is not None:
-            monkeypatch.wrap(progress_log, "safe_get_world_size", (), lambda original: lambda: get_args().world_size)
+        # finds no start of its own.
+        loop.wrap("world_size", lambda original: lambda: get_args().world_size)
 
     def again(self, slot: int) -> None:
         """Everything is built once more, for another slot, alone: forget the groups that there are."""
         self.traffic, self.alone = Traffic(slot, Mode.ALONE, is_known), True
-        self.inside = ModelParallelGroups(store_port=int(os.environ["MASTER_PORT"]))
+        self.inside = ModelParallelGroups(self._ports)
         self.grid, self._replica, self.model = None, -1, ()
         self._own, self._mates, self._lists = [], None, {}
 
@@ -97,36 +102,47 @@ class Groups:
                 result = original(*args, **kwargs)
             if not self.alone:
                 default = dist.distributed_c10d._get_default_group()
-                everyone = tuple(range(dist.get_world_size()))
-                outside = EpochGroup(self.traffic, default, everyone, WORLD)
+                outside = self._world(default)
                 if dist.get_backend(default) == "gloo":
                     outside.guard_by(self.inside.guard)
                 register(outside, default)
             # Sample counts and learning rates go by the launch's size, whoever is left.
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
+            if getattr(get_args(), "use_megatron_fsdp", False):
+                mesh.install(self)
             return result
 
         return _initialize_distributed
 
     def _make_default_alone(self, backend: str) -> None:
-        everyone = tuple(range(int(os.environ["WORLD_SIZE"])))
-        register_new(EpochGroup(self.traffic, None, everyone, WORLD), everyone, backend, default=True)
+        everyone = self._world(None)
+        register_new(everyone, everyone.workers, backend, default=True)
+
+    def _world(self, original: Any) -> EpochGroup:
+        world = int(os.environ["WORLD_SIZE"])
+        grid, everyone = self._known_grid(world), tuple(range(world))
+        return EpochGroup(self.traffic, original, everyone, WORLD, grid.column(everyone))
+
+    def _known_grid(self, world: int) -> LaunchGrid:
+        if self.grid is None:
+            self.grid = grid_of(get_args(), world, self._most)
+            self._replica = self.grid.place(self.traffic.slot)[0]
+        return self.grid
 
     def _create_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def create_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if self.grid is None:
-                self.grid = grid_of(get_args(), dist.get_world_size())
-                self._replica = self.grid.place(self.traffic.slot)[0]
+            grid = self._known_grid(dist.get_world_size())
             members = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
             if self.traffic.slot not in members:
                 return dist.GroupMember.NON_GROUP_MEMBER if self.alone else original(ranks, *args, **kwargs)
             label = str(kwargs.get("group_desc", "")).lower()
             options = kwargs.get("pg_options")  # what Megatron found for this group (--nccl-communicator-config-path)
-            inside = len({self.grid.place(slot)[0] for slot in members}) == 1
+            inside = len({grid.place(slot)[0] for slot in members}) == 1
+            places = members if inside else grid.column(members)
             if self.alone:
                 backend = str(kwargs.get("backend") or dist.get_backend())
-                group: Any = EpochGroup(self.traffic, None, members, label)
+                group: Any = EpochGroup(self.traffic, None, members, label, places)
                 if inside:
                     group = self._inside(group, members, label, backend, options)
                 register_new(group, members, backend)
@@ -134,7 +150,7 @@ class Groups:
             group = self.inside.make(lambda: original(ranks, *args, **kwargs)) if inside else None
             if group is None:
                 group = original(ranks, *args, **kwargs)
-                outside: Any = EpochGroup(self.traffic, group, members, label)
+                outside: Any = EpochGroup(self.traffic, group, members, label, places)
             else:
                 outside = self._inside(group, members, label, str(dist.get_backend(group)), options)
             register(outside, group)
@@ -157,6 +173,24 @@ class Groups:
         self._own.append(outside)
         self.inside.keep(outside)
         return outside
+
+    @contextmanager
+    def in_section(self) -> Iterator[None]:
+        """Run what a section runs: collectives inside the replica, too, go over groups of the epoch.
+
+        The epoch's end reaches the workers of a replica one after the other.  Who has heard of it goes to meet the
+        others, and is not to be waited for inside the replica by one who has not.
+        """
+        assert self.grid is not None
+        slots = self.grid.replicas[self._replica]
+        with ExitStack() as stack:
+            stack.enter_context(self.traffic.during(Mode.SECTION))
+            for group in self._own:
+                if len(group.positions) > 1:
+                    members = tuple(slots[position] for position in group.positions)
+                    over_epoch = EpochGroup(self.traffic, None, members, group.own_name)
+                    stack.enter_context(group.carried_by(over_epoch))
+            yield
 
     def regroup(self, mine: Assignment, comm_config: CommunicationConfig) -> None:
         """This worker has a place in a replica with other workers: make the groups inside it anew, among them.
@@ -213,17 +247,23 @@ def _renumbered(value: Any, ranks: dict[int, int]) -> Any:
 
 
 def column_of(group: Any) -> tuple[int, ...]:
+    """The slots of a group of Megatron's, those with them that the run may grow to."""
+    return group.places if isinstance(group, EpochGroup) else launched_of(group)
+
+
+def launched_of(group: Any) -> tuple[int, ...]:
     """The workers, at launch, of a group of Megatron's."""
     return group.workers if isinstance(group, EpochGroup) else tuple(dist.get_process_group_ranks(group))
 
 
-def grid_of(args: Any, world: int) -> LaunchGrid:
-    """The launch grid of a run with these flags."""
-    return launch_grid(
+def grid_of(args: Any, world: int, most: int = 0) -> LaunchGrid:
+    """The launch grid of a run with these flags, with room for ``most`` replicas."""
+    grid = launch_grid(
         world,
         tensor=args.tensor_model_parallel_size,
         context=args.context_parallel_size,
         pipeline=args.pipeline_model_parallel_size,
-        inner_ranks=inner_ranks_of(args),
+        inner_ranks=inner_ranks_of(args, world),
         pipeline_before_data=getattr(args, "use_tp_pp_dp_mapping", False),
     )
+    return grid.with_room_for(most)

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from math import lcm
+from math import prod
 from typing import Any
 
+from recover_megatron.workload.layout import data_parallel_ranks_per_replica
 
-def data_parallel_ranks_per_replica(*, tensor: int, context: int, expert: int, expert_tensor: int) -> int:
-    """How many of Megatron's data-parallel ranks one replica (the fault unit) holds.
 
-    Without experts spread over data-parallel ranks it is 1.  With them a replica is the smallest set of workers closed
-    under both kinds of groups: dense ones take ``tensor * context`` neighbouring workers of a pipeline stage, expert
-    ones ``expert_tensor * expert`` (Megatron's default order, tp-cp-ep-dp-pp), so the closed set is their least common
-    multiple.
+def inner_ranks_of(args: Any, world: int) -> int:
+    """How many data-parallel ranks one replica holds in a run of ``world`` workers with these flags of Megatron's.
 
-    >>> data_parallel_ranks_per_replica(tensor=2, context=1, expert=4, expert_tensor=1)
-    2
+    With Megatron-FSDP a replica is a shard group, an instance of the distributed optimizer to Megatron.
     """
-    dense = tensor * context
-    return lcm(dense, expert * expert_tensor if expert > 1 else dense) // dense
-
-
-def inner_ranks_of(args: Any) -> int:
-    """``data_parallel_ranks_per_replica`` of a run with these flags of Megatron's."""
+    if getattr(args, "use_megatron_fsdp", False):
+        inside = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+        return max(1, world // prod(inside) // (getattr(args, "num_distributed_optimizer_instances", None) or 1))
     return data_parallel_ranks_per_replica(
         tensor=args.tensor_model_parallel_size,
         context=args.context_parallel_size,
         expert=getattr(args, "expert_model_parallel_size", 1) or 1,
         expert_tensor=getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size,
     )
+
+
+def rolls_back(args: Any) -> bool:
+    """Whether the run can go back to a checkpoint in place: one that has all of the state, and in one piece."""
+    if args.no_save_optim or getattr(args, "use_megatron_fsdp", False):
+        return False
+    by_bucket = args.ckpt_format == "torch_dist" and not getattr(args, "dist_ckpt_optim_fully_reshardable", False)
+    return by_bucket or not args.use_distributed_optimizer
+
+
+def spreads_optimizer(args: Any) -> bool:
+    """Whether the optimizer's state is spread over the replicas: with Megatron-FSDP as a rule inside each alone."""
+    if getattr(args, "use_megatron_fsdp", False):
+        return bool(getattr(args, "outer_dp_sharding_strategy", "no_shard") == "optim")
+    return bool(args.use_distributed_optimizer)
+
+
+def optimizer_instances(args: Any) -> int:
+    """In how many places Megatron itself has each shard of the optimizer's state; not with Megatron-FSDP."""
+    if getattr(args, "use_megatron_fsdp", False):
+        return 1
+    return int(getattr(args, "num_distributed_optimizer_instances", None) or 1)

@@ -1,14 +1,15 @@
-"""A seam: one function or method of Megatron that is wrapped, after a check that it is the one we know."""
+"""A function or method of Megatron-Core that is wrapped, after a check that it is the one we know.
+
+Those of a training loop are wrapped by their roles: ``recover_megatron.integrate``.
+"""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from recover_megatron.errors import UserError
+from recover_megatron.integrate import seams
 from recover_megatron.megatron_hooks.entry.versions import SUPPORTED
 
 
@@ -18,21 +19,9 @@ def wrap(
     """Replace ``owner.name`` by ``wrapper(owner.name)`` and return the original.
 
     ``parameters`` are the names that the original's parameters must begin with, in order; later versions may have more.
-    Raises UserError, naming the seam and the supported versions, if it is missing or begins otherwise: a hook on a
-    function that changed its meaning would break the invariant silently.
+    Raises UserError, naming the seam and the supported versions, if it is missing or begins otherwise.
     """
-    where = f"{getattr(owner, '__name__', owner)}.{name}"
-    original = getattr(owner, name, None)
-    if not callable(original):
-        raise UserError(f"--recover: this Megatron has no {where} ({SUPPORTED})")
-    found = tuple(inspect.signature(original).parameters)
-    if found[: len(parameters)] != tuple(parameters):
-        raise UserError(
-            f"--recover: {where} of this Megatron takes ({', '.join(found)}), expected ({', '.join(parameters)}, ...): "
-            f"{SUPPORTED}"
-        )
-    setattr(owner, name, functools.wraps(original)(wrapper(original)))
-    return original
+    return seams.wrap(owner, name, parameters, wrapper, SUPPORTED)
 
 
 @contextmanager

@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.training import training
 
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
-from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 
@@ -34,10 +33,10 @@ class OverParameters:
         self.sharded: ShardedOptimizer | None = None
         """The distributed optimizer, where there is one."""
 
-    def install(self) -> None:
-        """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
-        monkeypatch.wrap(training, "check_param_hashes_across_dp_replicas", ("model", "cross_check"), self._hashes)
-        monkeypatch.wrap(training, "calc_params_l2_norm", ("model", "force_create_fp32_copy"), self._norm)
+    def install(self, loop: Loop) -> None:
+        """Wrap the seams; raises UserError if the loop's are not the ones we know."""
+        loop.wrap("weight_hashes", self._hashes)
+        loop.wrap("parameters_norm", self._norm)
 
     def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
@@ -48,11 +47,11 @@ class OverParameters:
         return check_param_hashes_across_dp_replicas
 
     def _norm(self, original: Callable[..., float]) -> Callable[..., float]:
-        def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> float:
+        def calc_params_l2_norm(model: Any, *args: Any, **kwargs: Any) -> float:
             def run() -> float:
                 parts = {} if self.sharded is None else spoken_for(self.sharded)
                 with main_parameters(parts):
-                    return original(model, force_create_fp32_copy)
+                    return original(model, *args, **kwargs)
 
             return float(self._section("parameters' norm", run))
 
@@ -65,7 +64,7 @@ class OverParameters:
 
         def inside() -> Any:
             recovery.progress.mark(kind, waiting=True)
-            with self._groups.traffic.during(Mode.SECTION):
+            with self._groups.in_section():
                 return run()
 
         return recovery.sections.run(kind, inside)

@@ -32,7 +32,7 @@ from typing import Any
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.errors import UserError, refuse
 from recover_megatron.megatron_hooks.entry import flags
-from recover_megatron.megatron_hooks.entry.program import choose_device, is_in_charge
+from recover_megatron.megatron_hooks.entry.program import choose_device, is_in_charge, validated
 from recover_megatron.megatron_hooks.entry.versions import find_megatron
 
 
@@ -101,7 +101,9 @@ class _Call:
 
         if self._configured:
             return self._kept[0]
-        return arguments.parse_args(self._bound.arguments.get("extra_args_provider"))
+        given = self._bound.arguments
+        parsed = arguments.parse_args(given.get("extra_args_provider"))
+        return validated(parsed, given.get("args_defaults") or {})
 
     def __call__(self) -> None:
         if self._configured and os.environ["RANK"] != self._rank:

@@ -10,6 +10,7 @@ queue, so its successor keeps as much.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from megatron.core import parallel_state
 from megatron.training import get_args, global_vars
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from recover_megatron.instep.decision import Timeline
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
+from recover_megatron.megatron_hooks.skipping import before, to_skip
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
 from recover_megatron.run_log.events import EVENTS_FILE, EventsFile
 from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
@@ -40,6 +43,8 @@ class Records:
         self._file: StepsFile | None = None
         self._events: EventsFile | None = None
         self._checkpoint = ""
+        self._timeline: Timeline = (0, 0)
+        """That of the steps in ``_lines``."""
         self._first = True
         """Whether no step of this run can have been written yet, for all that this worker knows."""
 
@@ -64,6 +69,8 @@ class Records:
             replicas=len(outcome.counted),
             seconds=seconds,
             microbatches=outcome.counted,
+            skipped=before(args.curr_iteration + 1, args.iteration, to_skip()),
+            time=round(time.time(), 3),
         )
         self._keep(step)
         if self._writes(recovery):
@@ -76,12 +83,24 @@ class Records:
 
     def planned(self, recovery: Recovery) -> None:
         """A new epoch: whoever has become the writer adds what the lost one left out; no further step may come."""
+        self._follow(recovery.assignment.decision.timeline)
         if not (self._candidate(recovery) and self._writes(recovery)):
             if self._file is not None:
                 self._file.give_up()
             self._file = None  # somebody else writes on; should it be this worker's turn again, it looks how far
         elif self._lines:
             self._write(recovery)
+
+    def _follow(self, timeline: Timeline) -> None:
+        """If the run has gone back: forget the steps that are run again."""
+        if timeline == self._timeline:
+            return
+        self._timeline = timeline
+        self._lines = deque((iteration, line) for iteration, line in self._lines if iteration <= timeline[1])
+        self._kept = sum(len(line) for _, line in self._lines)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
         """Add an event, if this worker is the writer."""
@@ -96,11 +115,11 @@ class Records:
             self._events = EventsFile(self._folder / EVENTS_FILE)
         self._events.append(event, worker=recovery.assignment.me, iteration=get_args().curr_iteration + 1, **fields)
 
-    def saved(self, iteration: int) -> None:
-        """A checkpoint of ``iteration`` is complete (one saved asynchronously: is being written)."""
+    def saved(self, recovery: Recovery, iteration: int) -> None:
+        """A checkpoint of ``iteration`` is complete."""
         args = get_args()
-        state = " (written asynchronously: see its tracker file)" if args.async_save else ""
-        self._checkpoint = f"iteration {iteration} in {args.save}{state}"
+        self.log(recovery, "checkpoint", saved=iteration, folder=str(args.save), asynchronous=bool(args.async_save))
+        self._checkpoint = f"iteration {iteration} in {args.save}"
 
     def last_checkpoint(self) -> str:
         """In words, for messages."""
@@ -148,7 +167,10 @@ class Records:
         if self._file is None:
             path = self._folder / STEPS_FILE
             may_write = partial(_still_in, recovery)
-            if self._first:
+            epoch, went_back_to = self._timeline
+            if epoch:
+                self._file = StepsFile(path, went_back_to + 1, may_write, epoch)
+            elif self._first:
                 self._file = StepsFile(path, self._lines[-1][0], may_write)
             else:
                 self._file = StepsFile.taken_over(path, may_write)

@@ -5,29 +5,35 @@
       wait             as a spare, with the state that it has to offer
       take_place       in the replica that a plan has put together: groups, state, ranks
     build_elsewhere  where a model for another position is wanted: Megatron is forgotten, pretrain() is called once
-                     more, alone, and comes to ``come_back``
+                     more, alone (`detached_build`), and comes to ``come_back``
 
-What the others do meanwhile: they meet at the boundary before a step (`places`), and begin that step with this worker.
+Meanwhile the others train. They meet this worker at the boundary before a step (`between_steps`), give it its state
+while they compute that step (`state_exchange`), and need it from there on.
 The parts of ``leave``, ``wait`` and ``take_place`` that have no Megatron in them are `instep.orphan`.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import traceback
 from collections.abc import Sequence
 
+import torch
+from megatron.core import tensor_parallel
+from torch.distributed import distributed_c10d as c10d
+
 from recover_megatron.instep.blame import Blame
-from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.decision import HELD, Decision
 from recover_megatron.instep.device import check_device
 from recover_megatron.instep.errors import Orphaned
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
+from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import detached_build
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
@@ -39,7 +45,7 @@ log = get_logger(__name__)
 
 
 class Rejoin:
-    """The way of one worker, with the model that it has.  Called by its main thread."""
+    """Takes one worker out of the training and back, with the model that it has.  Called by its main thread."""
 
     def __init__(
         self,
@@ -65,7 +71,7 @@ class Rejoin:
         self._rings = rings
 
     def leave(self, error: BaseException) -> None:
-        """Out of the training, which ``error`` has ended: see to it that all others know, and forget what was begun."""
+        """Leave the training, which ``error`` has ended: have all others told, and forget what was begun."""
         recovery = self._recovery
         if not isinstance(error, Orphaned):
             recovery.orphan.replica_failed(error)
@@ -82,7 +88,7 @@ class Rejoin:
         self._checkpoints.forget()
 
     def come_back(self) -> None:
-        """Wait as a spare until there is a place, and take it: train() can be entered.
+        """Wait as a spare until there is a place, and take it; afterwards train() can be entered.
 
         Raises ``OtherPosition`` and ``RunOver``, and ``Disagreement`` for a state that cannot be right.
         """
@@ -96,7 +102,7 @@ class Rejoin:
                 self._recovery.orphan.leave(f"it could not take its place: {error}")
 
     def _wait(self) -> Decision:
-        """The plan that has a place for this worker.  Raises a CUDA error of a device that it could not train with."""
+        """Wait for the plan that has a place for this worker.  Raises a CUDA error where its device is broken."""
         state = self._state
         check_device(self._recovery.comm_config.device)
         self._groups.inside.left()
@@ -109,14 +115,20 @@ class Rejoin:
         if state.version is None:
             state.make_room()
         digest = "" if state.version is None else state.digest()
-        return self._recovery.orphan.wait(version=state.version, digest=digest)
+        mine = self._recovery.assignment
+        log.info(f"worker {mine.me} is ready for position {mine.position}")
+        hooks = self._recovery.hooks
+        newest = {"iteration": hooks.iteration(), "state_of": state.timeline, "last_step": state.last_step}
+        return self._recovery.orphan.wait(version=state.version, digest=digest, **newest)
 
     def _take_place(self, decision: Decision) -> None:
         """Take the place that ``decision`` has for this spare.
 
-        Raises what is in ``INTERRUPTED``: it is a spare again then, with the state that it had.
+        Raises what is in ``INTERRUPTED`` if this epoch ends first: this worker is then a spare with the state it had.
         """
-        recovery, started = self._recovery, time.perf_counter()
+        recovery, started, back_to = self._recovery, time.perf_counter(), decision.rollback
+        if back_to is not None and back_to.source == HELD:
+            self._state.timeline = decision.timeline[0]  # also if this plan is over before it has its place
         mine, progress, first = recovery.assignment, recovery.progress, first_iteration(decision)
         recovery.orphan.come_back(decision)
         progress.mark("regroup", waiting=True)
@@ -126,7 +138,11 @@ class Rejoin:
         self._groups.regroup(mine, recovery.comm_config)
         progress.inject("regroup", first)
         grouped = time.perf_counter()
-        size = self._places.fetch_state(decision)
+        size = 0
+        if back_to is not None and back_to.source != HELD:
+            self._state.go_back(back_to.iteration)  # loaded with the others, when all are here (`rollback`)
+        else:
+            size = self._places.fetch_state(decision)
         progress.inject("regroup", first)
         self._step_guard.reset()
         recovery.hooks.planned(decision)
@@ -139,16 +155,29 @@ class Rejoin:
         )
 
 
-def build_elsewhere(recovery: Recovery, groups: Groups, position: int, *, built: bool) -> None:
-    """See to it that the next pretrain() builds the model of ``position``, alone.
+def build_elsewhere(recovery: Recovery, groups: Groups, loop: Loop, position: int, *, built: bool) -> None:
+    """Prepare this process for another pretrain(), which builds the model of ``position`` without talking to anybody.
 
-    ``built``: whether there is a model, which nobody holds any more but Megatron.
+    ``built``: whether Megatron still holds a model from before, which is dropped.
     """
     mine = recovery.assignment
     slot = mine.grid.replicas[0][position]
     log.info(f"worker {mine.me} builds the model of position {position}")
     if built:
-        detached_build.forget_megatron()
+        _forget_megatron(loop)
     os.environ["RANK"] = str(slot)
     mine.position = position
     groups.again(slot)
+
+
+def _forget_megatron(loop: Loop) -> None:
+    """Drop Megatron's globals and torch's groups; the model goes with whoever held it."""
+    loop.services.forget()
+    tensor_parallel.random.initialize_rng_tracker(force_reset=True)
+    world = c10d._world
+    for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+        known.clear()
+    world.tags_to_pg.clear()
+    c10d._update_default_pg(None)
+    gc.collect()
+    torch.cuda.empty_cache()

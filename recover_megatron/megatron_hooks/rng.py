@@ -50,7 +50,11 @@ class MicrobatchSeeds:
         )
         for number, name in enumerate(sorted(states)):
             own = (0,) if name in SAME_ON_TENSOR_RANKS else ranks
-            self._scratch.manual_seed(mix(base, number + 1, *own))
+            seed = mix(base, number + 1, *own)
+            if isinstance(states[name], torch.Generator):  # Transformer Engine's, for CUDA graphs: they keep it
+                states[name].manual_seed(seed)
+                continue
+            self._scratch.manual_seed(seed)
             states[name] = self._scratch.get_state()
         tracker.set_states(states)
 

@@ -14,34 +14,33 @@ and the parts change hands by `sharded_optimizer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.utils import get_model_config
-from megatron.training import get_args, get_timers, training
+from megatron.training import get_args, get_timers
 
 from recover_megatron.collectives.digest import digest
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.state_receiver import Place
 from recover_megatron.instep.transfer import Path, at, flatten, new_memory
-from recover_megatron.megatron_hooks.data import source_of
+from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
+from recover_megatron.megatron_hooks.layout import rolls_back
+from recover_megatron.megatron_hooks.loop_counters import LoopCounters
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer, groups_with_parameters
+from recover_megatron.megatron_hooks.routers import biases
+from recover_megatron.megatron_hooks.skipping import after, to_skip
 from recover_megatron.megatron_hooks.totals import LogTotals
-
-COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test")
-"""Megatron's arguments that say what the run has consumed, and what it will do at its end."""
-LAUNCH = ("iteration", "consumed_train_samples", "num_floating_point_operations_so_far")
-"""Megatron's arguments that say where the run began, which is what its loop begins from."""
 
 
 class TrainingState:
     """One worker's part of the training's state.  ``validation``: Megatron's iterators, as train() gets them.
 
-    ``blank``: the model was built alone; its parameters are those of no iteration.
+    ``operations(samples)``: in floating point, of so many.  ``blank``: the model was built alone; its parameters are
+    those of no iteration.
     """
 
     def __init__(
@@ -50,72 +49,66 @@ class TrainingState:
         optimizer: Any,
         scheduler: Any,
         validation: Any,
+        operations: Callable[[int], float],
         *,
         blank: bool = False,
         sharded: ShardedOptimizer | None = None,
     ) -> None:
         self._sharded = sharded
+        self._loop = LoopCounters(scheduler, validation, operations)
         self._model = model
         self._optimizer = optimizer
         self._optimizers = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-        self._scheduler = scheduler
-        several = validation if isinstance(validation, list) else [validation]
-        self._validation = [source for source in map(source_of, several) if source is not None]
         args = get_args()
-        self._launch = {name: getattr(args, name) for name in LAUNCH}
-        """Those of the whole run, also where this worker joined it later."""
         self.version: int | None = None if blank else args.iteration
         """Iterations that the parameters have seen; None: they are of no use."""
-        self.counters = self._counters()
+        all_of_it = not blank and args.load is not None and not (args.finetune or args.no_load_optim)
+        self.loaded_at_launch = int(args.iteration) if all_of_it else 0
+        """The iteration of the checkpoint with which the run began; 0: none, a part of one, or before this worker."""
+        self.rolls_back = rolls_back(args)
+        """Whether a checkpoint of this run has all of it."""
+        self.timeline = 0
+        """The epoch of the timeline that this state is of (``instep.decision.Timeline``)."""
+        self.last_step = (0, 0)
+        """The iteration of the last step that was begun from this state, and which decision it is; (0, 0): none was."""
+        self.counters = self._loop.read(self.version)
         """The counters when the last iteration began."""
         self.totals = LogTotals()
         self._scalers: list[Any] = []
         """What the loss scales were then."""
+        self._biases: list[torch.Tensor] = []
+        """What the biases of the routers were then."""
         self._skipped = False
         """Whether the step after which the version counts was skipped, for the sake of its loss scale."""
 
     @property
     def first(self) -> int:
         """The iteration with which the run began, whenever this worker came into it."""
-        return int(self._launch["iteration"]) + 1
+        return self._loop.first
 
     # ---- between iterations
 
     def begin(self) -> None:
         """An iteration begins: remember the counters that go with the parameters as they are."""
-        args = get_args()
-        self.version = args.curr_iteration
-        # train() was entered with other ones, if it was not at launch; checkpoints hold them.
-        args.iteration = self._launch["iteration"]
-        args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
-        self.counters = self._counters()
-        self._scalers = [_scaler(one) for one in self._optimizers]
+        self.version = get_args().curr_iteration
+        self._loop.show_launch()
+        self.counters = self._loop.read(self.version)
+        self._remember()
 
     def stepped(self, updated: bool) -> None:
         """The optimizer has made the step of the iteration under way; ``updated``: not skipped it."""
-        self.version = get_args().curr_iteration + 1
+        self.version = after(get_args().curr_iteration + 1, to_skip())
         self._skipped = not updated
-
-    def _counters(self) -> dict[str, Any]:
-        args = get_args()
-        return {
-            "version": self.version,
-            "args": {name: getattr(args, name, 0) for name in COUNTERS},
-            "launch": self._launch,
-            "scheduler": self._scheduler.num_steps,
-            "validation": [source.position for source in self._validation],
-            "batch": get_current_global_batch_size(),
-        }
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that a column has in common, in one order."""
         for chunk in self._model:
-            yield from (parameter.data for parameter in chunk.parameters())
+            yield from weights(chunk)
         for one in self._optimizers if self._sharded is None else ():
             for parameter in _parameters(one):
-                yield parameter.data
+                yield local(parameter.data)
                 own = one.optimizer.state.get(parameter, {})
-                yield from (own[name] for name in sorted(own) if isinstance(own[name], torch.Tensor))
+                yield from (local(own[name]) for name in sorted(own) if isinstance(own[name], torch.Tensor))
 
     def digest(self) -> str:
         return f"{digest(self.tensors()) % (1 << 64):016x}"
@@ -128,17 +121,17 @@ class TrainingState:
                 # Copies: a forward pass may count something in them while they are sent.
                 "buffers": [[buffer.clone() for buffer in chunk.module.buffers()] for chunk in self._model],
                 "optimizers": [
-                    {"groups": _plain(self._groups(one)), "scaler": _scaler(one)} for one in self._optimizers
+                    {"groups": plain_groups(self._groups(one)), "scaler": _scaler(one)} for one in self._optimizers
                 ],
                 "shards": None if self._sharded is None else self._sharded.shards.to_json(),
-                "counters": self._counters(),
+                "counters": self._loop.read(self.version),
                 "log": self.totals.tree(),
             },
         }
 
     def _column(self) -> dict[str, Any]:
         """What all workers of a column have equal between two iterations."""
-        parameters = [[parameter.data for parameter in chunk.parameters()] for chunk in self._model]
+        parameters = [weights(chunk) for chunk in self._model]
         model = {parameter.data_ptr() for its in parameters for parameter in its}
         whole = self._optimizers if self._sharded is None else []
         return {"parameters": parameters, "optimizers": [_optimizer_tree(one, model) for one in whole]}
@@ -192,58 +185,75 @@ class TrainingState:
         """Become what ``tree`` says.  Raises Disagreement if it is of another model."""
         column, own = tree["column"], tree["own"]
         for chunk, parameters, buffers in zip(self._model, column["parameters"], own["buffers"], strict=True):
-            _copy([parameter.data for parameter in chunk.parameters()], parameters)
+            _copy(weights(chunk), parameters)
             _copy(list(chunk.module.buffers()), buffers)
         for one, its in zip(self._optimizers, own["optimizers"], strict=True):
-            _load_groups(self._groups(one), its["groups"])
+            load_groups(self._groups(one), its["groups"])
             _load_scaler(one, its["scaler"])
         if self._sharded is None:
-            model = {parameter.data_ptr() for chunk in self._model for parameter in chunk.parameters()}
+            model = {weight.data_ptr() for chunk in self._model for weight in weights(chunk)}
             for one, its in zip(self._optimizers, column["optimizers"], strict=True):
                 _load_optimizer(one, its, model)
         elif not self._sharded.shards.known:
             self._sharded.shards.from_json(own["shards"])
-        self.restore(own["counters"])
+        self._restore(own["counters"])
         self.totals.load(own["log"])
 
     def resume(self) -> None:
         """Begin from the state that this worker has: after the iteration under way, or before it if it made no step."""
         assert self.version is not None
-        done = self.version - self.counters["version"]
+        done = int(self.version > self.counters["version"])
         if not done:  # Megatron changes a loss scale before it clips, where a step may have ended
             for one, scaler in zip(self._optimizers, self._scalers, strict=True):
                 _load_scaler(one, scaler)
-        self.restore(self.counters, iterations=done)
+            _copy(biases(self._model), self._biases)  # they are moved before that, too
+        self._restore(self.counters, iterations=done)
 
-    def restore(self, counters: dict[str, Any], *, iterations: int = 0) -> None:
+    def _restore(self, counters: dict[str, Any], *, iterations: int = 0) -> None:
         """Set Megatron's counters to those of ``counters``, ``iterations`` later (0 or 1): the loop begins there."""
-        args = get_args()
-        for name, value in counters["args"].items():
-            setattr(args, name, value)
-        self._scheduler.num_steps = counters["scheduler"]
-        self._scheduler.step(increment=0)
-        for source, position in zip(self._validation, counters["validation"], strict=True):
-            source.position = position
-        for _ in range(iterations):
-            args.consumed_train_samples += counters["batch"]
-            if not self._skipped:
-                self._scheduler.step(increment=counters["batch"])
-        self.version = args.iteration = args.curr_iteration = counters["version"] + iterations
-        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-        # What train() counts by itself from here on; exact unless the batch size is ramped up.
-        self._launch = counters["launch"]
-        samples = args.consumed_train_samples - self._launch["consumed_train_samples"]
-        args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
-        if samples > 0:
-            args.num_floating_point_operations_so_far += training.num_floating_point_operations(args, samples)
-        self.counters = self._counters()
+        self.version = self._loop.restore(counters, iterations=iterations, skipped=self._skipped)
+        self.last_step = 0, 0
+        self.counters = self._loop.read(self.version)
+        self._remember()
+
+    # ---- back to a checkpoint
+
+    def go_back(self, iteration: int) -> None:
+        """The run goes back to after ``iteration``: this worker has no state until it has loaded that one.
+
+        Megatron's counters are those of a worker that has not begun, as its load functions want them.
+        """
+        self.version = None
+        self.last_step = 0, 0
+        self._loop.go_back(iteration)
+
+    def loaded(self, iteration: int, operations: int, timeline: int) -> None:
+        """Megatron has loaded a checkpoint of ``iteration``: as at a start from it, whoever was there before.
+
+        ``operations``: in floating point, as the checkpoint has counted them.  What the log had added up is not in a
+        checkpoint: its next row is that of the iterations from here on.
+        """
+        self.version = iteration
+        self._loop.loaded(iteration, operations)
+        self._skipped = False
+        self.timeline = timeline
+        self.totals.load({"totals": {}, "seconds": 0.0, "cumulative": {}})
+        self.counters = self._loop.read(self.version)
+        self._remember()
+
+    def _remember(self) -> None:
+        """What changes before the optimizer makes its step."""
         self._scalers = [_scaler(one) for one in self._optimizers]
+        self._biases = [bias.clone() for bias in biases(self._model)]
 
     def tidy(self) -> None:
         """What an exception in the middle of the training left: train() is to be entered again."""
         config = get_model_config(self._model[0])
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
         for chunk in self._model:
+            if is_fsdp(chunk):
+                tidy(chunk)
+                continue
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
                 group.is_last_microbatch = True
             # train() takes them away for its first iteration, an evaluation and a checkpoint for as long as they last.
@@ -270,28 +280,36 @@ def _parameters(one: Any) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _plain(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    plain = (bool, int, float, str, type(None))
-    return [
-        {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)} for group in groups
-    ]
+def plain_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What of an optimizer's groups is sent: their plain values."""
+    return [{key: value for key, value in group.items() if _is_plain(key, value)} for group in groups]
 
 
-def _load_groups(own: Sequence[dict[str, Any]], its: Sequence[dict[str, Any]]) -> None:
+def load_groups(own: Sequence[dict[str, Any]], its: Sequence[dict[str, Any]]) -> None:
+    """Become what ``plain_groups`` gave; what there was not then, a count of steps before the first one, is gone."""
     for group, values in zip(own, its, strict=True):
+        for key in [key for key, value in group.items() if _is_plain(key, value) and key not in values]:
+            del group[key]
         group.update(values)
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    return key != "params" and isinstance(value, (bool, int, float, str, type(None)))
 
 
 def _masters(one: Any, model: set[int]) -> list[torch.Tensor]:
     """What the inner optimizer updates and is not the model's own memory, which begins at ``model``."""
-    return [parameter.data for parameter in _parameters(one) if parameter.data_ptr() not in model]
+    every = (local(parameter.data) for parameter in _parameters(one))
+    return [master for master in every if master.data_ptr() not in model]
 
 
 def _optimizer_tree(one: Any, model: set[int]) -> dict[str, Any]:
     state = one.optimizer.state
     return {
         "masters": _masters(one, model),
-        "state": [dict(state.get(parameter, {}).items()) for parameter in _parameters(one)],
+        "state": [
+            {name: local(value) for name, value in state.get(parameter, {}).items()} for parameter in _parameters(one)
+        ],
     }
 
 
@@ -312,10 +330,10 @@ def _load_optimizer(one: Any, its: dict[str, Any], model: set[int]) -> None:
         for key in [key for key in own if key not in values]:
             del own[key]
         for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and key not in own:
+                own[key] = torch.zeros_like(parameter.data, dtype=value.dtype)
             if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
-                _copy([own[key]], [value])
-            elif isinstance(value, torch.Tensor) and value.dim() > 0:
-                own[key] = value.to(parameter.device)
+                _copy([local(own[key])], [value])
             else:
                 own[key] = value
 

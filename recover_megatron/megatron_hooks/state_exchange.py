@@ -86,7 +86,7 @@ class StateExchange:
         version = self._state.version
         if version is None or version != decision.version:
             raise Disagreement(f"a state of iteration {version} came, not of {decision.version}")
-        self._served = decision.epoch
+        self._served, self._state.timeline = decision.epoch, decision.timeline[0]
         return size
 
     def _feed_mirrors(self, decision: Decision) -> None:
@@ -119,6 +119,7 @@ class StateExchange:
                 holder = slots[decision.mirrors[me]]
                 tree, _ = epoch_groups.fetch(f"mirror/{me}", [holder], shared_tensors, place=room)
                 self._state.load(tree)
+                self._state.timeline = decision.timeline[0]
         version = self._state.version
         return {"version": version, "digest": "" if version is None else self._state.digest()}
 

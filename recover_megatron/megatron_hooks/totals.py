@@ -49,6 +49,8 @@ class LogTotals:
     def load(self, tree: dict[str, Any]) -> None:
         """Become what ``tree`` says, from the next iteration of train() on."""
         self._totals, self._seconds = _on_device(tree["totals"]), tree["seconds"] - _seconds()
+        for name in CUMULATIVE:  # those of a state before the first count are none
+            MTPLossLoggingHelper.tracker.pop(name, None)
         MTPLossLoggingHelper.tracker.update(_on_device(tree["cumulative"]))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 
-from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.integrate import Loop
 
 EXPERT_TRACKER = "megatron.core.transformer.moe.moe_logging"
 HAS_EXPERT_TRACKER = importlib.util.find_spec(EXPERT_TRACKER) is not None
@@ -52,10 +53,11 @@ class _Sums:
 
 
 class Trackers:
-    """Numbers of the log.  ``args``: Megatron's; ``ranks``: how many workers of the launch the tail sums over."""
+    """Numbers of the log.  ``args``: Megatron's; ``tail``: the slots that the tail sums over, those with them that the
+    run may grow to."""
 
-    def __init__(self, args: Any, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, args: Any, tail: Sequence[int], grid: LaunchGrid) -> None:
+        self._ranks = sum(slot < grid.world for slot in tail)
         self._experts = _names_of_experts(args)
         self._layers = args.num_layers + (getattr(args, "mtp_num_layers", None) or 0)
         experts = [_Sums(self._layers, _expert_sums(name)) for name in self._experts]
@@ -152,10 +154,9 @@ class TrackerSeam:
     def __init__(self) -> None:
         self.active = False
 
-    def install(self) -> None:
-        """Wrap the seam, where this Megatron has it (0.18 on)."""
-        if hasattr(training, "consume_seqlen_stats_in_iteration"):
-            monkeypatch.wrap(training, "consume_seqlen_stats_in_iteration", (), self._not_added)
+    def install(self, loop: Loop) -> None:
+        """Wrap the seam, where this loop has it."""
+        loop.wrap("sequence_lengths", self._not_added)
 
     def _not_added(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def consume_seqlen_stats_in_iteration() -> Any:

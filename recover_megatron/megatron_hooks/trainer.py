@@ -2,7 +2,8 @@
 
     compute(ids)   the schedule that Megatron chose, with our microbatches, their number, and their random numbers; its
                    last act, finalize_model_grads, is held back (what it was called with is kept)
-    extras()       [tokens | trackers | per logged loss: sum, count] of all passes of this step
+    extras()       [tokens | routers | trackers | attention's logits | per logged loss: sum, count], of all passes of
+                   this step
     finish(...)    the step is committed: finalize_model_grads, once, with the token count of the whole batch
 
 Losses are divided by the launch's number of microbatches however many this replica runs: the schedules ask
@@ -22,10 +23,14 @@ from megatron.core.utils import get_model_config
 from recover_megatron.instep.gradients import Gradients
 from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.accumulated import Accumulated
+from recover_megatron.megatron_hooks.accumulated import Accumulated, has_gradient
+from recover_megatron.megatron_hooks.attention_logits import AttentionLogits
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.data import Microbatches, source_of
+from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
+from recover_megatron.megatron_hooks.grouped import grouped
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
+from recover_megatron.megatron_hooks.routers import RouterSums
 from recover_megatron.megatron_hooks.trackers import Trackers
 
 
@@ -62,11 +67,13 @@ class MegatronTrainer:
         self,
         schedule: Callable[..., Any],
         call: dict[str, Any],
-        buckets: Buckets,
+        buckets: Buckets | FsdpBuckets,
         progress: ProgressReports,
         seeds: MicrobatchSeeds,
         accumulated: Accumulated,
+        routers: RouterSums,
         trackers: Trackers,
+        logits: AttentionLogits,
         iteration: int,
     ) -> None:
         self._schedule = schedule
@@ -76,7 +83,9 @@ class MegatronTrainer:
         self._progress = progress
         self._seeds = seeds
         self._accumulated = accumulated
+        self._routers = routers
         self._trackers = trackers
+        self._logits = logits
         self._iteration = iteration
         self._losses: list[dict[str, torch.Tensor]] = []
         self._tokens = 0
@@ -90,16 +99,18 @@ class MegatronTrainer:
         """See ``instep.step.Trainer``."""
         self._buckets.new_pass(again=again)
         before = self._accumulated.counts(self._model)
-        with self._finalize_held():
+        backward = [0 for _ in self._model]
+        with self._finalize_held(), grouped(self._call["model"], len(ids)):
             losses = self._schedule(
                 **{
                     **self._call,
-                    "forward_step_func": self._forward_step(ids),
+                    "forward_step_func": self._forward_step(ids, backward),
                     "data_iterator": self._iterators(ids),
                     "num_microbatches": len(ids),
                 }
             )
-        self._accumulated.check(self._model, before, len(ids))
+        self._accumulated.check(self._model, before, backward)
+        self._logits.ran(ids)
         self._losses += losses or []
         # The step needs the losses next, so it would wait for the device there.  Waited for here, that counts as
         # computing: to whoever looks for a hang, and in the seconds of a microbatch, by which shares are balanced.
@@ -111,7 +122,9 @@ class MegatronTrainer:
         self._buckets.settle()
 
     def extras(self) -> torch.Tensor:
-        """[tokens | trackers | for each logged loss: its sum, its count]; losses exist on the last stage alone."""
+        """[tokens | routers | trackers | attention's logits | for each logged loss: its sum, its count]; the last stage
+        has losses.
+        """
         numbers = [float(self._tokens)]
         for key in self._losses[0] if self._losses else ():
             values = torch.stack([loss[key].detach().double().view(-1) for loss in self._losses])
@@ -120,9 +133,8 @@ class MegatronTrainer:
             numbers += sums if len(sums) == 2 else [sums[0], float(len(values))]
         tokens, losses = numbers[:1], numbers[1:]
         double = torch.float64
-        return torch.cat(
-            [torch.tensor(tokens, dtype=double), self._trackers.read(), torch.tensor(losses, dtype=double)]
-        )
+        counted = [self._routers.read(), self._trackers.read(), self._logits.read()]
+        return torch.cat([torch.tensor(tokens, dtype=double), *counted, torch.tensor(losses, dtype=double)])
 
     def finish(self, extras: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """Let Megatron finish the gradients; returns the losses of the whole batch as one microbatch's.
@@ -133,13 +145,17 @@ class MegatronTrainer:
         call = dict(self._finalize_call)
         if call.get("num_tokens") is not None:
             call["num_tokens"] = torch.full_like(call["num_tokens"], round(float(extras[0])))
+        at = 1 + self._routers.size
+        self._routers.write(extras[1:at])
         self._buckets.committed = True
         try:
             config.finalize_model_grads_func(**call)
         finally:
             self._buckets.committed = False
-        at = 1 + self._trackers.size
-        self._trackers.write(extras[1:at])
+        self._trackers.write(extras[at : at + self._trackers.size])
+        at += self._trackers.size
+        self._logits.write(extras[at : at + self._logits.size])
+        at += self._logits.size
         if not self._losses:
             return []
         whole = {}
@@ -163,8 +179,11 @@ class MegatronTrainer:
 
         return [iterator(one) for one in given] if isinstance(given, list) else iterator(given)
 
-    def _forward_step(self, ids: Sequence[int]) -> Callable[..., Any]:
-        """The user's forward step; the k-th call on a chunk is microbatch ``ids[k]``."""
+    def _forward_step(self, ids: Sequence[int], backward: list[int]) -> Callable[..., Any]:
+        """The user's forward step; the k-th call on a chunk is microbatch ``ids[k]``.
+
+        In ``backward`` it counts, by chunk, those of which there is to be a backward pass.
+        """
         original = self._call["forward_step_func"]
         chunks = {id(chunk): number for number, chunk in enumerate(self._model)}
         calls = dict.fromkeys(chunks, 0)
@@ -175,7 +194,10 @@ class MegatronTrainer:
             self._progress.mark("forward", microbatch=j)
             self._progress.inject("forward")
             self._seeds.seed(self._iteration, j, chunks[id(model)])
-            return original(data_iterator, model, *args, **kwargs)
+            with self._logits.microbatch(chunks[id(model)], j):
+                output, loss_func = original(data_iterator, model, *args, **kwargs)
+            backward[chunks[id(model)]] += has_gradient(output)
+            return output, loss_func
 
         return forward_step
 

@@ -14,26 +14,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.training import get_args, training
+from megatron.training import get_args
 
 from recover_megatron.errors import UserError
 from recover_megatron.instep.blame import Blame
-from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.decision import Checkpoint
 from recover_megatron.instep.errors import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.traffic import Mode, Traffic
+from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import monkeypatch, writers
+from recover_megatron.megatron_hooks import skipping, writers
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
+from recover_megatron.megatron_hooks.between_steps import BetweenSteps
 from recover_megatron.megatron_hooks.buckets import Buckets, BucketSeams
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
+from recover_megatron.megatron_hooks.console import Console
 from recover_megatron.megatron_hooks.data import sources_of
 from recover_megatron.megatron_hooks.evaluation import Evaluation
 from recover_megatron.megatron_hooks.groups import Groups
@@ -43,11 +47,13 @@ from recover_megatron.megatron_hooks.over_parameters import OverParameters
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rejoin import Rejoin
 from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
+from recover_megatron.megatron_hooks.rollback import Rollback, kept
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.state_exchange import StateExchange
 from recover_megatron.megatron_hooks.step_guard import StepGuard
-from recover_megatron.megatron_hooks.trackers import Trackers, TrackerSeam
+from recover_megatron.megatron_hooks.trackers import TrackerSeam
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
+from recover_megatron.megatron_hooks.training_parts import StateCopies, TrainingParts, assemble
 from recover_megatron.membership.errors import CoordinatorLost, Fenced
 
 log = get_logger(__name__)
@@ -64,29 +70,33 @@ FINAL = (
     KeyboardInterrupt,
     UserError,
 )
-"""What is not the fault of a broken replica, even if it comes to a worker of one."""
+"""Exceptions that end a worker as they are, even where its replica is broken: they do not come from that."""
 
 
 class TrainingHooks:
-    """The hooks of one worker's training loop.  ``make_recovery`` is called when ``train`` begins."""
+    """The hooks of one worker's training loop, and the parts that they need while it trains.
+
+    ``make_recovery`` opens this worker's part in the recovery; it is called when ``train`` is entered first.
+    """
 
     def __init__(
         self,
+        loop: Loop,
         groups: Groups,
         make_recovery: Callable[[], Recovery],
         records: Records,
         device: torch.device,
+        copies: StateCopies,
         *,
         balance: bool = False,
-        shadows: int = 1,
-        shadow_device: torch.device | None = None,
     ) -> None:
+        self.loop = loop
         self._groups = groups
         self._balance = balance
-        self._shadows = shadows
-        self._shadow_device = shadow_device
+        self._copies = copies
         self._make_recovery = make_recovery
         self._records = records
+        self.console = Console()
         self._device = device
         self._blame = Blame()
         self._step_guard = StepGuard.of(device)
@@ -95,15 +105,14 @@ class TrainingHooks:
         self._accumulated = Accumulated()
         self._bucket_monkeypatch = BucketSeams()
         self._tracker_seam = TrackerSeam()
-        self._trackers: Trackers | None = None
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
         self._evaluation = Evaluation(groups)
-        self._checkpoints = Checkpoints(groups, records, self._before_checkpoint)
+        self._checkpoints = Checkpoints(groups, records, self._before_checkpoint, self._saving)
         self._over_parameters = OverParameters(groups)
-        self._sharded: ShardedOptimizer | None = None
-        self._state: TrainingState | None = None
-        self._places: StateExchange | None = None
+        self._parts: TrainingParts | None = None
+        self._between_steps: BetweenSteps | None = None
+        """Both None before ``train`` has been entered."""
 
     @property
     def _traffic(self) -> Traffic:
@@ -112,12 +121,22 @@ class TrainingHooks:
     @property
     def state(self) -> TrainingState | None:
         """None before ``train`` has been entered."""
-        return self._state
+        parts = self._parts  # once: the main thread may be about to forget it
+        return None if parts is None else parts.state
 
     @property
     def places(self) -> StateExchange | None:
         """None before ``train`` has been entered."""
-        return self._places
+        return None if self._parts is None else self._parts.places
+
+    @property
+    def _in_training(self) -> TrainingParts:
+        assert self._parts is not None, "train has not been entered"
+        return self._parts
+
+    @property
+    def _sharded(self) -> ShardedOptimizer | None:
+        return None if self._parts is None else self._parts.sharded
 
     @property
     def recovery(self) -> Recovery:
@@ -126,34 +145,35 @@ class TrainingHooks:
 
     @recovery.setter
     def recovery(self, recovery: Recovery) -> None:
-        """For a newcomer set from outside: it waits before it has anything to train."""
+        """Set from outside for a newcomer, which waits for a place before it has entered ``train``."""
         self._recovery = self._checkpoints.recovery = self._evaluation.recovery = recovery
         self._over_parameters.recovery = recovery
 
     @property
-    def _buckets(self) -> Buckets | None:
-        return self._bucket_monkeypatch.buckets
-
-    @property
     def iteration(self) -> int:
-        """The one under way, from 1; 0 before ``train`` has been entered."""
-        return 0 if self._state is None else getattr(get_args(), "curr_iteration", -1) + 1
+        """The iteration under way, from 1; 0 before ``train`` has been entered."""
+        return 0 if self._parts is None else getattr(get_args(), "curr_iteration", -1) + 1
 
     def forget(self) -> None:
-        """The model is to be built again for another position."""
-        self._bucket_monkeypatch.buckets, self._tracker_seam.active = None, False
-        self._trackers = self._state = self._places = self._outcome = None
-        self._sharded = self._over_parameters.sharded = None
+        """Drop all that belongs to the model: one for another position is to be built."""
+        self._bucket_monkeypatch.buckets = self._over_parameters.sharded = None
+        self._tracker_seam.active = False
+        self._parts = self._between_steps = self._outcome = None
 
     def replica_ends(self) -> None:
-        """The groups inside the replica are about to be aborted; from any thread."""
+        """The groups inside the replica are about to be aborted.  Called in any thread."""
         self._step_guard.seal()
 
-    def planned(self, decision: Decision) -> None:
+    def planned(self) -> None:
         """A new epoch.  Raises ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
         if self._sharded is not None and self._sharded.shards.known:
             self._sharded.shards.planned()
             self._sharded.check()
+
+    def kept_checkpoints(self) -> tuple[list[Checkpoint], set[int]]:
+        """The complete checkpoints that the run could go back to, and those that this worker has failed to load."""
+        state = self.state
+        return ([] if state is None else kept(self._checkpoints, state)), self._checkpoints.unreadable
 
     @property
     def sharded(self) -> bool:
@@ -162,7 +182,7 @@ class TrainingHooks:
 
     @property
     def updated(self) -> int:
-        """With such an optimizer: the iteration of its last update."""
+        """Where it is spread: the iteration of the optimizer's last update; else 0."""
         return 0 if self._sharded is None else self._sharded.updated
 
     @property
@@ -171,23 +191,21 @@ class TrainingHooks:
         return self._recovery is not None
 
     def install(self) -> None:
-        """Wrap the seams; raises UserError if this Megatron's are not the ones we know."""
-        step = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config")
+        """Wrap the seams; raises UserError if this loop's or Megatron-Core's are not the ones we know."""
+        loop = self.loop
         self._nominal.install()
         self._accumulated.install()
         self._bucket_monkeypatch.install()
         sharded_optimizer.install()
-        self._tracker_seam.install()
-        loop = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
-        monkeypatch.wrap(training, "train", (*loop, "valid_data_iterator"), self._train)
-        monkeypatch.wrap(training, "train_step", step, self._train_step)
-        monkeypatch.wrap(
-            training, "training_log", ("loss_dict", "total_loss_dict", "learning_rate", "iteration"), self._training_log
-        )
-        monkeypatch.wrap(training, "get_forward_backward_func", (), self._schedule)
-        self._evaluation.install()
-        self._checkpoints.install()
-        self._over_parameters.install()
+        self._tracker_seam.install(loop)
+        skipping.install(loop)
+        loop.wrap("train", self._train)
+        loop.wrap("train_step", self._train_step)
+        loop.wrap("log", self._training_log)
+        loop.wrap("schedule", self._schedule)
+        self._evaluation.install(loop)
+        self._checkpoints.install(loop)
+        self._over_parameters.install(loop)
 
     # ---- the loop
 
@@ -196,38 +214,23 @@ class TrainingHooks:
             forward_step_func: Any, model: Any, optimizer: Any, scheduler: Any, data: Any, validation: Any, *rest: Any,
             **kwargs: Any,
         ) -> Any:  # fmt: skip
-            late = self._recovery is not None  # it waited, without a model, for somebody to want it
+            late = self._recovery is not None  # a newcomer, which waited without a model until it was to build one
             if self._recovery is None:
                 self.recovery = self._make_recovery()
-            recovery = self.recovery
-            self._groups.model = model
-            buckets = self._bucket_monkeypatch.buckets = Buckets(model, recovery.assignment, self._shadows)
-            self._trackers = Trackers(get_args(), len(buckets.tail))
-            self._tracker_seam.active = True
-            writers.stand_in()
-            if buckets.shards is not None:
-                self._sharded = ShardedOptimizer(optimizer, buckets, recovery, self._shadows, self._shadow_device)
-                self._over_parameters.sharded = self._sharded
-            state = TrainingState(model, optimizer, scheduler, validation, blank=late, sharded=self._sharded)
-            self._state = state
-            self._count_versions(optimizer)
-            places = self._places = StateExchange(recovery, state)
-            rejoin = Rejoin(
-                recovery, self._groups, state, places, self._checkpoints, self._sharded, self._blame, self._step_guard,
-                buckets.rings,
-            )  # fmt: skip
+            parts = self._take_up(model, optimizer, scheduler, validation, late=late)
+            between_steps = self._between_steps = BetweenSteps(
+                parts, self.recovery, self._traffic, self.loop.services.finish_saves
+            )
+            rejoin, rollback = self._rejoin(parts), self._rollback(parts)
             if late:
                 rejoin.come_back()
             else:
-                recovery.rendezvous.start()
-                self._traffic.recovery = recovery
-                self._traffic.mode = Mode.OPEN
-                if self._sharded is not None:
-                    self._sharded.adopt()
+                self._start()
             while True:
                 try:
+                    rollback.carry_out(model, optimizer, scheduler)
                     done = original(forward_step_func, model, optimizer, scheduler, data, validation, *rest, **kwargs)
-                    self._complete()
+                    between_steps.complete()
                     return done
                 except BaseException as error:
                     if isinstance(error, FINAL) or not self.replica_broken(error):
@@ -237,89 +240,99 @@ class TrainingHooks:
 
         return train
 
-    def _count_versions(self, optimizer: Any) -> None:
-        """Know whether the parameters are those before or after the step under way, whatever interrupts it."""
-        step = optimizer.step
+    def _take_up(self, model: Any, optimizer: Any, scheduler: Any, validation: Any, *, late: bool) -> TrainingParts:
+        """Make the parts for the model and optimizer that train() was entered with, and tell the seams of them."""
+        self._groups.model = model
+        parts = self._parts = assemble(
+            model,
+            optimizer,
+            scheduler,
+            validation,
+            recovery=self.recovery,
+            accumulated=self._accumulated,
+            copies=self._copies,
+            operations=self.loop.services.operations,
+            blank=late,
+        )
+        self._bucket_monkeypatch.buckets = parts.buckets if isinstance(parts.buckets, Buckets) else None
+        self._over_parameters.sharded = parts.sharded
+        self._tracker_seam.active = True
+        writers.stand_in()
+        parts.count_updates(optimizer, self._step_guard)
+        return parts
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            assert self._state is not None
-            assert self._places is not None
-            self._places.withdraw()
-            self._step_guard.begin()
-            if self._sharded is None:
-                result = step(*args, **kwargs)
-            else:
-                result = self._sharded.step(lambda: step(*args, **kwargs))
-            self._state.stepped(bool(result[0]))
-            self._step_guard.end()
-            return result
+    def _start(self) -> None:
+        """Join the first epoch, with everybody who was launched."""
+        self.recovery.rendezvous.start()
+        self._traffic.recovery = self.recovery
+        self._traffic.mode = Mode.OPEN
+        if self._sharded is not None:
+            self._sharded.adopt()
 
-        optimizer.step = counted
+    def _rejoin(self, parts: TrainingParts) -> Rejoin:
+        return Rejoin(
+            self.recovery,
+            self._groups,
+            parts.state,
+            parts.places,
+            self._checkpoints,
+            parts.sharded,
+            self._blame,
+            self._step_guard,
+            parts.buckets.rings,
+        )
+
+    def _rollback(self, parts: TrainingParts) -> Rollback:
+        return Rollback(
+            self.recovery,
+            self._groups,
+            parts.state,
+            self._checkpoints,
+            self._records,
+            self.console,
+            parts.sharded,
+            parts.memory,
+        )
 
     def replica_broken(self, error: BaseException) -> bool:
-        """Whether the training was left because this worker's replica is broken: what it raises then is no fault."""
+        """Whether ``error`` comes from a mate's loss: this worker becomes a spare then, instead of ending by it."""
         return self._blame.of_mates(error, self.recovery)
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(
             forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            self._boundary()
+            assert self._between_steps is not None
+            self._between_steps.at_boundary()
             started = time.perf_counter()
             with self._traffic.during(Mode.STEP):
                 result = original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
             self.recovery.progress.inject("optimizer")
             assert self._outcome is not None
             self._records.step(self.recovery, self._outcome, result, time.perf_counter() - started)
+            self.console.step(self.recovery, self._outcome, get_args().curr_iteration + 1)
             return result
 
         return train_step
 
     def _training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def training_log(losses: Any, total: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
-            assert self._state is not None
-            self._state.totals.take_up(total)
+            state = self._in_training.state
+            state.totals.take_up(total)
             if "is_first_iteration" in kwargs:
                 # Megatron logs the first iteration of train(), with a barrier, and whoever came back has entered
                 # train() anew: all must have the same decisions in an iteration.
-                kwargs["is_first_iteration"] = iteration == self._state.first
+                kwargs["is_first_iteration"] = iteration == state.first
             return original(losses, total, rate, iteration, *args, **kwargs)
 
         return training_log
 
-    def _boundary(self) -> None:
-        """Between two iterations: new replicas come in, states are compared and given."""
-        assert self._state is not None
-        assert self._places is not None
-        self._traffic.mode = Mode.OPEN
-        self._state.begin()
-        self.recovery.boundary.meet_if_wanted(self._before_meeting)
-        if self.recovery.assignment.decision.transfers:
-            self._complete()
-        self._places.at_boundary()
-        self._settle()
-        if self._sharded is not None and self.recovery.boundary.verifying and not self.recovery.boundary.joining_next:
-            self._sharded.verify()
-            self._settle()
-
-    def _before_meeting(self) -> None:
-        # A checkpoint under way is finished by those who began it.
-        training.maybe_finalize_async_save(blocking=True)
-        self._complete()
-
     def _before_checkpoint(self) -> None:
-        self._complete()
-        self._settle()
+        if self._between_steps is not None:
+            self._between_steps.before_checkpoint()
 
-    def _complete(self) -> None:
-        """Wait for what a distributed optimizer does while the next step computes."""
-        if self._sharded is not None:
-            self._sharded.complete()
-
-    def _settle(self) -> None:
-        """Where the optimizer's state is spread: spread it over those who are there now."""
-        if self._sharded is not None and self._sharded.due():
-            self._sharded.renew()
+    def _saving(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._between_steps is None else self._between_steps.saving()
 
     # ---- one pass of the schedule
 
@@ -339,31 +352,35 @@ class TrainingHooks:
         return get_forward_backward_func
 
     def _step(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
+        """One step to its commit (`instep.step`), then what Megatron does once at its end; the losses for the log."""
         args, recovery = get_args(), self.recovery
-        mine, progress = recovery.assignment, recovery.progress
-        assert self._buckets is not None
-        assert self._trackers is not None
+        mine, progress, parts = recovery.assignment, recovery.progress, self._in_training
         nominal = get_num_microbatches()
         total = nominal * args.data_parallel_size
         mine.show(total)
-        column = self._buckets.tail
+        column = parts.buckets.tail
         in_column = set(column) & set(mine.grid.replicas[mine.replica])
         for source in sources_of(call["data_iterator"]):
             source.begin(args.consumed_train_samples, mine.share(total)[mine.inner_rank], total)
-        self._trackers.begin()
+        parts.trackers.begin()
+        parts.routers.begin()
+        parts.logits.begin(total)
         trainer = MegatronTrainer(
             schedule,
             call,
-            self._buckets,
+            parts.buckets,
             progress,
             self._seeds,
             self._accumulated,
-            self._trackers,
+            parts.routers,
+            parts.trackers,
+            parts.logits,
             args.curr_iteration + 1,
         )
-        room = EXTRAS + self._trackers.size
+        room = EXTRAS + parts.routers.size + parts.trackers.size + parts.logits.size
         tail = Tail(column, total, len(mine.grid.replicas), self._device, room=room)
         self._nominal.count = nominal
+        parts.state.last_step = args.curr_iteration + 1, progress.at + 1
         try:
             outcome = Step(recovery, trainer, total, tail, 1 / len(in_column)).run()
         finally:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import megatron.core
+import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
-from recover_megatron.instep.decision import Decision
+from recover_megatron import __version__
+from recover_megatron.instep.decision import Checkpoint, Decision
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.megatron_hooks.fault_injection import FaultInjection
@@ -43,8 +48,9 @@ class TurningPoints(Hooks):
 
     def planned(self, decision: Decision) -> None:
         self._groups.planned(decision)
-        self._training.planned(decision)
+        self._training.planned()
         self._records.planned(self._training.recovery)
+        self._training.console.planned(self._training.recovery, get_args().curr_iteration + 1)
         if self._first_plan:
             self._first_plan = False
             self._log_start(decision)
@@ -63,6 +69,15 @@ class TurningPoints(Hooks):
             shape=shape,
             replicas=list(decision.replicas),
             microbatches=_microbatches(),
+            train_iters=args.train_iters,
+            flops_per_sample=self._training.loop.services.operations(1),
+            tokens_per_sample=args.seq_length,
+            argv=sys.argv[1:],
+            versions={
+                "recover_megatron": __version__,
+                "megatron": megatron.core.__version__,
+                "torch": torch.__version__,
+            },
         )
 
     def last_checkpoint(self) -> str:
@@ -90,6 +105,17 @@ class TurningPoints(Hooks):
     def digest(self) -> str:
         state = self._training.state
         return "" if state is None else state.digest()
+
+    def state_of(self) -> int:
+        state = self._training.state
+        return 0 if state is None else state.timeline
+
+    def last_step(self) -> tuple[int, int]:
+        state = self._training.state
+        return (0, 0) if state is None else state.last_step
+
+    def checkpoints(self) -> tuple[Sequence[Checkpoint], Collection[int]]:
+        return self._training.kept_checkpoints()
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
         places = self._training.places

@@ -180,3 +180,11 @@ def take_turns(last: bool) -> None:
         writer = getattr(global_vars, name, None)
         if isinstance(writer, Stub):
             writer.begin() if last else writer.rest()
+
+
+def finish() -> None:
+    """The training is over and this worker's process ends: what was told is on the disk, within a bounded time."""
+    for name in SETTERS:
+        writer = getattr(global_vars, name, None)
+        if isinstance(writer, Stub):
+            writer.flush()

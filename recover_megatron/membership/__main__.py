@@ -21,6 +21,7 @@ from recover_megatron.membership.journal import Journal
 from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.records import MAX_WORKERS, Planner, Settings, members_only
 from recover_megatron.membership.server import CoordinatorServer
+from recover_megatron.membership.testimony import Scope, WitnessThread
 
 EXIT_USAGE = 2
 BACKLOG = 4096
@@ -34,7 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="One candidate coordinator of a run. All candidates get the same options; the members turn to "
         "them in the order of their address list, and one at a time leads.",
         epilog=f"The job's secret comes from the environment: {SECRET_VARIABLE}, or {SECRET_FILE_VARIABLE} (a file of "
-        "mode 0600). Exit codes: 0 all workers have left, 10 no worker or no plan left, 11 may not go on here.",
+        "mode 0600). Exit codes: 0 all workers have left, 10 no worker or no plan left, 11 may not go on here, 12 "
+        "state lost; else what a worker gave up with, or 128 + a signal.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of workers of the run")
@@ -44,8 +46,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--secret-file", type=Path, metavar="PATH", help="instead of the environment; mode 0600")
     parser.add_argument("--events", type=Path, metavar="PATH", help="event log, JSON lines (default: stderr)")
     parser.add_argument("--planner", metavar="MODULE:FUNCTION", help="makes the plans (default: list the members)")
-    parser.add_argument("--lease", type=Path, metavar="PATH", help="lease file on shared storage, as arbiter")
-    for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout"):
+    parser.add_argument(
+        "--lease", type=Path, metavar="PATH", help="lease files PATH.1, PATH.2, ... on shared storage, new for each run"
+    )
+    parser.add_argument(
+        "--slack", type=int, default=0, metavar="N", help="with --lease: by so many workers two halves may differ"
+    )
+    parser.add_argument(
+        "--witness-fd", type=int, metavar="FD", help="with --lease: a file of the witness's kind and nodes, as JSON"
+    )
+    parser.add_argument("--witnessed", action="store_true", help="with --lease: other candidates have a witness")
+    parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="none is set aside below so many")
+    parser.add_argument("--start-needs-all", action="store_true", help="a worker lost before the first plan ends it")
+    for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout", "grace"):
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=float, default=getattr(defaults, name), metavar="S", help="default: %(default)s")
     return parser
@@ -85,6 +98,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
         hang_timeout=args.hang_timeout,
         stall_timeout=args.stall_timeout,
         start_timeout=args.start_timeout,
+        grace=args.grace,
+        min_replicas=args.min_replicas,
+        start_needs_all=args.start_needs_all,
     )
     if not 0 < settings.heartbeat_interval * 2 <= settings.heartbeat_timeout:
         raise ValueError("--heartbeat-timeout must be at least twice --heartbeat-interval")
@@ -93,6 +109,14 @@ def settings_from(args: argparse.Namespace) -> Settings:
     if settings.hang_timeout < settings.heartbeat_interval or settings.start_timeout <= 0:
         raise ValueError("--hang-timeout must not be below --heartbeat-interval, --start-timeout must be positive")
     return settings
+
+
+def read_scope(descriptor: int | None) -> Scope | None:
+    """What ``--witness-fd`` holds; ``ValueError`` or ``OSError`` if that is none."""
+    if descriptor is None:
+        return None
+    with open(descriptor, encoding="utf-8") as file:
+        return Scope.from_json(json.load(file))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,15 +130,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         secret = find_secret(path=args.secret_file)
         planner = load_planner(args.planner)
         journal = Journal(args.events)
+        scope = read_scope(args.witness_fd)
         listener = make_listener(args.listen, args.listen_fd)
     except (SecretError, ValueError, OSError) as error:
         parser.error(str(error))
+    if (scope or args.witnessed) and args.lease is None:
+        parser.error("--witness-fd and --witnessed need --lease")
+    nodes = frozenset(scope.places) if scope else frozenset[str]() if args.witnessed else None
     salt = secrets.randbits(32)
-    core = Coordinator(args.world, settings, salt, planner, arbiter=args.lease is not None, now=time.monotonic())
+    slack = None if args.lease is None else args.slack
+    lease_path = None if args.lease is None else str(args.lease)
+    core = Coordinator(args.world, settings, salt, planner, slack, time.monotonic(), lease_path, nodes)
     server = CoordinatorServer(core, listener, secret, journal)
     lease = None
     if args.lease is not None:
-        server.arbiter = lease = Lease(args.lease, f"{salt:08x}", 2 * settings.heartbeat_timeout, server.post)
+        server.arbiter = lease = Lease(args.lease, server.post)
+    if scope is not None:
+        server.witness = WitnessThread(scope, server.post)
     host, port = listener.getsockname()[:2]
     print(json.dumps({"listening": f"{host}:{port}"}), flush=True)
     journal({"event": "listening", "address": f"{host}:{port}", "world": args.world})

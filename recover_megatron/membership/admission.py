@@ -1,11 +1,11 @@
 """Who comes to a coordinator: whether it may be who it says, what it presents, and what it is told first.
 
-attach, attach_witness ---> barred: fenced, or refused
+attach, attach_node_agent ---> barred: fenced, or refused
               |
               v
 bound, its presentation taken in ---> standby              (this candidate does not lead)
                                  |--> lead                 (it leads, and waits for others)
-                                 |--> revoke               (a rendezvous is open)
+                                 |--> revoke               (a rendezvous is open; to who is aside: the last one)
                                  '--> nothing, to a worker (its coming has opened the next); revoke, plan to a launcher
 """
 
@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from recover_megatron.membership.detect import WorkerProgress
+from recover_megatron.membership.drains import Drains
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.failover import presentation_from_wire
 from recover_megatron.membership.leadership import Leadership
-from recover_megatron.membership.records import from_runs, to_runs
+from recover_megatron.membership.records import ADMITTED, from_runs, to_runs
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
 
 
@@ -27,15 +28,29 @@ class Admission:
     """Takes in the first message of a session, a checked ``attach`` or ``attach_node_agent``."""
 
     def __init__(
-        self, roster: Roster, leadership: Leadership, epochs: Epochs, rendezvous: Rendezvous, out: Outbox
+        self,
+        roster: Roster,
+        leadership: Leadership,
+        epochs: Epochs,
+        rendezvous: Rendezvous,
+        drains: Drains,
+        out: Outbox,
     ) -> None:
         self._roster = roster
         self._leadership = leadership
         self._epochs = epochs
         self._rendezvous = rendezvous
+        self._drains = drains
         self._out = out
 
-    def worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
+    def attach(self, session: int, message: Mapping[str, Any], now: float) -> None:
+        """A worker or a launcher attaches."""
+        if message["type"] == "attach":
+            self._worker(session, message, now)
+        else:
+            self._node_agent(session, message, now)
+
+    def _worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
         """A worker attaches: for the first time, again after its connection was lost, or from another coordinator."""
         number, newcomer = message["worker"], message.get("newcomer", False)
         if newcomer:
@@ -54,9 +69,12 @@ class Admission:
         if new and not worker.new and number not in self._epochs.formed.members:
             self._out.log("admitted", worker=number, host=message["host"])
         self._roster.bind(worker, session, now)
-        worker.new = new
+        if worker.back and not self._is_awaited(worker):
+            self._roster.away_again(worker)
+        worker.new = new or worker.back
         worker.incarnation, worker.host = message["incarnation"], message["host"]
         worker.node_agent, worker.done = message.get("node_agent", ""), message["done"]
+        worker.node = worker.node or worker.node_agent
         worker.left_silence = message.get("silent", False)
         worker.idle_in = message.get("idle", 0)
         worker.formed_epoch = message["formed_epoch"]
@@ -69,17 +87,25 @@ class Admission:
         if number in self._rendezvous.members:
             if not self._rendezvous.is_open:
                 self._roster.changes.append(f"{worker.name} has lost its connection and come back")
+        elif worker.fate is Fate.ASIDE:
+            if self._rendezvous.opened.epoch > 0 and not self._rendezvous.is_open:
+                self._out.send([session], self._rendezvous.revoke_message("attached", apart=True))
         elif new:
-            self._roster.changes.append(f"{worker.name} is admitted")
-        elif number not in self._leadership.evidence.target:
+            if self._leadership.witness.lets_in(number, self._epochs.formed):
+                self._roster.changes.append(f"{worker.name} {ADMITTED}")
+        elif number not in self._leadership.evidence.target | self._leadership.evidence.aside:
             self._roster.exclude(worker, "it was put out of the run before", now)
 
-    def node_agent(self, session: int, message: Mapping[str, Any], now: float) -> None:
+    def _is_awaited(self, worker: Member) -> bool:
+        """Whether the open rendezvous waits for it."""
+        return self._rendezvous.is_open and worker.number in self._rendezvous.members
+
+    def _node_agent(self, session: int, message: Mapping[str, Any], now: float) -> None:
         """A launcher attaches."""
         node = message["node"]
         node_agent = self._roster.node_agents.setdefault(node, NodeAgentStatus(node, None, now))
         self._roster.bind(node_agent, session, now)
-        node_agent.acknowledged, node_agent.ended = 0, False
+        node_agent.acknowledged, node_agent.ended, node_agent.awaited_until = 0, False, 0.0
         node_agent.running = set(from_runs(message.get("running", [])))
         self._out.log("witness", node=node)
         self._present(session, message)
@@ -89,19 +115,23 @@ class Admission:
         for number in self._roster.with_fate(Fate.OUT):
             if self._roster.workers[number].node_agent == node:
                 self._roster.kill(self._roster.workers[number], "put out of the run")
+        self._drains.tell_launcher(node)
 
     def _why_barred(self, worker: Member, message: Mapping[str, Any], new: bool) -> str:
         """What speaks against a process that presents itself as ``worker``; empty: nothing."""
         evidence = self._leadership.evidence
         if worker.number in evidence.dead | evidence.left and self._leadership.term > 0:
             return f"worker {worker.number} has ended"
-        if worker.fate is not Fate.LIVE:
+        if worker.fate not in (Fate.LIVE, Fate.ASIDE):
             return f"worker {worker.number} is {worker.fate.value}"
         if worker.incarnation not in ("", message["incarnation"]):
             return f"worker {worker.number} is another process"
+        if new and self._drains.is_draining(message.get("node_agent", "")):
+            return f"node {message['node_agent']} is being drained"
         if message.get("newcomer", False) and worker.number < self._roster.world:
             return f"worker {worker.number} was launched with the run, and a newcomer needs an id of its own"
-        if self._epochs.own and not new and worker.number not in self._epochs.formed.members:
+        apart = new or worker.back or worker.fate is Fate.ASIDE
+        if self._epochs.own and not apart and worker.number not in self._epochs.formed.members:
             worker.fate = Fate.OUT  # it holds a plan of an epoch that this coordinator's epochs have left behind
             return f"worker {worker.number} is {worker.fate.value}"
         return ""
@@ -123,8 +153,10 @@ class Admission:
 
     def _tell_of_rendezvous(self, session: int) -> None:
         """Tell a launcher, or a worker that has to join it, of the open rendezvous."""
-        peer, revoke = self._roster.sessions[session], self._rendezvous.revoke_message("attached")
-        if isinstance(peer, Member) and peer.number not in self._rendezvous.members:
+        peer = self._roster.sessions[session]
+        apart = isinstance(peer, Member) and self._rendezvous.is_apart(peer)
+        revoke = self._rendezvous.revoke_message("attached", apart=apart)
+        if isinstance(peer, Member) and peer.fate is Fate.LIVE and peer.number not in self._rendezvous.members:
             return
         if (
             isinstance(peer, NodeAgentStatus) and self._epochs.own

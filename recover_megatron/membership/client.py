@@ -32,6 +32,7 @@ from recover_megatron.membership.events import (
     Dial,
     Hangup,
     Heard,
+    Look,
     Lost,
     MemberEffect,
     Notify,
@@ -62,6 +63,7 @@ class Client:
     ) -> None:
         self.core = core
         self.condition = threading.Condition(threading.RLock())
+        self._launched = tuple(addresses)
         self._addresses = list(addresses)
         self._secret = secret
         self._notify = notify
@@ -84,6 +86,11 @@ class Client:
     def start(self) -> None:
         """Begin, once the owner is ready to be notified."""
         self._thread.start()
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        """Of all candidates that are known now, in the order in which they are tried; hold ``condition``."""
+        return tuple(self._addresses)
 
     # -- for the owner, any thread ------------------------------------------------------------------------------------
 
@@ -172,6 +179,8 @@ class Client:
                     self._abandon(reason)
                 case Hangup():
                     self._drop()
+                case Look(added):
+                    self._addresses[len(self._launched) :] = added
                 case Notify():
                     self._notices.append(effect)
 
@@ -257,7 +266,7 @@ class Client:
         try:
             while self._sock is sock and (message := self._decoder.next()) is not None:
                 if self._state == "open":
-                    self._handle(Heard(message))
+                    self._handle(Heard(self._without_the_launched(message)))
                 else:
                     self._shake_hands(message)
         except wire.WireError as error:
@@ -266,6 +275,12 @@ class Client:
                 self._handle(Lost(f"the coordinator sent something malformed: {error}"))
             else:
                 self._fail(f"no coordinator: {error}")
+
+    def _without_the_launched(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What is among this process's first addresses already is not added to them: it was started late."""
+        if message["type"] == "candidates":
+            message["added"] = [address for address in message["added"] if tuple(address) not in self._launched]
+        return message
 
     def _say(self, message: Mapping[str, Any]) -> None:
         if self._sock is None:

@@ -2,8 +2,9 @@
 
 The way from the end of a worker's session to the next plan can be read here from top to bottom. What a step needs to
 know is asked of one part, and no part knows this module: ``roster`` (who is there), ``lateness`` (who is late),
-``leadership`` (who may go on), ``epochs`` (the last epoch and the open rendezvous), ``admission`` (who comes),
-``ending`` (who is told). Only this module changes the state:
+``leadership`` (who may go on), ``takeover`` (whether this one leads), ``epochs`` (the last epoch and the open
+rendezvous), ``survivors`` (whether anybody is left who can go on), ``admission`` (who comes), ``observing`` (who
+looks), ``witnessed`` (what others know), ``ending`` (who is told). Only this module changes the state:
 
             quorum attached            all attached            all joined: plan           death, fence, reconnect
     STANDBY ---------------> GATHERING ------------> RENDEZVOUS ---------------> STEADY(1) ---------> RENDEZVOUS ...
@@ -29,20 +30,16 @@ was stopped, or its host was busy. Then they are alive, and they either come bac
 candidate leads them. So a coordinator that has less than its quorum left *steps down*: it sends who is left to look for
 another one, forgets all (``StepDown``), and is a candidate like any other. Its own pauses count against nobody. A
 fresh candidate has promised nothing, whatever the process did before: members alone keep what binds (``quorum``).
-
-A commit needs the report of all members, so it needs no log: if every survivor of an epoch presents ``done >= t``, t is
-committed (it may have been, and it does no harm if it was not); if one does not, it was not. So a lost coordinator
-loses no decision, and a decision that a single worker has received is never taken again. Idle members report nothing,
-so they are no such survivors (``quorum.can_tell``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 from recover_megatron.membership.admission import Admission
+from recover_megatron.membership.candidates import AddedCandidates
+from recover_megatron.membership.drains import Drains
 from recover_megatron.membership.ending import Ending
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.errors import EXIT_NO_REPLICA, EXIT_SAME_FAULT, RunOver
@@ -56,6 +53,7 @@ from recover_megatron.membership.events import (
     Outbox,
     Received,
     Settle,
+    Statement,
     StepDown,
     Tick,
     Verdict,
@@ -63,28 +61,23 @@ from recover_megatron.membership.events import (
 from recover_megatron.membership.exception_reports import ExceptionReports
 from recover_megatron.membership.lateness import Lateness
 from recover_megatron.membership.leadership import Leadership
-from recover_megatron.membership.records import Planner, Settings, members_only, to_runs
+from recover_megatron.membership.observing import Observing
+from recover_megatron.membership.records import NEW_COORDINATOR, Planner, Settings, members_only, to_runs
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
-from recover_megatron.membership.view import History, Observers, view
-
-
-class State(Enum):
-    """See the drawing above."""
-
-    STANDBY = "standby"
-    GATHERING = "gathering"
-    RENDEZVOUS = "rendezvous"
-    STEADY = "steady"
-    STOPPED = "stopped"
-    RETIRED = "retired"
-    """It has stepped down: a fresh one has its place."""
+from recover_megatron.membership.states import State
+from recover_megatron.membership.survivors import Survivors
+from recover_megatron.membership.takeover import TakeOver
+from recover_megatron.membership.witness import Witness
+from recover_megatron.membership.witnessed import Witnessed
 
 
 class Coordinator:
     """One candidate coordinator. Give it every event, carry out its effects in order, send ``Tick`` at ``deadline``.
 
     ``salt``: 32 random bits, the part of the term that makes it unlike any other coordinator's.
-    ``arbiter``: whether effects ``AskArbiter`` are answered; contested epochs then depend on it alone.
+    ``slack``: by how many workers two halves may differ for the lease to decide (``quorum.standing``), for which the
+    effect ``AskForLease`` asks; None: there is no lease. ``lease``: where it lies, for candidates that join. Times are
+    seconds of a monotonic clock. ``nodes``: see ``Witness``; needs a lease.
     """
 
     def __init__(
@@ -93,34 +86,46 @@ class Coordinator:
         settings: Settings,
         salt: int,
         planner: Planner = members_only,
-        arbiter: bool = False,
+        slack: int | None = None,
         now: float = 0.0,
+        lease: str | None = None,
+        nodes: frozenset[str] | None = None,
     ) -> None:
+        assert nodes is None or slack is not None, "a witness without a lease"
         self.settings = settings
         self.state = State.STANDBY
         self.deadline = now + settings.heartbeat_interval / 4
-        self.history = History()
         self._planner = planner
         self._out = out = Outbox()
-        self._observers = Observers(out)
         self.roster = roster = Roster(world, settings, out)
-        self.leadership = Leadership(roster, out, salt, arbiter)
+        self.leadership = Leadership(roster, out, salt, slack, Witness(roster, out, nodes))
         self.epochs = Epochs(roster, planner, out)
         self.rendezvous = Rendezvous(roster, self.epochs, self.leadership)
-        self.lateness = Lateness(roster, self.epochs, out)
-        self._admission = Admission(roster, self.leadership, self.epochs, self.rendezvous, out)
+        self.lateness = Lateness(roster, self.epochs, out, lease=slack is not None)
+        self._witnessed = Witnessed(roster, self.leadership, self.epochs, self.rendezvous, self.lateness)
+        self.drains = Drains(roster, self.epochs, out)
+        self._observing = Observing(
+            roster, self.leadership, self.epochs, self.rendezvous, self.lateness, self.drains, out
+        )
+        self.history, self._observers = self._observing.history, self._observing.observers
+        self._takeover = TakeOver(roster, self.leadership, self.epochs, self.lateness)
+        self._lease = lease
+        self._candidates = AddedCandidates(roster, out, lease, slack, witnessed=nodes is not None)
+        self._admission = Admission(roster, self.leadership, self.epochs, self.rendezvous, self.drains, out)
         self._ending = Ending(roster, out)
         self._exceptions = ExceptionReports(out)
+        self._survivors = Survivors(roster, self.epochs, self._exceptions, out)
         self._due = False  # something other than a join may have made the open rendezvous ready
 
     def fresh(self, salt: int, now: float) -> Coordinator:
         """A candidate with the same task that knows nothing, to take the place of one that has stepped down."""
-        return Coordinator(self.roster.world, self.settings, salt, self._planner, self.leadership.arbiter, now)
+        slack, lease = self.leadership.slack, self._lease
+        nodes = self.leadership.witness.nodes
+        return Coordinator(self.roster.world, self.settings, salt, self._planner, slack, now, lease, nodes)
 
     def view(self, now: float) -> dict[str, Any]:
         """What an observer is shown. Changes nothing."""
-        opened, stall, state = self.rendezvous.opened, self.lateness.stall, self.state.value
-        return view(self.roster, self.epochs, opened, stall, self.history, state, self.leadership.term, now)
+        return self._observing.view(self.state, now)
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         """Apply one event. Changes of membership are collected until ``Settle``, which must follow each batch."""
@@ -150,8 +155,10 @@ class Coordinator:
                 self._received(session, message, now)
             case Acknowledged(session, silence):
                 self._acknowledged(session, silence, now)
-            case Verdict(held_until):
-                self.leadership.lease(held_until)
+            case Verdict():
+                self.leadership.lease(event)
+            case Statement():
+                self._witnessed.hear(event, self.state, now)
             case Tick():
                 self._tick(now)
             case Settle():
@@ -168,17 +175,17 @@ class Coordinator:
         if isinstance(peer, NodeAgentStatus):
             peer.ended = ended
             self._out.log("witness_gone", node=peer.node, reason=reason)
-        elif ended and peer.fate is Fate.LIVE:
+        elif ended and peer.fate in (Fate.LIVE, Fate.ASIDE):
             self.roster.dead(peer, reason, now)
+        elif peer.back:
+            self.roster.away_again(peer)
         elif peer.fate is Fate.LIVE:
             self._lost_touch(peer, reason, now)
 
     def _lost_touch(self, worker: Member, reason: str, now: float) -> None:
         """A worker is not reached that may still be running."""
-        if self.state is State.STANDBY:
-            self.roster.unbind(worker)
-        elif self.state is State.GATHERING:
-            self.roster.exclude(worker, reason, now)
+        if self._is_taking_over:
+            self._takeover.lost_touch(worker, reason, now)
         else:
             self.lateness.lost_touch(worker, reason, now)
             self.lateness.put_out(self._awaited, now)
@@ -189,11 +196,16 @@ class Coordinator:
         if not isinstance(worker, Member) or silence <= self.settings.heartbeat_timeout:
             return
         reason = f"its host has acknowledged nothing for {silence:.1f} s"
-        if self.state in (State.STANDBY, State.GATHERING):
-            self._lost_touch(worker, reason, now)
+        if self._is_taking_over:
+            self._takeover.lost_touch(worker, reason, now)
         else:
             self.lateness.unacknowledged(worker, reason, now)
             self.lateness.put_out(self._awaited, now)
+
+    @property
+    def _is_taking_over(self) -> bool:
+        """Whether it has opened no rendezvous yet."""
+        return self.state in (State.STANDBY, State.GATHERING)
 
     @property
     def _awaited(self) -> frozenset[int]:
@@ -203,17 +215,20 @@ class Coordinator:
     def _tick(self, now: float) -> None:
         late = now - self.deadline
         self.deadline = now + self.settings.heartbeat_interval / 4
-        if late > self.settings.heartbeat_interval:
+        held_up = late > self.settings.heartbeat_interval
+        if held_up:
             self._excuse(late, now)
-        if self.leadership.has_lost_lease(now):
-            self._step_down("the lease could not be renewed: another coordinator may go on")
-            return
-        self.lateness.ask_the_quiet(now)
-        if self.state in (State.STANDBY, State.GATHERING):
-            for worker in self.lateness.silent(now):
-                self._lost_touch(worker, f"silent for {now - worker.heard:.1f} s", now)
+        self.roster.without_last_word(now)
+        self.lateness.ask_the_quiet(now, held_up)
+        self._candidates.look()
+        self._witnessed.look(self.state, now)
+        if self._is_taking_over:
+            self._takeover.lose_silent(now)
             return
         stuck = self.lateness.put_out(self._awaited, now)
+        self.lateness.put_out_aside(now)
+        if self.state is State.STEADY and not self.roster.changes:
+            self.lateness.set_aside(self._awaited, now)
         if stuck and self.state is State.STEADY and not self.roster.changes:
             self.epochs.all_wait()
 
@@ -249,10 +264,9 @@ class Coordinator:
         self._due = False
 
     def _consider_leading(self, now: float) -> None:
-        self.epochs.adopt(self.leadership.evidence)
-        if not self.leadership.may_lead(now):
+        if not self._takeover.leads(now):
             return
-        self.leadership.lead(now)
+        self._candidates.lead()
         if self.epochs.formed.epoch == 0:
             self.state = State.RENDEZVOUS
             self.roster.changes.append("the run starts")
@@ -261,19 +275,9 @@ class Coordinator:
             self._out.send(self.roster.sessions, self.leadership.lead_message)
 
     def _gather(self, now: float) -> None:
-        """Wait until all whom the run counts on have presented what they hold, or are late; then meet them.
-
-        One of them may have been told of a commit that the lost coordinator told nobody else: its mates must hear of it
-        while they wait for it, or it goes on alone into operations that need them.
-        """
-        self.epochs.adopt(self.leadership.evidence)
-        missing = self.leadership.not_come
-        if any(now <= self.leadership.gathers_until(worker, now) for worker in missing):
-            return
-        for worker in missing:
-            self.roster.exclude(worker, "did not come to the new coordinator", now)
-        self.state = State.RENDEZVOUS
-        self.roster.changes.insert(0, "a new coordinator leads")
+        if self._takeover.gathered(now):
+            self.state = State.RENDEZVOUS
+            self.roster.changes.insert(0, NEW_COORDINATOR)
 
     def _open(self, now: float) -> None:
         """Open the next rendezvous: everybody the run counts on must join it, and so must the newcomers."""
@@ -281,27 +285,35 @@ class Coordinator:
         reasons = roster.take_changes()
         counted_on = epochs.formed.members if epochs.own else epochs.take_over(self.leadership.evidence, now)
         members = counted_on & roster.with_fate(Fate.LIVE)
-        if not members & epochs.formed.members:  # newcomers alone have nothing to go on from
-            if counted_on & roster.with_fate(Fate.LEFT):
-                raise RunOver(0, "all workers have left")
-            raise RunOver(EXIT_NO_REPLICA, f"no live worker is left{self._exceptions.last_of(epochs.formed.members)}")
-        if epochs.finished:
-            raise RunOver(0, "all workers that had a part in the work have left")
+        if epochs.formed.epoch == 0 and roster.settings.start_needs_all and (lost := epochs.formed.members - members):
+            names = ", ".join(map(str, sorted(lost)[:20]))
+            raise RunOver(EXIT_NO_REPLICA, f"before the first plan, which needs all workers, {names} lost")
+        roster.heirs = self._survivors.heirs(members)
+        self._survivors.check(members, counted_on)
+        if not members & epochs.formed.members and not roster.returning:
+            self._survivors.wait_for_heirs()
+            return
         members |= roster.newcomers
+        lets_in = self.leadership.witness.lets_in
+        members -= {number for number in members - epochs.formed.members if not lets_in(number, epochs.formed)}
         self.state = State.RENDEZVOUS
         self.rendezvous.open(members, now)
         reason = "; ".join(reasons[:4]) + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
         self._out.log("revoke", epoch=self.rendezvous.opened.epoch, reason=reason, members=to_runs(members))
-        everybody = [*roster.sessions_of(members), *roster.node_agent_sessions]
-        self._out.send(everybody, self.rendezvous.revoke_message(reason))
+        told = members | roster.with_fate(Fate.ASIDE)
+        apart = frozenset(number for number in told if self.rendezvous.is_apart(roster.workers[number]))
+        message = self.rendezvous.revoke_message(reason)
+        self._out.send([*roster.sessions_of(told - apart), *roster.node_agent_sessions], message)
+        self._out.send(roster.sessions_of(apart), self.rendezvous.revoke_message(reason, apart=True))
 
     def _try_to_form(self, now: float) -> None:
         """Fix the plan of the open rendezvous, if all have joined and may go on."""
-        if not self.rendezvous.is_ready(self.lateness.unreached, now):
+        if self.roster.heirs or not self.rendezvous.is_ready(self.lateness.unreached, now):
             return
-        self.rendezvous.form(now)
+        self.rendezvous.form(now, self.drains.to_decide(self.rendezvous.members))
         self.state = State.STEADY
         plan, members = self.epochs.plan_message, self.epochs.formed.members
+        self.leadership.formed(self.epochs.formed)
         self._out.send(self.roster.sessions_of(members), {**plan, "data": self.epochs.plan})
         self._out.send(self.roster.node_agent_sessions, plan)
 
@@ -312,11 +324,11 @@ class Coordinator:
         if peer is not None:
             self.roster.hear(peer, now)
             if isinstance(peer, NodeAgentStatus):
-                self.roster.from_node_agent(peer, session, message, self.leadership.term, now)
+                self._from_node_agent(peer, session, message, now)
             else:
                 self._from_worker(peer, session, message, now)
-        elif message["type"] == "observe":
-            self._observed(session, now)
+        elif message["type"] in ("observe", "drain"):
+            self._observing.asked(session, message, self.state, now)
         elif session in self._observers:
             self._observers.forget(session)
             self.roster.refuse(session, f"{message['type']} of an observer")
@@ -325,10 +337,16 @@ class Coordinator:
         elif self.state is not State.STANDBY and message["term"] > self.leadership.term:
             self.roster.refuse(session, "you follow a newer coordinator")
             self._step_down("a member follows a newer coordinator")
-        elif message["type"] == "attach":
-            self._admission.worker(session, message, now)
         else:
-            self._admission.node_agent(session, message, now)
+            self._admission.attach(session, message, now)
+            self._candidates.greet(session)
+
+    def _from_node_agent(self, peer: NodeAgentStatus, session: int, message: Mapping[str, Any], now: float) -> None:
+        if message["type"] == "candidate":
+            host, port = message["address"]
+            self._candidates.has(peer, (host, port))
+        else:
+            self.roster.from_node_agent(peer, session, message, self.leadership.term, now)
 
     def _from_worker(self, worker: Member, session: int, message: Mapping[str, Any], now: float) -> None:
         epochs, changes = self.epochs, self.roster.changes
@@ -338,6 +356,8 @@ class Coordinator:
             case "heartbeat":
                 worker.progress.heartbeat(message, now, may_wait=steady and worker.done <= epochs.committed)
                 self._out.send([session], {"type": "beat"})
+            case "join" if worker.fate is Fate.ASIDE:
+                self.roster.take_back(worker, now)
             case "join":
                 self.rendezvous.join(worker, message, now)
             case "done" if of_this_epoch:
@@ -345,10 +365,14 @@ class Coordinator:
             case "idle" if of_this_epoch:
                 epochs.idle(worker)
             case "bye":
-                epochs.left(worker)
+                worker.idle_in = message.get("idle", worker.idle_in)
+                epochs.left(worker, self.drains.why_left(worker))
                 nobody = not epochs.formed.members & self.roster.with_fate(Fate.LIVE)
                 if self.state is State.RENDEZVOUS or nobody or epochs.finished:
                     changes.append(f"{worker.name} has left")
+                changes.extend(self.drains.left(worker))
+            case "drain_answer" if of_this_epoch:
+                self.drains.answered(message["node"], message["reason"])
             case "complain" if of_this_epoch:
                 if "peer" in message:
                     self._out.log("complaint", worker=worker.number, peer=message["peer"], reason=message["reason"])
@@ -366,14 +390,6 @@ class Coordinator:
                     raise RunOver(EXIT_SAME_FAULT, cause, by=worker.number)
             case "abandon":
                 self.roster.turned_away(worker, message["reason"], now, followed=self.state is not State.STANDBY)
-
-    def _observed(self, session: int, now: float) -> None:
-        """Show an observer the state; see ``view`` for what it may ask."""
-        if not self._observers.ask(session, now):
-            self.roster.refuse(session, "an observer that asks too often")
-            return
-        self._out.send([session], self.view(now))
-        self._observers.make_room()
 
     # -- it ends ------------------------------------------------------------------------------------------------------
 

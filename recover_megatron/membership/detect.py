@@ -15,11 +15,17 @@ own, which goes on while the main thread writes or compiles, and falls silent wh
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from recover_megatron.membership.records import Settings
+
+STEP_PHASES = ("data", "forward", "reduce-scatter", "agree", "optimizer")
+"""In one of these is who computes a training step, sums its gradients, or applies them: who stops in the next step
+before its next heartbeat was last heard in the optimizer."""
 STORAGE_PHASES = ("data", "eval-data")
 """A worker in one of these waits for storage: whoever has to wait for it is told, as of any stall."""
 
@@ -102,6 +108,35 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
             elif p.phase in STORAGE_PHASES:
                 judgement.slow.append(p.worker)
     return judgement
+
+
+def behind(
+    group: Iterable[WorkerProgress], replica_of: Mapping[int, Hashable], now: float, settings: Settings
+) -> frozenset[int]:
+    """The workers of the one replica for which all others have waited in a step for longer than ``settings.grace``.
+
+    Nobody where two are late, where fewer than ``min_replicas`` would be left, or while the late one does what others
+    do not: writes a checkpoint, compiles for the first time, puts its state together.  A replica has come when all of
+    its workers wait; a worker that says so and has not been heard since for the grace (it is stopped) has not.
+    """
+    replicas: dict[Hashable, list[WorkerProgress]] = {}
+    for p in group:
+        if p.worker in replica_of:
+            replicas.setdefault(replica_of[p.worker], []).append(p)
+
+    def has_come(p: WorkerProgress) -> bool:
+        return p.waiting_since is not None and (p.heard is None or now - p.heard <= settings.grace)
+
+    late = [workers for workers in replicas.values() if not all(map(has_come, workers))]
+    if settings.grace <= 0 or len(late) != 1 or len(replicas) - 1 < max(1, settings.min_replicas):
+        return frozenset()
+    others = [p.waiting_since for p in itertools.chain(*replicas.values()) if p not in late[0]]
+    last = max(since for since in others if since is not None)
+    at_work = all(
+        p.phase in STEP_PHASES and p.allow <= (settings.stall_timeout if p.phase in STORAGE_PHASES else 0)
+        for p in late[0]
+    )
+    return frozenset(p.worker for p in late[0]) if at_work and now - last > settings.grace else frozenset()
 
 
 def _allowed(progress: WorkerProgress, now: float, hang_timeout: float) -> float:

@@ -87,6 +87,8 @@ class Ending:
         """Code and reason of a run whose launchers, all that have workers in it, were told to end them."""
         roster = self._roster
         nodes = {roster.workers[number].node_agent for number in formed.members}
+        if formed.epoch == 0:  # a worker that has not come has named no launcher, but that may have come
+            nodes = (nodes - {""}) | roster.node_agents.keys()
         node_agents = [roster.node_agents[node] for node in sorted(nodes) if node in roster.node_agents]
         if not nodes or len(node_agents) < len(nodes) or not all(node_agent.stopping for node_agent in node_agents):
             return None

@@ -19,6 +19,7 @@ from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLI
 from recover_megatron.membership.events import Outbox
 from recover_megatron.membership.failover import Evidence
 from recover_megatron.membership.leadership import Leadership
+from recover_megatron.membership.quorum import Standing
 from recover_megatron.membership.records import Formed, Json, Opened, Planner, PlanRequest, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 
@@ -47,37 +48,51 @@ class Epochs:
         return self.formed.members - self._roster.idle(self.formed)
 
     def adopt(self, evidence: Evidence) -> None:
-        """Go on from the newest state that anybody presented."""
+        """Go on from the newest epoch and commit that a member has presented."""
         self.formed = evidence.formed
         self.committed = max(self.committed, evidence.committed)
         self._roster.told_of(evidence.dead, evidence.left)
 
     def take_over(self, evidence: Evidence, now: float) -> frozenset[int]:
-        """Adopt it, and put out whom the run did not count on any more; whom it counts on."""
+        """Adopt ``evidence`` as a new coordinator; returns the workers that the run counts on.
+
+        A live worker that is not among them stays aside if it was presented as that, and is put out otherwise.
+        """
         self.adopt(evidence)
         for worker in self._roster.workers.values():
-            if worker.fate is Fate.LIVE and worker.number not in evidence.target and not worker.new:
+            if worker.fate is not Fate.LIVE or worker.number in evidence.target or worker.new:
+                continue
+            if worker.number in evidence.aside:
+                self._roster.set_aside([worker.number], "it was aside when the coordinator before was lost", now)
+            else:
                 self._roster.exclude(worker, "it was put out of the run before", now)
+        self._roster.tell_of_ends(now)
         self._roster.changes.clear()
         return evidence.target
 
     # -- its plan -----------------------------------------------------------------------------------------------------
 
-    def form(self, opened: Opened, opened_at: float, now: float) -> None:
-        """Fix the plan of a rendezvous that all have joined. Raises RunOver where there can be none."""
+    def form(self, opened: Opened, opened_at: float, now: float, drain: tuple[str, ...] = ()) -> None:
+        """Fix the plan of a rendezvous that all have joined. Raises RunOver where there can be none.
+
+        ``drain``: as in ``PlanRequest``.
+        """
         previous, workers = self.formed, self._roster.workers
         self.formed = Formed(opened.epoch, opened.members, opened.term)
         self.commit(self.formed.members & previous.members - self._roster.idle(previous))
-        members, old = tuple(sorted(self.formed.members)), tuple(sorted(previous.members))
+        members = tuple(sorted(self.formed.members))
         statuses = {member: workers[member].status for member in members}
         try:
-            self.plan = self._planner(PlanRequest(opened.epoch, members, statuses, self.plan, old, self.committed))
+            lost = self._lost(previous.members - self.formed.members)
+            aside = tuple(sorted(self._roster.with_fate(Fate.ASIDE)))
+            request = PlanRequest(opened.epoch, members, statuses, self.plan, self.committed, lost, drain, aside)
+            self.plan = self._planner(request)
         except NoPlan as error:
             raise RunOver(error.code, str(error)) from error
         self.own = True
         self._some_left = False
         for worker in (workers[member] for member in members):
-            worker.status, worker.new = None, False
+            worker.status, worker.new, worker.back = None, False, False
             worker.progress.marked, worker.progress.waiting_since = now, None
         seconds, fault_at = {"rendezvous": now - opened_at}, self._roster.fault_at
         if fault_at is not None:
@@ -85,6 +100,14 @@ class Epochs:
         self._roster.fault_at = None
         plan = {"members": to_runs(members), "committed": self.committed, "seconds": seconds}
         self._out.log("plan", epoch=opened.epoch, **plan)
+
+    def _lost(self, missing: frozenset[int]) -> dict[int, Json]:
+        """Of those ``missing`` that have not left in order: what each was last seen doing."""
+        gone = [worker for number in sorted(missing) if (worker := self._roster.workers[number]).fate is not Fate.LEFT]
+        return {
+            w.number: {"iteration": w.progress.iteration, "phase": w.progress.phase, "aside": w.fate is Fate.ASIDE}
+            for w in gone
+        }
 
     @property
     def plan_message(self) -> dict[str, Any]:
@@ -116,23 +139,27 @@ class Epochs:
         worker.idle_in = self.formed.epoch
         self._reported(worker, before)
 
-    def left(self, worker: Member) -> None:
-        """A worker has finished, and left in order."""
+    def left(self, worker: Member, why: str = "it had finished") -> None:
+        """A worker has left in order, by default since it had finished.
+
+        If it had a part in this epoch, nothing more is committed in the epoch: its report would be missing.
+        """
+        self._some_left |= worker.number not in self.formed.members or worker.idle_in != self.formed.epoch
         worker.fate = Fate.LEFT
-        self._some_left = True
-        self._out.log("left", worker=worker.number)
+        self._out.log("left", worker=worker.number, reason=why)
 
     @property
     def finished(self) -> bool:
-        """Whether all that had a part in the epoch are gone, some of them because they had finished.
+        """Whether all that had a part in the epoch are gone, at least one of them because it had finished.
 
-        A new coordinator does not know whether who has left had a part: it asks those that are there for a new epoch.
+        False at a coordinator that has not formed the epoch: it does not know which of those that left had a part, and
+        opens another epoch instead.
         """
         fates = {self._roster.workers[member].fate for member in self.working} if self.own else set()
         return Fate.LEFT in fates and Fate.LIVE not in fates
 
     def commit(self, reporters: frozenset[int]) -> bool:
-        """Commit what all ``reporters`` have reported, those with a part in an epoch; whether that is anything new."""
+        """Commit what all ``reporters`` (those with a part in an epoch) have reported; whether that is anything new."""
         workers = self._roster.workers
         decided = min((workers[number].done for number in reporters), default=0)
         new = decided > self.committed
@@ -173,6 +200,8 @@ class Rendezvous:
 
     def __init__(self, roster: Roster, epochs: Epochs, leadership: Leadership) -> None:
         self.opened = Opened(0, frozenset(), 0)
+        self.too_few = False
+        """Whether its members alone may not go on, for all that is known now."""
         self.is_open = False
         """Whether its plan is not fixed yet."""
         self.opened_at = 0.0
@@ -196,6 +225,8 @@ class Rendezvous:
         elif self.opened.epoch == 0:
             self.patience = now + settings.start_timeout
         self.opened = Opened(self._leadership.next_epoch(), members, self._leadership.term)
+        if self._leadership.witness.off:
+            self._leadership.witness.opened()
         self.is_open = True
         self.opened_at = now
         self._joined = 0
@@ -203,8 +234,16 @@ class Rendezvous:
             self._roster.workers[number].joined = 0
             self._roster.workers[number].progress.waiting_since = None
 
-    def revoke_message(self, reason: str) -> dict[str, Any]:
-        """What tells that the epoch before is over, what it has committed, and who has to join the next one."""
+    def is_apart(self, worker: Member) -> bool:
+        """Whether it had no part in the last epoch, or was left out of it: it is new, aside, or back."""
+        return worker.new or worker.fate is Fate.ASIDE or worker.number not in self._epochs.formed.members
+
+    def revoke_message(self, reason: str, *, apart: bool = False) -> dict[str, Any]:
+        """The message that the last epoch is over, what it has committed, and who has to join the next one.
+
+        ``apart``: the message for workers that ``is_apart`` names. It tells of no commits: those were made without
+        them, so they must not make the step, but get the state of a worker that has.
+        """
         epochs, roster = self._epochs, self._roster
         message: dict[str, Any] = {
             "type": "revoke",
@@ -213,9 +252,16 @@ class Rendezvous:
             "members": to_runs(self.members),
             "dead": to_runs(roster.with_fate(Fate.DEAD)),
             "left": to_runs(roster.with_fate(Fate.LEFT)),
-            "committed": epochs.committed,
+            "committed": 0 if apart else epochs.committed,
             "reason": reason[:2000],
         }
+        if aside := roster.with_fate(Fate.ASIDE):
+            message["aside"] = to_runs(aside)
+        if apart and not self.members & epochs.formed.members:
+            # They alone go on: whom they turn to is to know that there was an epoch of which they can tell nothing.
+            formed = epochs.formed
+            after = {"epoch": formed.epoch, "term": formed.term, "members": to_runs(formed.members)}
+            message.update({f"after_{name}": value for name, value in after.items()})
         if not epochs.own and epochs.plan is None and epochs.formed.epoch > 0:
             holders = (roster.workers[m] for m in sorted(self.members))
             holder = next((w for w in holders if w.session and w.formed_epoch == epochs.formed.epoch), None)
@@ -224,12 +270,14 @@ class Rendezvous:
         return message
 
     def join(self, worker: Member, message: Mapping[str, Any], now: float) -> None:
-        """A worker joins, with its status and its last reports; another rendezvous than this one is let pass."""
+        """A worker joins, with its status and its last reports; ignored if it means another rendezvous than this."""
         if not self.is_open or message["epoch"] != self.opened.epoch or worker.number not in self.members:
             return
         self._joined += worker.joined != self.opened.epoch
         worker.joined, worker.status, worker.done = message["epoch"], message["status"], message["done"]
         worker.idle_in = message.get("idle", 0)
+        if isinstance(message["status"], dict) and isinstance(node := message["status"].get("node"), str) and node:
+            worker.node = node[:256]
         worker.progress.marked = worker.progress.waiting_since = now
         if "plan" in message and not self._epochs.own:
             self._epochs.plan = message["plan"]
@@ -247,7 +295,7 @@ class Rendezvous:
     def is_ready(self, unreached: Container[int], now: float) -> bool:
         """Whether its plan is to be fixed now. Puts out who does not come; raises RunOver where it can have no plan.
 
-        ``unreached``: workers whose connections have ended, and that are waited for all the same.
+        ``unreached``: workers whose connections have ended and that are still waited for.
         """
         late = self._late(unreached, now)
         launched = [w.number for w in late if w.number < self._roster.world]
@@ -259,9 +307,9 @@ class Rendezvous:
             self._roster.exclude(worker, "did not come to the new coordinator", now)
         return not late and self._may_follow(now) and self.all_joined
 
-    def form(self, now: float) -> None:
-        """Fix its plan. Raises RunOver where there can be none."""
-        self._epochs.form(self.opened, self.opened_at, now)
+    def form(self, now: float, drain: tuple[str, ...] = ()) -> None:
+        """Fix its plan. Raises RunOver where there can be none. ``drain``: as in ``PlanRequest``."""
+        self._epochs.form(self.opened, self.opened_at, now, drain)
         self.is_open = False
 
     def excuse(self, pause: float) -> None:
@@ -270,7 +318,8 @@ class Rendezvous:
         self.opened_at += pause
 
     def _late(self, unreached: Container[int], now: float) -> list[Member]:
-        """Whom it waits for no longer. The launch has long to start, a newcomer never has."""
+        """Members without a connection whose time is over: before the first epoch the start timeout for workers of the
+        launch, else 1.2 heartbeat timeouts."""
         newcomers_until = min(self.patience, self.opened_at + 1.2 * self._roster.settings.heartbeat_timeout)
         missing = [self._roster.workers[m] for m in self.members if m not in unreached]
         missing = [w for w in missing if w.session is None]
@@ -278,18 +327,24 @@ class Rendezvous:
         return [w for w in missing if now > max(until[w.number], w.awaited_until)]
 
     def _may_follow(self, now: float) -> bool:
-        """Whether it may follow the last epoch; stops the run or puts out members where that will never be."""
-        contest = self._leadership.contest(self.opened, self._epochs.formed, self._epochs.own, now)
+        """Whether its plan may follow the last epoch (`quorum`).
+
+        Raises RunOver where it never will, and puts out members whose launchers have not acknowledged in time.
+        """
+        contest = self._leadership.contest(self.opened, self._epochs.formed, self._epochs.own)
+        self.too_few = contest is not None and contest.standing is Standing.TOO_FEW
         if contest is None:
             return True
         roster, members = self._roster, [self._roster.workers[m] for m in self.members]
         unheard = [w for w in members if w.node_agent and not self._acknowledged(w.node_agent)]
-        if contest.quorum and not unheard:
-            self._leadership.goes_on_without()
-            return True
+        may = contest.standing is not Standing.TOO_FEW
+        if may and not unheard:
+            enough = contest.standing is Standing.ENOUGH
+            return enough or (self.all_joined and self._leadership.has_lease(self.opened, now))
         outs = [roster.workers[n] for n in roster.with_fate(Fate.OUT)]
-        hope = self._leadership.arbiter or any(roster.vouched(w, now) for w in outs)
-        if not contest.quorum and (not hope or now > self.patience + 2 * roster.settings.heartbeat_timeout):
+        hope = any(roster.vouched(w, now) for w in outs)
+        hopeless = not hope or now > self.patience + 2 * roster.settings.heartbeat_timeout
+        if not may and hopeless and not self._leadership.witness.waits(now):
             raise RunOver(
                 EXIT_LOST_MAJORITY,
                 f"only {len(members)} of {len(contest.missing | self.members)} workers that may be running are "
@@ -300,7 +355,7 @@ class Rendezvous:
                     else " (those reached have no part in the work, and cannot tell what it committed)"
                 ),
             )
-        if contest.quorum and now > self.patience:
+        if may and now > self.patience:
             for worker in unheard:
                 roster.exclude(worker, "its launcher, who could speak for it elsewhere, is not reached", now)
         return False

@@ -43,9 +43,23 @@ class Acknowledged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Answer to ``AskArbiter``, again on each renewal: until when, by its own clock, it holds the lease (0: not)."""
+    """The answer to ``AskForLease``."""
 
-    held_until: float
+    term: int
+    epoch: int
+    granted: bool | None
+    """None: there is no answer yet, and it is tried on."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What the witness has said (``AskWitness``), or why nothing is heard of it."""
+
+    off: frozenset[str]
+    """Nodes on which nothing runs any more, for certain, by the names of their launchers."""
+    reason: str = ""
+    """For people."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ class Settle:
     """All events that were ready are handled: act on them together (a hundred deaths at once make one new epoch)."""
 
 
-CoordinatorEvent = Received | Closed | Acknowledged | Verdict | Tick | Settle
+CoordinatorEvent = Received | Closed | Acknowledged | Verdict | Statement | Tick | Settle
 
 # -- out of the coordinator -------------------------------------------------------------------------------------------
 
@@ -86,10 +100,21 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class AskArbiter:
-    """Ask the arbiter for the lease, and from then on keep it renewed (``Verdict`` follows each time)."""
+class AskForLease:
+    """Ask for the lease, for these members of a rendezvous that all have joined (``Verdict`` follows)."""
 
     term: int
+    epoch: int
+    members: frozenset[int]
+    renew: bool = field(default=False, compare=False)
+    """The epoch is formed, and nobody waits for the answer: see ``lease.is_due``."""
+
+
+@dataclass(frozen=True)
+class AskWitness:
+    """Ask the witness about these nodes (``Statement`` may follow)."""
+
+    nodes: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -102,7 +127,7 @@ class Log:
 @dataclass(frozen=True)
 class StepDown:
     """This coordinator may be superseded, and has told its members to look for another one: replace it by a ``fresh``
-    one, which leads again when a majority comes to it; and let go of the lease."""
+    one, which leads again when a majority comes to it; and ask for the lease no more."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +138,7 @@ class Exit:
     reason: str
 
 
-CoordinatorEffect = Send | Close | Probe | AskArbiter | Log | StepDown | Exit
+CoordinatorEffect = Send | Close | Probe | AskForLease | AskWitness | Log | StepDown | Exit
 
 
 class Outbox:
@@ -207,11 +232,19 @@ class Hangup:
 
 
 @dataclass(frozen=True)
+class Look:
+    """From now on the candidates are those of the launch, and after them these."""
+
+    added: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class Notify:
-    """Something the owner may be waiting for changed; ``kind``: "revoke", "plan", "commit", "out", "kill" or "tell"."""
+    """Something the owner may be waiting for changed; ``kind``: "revoke", "plan", "commit", "out", "kill", "tell",
+    "drain" or "candidates"."""
 
     kind: str
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
-MemberEffect = Dial | Say | Abandon | Hangup | Notify
+MemberEffect = Dial | Say | Abandon | Hangup | Look | Notify

@@ -26,6 +26,8 @@ def presentation_to_wire(presentation: Presentation) -> dict[str, Any]:
         "dead": to_runs(presentation.dead),
         "left": to_runs(presentation.left),
     }
+    if presentation.aside:
+        wire["aside"] = to_runs(presentation.aside)
     if presentation.opened is not None:
         wire["opened_epoch"] = presentation.opened.epoch
         wire["opened_term"] = presentation.opened.term
@@ -47,6 +49,7 @@ def presentation_from_wire(message: Mapping[str, Any]) -> Presentation:
         committed=message["committed"],
         dead=from_runs(message["dead"]),
         left=from_runs(message["left"]),
+        aside=from_runs(message.get("aside", [])),
     )
 
 
@@ -61,6 +64,9 @@ class Evidence:
         self.committed = 0
         self.dead: frozenset[int] = frozenset()
         self.left: frozenset[int] = frozenset()
+        self.aside: frozenset[int] = frozenset()
+        """Whom the newest rendezvous that anybody knows of has left out, alive; not what the safety rests on."""
+        self._aside_in = (0, 0)  # the term and epoch of that one
 
     def add(self, presentation: Presentation) -> None:
         """Merge one more presentation."""
@@ -74,6 +80,11 @@ class Evidence:
         if (opened := presentation.opened) is not None:
             self.opened[(opened.term, opened.epoch)] = opened
             self.highest_epoch = max(self.highest_epoch, opened.epoch)
+        newest = opened or presentation.formed
+        if (newest.term, newest.epoch) >= self._aside_in:
+            same = (newest.term, newest.epoch) == self._aside_in
+            self.aside = presentation.aside | (self.aside if same else frozenset())
+            self._aside_in = newest.term, newest.epoch
 
     @property
     def unfinished(self) -> list[Opened]:

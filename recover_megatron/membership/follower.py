@@ -32,6 +32,7 @@ from recover_megatron.membership.events import (
     Dial,
     Hangup,
     Heard,
+    Look,
     Lost,
     MemberEffect,
     MemberEvent,
@@ -72,7 +73,8 @@ class Follower:
         """The last epoch of a run that has stopped, as its coordinator told."""
         self.deadline = now
         self._hello = dict(hello)
-        self._candidates = candidates
+        self._launched = candidates  # candidates of the launch; those that were added come after them
+        self._added: tuple[tuple[str, int], ...] = ()
         self._candidate = -1
         self._connected = False
         self._heard = now
@@ -148,6 +150,15 @@ class Follower:
         """Whether this is the candidate that leads at the start of a run, if all goes well."""
         return not self._late and self.presentation.term == 0 and self._candidate == 0
 
+    @property
+    def _dwell(self) -> float:
+        """How long it waits for a candidate to lead, in seconds, before it tries the next."""
+        if self._first:
+            return self.settings.start_timeout / 2
+        if self._late and self.presentation.term == 0:
+            return self.settings.heartbeat_interval  # nobody leads by a newcomer's coming
+        return self.settings.heartbeat_timeout
+
     def _seek(self, now: float) -> None:
         """Try the next candidate: at once, or after a pause when all have just failed."""
         if self.stage is Stage.FOLLOWING:
@@ -208,8 +219,7 @@ class Follower:
                 self._reached(now)
             case "standby":
                 self._reached(now)
-                dwell = self.settings.start_timeout / 2 if self._first else self.settings.heartbeat_timeout
-                self._move_at = now + dwell if self._candidates > 1 else None
+                self._move_at = now + self._dwell if self._candidates > 1 else None
             case "refused":
                 self._complaint = message["reason"]
                 self._effects.append(Hangup())
@@ -235,8 +245,24 @@ class Follower:
             case "commit" if message["epoch"] == self.presentation.formed.epoch and not self.presentation.opened:
                 self.presentation.committed = max(self.presentation.committed, message["iteration"])
                 self._effects.append(Notify("commit"))
-            case "kill" | "note" | "tell":
+            case "candidates":
+                self._candidates_are(tuple((host, port) for host, port in message["added"]))
+                self._effects.append(Notify("candidates", message))
+            case "kill" | "note" | "tell" | "drain":
                 self._effects.append(Notify(message["type"], message))
+
+    @property
+    def _candidates(self) -> int:
+        return self._launched + len(self._added)
+
+    def _candidates_are(self, added: tuple[tuple[str, int], ...]) -> None:
+        """The coordinator knows which candidates have joined. The next one to turn to is still that after this one."""
+        if self._candidate >= self._launched:
+            current = self._added[self._candidate - self._launched]
+            place = added.index(current) if current in added else len(added) - 1
+            self._candidate = self._launched + place
+        self._added = added
+        self._effects.append(Look(added))
 
     def _reached(self, now: float) -> None:
         """A candidate that may lead one day is there."""
@@ -257,6 +283,10 @@ class Follower:
         presentation.opened = Opened(message["epoch"], from_runs(message["members"]), message["term"])
         presentation.dead |= from_runs(message["dead"])
         presentation.left |= from_runs(message["left"])
+        presentation.aside = from_runs(message.get("aside", []))
+        if message.get("after_epoch", 0) > presentation.formed.epoch:
+            members = from_runs(message.get("after_members", []))
+            presentation.formed = Formed(message["after_epoch"], members, message.get("after_term", 0))
         if presentation.formed.epoch and message["committed"] > presentation.committed:
             # Told to others by a coordinator that was lost in doing so.
             presentation.committed = message["committed"]

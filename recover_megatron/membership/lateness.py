@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from recover_megatron.membership.detect import judge
+from recover_megatron.membership.detect import behind, judge
 from recover_megatron.membership.epochs import Epochs
 from recover_megatron.membership.events import Outbox, Probe
 from recover_megatron.membership.records import to_runs
@@ -24,7 +24,9 @@ NAMED = 4
 class Lateness:
     """Puts out the late, or tells of the stall for whose end the run waits."""
 
-    def __init__(self, roster: Roster, epochs: Epochs, out: Outbox) -> None:
+    def __init__(self, roster: Roster, epochs: Epochs, out: Outbox, lease: bool) -> None:
+        """``lease``: whether the run may go on with the smaller part of its workers."""
+        self._lease = lease
         self.stall = Stall(roster.settings)
         self.unreached: dict[int, tuple[float, str]] = {}
         """Workers whose connection has ended though they may be running -> since when, and why."""
@@ -33,18 +35,20 @@ class Lateness:
         self._epochs = epochs
         self._out = out
 
-    def ask_the_quiet(self, now: float) -> None:
+    def ask_the_quiet(self, now: float, held_up: bool) -> None:
         """Ask for a sign of life whoever gives none; a launcher that has given none for too long is gone.
 
         A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter): its host's
-        kernel is asked instead (``Probe``), which needs something sent to acknowledge.
+        kernel is asked instead (``Probe``), which needs something sent to acknowledge, and the time to do so. So it is
+        asked of what was sent before, and not if this process was ``held_up``: what it sends now is the first for long.
         """
         roster, settings = self._roster, self._roster.settings
         for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
             assert worker.session is not None
-            self._out.send([worker.session], {"type": "beat"})
-            if roster.silence(worker, now) > settings.heartbeat_timeout and roster.vouched(worker, now):
+            deaf = roster.silence(worker, now) > settings.heartbeat_timeout and roster.vouched(worker, now)
+            if deaf and not held_up:
                 self._out.do(Probe(worker.session))
+            self._out.send([worker.session], {"type": "beat"})
         for node_agent in roster.node_agents.values():
             if node_agent.session is not None and roster.silence(node_agent, now) > settings.heartbeat_timeout:
                 self._out.log("witness_gone", node=node_agent.node, reason="silent")
@@ -84,15 +88,46 @@ class Lateness:
             return judgement.stuck
         replica_of = self._replica_of()
         half = judge(group, now, patience / 2, fresh)
-        slow |= self._held_up(late, {replica_of.get(number) for number in half.slow} - {None}, replica_of, now)
+        held_up = self._held_up(late, {replica_of.get(number) for number in half.slow} - {None}, replica_of, now)
+        whose = {replica_of.get(number) for number in held_up}
+        slow |= {number: self._no_progress(number, now) for number in half.slow if replica_of.get(number) in whose}
+        slow |= held_up  # told of together with those for whom they wait
         late = {number: reason for number, reason in late.items() if number not in slow}
         suspected = {w.number for w in self._quiet(settings.heartbeat_timeout / 2, now)}
         suspected |= set(half.hung)
+        if self._lease and self._is_lost_node({*late, *slow, *suspected}, replica_of, now):
+            replica_of = {}  # no stall: they share nothing but their node
         answer = self.stall.consider(late, slow, suspected, replica_of, now)
         for number in sorted(answer.put_out):
             self._roster.exclude(workers[number], late[number], now, together=answer.put_out)
         self._tell(answer, replica_of, now)
         return judgement.stuck
+
+    def put_out_aside(self, now: float) -> None:
+        """Put out who was set aside and does not come back."""
+        workers, settings = self._roster.workers, self._roster.settings
+        for number in sorted(self._roster.with_fate(Fate.ASIDE)):
+            if now - workers[number].aside_since > max(settings.hang_timeout, settings.grace):
+                self._roster.exclude(workers[number], "it was set aside, and has not come back", now)
+
+    def set_aside(self, members: frozenset[int], now: float) -> None:
+        """Set the replica aside for which all others have waited for the grace.
+
+        ``members``: those that the epoch waits for.
+        """
+        workers, settings = self._roster.workers, self._roster.settings
+        group = [w.progress for m in members if (w := workers[m]).session is not None and w.fate is Fate.LIVE]
+        if settings.grace > 0 and len(group) == len(members):
+            late = behind(group, self._replica_of(), now, settings)
+            self._roster.set_aside(late, f"its replica is late by more than {settings.grace:g} s", now)
+
+    def _is_lost_node(self, away: set[int], replica_of: dict[int, Hashable], now: float) -> bool:
+        """Whether those ``away`` are of one node that is not heard at all, and others hold a whole replica."""
+        workers = [self._roster.workers[number] for number in away]
+        if len({w.node_agent for w in workers}) != 1 or any(self._roster.vouched(w, now) for w in workers):
+            return False
+        hit = {replica_of.get(number) for number in away}
+        return workers[0].node_agent != "" and not hit >= set(replica_of.values())
 
     def _quiet(self, seconds: float, now: float) -> list[Member]:
         """Attached workers of which nothing was heard for so long."""

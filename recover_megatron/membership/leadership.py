@@ -1,7 +1,7 @@
 """Whether a candidate may lead, may go on leading, and may leave out workers that it does not reach.
 
 It puts to the rule (``quorum``) what the members have presented (``failover``) and whom it reaches (``roster``).
-Where there is an arbiter the lease decides instead of the count, for whoever leaves somebody out.
+Where there is a lease it decides what the count cannot.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from recover_megatron.membership.events import AskArbiter, Outbox
+from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, RunOver
+from recover_megatron.membership.events import AskForLease, Outbox, Verdict
 from recover_megatron.membership.failover import Evidence, next_term
-from recover_megatron.membership.quorum import can_tell, may_go_on
+from recover_megatron.membership.quorum import Standing, can_tell, may_go_on, standing
 from recover_megatron.membership.records import Formed, Opened, Presentation, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
+from recover_megatron.membership.witness import Witness
+
+_LEAP, _LEAPS, _STRIDE = 1 << 16, 1 << 12, 1 << 8
+"""A leap is longer than any side's row of epochs, and two leaps of two coordinators end at two places."""
 
 
 @dataclass(frozen=True)
@@ -23,32 +28,37 @@ class Contest:
 
     missing: frozenset[int]
     """These workers."""
-    quorum: bool
+    standing: Standing
     """Whether the members of the rendezvous may go on without them."""
     known: bool
-    """Whether its members can tell what the last epoch has committed; without that there is no quorum."""
+    """Whether its members can tell what the last epoch has committed; without that they may not."""
 
 
 class Leadership:
     """This candidate's term, and the right to it.
 
-    ``salt``: 32 random bits, see ``next_term``. ``arbiter``: whether effects ``AskArbiter`` are answered.
+    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``quorum.standing``; None: there is no lease.
 
     ``own``, where it is asked for, is the last epoch if this coordinator has formed it, else None: then what was
     presented tells which one it is.
     """
 
-    def __init__(self, roster: Roster, out: Outbox, salt: int, arbiter: bool) -> None:
+    def __init__(self, roster: Roster, out: Outbox, salt: int, slack: int | None, witness: Witness) -> None:
         self.term = 0
         """0: it does not lead yet."""
-        self.arbiter = arbiter
+        self.slack = slack
         self.evidence = Evidence(roster.world)
+        self.witness = witness
         self._roster = roster
         self._out = out
         self._salt = salt
-        self._lease_until = 0.0
-        self._leased = False  # an epoch was formed by virtue of the lease: losing it ends this coordinator
+        self._claim: AskForLease | None = None  # the last one that an epoch waits for
+        self._record: AskForLease | None = None  # the last one that names who goes on, with nobody waiting
+        self._claimed_at = 0.0
+        self._verdict: Verdict | None = None  # on that claim
+        self._waiting_told = False  # of that claim
         self._led_at = 0.0  # when it began to lead
+        self._leapt = False  # over the numbers of epochs that nobody knows any more
 
     def presented(self, presentation: Presentation) -> bool:
         """Take in what a member presents; whether that changes the picture of the last epoch and its end."""
@@ -68,14 +78,31 @@ class Leadership:
         counted = reached & evidence.target & evidence.formed.members
         if not can_tell(counted, self._roster.idle(evidence.formed), missing, own=False):
             return False
-        if missing and self.arbiter and evidence.formed.epoch > 0:
-            if now >= self._lease_until:
-                self._out.do(AskArbiter(evidence.highest_term))
-            return now < self._lease_until
-        return may_go_on(reached, evidence.bases, self._roster.gone, own=False)
+        may = self._standing(reached, None)
+        return may is Standing.ENOUGH or (may is Standing.CLAIM and evidence.formed.epoch > 0 and self._moved(now))
+
+    @property
+    def lacks_members(self) -> bool:
+        """Whether this candidate does not lead since others may go on elsewhere, for all that those tell that came."""
+        evidence, reached = self.evidence, self._roster.reached
+        began = self.term == 0 and evidence.formed.epoch > 0 and bool(reached & evidence.target)
+        return began and self._standing(reached, None) is Standing.TOO_FEW
+
+    def _moved(self, now: float) -> bool:
+        """Whether whole nodes have turned to this candidate: their launchers, and most of the workers that run there.
+
+        A worker that has only lost its own connection shall not lead a part of the run away from the others.
+        """
+        roster = self._roster
+        here = [w for w in roster.workers.values() if w.session is not None]
+        if not all(w.node_agent and roster.vouched(w, now) for w in here):
+            return False
+        running = {n for w in here for n in roster.node_agents[w.node_agent].running} & self.evidence.target
+        return 2 * len(running & roster.reached) > len(running)
 
     def lead(self, now: float) -> None:
         """Begin a term."""
+        self.witness.took_over = self.evidence.highest_term > 0
         self.term = next_term(self.evidence.highest_term, self._salt)
         self._led_at = now
         formed, reached = self.evidence.formed.epoch, to_runs(self._roster.reached)
@@ -113,48 +140,103 @@ class Leadership:
 
     def has_followers(self, own: Formed | None) -> bool:
         """Whether those attached are all that may be running, or so many that no other candidate may lead the rest."""
-        return may_go_on(self._roster.reached, self._bases(own), self._roster.gone, own is not None)
-
-    def lease(self, held_until: float) -> None:
-        """The arbiter's word: until when this candidate holds the lease; 0: it does not."""
-        self._lease_until = held_until
-
-    def has_lost_lease(self, now: float) -> bool:
-        """Whether another candidate may hold the lease by which this one has gone on."""
-        return self._leased and now >= self._lease_until
+        return self._standing(self._roster.reached, own) is Standing.ENOUGH
 
     def excuse(self, pause: float) -> None:
         """This process was kept from running for so long, and waited for nobody meanwhile."""
         self._led_at += pause
+        self._claimed_at += pause
+        self.witness.excuse(pause)
 
     # -- to leave somebody out ----------------------------------------------------------------------------------------
 
     def next_epoch(self) -> int:
-        """A number above those of all epochs that were formed or opened."""
+        """A number above those of all epochs that were formed or opened.
+
+        Those of a side that was lost as a whole are not known to who goes on by the word of a witness: it leaps.
+        """
+        if self.witness.off and not self._leapt:
+            self._leapt = True
+            self.evidence.highest_epoch += _LEAP + self._salt % _LEAPS * _STRIDE
         self.evidence.highest_epoch += 1
         return self.evidence.highest_epoch
 
-    def contest(self, opened: Opened, formed: Formed, own: bool, now: float) -> Contest | None:
+    def contest(self, opened: Opened, formed: Formed, own: bool) -> Contest | None:
         """Whether ``opened`` may follow ``formed``, which was presented or (``own``) formed by this coordinator.
 
-        None: it leaves out nobody but the gone, and may. Asks the arbiter, where there is one and it has not answered.
+        None: it leaves out nobody but the gone, and may.
         """
         bases = self._bases(formed if own else None)
         missing = self._missing(opened.members, bases)
         if not missing:
             return None
-        if self.arbiter:
-            quorum = now < self._lease_until
-            if not quorum:
-                self._out.do(AskArbiter(self.term))
-        else:
-            quorum = may_go_on(opened.members, bases, self._roster.gone, own)
         known = can_tell(opened.members & formed.members, self._roster.idle(formed), missing, own)
-        return Contest(missing, quorum and known, known)
+        may = self._standing(opened.members, formed if own else None, opened.epoch) if known else Standing.TOO_FEW
+        return Contest(missing, may, known)
 
-    def goes_on_without(self) -> None:
-        """An epoch is about to be formed that leaves out somebody who may be running: by the lease, if there is one."""
-        self._leased |= self.arbiter
+    def has_lease(self, opened: Opened, now: float) -> bool:
+        """Whether the lease is granted to the members of ``opened``, who have all joined; asks for it.
+
+        Raises RunOver where it is refused, or there is no answer for ``stall_timeout``.
+        """
+        patience = self._roster.settings.stall_timeout
+        if self._claim is None or (self._claim.term, self._claim.epoch) != (opened.term, opened.epoch):
+            self._claim = AskForLease(opened.term, opened.epoch, opened.members)
+            self._claimed_at, self._verdict, self._waiting_told = now, None, False
+            self._ask(self._claim)
+        verdict = self._verdict
+        if verdict is None or verdict.granted is None:
+            why = verdict.reason if verdict else "the storage does not answer"
+            if now > self._claimed_at + patience:
+                raise RunOver(EXIT_LOST_MAJORITY, f"the lease could not be asked for within {patience:g} s: {why}")
+            if now > self._claimed_at + self._roster.settings.heartbeat_interval and not self._waiting_told:
+                self._waiting_told = True
+                text = f"the run waits for the lease, since others may go on elsewhere: {why}; {patience:g} s at most"
+                self._out.log("lease", epoch=opened.epoch, granted=None, reason=why)
+                self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
+            return False
+        if not verdict.granted:
+            raise RunOver(EXIT_LOST_MAJORITY, f"the others have gone on, so this side stops: {verdict.reason}")
+        return True
+
+    def formed(self, formed: Formed) -> None:
+        """This coordinator has formed an epoch: what has come with it is to be known to whoever holds the lease.
+
+        And that it has left somebody out, where that one could use the witness (``Witness.lets_in``).
+        """
+        claimed = self._claim is not None and (self._claim.term, self._claim.epoch) == (formed.term, formed.epoch)
+        if self.slack is not None and not claimed:
+            record = self.witness.has_to_record()
+            claim = AskForLease(formed.term, formed.epoch, formed.members, renew=not record)
+            self._record = claim if record else None
+            self._ask(claim)
+
+    def _ask(self, claim: AskForLease) -> None:
+        self.witness.asks(claim)
+        self._out.do(claim)
+
+    def lease(self, verdict: Verdict) -> None:
+        """What has become of a claim."""
+        for asked in (self._record, self._claim):
+            if asked is not None and verdict.granted and (asked.term, asked.epoch) == (verdict.term, verdict.epoch):
+                self.witness.granted(asked)
+        claim = self._claim
+        if claim is None or (claim.term, claim.epoch) != (verdict.term, verdict.epoch):
+            return
+        if verdict.granted is not None:
+            self._out.log("lease", epoch=verdict.epoch, granted=verdict.granted, reason=verdict.reason)
+        self._verdict = verdict
+
+    def _standing(self, reached: frozenset[int], own: Formed | None, epoch: int | None = None) -> Standing:
+        """``epoch``: of an open rendezvous, whose members ``reached`` are."""
+        bases, gone = self._bases(own), self._roster.gone
+        if self.slack is None:
+            return Standing.ENOUGH if may_go_on(reached, bases, gone, own is not None) else Standing.TOO_FEW
+        may = standing(reached, bases, gone, self.slack)
+        if may is Standing.TOO_FEW and reached:
+            missing = self._missing(reached, bases)
+            return Standing.CLAIM if self.witness.leaves_alone(reached, missing, epoch) else may
+        return may
 
     def _bases(self, own: Formed | None) -> list[frozenset[int]]:
         return self.evidence.bases if own is None else [own.members]

@@ -1,97 +1,132 @@
-"""An arbiter on shared storage: a lease file that one coordinator holds at a time.
+"""The lease: who of two halves goes on. Files on shared storage, each written once and never changed.
 
-The file says who holds it and how often it was renewed. A holder renews it; another may take it only after it has
-watched the same content for ``seconds``, by its own clock, so clocks need not agree. A holder counts itself as
-holding for half of that after a renewal it knows to have succeeded: it lets go before anybody else may take over. All
-changes are made under an ``fcntl`` lock of the file, which the storage must honour between hosts (NFSv4, Lustre with
-``flock``, GPFS do).
+    PATH.1   {"term", "epoch", "members"}   the first side that went on without others who may be running
+    PATH.2   ...                            the next one: a part of that side, under a coordinator of a later term
+
+The last file names the holder. The lease passes by members, not by time: whoever wants it needs one of the holder's
+members among those that have joined its rendezvous, and a term that is not lower (``may_take``). So whoever was left
+out stays out, and no process that was stopped for whatever time, or holds a wrong clock, can take it back.
+
+Once somebody has it, each epoch that has newcomers takes it anew (``is_due``), since one day they may be all that is
+left of the holder's side.  Its members have all joined that epoch, so this is a claim like any other, only early.
+
+A file is written beside its place and gets its name by ``link``, which succeeds for one of all hosts: NFS, Lustre, GPFS
+and local file systems promise that, without locks, and nobody can hold it up. It must be a PATH of this run alone.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import queue
+import secrets
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from recover_megatron.membership.events import Verdict
+from recover_megatron.membership.events import AskForLease, Verdict
+from recover_megatron.membership.records import from_runs, to_runs
+
+RETRY_SECONDS = 0.5
+"""Until the next attempt where the storage has failed."""
+_MOST_HOLDERS = 10_000
+
+
+def may_take(holder: AskForLease | None, claim: AskForLease) -> bool:
+    """Whether the lease passes from ``holder`` (None: nobody has had it) to ``claim``.
+
+    A member of both has joined under both terms, and a member follows a higher term only ever: so it is the claim's
+    now, and the holder cannot commit anything without it.
+    """
+    return holder is None or (claim.term >= holder.term and bool(claim.members & holder.members))
+
+
+def is_due(holder: AskForLease | None, claim: AskForLease) -> bool:
+    """Whether there is anything to take: not by an epoch that has been formed, if nobody has had the lease, or its
+    holder knows all of the members."""
+    return not claim.renew or (holder is not None and not claim.members <= holder.members)
+
+
+def publish(path: Path, content: str) -> bool:
+    """Write a file with this content, if there is none of this name; whether it was written. Raises OSError."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            os.write(descriptor, content.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(draft)
+    return True
 
 
 class Lease:
-    """Tries for the lease once ``ask`` was called, then renews it until ``close``, in a thread of its own.
+    """Asks for the lease in a thread of its own, since storage may hang; ``report`` gets the answers there."""
 
-    ``report`` gets a ``Verdict`` after each attempt that could look at the file. One that could not (another candidate
-    has it locked just then, the storage fails or hangs) is no news: it is soon made again, and a holder that hears of
-    no renewal lets go by itself.
-    """
-
-    def __init__(self, path: Path, owner: str, seconds: float, report: Callable[[Verdict], None]) -> None:
+    def __init__(self, path: Path, report: Callable[[Verdict], None]) -> None:
         self._path = path
-        self._owner = owner
-        self._seconds = seconds
         self._report = report
-        self._seen: str | None = None
-        self._seen_at = 0.0
-        self._renewals = 0
-        self._asked = threading.Event()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="recover-lease", daemon=True)
-        self._thread.start()
+        self._claim: AskForLease | None = None
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """Something has changed; False: this is closed."""
+        threading.Thread(target=self._run, name="recover-lease", daemon=True).start()
 
-    def ask(self, term: int) -> None:
-        """Begin to try; returns at once."""
-        self._asked.set()
+    def ask(self, claim: AskForLease) -> None:
+        """Try for the lease until there is an answer; an earlier claim is forgotten."""
+        self._claim = claim
+        self._asked.put(True)
 
-    def release(self) -> None:
-        """Stop renewing until asked again; returns at once. Others may take it when it has run out."""
-        self._asked.clear()
+    def forget(self) -> None:
+        """Try no more. What is being tried just now may still succeed."""
+        self._claim = None
 
     def close(self) -> None:
-        """Stop renewing; the lease runs out."""
-        self._closed.set()
-        self._asked.set()
-        self._thread.join(timeout=self._seconds)
+        """End the thread, when the storage lets it."""
+        self._claim = None
+        self._asked.put(False)
 
     def _run(self) -> None:
-        while self._asked.wait() and not self._closed.is_set():
-            started = time.monotonic()
-            held = self.attempt(started)
-            if held is not None:
-                self._report(Verdict(started + self._seconds / 2 if held else 0.0))
-            self._closed.wait(self._seconds / (64 if held is None else 8))
+        while self._asked.get():
+            while (claim := self._claim) is not None:
+                verdict = self._try(claim)
+                self._report(verdict)
+                if verdict.granted is not None:
+                    break
+                try:
+                    if not self._asked.get(timeout=RETRY_SECONDS):
+                        return
+                except queue.Empty:
+                    continue
 
-    def attempt(self, now: float) -> bool | None:
-        """Take or renew the lease; whether it is held. None: there is no telling, since the file could not be had."""
+    def _try(self, claim: AskForLease) -> Verdict:
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return None
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            content = os.pread(descriptor, 4096, 0).decode(errors="replace")
-            if not self._may_take(content, now):
-                return False
-            self._renewals += 1
-            content = json.dumps({"owner": self._owner, "renewals": self._renewals})
-            os.pwrite(descriptor, content.encode().ljust(256), 0)
-            os.fsync(descriptor)
-            return True
-        except OSError:
-            return None
-        finally:
-            os.close(descriptor)
+            return self.attempt(claim)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"{self._path}: {error.strerror if isinstance(error, OSError) else f'unreadable ({error})'}"
+            return Verdict(claim.term, claim.epoch, None, reason)
 
-    def _may_take(self, content: str, now: float) -> bool:
-        if not content.strip():
-            return True
-        try:
-            if json.loads(content)["owner"] == self._owner:
-                return True
-        except (ValueError, KeyError, TypeError):
-            content = f"unreadable: {content}"  # somebody's half-written renewal: waits like any other
-        if content != self._seen:
-            self._seen, self._seen_at = content, now
-        return now - self._seen_at >= self._seconds
+    def attempt(self, claim: AskForLease) -> Verdict:
+        """Take the lease if it may be taken. Raises OSError; ValueError, KeyError or TypeError for unreadable files."""
+        holder, number = None, 1
+        for _ in range(_MOST_HOLDERS):
+            place = self._path.with_name(f"{self._path.name}.{number}")
+            try:
+                told = json.loads(place.read_text())
+            except FileNotFoundError:
+                told = None
+            if told is not None:
+                holder = AskForLease(int(told["term"]), int(told["epoch"]), from_runs(told["members"]))
+                number += 1
+            elif holder == claim or not is_due(holder, claim):
+                return Verdict(claim.term, claim.epoch, True)
+            elif not may_take(holder, claim):
+                return Verdict(claim.term, claim.epoch, False, f"{self._path}.{number - 1} names them")
+            else:
+                ours = {"term": claim.term, "epoch": claim.epoch, "members": to_runs(claim.members)}
+                publish(place, json.dumps(ours))  # then it is read again, whoever has written it
+        raise ValueError("its files come and go, or are too many")

@@ -126,6 +126,13 @@ class Member(Follower):
             self._say({"type": "note", "text": text[:2000]})
         return self._effects
 
+    def answer_drain(self, node: str, reason: str) -> list[MemberEffect]:
+        """Tell what the epoch of ``plan`` has decided of a node; not told again to the next coordinator."""
+        self._effects = []
+        if self.stage is Stage.FOLLOWING and self.plan is not None:
+            self._say({"type": "drain_answer", "epoch": self.plan.epoch, "node": node, "reason": reason[:2000]})
+        return self._effects
+
     def end_run(self, code: int, reason: str) -> list[MemberEffect]:
         """Ask whoever leads, now or next, to end the run for all."""
         self._effects = []
@@ -172,7 +179,9 @@ class Member(Follower):
 
     def leave(self) -> list[MemberEffect]:
         """Leave in order."""
-        self._effects = [Say({"type": "bye"})] if self._connected else []
+        # With the last epoch without a part: ``idle`` is not heard while the next one is being made.
+        bye = {"type": "bye", "idle": self.idle_in} if self.idle_in else {"type": "bye"}
+        self._effects = [Say(bye)] if self._connected else []
         self.stage = Stage.OUT
         self.out = MembershipError("this worker has left the run")
         return self._effects

@@ -30,6 +30,16 @@ class NodeAgentEvents(Protocol):
     def said(self, text: str) -> None:
         """What the coordinator has to say to people."""
 
+    def may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
+        """A candidate here is to know this: workers of the launch, the lease (None: there is none) and its slack, and
+        whether the run has a witness; said by each coordinator anew."""
+
+    def draining(self, stays: bool) -> None:
+        """The workers of this node leave the run, and no more are to be started; perhaps said repeatedly.
+
+        ``stays``: they do not after all, since the run cannot do without the node any more.
+        """
+
 
 class NodeAgent:
     """The launcher of one node. While it is heard, a worker of its node that is silent is not taken for dead.
@@ -60,9 +70,10 @@ class NodeAgent:
         return self._core.out
 
     @property
-    def candidate(self) -> int:
-        """The candidate that it has turned to last."""
-        return self._core.candidate
+    def turned_to(self) -> Address | None:
+        """The candidate that it has turned to last; None: to none yet."""
+        with self._client.condition:
+            return self._client.addresses[self._core.candidate] if self._core.candidate >= 0 else None
 
     @property
     def epoch(self) -> int:
@@ -83,6 +94,13 @@ class NodeAgent:
     def taken(self) -> frozenset[int]:
         """The ids that no newcomer may have, for all that this launcher was told."""
         return self._core.planned | self._core.presentation.mentioned
+
+    @property
+    def had_all(self) -> bool:
+        """Whether all workers of the last plan were this launcher's, and have ended: no others go on with the run."""
+        with self._client.condition:
+            formed = self._core.presentation.formed
+            return formed.epoch > 0 and formed.members <= self._core.ended_here
 
     def missing(self, world: int) -> frozenset[int]:
         """Whom, of the first ``world`` workers, the open rendezvous does without, those apart that left in order."""
@@ -105,6 +123,17 @@ class NodeAgent:
         """Report a started worker (for the event log)."""
         with self._client.condition:
             self._client.perform(self._core.spawned(worker, pid))
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        """Of all candidates that are known now, in the order in which members turn to them."""
+        with self._client.condition:
+            return self._client.addresses
+
+    def hosts(self, address: Address) -> None:
+        """Report a candidate of this launcher that was started after the launch."""
+        with self._client.condition:
+            self._client.perform(self._core.hosts(address))
 
     def stopping(self, signal: int, timeout: float) -> None:
         """Report that a signal told this launcher to end its workers; waits ``timeout`` at most until it is heard."""
@@ -142,3 +171,8 @@ class NodeAgent:
             self._events.noted(notice.detail["worker"], notice.detail["text"])
         elif notice.kind == "tell":
             self._events.said(notice.detail["text"])
+        elif notice.kind == "drain":
+            self._events.draining(notice.detail.get("stays", False))
+        elif notice.kind == "candidates":
+            told = notice.detail
+            self._events.may_host(told["world"], told.get("lease"), told.get("slack", 0), told.get("witnessed", False))

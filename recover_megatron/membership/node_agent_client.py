@@ -25,6 +25,7 @@ class NodeAgentClient(Follower):
         """The workers of this node or others that are to be killed, as far as this launcher was told."""
         self._ended: dict[int, str] = {}
         self._stopping = 0
+        self._own: tuple[str, int] | None = None  # the candidate here, if it was added after the launch
         self._unanswered = 0  # beats
 
     def stopping(self, signal: int) -> list[MemberEffect]:
@@ -35,6 +36,14 @@ class NodeAgentClient(Follower):
             self._say({"type": "stopping", "signal": signal})
         return self._effects
 
+    def hosts(self, address: tuple[str, int]) -> list[MemberEffect]:
+        """Report a candidate that was started here after the launch; every coordinator from now on is told."""
+        self._own = address
+        self._effects = []
+        if self._connected:
+            self._say({"type": "candidate", "address": list(address)})
+        return self._effects
+
     def ended(self, worker: int, how: str) -> list[MemberEffect]:
         """Report that a worker's process has ended; every coordinator attached to from now on is told."""
         self._ended[worker] = how
@@ -43,6 +52,11 @@ class NodeAgentClient(Follower):
         if self._connected:
             self._say({"type": "ended", "worker": worker, "how": how})
         return self._effects
+
+    @property
+    def ended_here(self) -> frozenset[int]:
+        """The workers whose end was reported."""
+        return frozenset(self._ended)
 
     def spawned(self, worker: int, pid: int) -> list[MemberEffect]:
         """Report a worker's process: whoever leads knows then who can tell of its end."""
@@ -55,6 +69,8 @@ class NodeAgentClient(Follower):
         if isinstance(event, Connected):
             self._unanswered = 0
             self._say(self.beat)
+            if self._own is not None:
+                self._say({"type": "candidate", "address": list(self._own)})
             if self._stopping:
                 self._say({"type": "stopping", "signal": self._stopping})
             for worker, how in self._ended.items():

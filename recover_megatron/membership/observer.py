@@ -21,6 +21,10 @@ class NoAnswer(MembershipError):
     """The candidate is not there, or does not answer as a coordinator does; the message says which."""
 
 
+class OtherVersion(NoAnswer):
+    """A coordinator is there, of another version of the protocol."""
+
+
 class Observer:
     """A connection to the candidate at ``address``. All calls block, for at most ``timeout`` seconds each.
 
@@ -41,9 +45,12 @@ class Observer:
             self.close()
             raise
 
-    def ask(self) -> dict[str, Any]:
-        """The answer, a message ``view``; or ``stop``: the run has ended (or ends on this side of a partition)."""
-        self._send({"type": "observe"})
+    def ask(self, drain: str | None = None) -> dict[str, Any]:
+        """The answer, a message ``view``; or ``stop``: the run has ended (or ends on this side of a partition).
+
+        ``drain``: ask, too, for the node or host of that name to be drained; a candidate that does not lead forgets it.
+        """
+        self._send({"type": "observe"} if drain is None else {"type": "drain", "node": drain})
         message = self._hear()
         if message["type"] == "refused":
             raise NoAnswer(f"{self.name}: {message['reason']}")
@@ -59,7 +66,7 @@ class Observer:
         challenge = self._expect("challenge")
         if challenge["version"] != wire.PROTOCOL_VERSION:
             versions = f"version {challenge['version']} of the protocol, this is {wire.PROTOCOL_VERSION}"
-            raise NoAnswer(f"{self.name} speaks {versions}: use the recover-status that belongs to the run")
+            raise OtherVersion(f"{self.name} speaks {versions}: use the recover-status that belongs to the run")
         nonces = (challenge["nonce"], nonce())
         self._send({"type": "auth", "nonce": nonces[1], "mac": secret.mac("member", *nonces)})
         try:

@@ -10,8 +10,11 @@ The rule, for a coordinator that wants to fix the plan of a new epoch with the w
   breaks the tie).
 * It did not (the old coordinator is lost): it needs more than half of them, and more than half of every rendezvous
   that anybody presents as opened after that epoch, since one of those may have been formed unseen.
-* With an arbiter (a lease on shared storage), whoever leaves out somebody who is not gone needs the lease, and
-  needs nothing else.
+* With a lease (``lease``, on shared storage) the same holds for both: more than half of the epoch's members, those
+  that are gone counted as if they were missing, may go on. Whoever is fewer, but misses no more than half and still has
+  one of them, needs the lease (``standing``). Others may not go on.
+
+  One case more is ``witness``'s: those that are fewer need the lease where nobody else can be running.
 
 * Members that have no part in the last epoch (*idle*) cannot tell what it committed, since nothing waited for them. So
   where somebody is missing who may be running, idle members alone never go on under a new coordinator, lease or not.
@@ -28,12 +31,20 @@ counts on them they are in no set that anybody needs a majority of, until they h
 committed, and newcomers alone go on nowhere. The argument above holds as it stands, since whoever of M is in a later
 epoch has joined it, so presents it.
 
-The Promela model (tests/formal/) explores this exhaustively, for a run without newcomers.
+With the lease two sides can never both have *enough* and a *claim*, whatever deaths each of them knows: of the epoch's
+members one would need more than half, and the other would miss no more than half; what a side learns of the other's
+deaths later is told by a node agent, as above. Of two claims the lease grants the second only to a side with a member
+of the first, that has followed the second's coordinator later: then the first side can go on without that member only
+by another claim, which is refused (``lease.may_take``). The lease knows no time, so no pause and no clock matters.
+
+The Promela model (tests/formal/) explores this exhaustively, with a lease and without, for a run without newcomers; the
+simulation (tests/membership) has those, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 
 
 def majority(reached: frozenset[int], members: frozenset[int], gone: frozenset[int], tie: bool) -> bool:
@@ -49,6 +60,35 @@ def majority(reached: frozenset[int], members: frozenset[int], gone: frozenset[i
 def may_go_on(reached: frozenset[int], bases: Iterable[frozenset[int]], gone: frozenset[int], own: bool) -> bool:
     """The rule above, without an arbiter. ``own``: this coordinator formed the last epoch (``bases`` is it alone)."""
     return bool(reached) and all(majority(reached, base, gone, tie=own) for base in bases)
+
+
+class Standing(Enum):
+    """What those that a coordinator reaches may do, where somebody is missing who may be running."""
+
+    ENOUGH = "enough"
+    """Go on."""
+    CLAIM = "claim"
+    """Go on if they get the lease."""
+    TOO_FEW = "too few"
+    """Nothing: the others may go on."""
+
+
+def standing(reached: frozenset[int], bases: Iterable[frozenset[int]], gone: frozenset[int], slack: int) -> Standing:
+    """The rule above with a lease. The same for whoever formed the last epoch.
+
+    ``slack``: by so many workers two halves may differ that can each get the lease, since a node has more workers left
+    than another one. The same for all candidates of a run.
+    """
+    answer = Standing.ENOUGH
+    for base in bases:
+        living = base - gone
+        here, missing, all_votes = reached & living, living - reached, len(base) + slack
+        if not missing or 2 * len(here) > all_votes:
+            continue
+        if not here or 2 * len(missing) > all_votes:
+            return Standing.TOO_FEW
+        answer = Standing.CLAIM
+    return answer if reached else Standing.TOO_FEW
 
 
 def can_tell(reached: frozenset[int], idle: frozenset[int], missing: frozenset[int], own: bool) -> bool:

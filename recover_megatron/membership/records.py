@@ -15,6 +15,15 @@ Runs = list[list[int]]
 MAX_WORKERS = 1 << 20
 """Worker ids are below this; it bounds what a set of runs can expand to."""
 
+FIRST_JOINED = 1 << 10
+"""Candidates that joined after the launch have numbers from here on: those of their event logs' names."""
+
+JOINED_FROM = 1 << 19
+"""Ids of workers from here on are those of launchers that joined the run."""
+
+MOST_ADDED = 3
+"""So many candidates that joined after the launch are told to the members; another one when one of them is lost."""
+
 
 def to_runs(workers: Iterable[int]) -> Runs:
     """Pack a set of worker ids."""
@@ -25,6 +34,11 @@ def to_runs(workers: Iterable[int]) -> Runs:
         else:
             runs.append([worker, worker])
     return runs
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """For people: "0-3, 7" for 0, 1, 2, 3, 7."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in to_runs(numbers))
 
 
 def from_runs(runs: Runs) -> frozenset[int]:
@@ -49,10 +63,23 @@ class Settings:
     max_stuck_epochs: int = 3
     """So many epochs in a row that all workers wait in and none commits in end the run."""
 
+    grace: float = 0.0
+    """A replica for which all others have waited so long in a step is set aside (``lateness``); 0: none ever is."""
+    min_replicas: int = 1
+    """None is set aside where fewer would be left."""
+    start_needs_all: bool = False
+    """A worker of the launch that is lost before the first plan ends the run: it is no run yet."""
+
     @property
     def lost_timeout(self) -> float:
         """A member without a leading coordinator for this long gives up (``CoordinatorLost``)."""
         return 4 * self.heartbeat_timeout
+
+
+ADMITTED = "is admitted"
+"""After a newcomer's name: why an epoch is opened."""
+NEW_COORDINATOR = "a new coordinator leads"
+"""The same after the loss of one."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +123,31 @@ class PlanRequest:
     """What each member joined with."""
     previous: Json
     """The plan data of the last formed epoch; None before the first."""
-    previous_members: tuple[int, ...]
     committed: int
     """The last committed iteration, including what this rendezvous decides."""
+    lost: Mapping[int, Json] = field(default_factory=dict)
+    """Of each member of the last epoch that has died or was put out: its last ``iteration`` and ``phase``."""
+    drain: tuple[str, ...] = ()
+    """Nodes that somebody is about to switch off, if the members can do without them."""
+    aside: tuple[int, ...] = ()
+    """Live workers that were late, and may come back."""
 
 
 Planner = Callable[[PlanRequest], Json]
 
 
 def members_only(request: PlanRequest) -> Json:
-    """The planner of a run that plans for itself: the members, and what each of them joined with."""
-    return {
+    """The planner of a run that plans for itself: the members, what each of them joined with, and who was lost.
+
+    And what they have to decide, if there is anything: the nodes to ``drain``; and who is ``aside``, if anybody is.
+    """
+    plan = {
         "members": list(request.members),
         "statuses": {str(member): request.statuses[member] for member in request.members},
+        "lost": {str(worker): last for worker, last in request.lost.items()},
     }
+    more = {"drain": list(request.drain), "aside": list(request.aside)}
+    return {**plan, **{name: its for name, its in more.items() if its}}
 
 
 @dataclass
@@ -130,9 +168,11 @@ class Presentation:
     """Workers known to have ended, as the coordinator told."""
     left: frozenset[int] = frozenset()
     """Workers that had finished and left in order."""
+    aside: frozenset[int] = frozenset()
+    """Live workers that the newest of ``formed`` and ``opened`` leaves out since they are late: they may come back."""
 
     @property
     def mentioned(self) -> frozenset[int]:
         """Every worker in it."""
         opened = self.opened.members if self.opened is not None else frozenset()
-        return self.formed.members | opened | self.dead | self.left
+        return self.formed.members | opened | self.dead | self.left | self.aside

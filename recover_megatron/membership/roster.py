@@ -3,8 +3,10 @@
 What makes a worker go, by what is known of it: its kernel closes the session, or its launcher sees the process end: it
 is *dead* and never counts again. Its host is silent, or it hangs (``detect``): it is *out*, is told so if it ever
 wakes up, is killed by its launcher, and until that is confirmed it counts as possibly running elsewhere (``quorum``).
-It says bye: it has *left*. None of these is ever undone. Who turns away from this coordinator is none of these, but
-*awaited*: it is a live worker without a session.
+It says bye: it has *left*. None of these is ever undone. Its replica is late (``Settings.grace``): it is *aside*, in no
+epoch, until it asks for a place; from then on it is as a newcomer. It may lose its connection and come again, and turn
+to another coordinator, which learns from what others present that it is aside. Who turns away from this coordinator is
+none of these, but *awaited*: it is a live worker without a session.
 
 A *newcomer* is a worker whose id is none of the launch's (those are below ``world``). It becomes known when it
 attaches, or when a member presents an epoch that counts on it. Ids never come back: who is started again has a new one.
@@ -21,11 +23,15 @@ from recover_megatron.membership.detect import WorkerProgress
 from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.records import Formed, Json, Settings, to_runs
 
+ENDED_IN_ORDER = "exit code 0"
+"""How a launcher says that."""
+
 
 class Fate(Enum):
-    """What a worker is to the run. All but LIVE are final."""
+    """What a worker is to the run. All but LIVE and ASIDE are final."""
 
     LIVE = "live"
+    ASIDE = "aside"
     DEAD = "dead"
     OUT = "out"
     LEFT = "left"
@@ -42,6 +48,8 @@ class Member:
     incarnation: str = ""
     host: str = ""
     node_agent: str = ""
+    node: str = ""
+    """Where it runs, as its status tells; before it has told: the name of its launcher."""
     heard: float = 0.0
     excused: float = 0.0
     """Seconds since then in which this coordinator could not have heard it."""
@@ -58,7 +66,12 @@ class Member:
     formed_epoch: int = 0
     """The last epoch whose plan this worker presented to hold."""
     new: bool = False
-    """A newcomer that has had no plan yet: the next rendezvous takes it in."""
+    """A newcomer that has had no plan yet, or one that was aside: the next rendezvous takes it in."""
+    aside_since: float = 0.0
+    back: bool = False
+    """It was aside, has asked for a place, and waits for its first plan since."""
+    ended_at: float | None = None
+    """When its launcher saw its process end in order, before its last word or the end of its connection came here."""
 
     @property
     def name(self) -> str:
@@ -76,6 +89,8 @@ class NodeAgentStatus:
     excused: float = 0.0
     running: set[int] = field(default_factory=set)
     """The workers that it has started and not seen end."""
+    awaited_until: float = 0.0
+    """It has turned away from this coordinator, so it lives and may come back; until then it speaks for its workers."""
     acknowledged: int = 0
     ended: bool = False
     """Its process has ended: it can tell nobody anything any more."""
@@ -98,8 +113,12 @@ class Roster:
         """Why the next rendezvous has to be opened, for people; empty: it has not."""
         self.fault_at: float | None = None
         """When the first fault since the last plan was seen."""
+        self.heirs: frozenset[int] = frozenset()
+        """Workers that are aside and that no epoch is formed without: nobody else is left who had a part."""
         self.deserted = False
         """Whether somebody has turned away who may follow another coordinator."""
+        self._untold: set[int] = set()
+        """Workers that have ended in order while this candidate did not lead: it cannot know whether they had left."""
         self._out = out
 
     # -- views --------------------------------------------------------------------------------------------------------
@@ -118,6 +137,11 @@ class Roster:
     def newcomers(self) -> frozenset[int]:
         """Those that wait for their first plan."""
         return frozenset(n for n in self.reached if self.workers[n].new)
+
+    @property
+    def returning(self) -> frozenset[int]:
+        """Those of them that were aside."""
+        return frozenset(n for n in self.newcomers if self.workers[n].back)
 
     def with_fate(self, fate: Fate) -> frozenset[int]:
         """The workers of that fate."""
@@ -143,13 +167,15 @@ class Roster:
         return next((w for w in self.node_agents.values() if worker.number in w.running), None)
 
     def vouched(self, worker: Member, now: float) -> bool:
-        """Whether the worker's launcher is heard, so that it would have told if the process had ended."""
+        """Whether the worker's launcher is heard, so that it would have told if the process had ended; or is awaited.
+
+        Who turns away does so since this coordinator did not run. That is no fault of the launcher's, nor of a worker
+        for which it has spoken.
+        """
         node_agent = self.node_agent_of(worker)
-        return (
-            node_agent is not None
-            and node_agent.session is not None
-            and self.silence(node_agent, now) <= self.settings.heartbeat_timeout
-        )
+        if node_agent is None or node_agent.session is None:
+            return node_agent is not None and now <= node_agent.awaited_until
+        return self.silence(node_agent, now) <= self.settings.heartbeat_timeout
 
     @staticmethod
     def silence(peer: Member | NodeAgentStatus, now: float) -> float:
@@ -178,9 +204,11 @@ class Roster:
         for worker in self.workers.values():
             worker.excused = min(worker.excused + pause, now - worker.heard)
             worker.awaited_until += pause
+            worker.aside_since += pause
             worker.progress.excuse(pause, now)
         for node_agent in self.node_agents.values():
             node_agent.excused = min(node_agent.excused + pause, now - node_agent.heard)
+            node_agent.awaited_until += pause
 
     def take_changes(self) -> list[str]:
         """All ``changes`` since the last call; from now on there are none."""
@@ -212,9 +240,10 @@ class Roster:
                 self._out.log("stopping", node=node_agent.node, signal=node_agent.stopping)
             case "ended":
                 node_agent.running.discard(message["worker"])
-                self._ended(message["worker"], message["how"], now)
+                self._ended(message["worker"], message["how"], now, leads=term > 0)
             case "abandon":
                 self.unbind(node_agent)
+                node_agent.awaited_until = now + self.settings.lost_timeout
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
@@ -249,7 +278,7 @@ class Roster:
 
     def dead(self, worker: Member, reason: str, now: float) -> None:
         """The process has ended, for certain."""
-        if worker.fate is Fate.LIVE:
+        if worker.fate is Fate.LIVE or worker.number in self.heirs:
             self.changes.append(f"{worker.name} died: {reason}")
         worker.fate = Fate.DEAD
         self.unbind(worker)
@@ -289,6 +318,24 @@ class Roster:
         self.unbind(worker)
         self.kill(worker, reason, together)
 
+    def set_aside(self, workers: Iterable[int], reason: str, now: float) -> None:
+        """Go on without live workers that are late, and may come back."""
+        for worker in (self.workers[number] for number in sorted(workers)):
+            self.changes.append(f"{worker.name} is set aside: {reason}")
+            worker.fate, worker.aside_since = Fate.ASIDE, now
+            self._out.log("aside", worker=worker.number, host=worker.host, reason=reason)
+
+    def take_back(self, worker: Member, now: float) -> None:
+        """A worker that was aside asks for a place."""
+        self.changes.append(f"{worker.name} is back")
+        worker.fate, worker.new, worker.back, worker.idle_in, worker.progress.marked = Fate.LIVE, True, True, 0, now
+        self._out.log("back", worker=worker.number, host=worker.host, seconds=now - worker.aside_since)
+
+    def away_again(self, worker: Member) -> None:
+        """A worker that was back has lost its connection before it had a plan: it may ask once more."""
+        self.changes.append(f"{worker.name} was back, and has lost its connection")
+        worker.fate, worker.new, worker.back = Fate.ASIDE, False, False
+
     def kill(self, worker: Member, reason: str, together: frozenset[int] = frozenset()) -> None:
         """Have the launcher of a worker that is out end its process, if it is reached."""
         node_agent = self.node_agent_of(worker)
@@ -298,13 +345,36 @@ class Roster:
                 order["with"] = to_runs(together)
             self._out.send([node_agent.session], order)
 
-    def _ended(self, number: int, how: str, now: float) -> None:
-        """A launcher has seen a process end."""
+    def _ended(self, number: int, how: str, now: float, *, leads: bool) -> None:
+        """A launcher has seen a process end. Whether one that ended in order had left, another coordinator may know."""
         if number not in self.workers:  # a newcomer, before it came here: it may be in what others will present
             self.meet([number])
             self.workers[number].fate = Fate.DEAD
-        elif self.workers[number].fate in (Fate.LIVE, Fate.OUT):
-            self.dead(self.workers[number], f"its process has ended ({how})", now)
+            return
+        worker = self.workers[number]
+        if how == ENDED_IN_ORDER and worker.fate is Fate.LIVE and worker.session is not None:
+            worker.ended_at = now  # at the end of a run the launcher may outrun the worker's ``bye``
+        elif how == ENDED_IN_ORDER and worker.fate is Fate.LIVE and not leads:
+            worker.fate = Fate.DEAD
+            self._untold.add(number)
+        elif worker.fate in (Fate.LIVE, Fate.OUT, Fate.ASIDE):
+            self.dead(worker, f"its process has ended ({how})", now)
+
+    def tell_of_ends(self, now: float) -> None:
+        """This candidate leads, and what all hold is known: who has ended in order, and had not left, has died."""
+        for number in sorted(self._untold & self.with_fate(Fate.DEAD)):
+            self._fault("dead", self.workers[number], f"its process has ended ({ENDED_IN_ORDER})", now)
+        self._untold.clear()
+
+    def without_last_word(self, now: float) -> None:
+        """Those are dead whose processes have ended in order, and of which nothing has come since.
+
+        Their connections may never end: a child may have them open.
+        """
+        for worker in self.workers.values():
+            ended = worker.ended_at
+            if ended is not None and worker.fate is Fate.LIVE and now - ended > self.settings.heartbeat_interval:
+                self.dead(worker, f"its process has ended ({ENDED_IN_ORDER}), and it has not said why", now)
 
     def _fault(self, kind: str, worker: Member, reason: str, now: float) -> None:
         self.fault_at = now if self.fault_at is None else self.fault_at

@@ -23,10 +23,11 @@ from typing import Any, Protocol
 
 from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret
-from recover_megatron.membership.coordinator import Coordinator, State
+from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import (
     Acknowledged,
-    AskArbiter,
+    AskForLease,
+    AskWitness,
     Close,
     Closed,
     CoordinatorEvent,
@@ -40,6 +41,7 @@ from recover_megatron.membership.events import (
     Tick,
 )
 from recover_megatron.membership.journal import EventSink, Limited
+from recover_megatron.membership.states import State
 from recover_megatron.network.kernel import unacknowledged, use_all_descriptors
 from recover_megatron.network.proof import nonce
 
@@ -51,13 +53,20 @@ MAX_BACKLOG = 128 << 20
 
 
 class Arbiter(Protocol):
-    """Who decides which of several coordinators may go on. Neither call may wait."""
+    """Who grants the lease. Neither call may wait."""
 
-    def ask(self, term: int) -> None:
-        """Try for it from now on, and keep it."""
+    def ask(self, claim: AskForLease) -> None:
+        """Try for it from now on; an earlier claim is forgotten."""
 
-    def release(self) -> None:
-        """Let it go: others may have it."""
+    def forget(self) -> None:
+        """Try no more."""
+
+
+class Asker(Protocol):
+    """Who asks the witness."""
+
+    def ask(self, nodes: frozenset[str]) -> None:
+        """Ask about these nodes, without waiting; what was asked before may be forgotten."""
 
 
 class _Connection:
@@ -78,8 +87,8 @@ class _Connection:
 class CoordinatorServer:
     """Serves one ``Coordinator`` on a bound, listening socket until it stops.
 
-    ``log`` gets every event record (see docs/membership.md for the schema). ``arbiter``: set it before serving; it
-    reports by ``post(Verdict(...))``, from any thread.
+    ``log`` gets every event record (see docs/membership.md for the schema). ``arbiter``, ``witness``: set them before
+    serving; they report by ``post(Verdict(...))`` and ``post(Statement(...))``, from any thread.
     """
 
     def __init__(
@@ -95,6 +104,7 @@ class CoordinatorServer:
         self._log = log
         self._limited = Limited(log)
         self.arbiter: Arbiter | None = None
+        self.witness: Asker | None = None
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
         self._unproved: dict[int, _Connection] = {}  # oldest first, as is _closing
@@ -163,13 +173,16 @@ class CoordinatorServer:
                 case Probe(session):
                     if (connection := self._connections.get(session)) is not None:
                         self._handle(Acknowledged(session, unacknowledged(connection.sock)))
-                case AskArbiter(term):
+                case AskForLease():
                     if self.arbiter is not None:
-                        self.arbiter.ask(term)
+                        self.arbiter.ask(effect)
+                case AskWitness(nodes):
+                    if self.witness is not None:
+                        self.witness.ask(nodes)
                 case StepDown():
                     self.coordinator = self.coordinator.fresh(secrets.randbits(32), time.monotonic())
                     if self.arbiter is not None:
-                        self.arbiter.release()
+                        self.arbiter.forget()
                 case Exit():
                     self._exit = effect
 

@@ -113,9 +113,9 @@ class Session:
 
     @property
     def committed(self) -> int:
-        """The last iteration known to be committed, by now: others may have heard less, so far.
+        """The last iteration that this worker knows to be committed; other workers may not have heard of it yet.
 
-        What all members of an epoch must answer alike is a question to ``Plan.committed``.
+        Where all members of an epoch must come to the same answer, ask ``Plan.committed``.
         """
         return self._core.committed
 
@@ -133,6 +133,11 @@ class Session:
     def left(self) -> frozenset[int]:
         """Workers that had finished and left in order, as the coordinator told with the last revoke."""
         return self._core.presentation.left
+
+    @property
+    def aside(self) -> frozenset[int]:
+        """Live workers that the run goes on without, since they were late, as told with the last revoke."""
+        return self._core.presentation.aside
 
     @property
     def opened_members(self) -> frozenset[int]:
@@ -203,10 +208,9 @@ class Session:
     def ask(self, reason: str, peer: int | None = None) -> None:
         """Ask for a new epoch, and do not wait: for a thread that has news while another one joins for this worker.
 
-        ``peer``: the worker with whom something failed, where that is the reason.
-
-        Nothing happens where one is being made, or no coordinator is reached: then there will be one. Raises ``Fenced``
-        or ``CoordinatorLost``.
+        ``peer``: the worker with whom something failed, where that is the reason. Does nothing where an epoch is being
+        made, or where no coordinator is reached: the next one opens an epoch anyway. Raises ``Fenced`` or
+        ``CoordinatorLost``.
         """
         with self._client.condition:
             self._raise_if_out()
@@ -220,6 +224,15 @@ class Session:
         with self._client.condition:
             if self._core.out is None:
                 self._client.perform(self._core.note(text))
+
+    def answer_drain(self, node: str, reason: str) -> None:
+        """Tell what the last epoch joined has decided of a node of ``PlanRequest.drain``.
+
+        ``reason``: why it is refused; empty: it is not. Does not wait; harmless when already out.
+        """
+        with self._client.condition:
+            if self._core.out is None:
+                self._client.perform(self._core.answer_drain(node, reason))
 
     def report_done(self, iteration: int) -> None:
         """Report that every segment of ``iteration`` is REDUCED here; does not wait. May raise as ``agree`` does."""
@@ -252,11 +265,10 @@ class Session:
         self.wait_committed(iteration)
 
     def be_in_touch(self, *, in_epoch: bool = True) -> None:
-        """Return when the epoch goes on and the coordinator was heard within the heartbeat timeout: mostly at once.
+        """Return when the coordinator was heard within the heartbeat timeout and the epoch goes on: mostly at once.
 
-        For what a process must not do that was stopped, put out meanwhile, and does not know yet. Raises
-        ``EpochRevoked`` (not where ``in_epoch`` is False: an epoch that is over is no reason), ``Fenced`` or
-        ``CoordinatorLost``.
+        Call it before what a process must not do that was stopped and put out meanwhile (it does not know yet). Raises
+        ``EpochRevoked`` (unless ``in_epoch`` is False), ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
             while True:
@@ -270,9 +282,9 @@ class Session:
     def idle(self) -> None:
         """Have no part in the present epoch: a spare. Does not wait, and holds until the next ``join``.
 
-        Nothing that is committed waits for this worker, nor does hang detection judge it, until a rendezvous is open:
-        then it has as long to join as any other. ``wait_revoked`` is the call that tells. When all that have a part
-        have left in order, the run is finished: ``CoordinatorLost`` with code 0. Without a plan it does nothing. Raises
+        No commit waits for this worker, and it is not put out for making no marks, until a rendezvous is open
+        (``wait_revoked`` returns): then it has as long to join as any other. When all that have a part have left in
+        order the run is finished: ``CoordinatorLost`` with code 0. Before the first plan the call does nothing. Raises
         ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
@@ -355,6 +367,12 @@ class Session:
             if self._core.out is None:
                 self._client.perform(self._core.leave())
         self._client.close()
+
+    def leave_idle(self) -> None:
+        """Leave in order in the middle of the run, with no part in the present epoch; the run goes on without it."""
+        if self._core.out is None:
+            self.idle()
+        self.leave()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -73,9 +73,11 @@ class Stall:
         """The coordinator did not run for so long: it did not wait for anybody meanwhile."""
         self.since = None if self.since is None else self.since + pause
 
-    def _some_are_back(self, away: set[int], late: Mapping[int, str]) -> bool:
-        """Whether, of those for whom it was waited, some are back and others are ``late``."""
-        return not self.waited.keys().isdisjoint(late) and not self.waited.keys() <= away
+    def _some_are_back(self, away: set[int], late: Mapping[int, str], replica_of: Mapping[int, Hashable]) -> bool:
+        """Whether, of those for whom it was waited, some are back, and others are ``late``, or a mate of theirs is."""
+        back = {replica_of.get(worker) for worker in self.waited.keys() - away}
+        mates = any(replica_of[worker] in back for worker in late if worker in replica_of)
+        return bool(back) and (mates or not self.waited.keys().isdisjoint(late))
 
     def consider(
         self,
@@ -96,7 +98,7 @@ class Stall:
         put_out = frozenset[int]()
         if shared and self.since is not None and self.left(now) <= 0:
             shared, put_out, self.told = False, frozenset(late), False
-        elif not shared and late and (self._shared or self._some_are_back({*late, *allowed}, late)):
+        elif not shared and late and (self._shared or self._some_are_back({*late, *allowed}, late, replica_of)):
             # Who shared the stall, or waited for a mate's storage, comes back when the others do, but a moment later.
             self.fresh = now if self.told else now - hang / 2
         elif not shared:

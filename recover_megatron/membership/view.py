@@ -8,9 +8,10 @@
        |  <------------------------------  stop    |   the run has ended while it was looking
 
 An observer is no member. Nothing waits for it, it counts in no quorum, and no message of its own changes anything but
-``Observers``. What it can cost is bounded: it is answered once in ``PAUSE_SECONDS``, there are ``MAX_OBSERVERS`` at a
-time (a newcomer takes the place of the one that has been quiet for longest), a view has ``MAX_ROWS`` workers and every
-text in it is cut. So a view fits ``wire.MAX_TO_MEMBER``, whatever the members have said.
+``Observers``; but one, ``drain``, which is answered in the same way (``drains``). What it can cost is bounded: it is
+answered once in ``PAUSE_SECONDS``, there are ``MAX_OBSERVERS`` at a time (a newcomer takes the place of the one that
+has been quiet for longest), a view has ``MAX_ROWS`` workers and every text in it is cut. So a view fits
+``wire.MAX_TO_MEMBER``, whatever the members have said.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LAST = 10
 """Faults and recoveries that are remembered."""
 
 _NAME, _PHASE, _NOTE, _WHY, _REASON = 64, 32, 120, 160, 600  # characters, of which JSON may make twelve bytes each
-_NUMBERS = ("replica", "position", "slot", "at", "iteration", "total", "quota")
+_NUMBERS = ("replica", "position", "slot", "at", "iteration", "total", "quota", "device")
 _TEXTS = {"note": _NOTE, "node": _NAME}
 _FAULTS = ("fault", "exception", "stuck", "give_up")
 
@@ -100,7 +101,11 @@ class History:
         if event == "commit":
             self.committed_at = now
         elif event == "left":
-            self.ends[record["worker"]] = (now, "it had finished")
+            self.ends[record["worker"]] = (now, record["reason"])
+        elif event == "aside":
+            self.ends[record["worker"]] = (now, _cut(f"set aside, and may come back: {record['reason']}", _WHY))
+        elif event == "back":
+            self.ends.pop(record["worker"], None)
         elif event == "revoke":
             self._reasons.append(record["reason"])
         elif event == "plan":
@@ -199,7 +204,8 @@ def _row(
     }
     if worker.fate is not Fate.LIVE:
         since, why = history.ends.get(worker.number, (None, "known from the coordinator before this one"))
-        return {**row, "why": why} | ({} if since is None else {"ago": _ago(since, now)})
+        seen = {"phase": _cut(progress.phase, _PHASE), "iteration": progress.iteration} if progress.phase else {}
+        return {**row, "why": why, **seen} | ({} if since is None else {"ago": _ago(since, now)})
     if worker.session is not None:
         row |= {"silence": _ago(worker.heard, now), "marked": _ago(progress.marked, now)}
     if progress.waiting_since is not None:

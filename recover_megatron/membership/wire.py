@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from recover_megatron.membership.exception_reports import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED
-from recover_megatron.membership.records import MAX_WORKERS
+from recover_megatron.membership.records import MAX_WORKERS, MOST_ADDED
 from recover_megatron.network import frames
 from recover_megatron.network.frames import WireError
 
 __all__ = ["WireError"]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 6
 
 MAX_HANDSHAKE = 4 << 10
 """Bytes of one message before the other side has proved that it knows the secret."""
@@ -63,6 +63,14 @@ def _place(value: Any) -> bool:
     return type(value) is list and len(value) == 3 and all(type(n) is int and 0 <= n < 1 << 31 for n in value)
 
 
+def _address(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and _text(256)(value[0]) and _integer(1, 65535)(value[1])
+
+
+def _addresses(value: Any) -> bool:
+    return type(value) is list and len(value) <= MOST_ADDED and all(map(_address, value))
+
+
 def _hex(length: int) -> Check:
     digits = frozenset("0123456789abcdef")
     return lambda value: type(value) is str and len(value) == length and digits.issuperset(value)
@@ -89,6 +97,7 @@ _PRESENTATION: Schema = {
     "committed": (_ITERATION, True),
     "dead": (_runs, True),
     "left": (_runs, True),
+    "aside": (_runs, False),
 }
 
 HANDSHAKE_TO_COORDINATOR: Mapping[str, Schema] = {"auth": {"nonce": (_hex(64), True), "mac": (_hex(64), True)}}
@@ -139,9 +148,10 @@ TO_COORDINATOR: Mapping[str, Schema] = {
     "complain": {"epoch": (_EPOCH, True), "reason": (_NOTE, True), "peer": (_WORKER, False)},
     "ack": {"epoch": (_EPOCH, True), "term": (_TERM, True)},
     "ended": {"worker": (_WORKER, True), "how": (_NAME, True)},
+    "candidate": {"address": (_address, True)},
     "stopping": {"signal": (_integer(1, 64), True)},
     "spawned": {"worker": (_WORKER, True), "pid": (_integer(0, 1 << 31), True)},
-    "bye": {},
+    "bye": {"idle": (_EPOCH, False)},
     "give_up": {"code": (_integer(1, 255), True), "reason": (_NOTE, True)},
     "last_words": {
         "iteration": (_ITERATION, True),
@@ -156,6 +166,8 @@ TO_COORDINATOR: Mapping[str, Schema] = {
     "note": {"text": (_NOTE, True)},
     "abandon": {"reason": (_NOTE, True)},
     "observe": {},
+    "drain": {"node": (_NAME, True)},
+    "drain_answer": {"epoch": (_EPOCH, True), "node": (_NAME, True), "reason": (_NOTE, True)},
 }
 
 TO_MEMBER: Mapping[str, Schema] = {
@@ -169,9 +181,13 @@ TO_MEMBER: Mapping[str, Schema] = {
         "members": (_runs, True),
         "dead": (_runs, True),
         "left": (_runs, True),
+        "aside": (_runs, False),
         "committed": (_ITERATION, True),
         "reason": (_NOTE, True),
         "present_plan": (_WORKER, False),
+        "after_epoch": (_EPOCH, False),
+        "after_term": (_TERM, False),
+        "after_members": (_runs, False),
     },
     "plan": {
         "epoch": (_EPOCH, True),
@@ -191,7 +207,15 @@ TO_MEMBER: Mapping[str, Schema] = {
         "by": (_WORKER, False),
     },
     "noted": {},
+    "candidates": {
+        "added": (_addresses, True),
+        "world": (_integer(0, MAX_WORKERS), True),
+        "lease": (_text(4096), False),
+        "slack": (_integer(0, MAX_WORKERS), False),
+        "witnessed": (_FLAG, False),
+    },
     "tell": {"text": (_NOTE, True)},
+    "drain": {"stays": (_FLAG, False)},
     "view": {
         "state": (_NAME, True),
         "term": (_TERM, True),
@@ -209,6 +233,7 @@ TO_MEMBER: Mapping[str, Schema] = {
         "stall": (_ANY, False),
         "faults": (_rows, True),
         "recoveries": (_rows, True),
+        "drains": (_rows, False),
     },
 }
 

@@ -6,11 +6,13 @@ it is complete.  An error is a ``WireError``, and the only thing it ever costs i
 
 from __future__ import annotations
 
-import asyncio
 import json
 import struct
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:  # launchers and coordinators have no use for it, and it is half of what they import
+    import asyncio
 
 _HEADER = struct.Struct(">I")
 
@@ -92,5 +94,5 @@ async def read(reader: asyncio.StreamReader, limit: int) -> dict[str, Any] | Non
     try:
         header = await reader.readexactly(_HEADER.size)
         return parse(await reader.readexactly(_length(header, limit)))
-    except asyncio.IncompleteReadError:
+    except EOFError:  # asyncio.IncompleteReadError
         return None

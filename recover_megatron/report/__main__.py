@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from recover_megatron.report.command import arguments, audited, refuse, tell
-from recover_megatron.report.plot import plot_loss
+from recover_megatron.report.command import arguments, audited, refuse, say, tell, where_time_went
+from recover_megatron.report.plot import NO_PLOT, plot_loss
 from recover_megatron.report.run_dir import NotARun
 from recover_megatron.report.summary import summary
 
@@ -24,14 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         run, found = audited(args)
-    except (NotARun, OSError) as error:
+        spent = where_time_went(run)
+    except (NotARun, OSError, ValueError) as error:
         return refuse(error)
-    print(summary(run, found))
+    say(summary(run, found, spent))
     picture = args.run_dir / "loss.png"
     if not args.no_plot and run.steps:
         try:
             drawn = plot_loss(run, picture)
-            print(f"{'plot':<16}{picture if drawn else 'none: matplotlib is not installed'}")
+            say(f"{'plot':<16}{picture if drawn else NO_PLOT}")
         except OSError as error:
             print(f"report: error: cannot write {picture}: {error.strerror}", file=sys.stderr)
     return tell(found)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron import __version__
+from recover_megatron.report.goodput import Account, accounts
 from recover_megatron.report.run_dir import NotARun, RecordedRun, read_run
 from recover_megatron.run_log.audit import violations
+from recover_megatron.run_log.events import read_run_events
 
 _SHOWN = 20
 
@@ -30,10 +33,29 @@ def audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
     return run, violations(run.steps, args.microbatches or run.settings.get("microbatches"))
 
 
+def where_time_went(run: RecordedRun) -> list[Account]:
+    """Of the whole run; empty where its files do not tell.  Raises OSError, ValueError for a damaged event."""
+    try:
+        workers, coordinators, _ = read_run_events(run.folder)
+        return accounts(run.steps, workers, coordinators)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"an event in {run.folder} does not keep to the schema: {error!r}") from error
+
+
 def refuse(error: NotARun | OSError | ValueError) -> int:
     """Tell that there is no run to report on; returns the exit status."""
     print(f"report: error: {error}", file=sys.stderr)
     return 2
+
+
+def say(text: str) -> None:
+    """Print a line; what cannot be printed (nobody reads any more, a full disk) changes no exit status."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"report: error: cannot write the summary: {error.strerror}", file=sys.stderr)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
 
 
 def tell(found: Sequence[str]) -> int:

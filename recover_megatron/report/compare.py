@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from recover_megatron.run_log.steps import StepRecord
 
+OTHER_DATA = 1e-2
+"""A relative difference of the first loss that both have which is none of rounding, in bf16 either."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -49,6 +52,35 @@ class Comparison:
     def worst_grad_norm(self) -> Difference | None:
         """The same of the grad norms."""
         return max(self.grad_norms, key=lambda difference: difference.relative, default=None)
+
+
+def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
+    """Why ``reference`` cannot be one of ``run``: it is another training; empty: it can be.
+
+    Another batch shows in the samples and microbatches of iterations that both have, other data in a loss of the very
+    first iterations that no rounding explains.
+    """
+    other = {step.iteration: step for step in reference}
+    pairs = [(step, other[step.iteration]) for step in run if step.iteration in other]
+    if not pairs:
+        return "it has no iteration of this run"
+    mine, theirs = pairs[0]
+    batches = [sum(map(len, step.microbatches.values())) for step in (mine, theirs)]
+    if batches[0] != batches[1]:
+        return f"another batch: {batches[1]} microbatches in iteration {mine.iteration}, {batches[0]} in this run"
+    if mine.consumed_samples != theirs.consumed_samples:
+        return (
+            f"another batch: {theirs.consumed_samples} samples were consumed by the end of iteration {mine.iteration}, "
+            f"{mine.consumed_samples} in this run"
+        )
+    if mine.loss is not None and theirs.loss is not None:
+        apart = Difference(mine.iteration, mine.loss, theirs.loss).relative
+        if apart > OTHER_DATA:
+            return (
+                f"other data, or another model or seed: the loss of iteration {mine.iteration} is {theirs.loss!r}, "
+                f"{mine.loss!r} in this run"
+            )
+    return ""
 
 
 def compare(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> Comparison:

@@ -5,18 +5,23 @@ Exit status as of ``python -m recover_megatron.report``: 0; 1 if the audit faile
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from recover_megatron.report import plot
-from recover_megatron.report.command import arguments, audited, refuse, tell
-from recover_megatron.report.compare import compare
+from recover_megatron.report.command import arguments, audited, refuse, say, tell
+from recover_megatron.report.compare import compare, unfit
+from recover_megatron.report.goodput import accounts
 from recover_megatron.report.history import read_history
 from recover_megatron.report.page import Report, page
 from recover_megatron.report.run_dir import NotARun, read_run
 from recover_megatron.report.summary import summary
+from recover_megatron.report.trace import trace
+from recover_megatron.run_log.events import read_run_events
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,30 +32,73 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--reference", type=Path, metavar="DIR2", help="log folder of the run without failures")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: DIR/report.html); PNGs beside it")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the recoveries in the Chrome trace format, and no page"
+    )
     args = parser.parse_args(argv)
+    if args.trace is not None:
+        return _trace(args.run_dir, args.trace)
     try:
         run, found = audited(args)
         reference = read_run(args.reference) if args.reference else None
+        if reference and (why := unfit(run.steps, reference.steps)):
+            raise NotARun(f"--reference {args.reference} is not of the same training: {why}")
+        past = read_history(args.run_dir)
+        workers, coordinators, _ = read_run_events(args.run_dir)
         report = Report(
             run=run,
             violations=found,
-            history=read_history(args.run_dir),
+            history=past,
             reference=reference,
             comparison=compare(run.steps, reference.steps) if reference else None,
+            events=workers,
+            coordinators=coordinators,
+            live=past.good_end is None,
         )
     except (NotARun, OSError, ValueError) as error:
         return refuse(error)
     out = args.out or args.run_dir / "report.html"
     try:
-        out.write_text(page(report, pictures(report, out)), encoding="utf-8")
+        drawn = pictures(report, out)
+        _write(out, page(report, drawn))
     except OSError as error:
-        print(f"report: error: cannot write {error.filename or out}: {error.strerror}", file=sys.stderr)
+        elsewhere = "" if args.out else "; name another place for the page: --out FILE"
+        print(f"report: error: cannot write {error.filename or out}: {error.strerror}{elsewhere}", file=sys.stderr)
         return 2
-    print(summary(run, found))
+    say(summary(run, found, accounts(run.steps, workers, coordinators)))
     if report.comparison is not None:
-        print(f"{'reference':<16}{_reference(report)}")
-    print(f"{'report':<16}{out}")
+        say(f"{'reference':<16}{_reference(report)}")
+    if report.run.steps and not drawn:
+        say(f"{'pictures':<16}{plot.NO_PLOT}")
+    say(f"{'report':<16}{out}")
     return tell(found)
+
+
+def _write(out: Path, text: str) -> None:
+    """All at once: who has the page of a running run open never loads half of one.  Raises OSError."""
+    if out.is_symlink() or (out.exists() and not out.is_file()):  # a device, a pipe: nothing that could be replaced
+        out.write_text(text, encoding="utf-8")
+        return
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(out)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(out)) from error
+
+
+def _trace(folder: Path, out: Path) -> int:
+    try:
+        workers, coordinators, _ = read_run_events(folder)
+        if not workers and not coordinators:
+            raise NotARun(f"{folder} has no events of a run")
+        made = trace(workers, coordinators)
+        out.write_text(json.dumps(made), encoding="utf-8")
+    except (NotARun, OSError, ValueError) as error:
+        return refuse(error)
+    say(f"{out}: {len(made['traceEvents'])} entries; open it in chrome://tracing or https://ui.perfetto.dev")
+    return 0
 
 
 def pictures(report: Report, out: Path) -> dict[str, Path]:

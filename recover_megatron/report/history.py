@@ -48,7 +48,7 @@ class RecoveryRecord:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phase -> seconds, `PHASES` first.  Of several workers' accounts the longest."""
     total: float = 0.0
-    """Seconds from when the workers heard of it until the step was finished; without ``detect``."""
+    """The sum of the phases, without ``detect``: from when the workers heard of it until the step was finished."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class History:
     quotas: list[Event]
     """Changes of the quotas for measured speeds."""
     others: list[Event]
-    """Retried evaluations and checkpoints, moved roles."""
+    """Retried evaluations and checkpoints, moved roles, rollbacks."""
     end: str
     """How the run ended, in words."""
     good_end: bool | None
@@ -73,6 +73,11 @@ class History:
     def workers_lost(self) -> int:
         """How many workers were lost, over all launches, while the run went on."""
         return len({(r.launch, worker) for r in self.recoveries if r.epoch is not None for worker in r.lost_workers})
+
+    @property
+    def losses(self) -> int:
+        """How many of the recoveries were of lost workers: others are for workers that came."""
+        return sum(r.epoch is not None and bool(r.lost_workers) for r in self.recoveries)
 
     @property
     def seconds(self) -> float:
@@ -104,11 +109,11 @@ def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequ
         launches=len(starts),
         start=next((event for event in reversed(workers) if event["event"] == "start"), None),
         recoveries=sorted(recoveries, key=lambda recovery: recovery.time),
-        quotas=_distinct(event for event in workers if event["event"] == "quotas"),
+        quotas=_distinct((event for event in workers if event["event"] == "quotas"), "quotas"),
         others=[
-            event
-            for event in workers
-            if event["event"] == "writer" or (event["event"] in ("evaluation", "checkpoint") and event.get("retries"))
+            *(event for event in workers if event["event"] == "rolled back"),
+            *_distinct((event for event in workers if event["event"] == "again"), "what"),
+            *_distinct((event for event in workers if event["event"] == "checkpoint abandoned"), "event"),
         ],
         end=told,
         good_end=good,
@@ -185,12 +190,10 @@ def _recovery(
     parts: dict[str, float] = _longest([decided] if decided else [], ("rendezvous",))
     parts |= _longest(plans)
     parts |= _longest(finished)
-    total = parts.pop("total", None)
-    if total is None:
-        total = sum(parts.values())
+    total = sum(parts.values())
     parts |= _detect(faults, chaos)
     order = [*PHASES, *(name for name in parts if name not in PHASES)]
-    account = max(finished, key=lambda event: event["seconds"].get("total", 0.0), default=None)
+    account = max(finished, key=lambda event: sum(event["seconds"].values()), default=None)
     iterations = [event["iteration"] for event in (*finished, *plans)]
     if decided is not None and "committed" in decided:
         iterations.append(decided["committed"] + 1)  # if no worker told: the one after the last that was committed
@@ -244,11 +247,11 @@ def _cause(fault: Event, chaos: Sequence[Event]) -> str:
     return f"worker {fault['worker']}{host}: {fault.get('reason', fault.get('kind', ''))}{injected}"
 
 
-def _distinct(events: Iterable[Event]) -> list[Event]:
-    """The first of the events that tell the same of the same iteration (several workers may tell it)."""
+def _distinct(events: Iterable[Event], field: str) -> list[Event]:
+    """The first of the events with the same ``field`` in the same iteration (several workers may tell it)."""
     seen: dict[tuple[int, str], Event] = {}
     for event in events:
-        seen.setdefault((event["iteration"], str(event.get("quotas"))), event)
+        seen.setdefault((event["iteration"], str(event.get(field))), event)
     return list(seen.values())
 
 

@@ -6,20 +6,29 @@
 from __future__ import annotations
 
 import base64
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import gmtime, strftime
+from typing import Any
 
 import jinja2
 
+from recover_megatron.report import goodput, lanes
 from recover_megatron.report.compare import Comparison, Difference
+from recover_megatron.report.details import Table, around, checkpoints, started_with
+from recover_megatron.report.goodput import Account, accounts
 from recover_megatron.report.history import PHASES, History, RecoveryRecord
+from recover_megatron.report.lanes import Mark, stretches
 from recover_megatron.report.run_dir import RecordedRun
 from recover_megatron.report.throughput import levels
 from recover_megatron.run_log.audit import microbatches_per_iteration
+from recover_megatron.run_log.events import Event
 
+_REFRESH = 30
+"""Seconds after which a browser loads the page of a run that goes on again."""
 _MAX_ROWS = 500
 """Of a table; a run with more faults shows the longest recoveries."""
 
@@ -33,21 +42,20 @@ class Report:
     history: History
     reference: RecordedRun | None = None
     comparison: Comparison | None = None
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under the names of their columns."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: frozenset[str] = frozenset()
-    """Columns that are set as numbers."""
+    events: Sequence[Event] = ()
+    """Those of the training workers, in the order of time."""
+    coordinators: Sequence[Event] = ()
+    """Those of the coordinators, in the order of time."""
+    live: bool = False
+    """The run goes on: the page is loaded again and again."""
 
 
 def page(report: Report, pictures: Mapping[str, Path]) -> str:
     """The HTML text.  ``pictures``: title -> PNG, in the order to show them.  Raises OSError."""
     lost = [worker for worker in report.run.workers if worker.get("state") != "finished"]
+    found = stretches(report.events, report.coordinators, max((s.time or 0.0 for s in report.run.steps), default=0.0))
+    moments = marks(report.history, report.events)
+    spent = accounts(report.run.steps, report.events, report.coordinators)
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,
@@ -60,11 +68,19 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
         name=report.run.folder.resolve().name,
         most_rows=_MAX_ROWS,
         verdicts=_verdicts(report),
-        tiles=_tiles(report),
+        tiles=[*_tiles(report), *_goodput_tile(spent)],
         problems=[*report.violations, *(report.comparison.unlike if report.comparison else ())],
+        lanes=lanes.svg(found, moments),
+        lanes_legend=lanes.legend(found, moments),
+        goodput=goodput.svg(spent),
+        goodput_legend=goodput.legend(spent),
+        refresh=_REFRESH if report.live else 0,
+        told=told(report),
         pictures={title: base64.b64encode(path.read_bytes()).decode() for title, path in pictures.items()},
         recoveries=_recoveries(report.history),
         recovered=len(report.history.recoveries),
+        around=around(report.history.recoveries, report.run.steps),
+        checkpoints=checkpoints(report.events),
         throughput=_throughput(report),
         changes=_changes(report.history),
         workers=report.run.workers,
@@ -72,6 +88,45 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
         lost=_lost(lost),
         setup=_setup(report),
     )
+
+
+def marks(past: History, events: Sequence[Event] = ()) -> list[Mark]:
+    """The recoveries, the rollbacks and the snapshots in memory, for the lanes; ``events``: of training workers."""
+    recoveries = [
+        Mark(r.time, f"iteration {_maybe(r.iteration)}: {'; '.join(r.causes) or 'a change'}; {_ms(r.total)}")
+        for r in past.recoveries
+        if r.epoch is not None
+    ]
+    back = [
+        Mark(
+            event["time"], f"rolled back {_what(event)[1]}", "from-memory" if event["tier"] == "memory" else "from-disk"
+        )
+        for event in past.others
+        if event["event"] == "rolled back"
+    ]
+    snapshots = [
+        Mark(event["time"], f"snapshot of iteration {event.get('after')} is known to be complete", "snapshot")
+        for event in events
+        if event["event"] == "snapshot"
+    ]
+    return [*recoveries, *back, *snapshots]
+
+
+def told(report: Report) -> defaultdict[str, str]:
+    """What each picture shows, for who does not see it, by its title."""
+    words: defaultdict[str, str] = defaultdict(str)
+    if steps := report.run.steps:
+        losses = [step.loss for step in steps if step.loss is not None]
+        span = f"iterations {steps[0].iteration} to {steps[-1].iteration}"
+        if losses:
+            words["Loss"] = f"from {losses[0]:.4g} to {losses[-1]:.4g} over {span}"
+        words["Replicas, and the microbatches each counted"] = f"{_alive(report)} replicas over {span}"
+        rates = [f"{level.samples_per_second:,.1f} with {level.replicas} replicas" for level in levels(steps)]
+        words["Throughput"] = f"samples per second, medians: {'; '.join(rates)}"
+    times = [r.total for r in report.history.recoveries if r.total > 0]
+    if times:
+        words["Time of each recovery"] = f"{len(times)}, median {_ms(median(times))}, longest {_ms(max(times))}"
+    return words
 
 
 # -- at a glance ------------------------------------------------------------------------------------------------------
@@ -111,7 +166,7 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
     tiles.append(
         (
             f"{lost} worker{'' if lost == 1 else 's'} lost",
-            f"in {len(past.recoveries)} recover{'y' if len(past.recoveries) == 1 else 'ies'}",
+            f"in {past.losses} recover{'y' if past.losses == 1 else 'ies'}",
         )
     )
     if steps:
@@ -122,8 +177,18 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
         tiles.append((_alive(report), "replicas at the start and at the end"))
         for level in levels(steps)[:1]:
             tiles.append((f"{level.samples_per_second:,.1f} samples/s", f"median with {level.replicas} replicas"))
+            if tokens := (past.start or {}).get("tokens_per_sample"):
+                rate = level.samples_per_second * tokens
+                tiles.append((f"{rate:,.0f} tokens/s", f"median with {level.replicas} replicas"))
     tiles.append(("ended" if past.good_end else "stopped" if past.good_end is False else "no end", past.end))
     return tiles
+
+
+def _goodput_tile(spent: Sequence[Account]) -> list[tuple[str, str]]:
+    if not spent:
+        return []
+    share, rest = goodput.in_short(spent[-1])
+    return [(f"{share} goodput", rest)]
 
 
 def _difference_tile(what: str, worst: Difference | None, iterations: int) -> tuple[str, str]:
@@ -204,13 +269,17 @@ def _changes(past: History) -> Table | None:
     rows = []
     for event in past.quotas:
         rows.append([str(event["iteration"]), "quotas balanced", _pairs(event.get("quotas", {}))])
-    for event in past.others:
-        what = {"writer": f"worker {event.get('worker')} writes and prints now"}.get(
-            event["event"], f"retried {event.get('retries')} times"
-        )
-        rows.append([str(event["iteration"]), event["event"], what])
+    rows += [[str(event["iteration"]), *_what(event)] for event in past.others]
     rows.sort(key=lambda row: int(row[0]))
     return Table(["iteration", "what", ""], rows[:_MAX_ROWS], frozenset({"iteration"})) if rows else None
+
+
+def _what(event: Mapping[str, Any]) -> tuple[str, str]:
+    if event["event"] == "again":
+        return event["what"], "done again by those who were left"
+    if event["event"] == "rolled back":
+        return "rolled back", f"to iteration {event['to']} from {event['tier']}, {event['lost']} iterations lost"
+    return "checkpoint abandoned", "a worker that wrote it in the background was lost"
 
 
 def _lost(workers: Sequence[Mapping[str, object]]) -> Table | None:
@@ -228,6 +297,7 @@ def _setup(report: Report) -> Table:
         rows.append(["replicas at the start", str(len(start.get("replicas", ())))])
         rows.append(["shape", _pairs(start.get("shape", {}))])
         rows.append(["microbatches of an iteration", _maybe(start.get("microbatches"))])
+        rows += started_with(start)
         rows.append(["started", strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(start["time"]))])
     if report.history.launches > 1:
         rows.append(["launches into this folder", str(report.history.launches)])

@@ -34,6 +34,10 @@ _PHASE_COLOURS = {
 }
 
 
+NO_PLOT = "none: matplotlib is not installed: pip install 'recover-megatron[plot]'"
+"""What is told where there is nothing to draw with."""
+
+
 def plot_loss(run: RecordedRun, path: Path) -> bool:
     """Draw the loss over the iterations into ``path`` (PNG).  False if matplotlib is not installed."""
     return save(path, lambda axes: draw_loss(axes[0], run), [4.5])
@@ -131,10 +135,6 @@ def draw_recoveries(axes: Any, recoveries: Sequence[RecoveryRecord]) -> None:
         if any(widths):
             axes.barh(range(len(shown)), widths, left=left, label=name, color=_PHASE_COLOURS.get(name))
             left = [a + b for a, b in zip(left, widths, strict=True)]
-    rest = [max(0.0, 1000 * r.total - end) for r, end in zip(shown, left, strict=True)]
-    if max(rest, default=0) > 1:  # what the workers' total has beyond the phases that they named
-        axes.barh(range(len(shown)), rest, left=left, label="other", color="#e0e0e0")
-    left = [a + b for a, b in zip(left, rest, strict=True)]
     for place, (end, recovery) in enumerate(zip(left, shown, strict=True)):
         axes.annotate(f" {end:.0f} ms{_bar_note(recovery)}", (end, place), va="center")
     axes.set_yticks(range(len(shown)), [_bar_name(r) for r in shown])

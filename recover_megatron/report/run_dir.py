@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recover_megatron.run_log.events import EVENTS_FILE, read_events
 from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, read_steps
 
 # Megatron prints it; no file has it in a better form.
@@ -35,11 +36,20 @@ class RecordedRun:
     """run.json of scripts/quickstart.sh; empty for other runs."""
     evaluations: dict[str, dict[int, float]]
     """Split (validation, test) -> iteration -> loss."""
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+    """The events of those that were carried out, in their order: ``to``, ``lost``, ``tier``."""
 
     @property
     def unigram_entropy(self) -> float | None:
         """Nats per token of the validation text, knowing only how frequent each byte is in the training text."""
         return None if self.corpus is None else float(self.corpus["unigram_entropy_nats"]["valid_under_train"])
+
+
+def _rollbacks(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return [event for event in read_events(folder / EVENTS_FILE) if event["event"] == "rolled back"]
+    except ValueError as error:
+        raise NotARun(f"a line of {EVENTS_FILE} cannot be read: {error}") from error
 
 
 def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
@@ -66,6 +76,7 @@ def read_run(folder: Path, corpus: Path | None = None) -> RecordedRun:
         workers=_json(folder / "workers.json", list) or [],
         settings=_json(folder / "run.json", dict) or {},
         evaluations=_evaluations(folder),
+        rollbacks=_rollbacks(folder),
     )
 
 

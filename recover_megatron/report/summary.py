@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
+from recover_megatron.report.goodput import Account, in_short
 from recover_megatron.report.run_dir import RecordedRun
 from recover_megatron.run_log.audit import microbatches_per_iteration
 from recover_megatron.run_log.steps import StepRecord
@@ -19,8 +20,8 @@ _CHANGES = 8
 """Of the number of replicas, as many are told one by one."""
 
 
-def summary(run: RecordedRun, violations: Sequence[str]) -> str:
-    """The summary of ``run``; ``violations`` are what the audit found."""
+def summary(run: RecordedRun, violations: Sequence[str], spent: Sequence[Account] = ()) -> str:
+    """The summary of ``run``; ``violations`` are what the audit found, ``spent`` where the time has gone."""
     steps = run.steps
     rows: list[tuple[str, str]] = [("run", str(run.folder))]
     if not steps:
@@ -28,7 +29,11 @@ def summary(run: RecordedRun, violations: Sequence[str]) -> str:
         return _table(rows)
     rows.append(("iterations", _iterations(run, steps)))
     rows.append(("time", _time(steps)))
+    if spent:
+        rows.append(("goodput", " ".join(in_short(spent[-1]))))
     rows.append(("replicas", _replicas(steps)))
+    if run.rollbacks:
+        rows.append(("rolled back", _rollbacks(run.rollbacks)))
     if run.workers:
         rows.append(("workers", _workers(run.workers)))
     rows += _losses(run, steps)
@@ -63,6 +68,13 @@ def _replicas(steps: Sequence[StepRecord]) -> str:
     text = ", ".join([str(steps[0].replicas), *parts])
     epochs = len({step.epoch for step in steps})
     return text + (f" ({epochs} epochs)" if epochs > 1 else "")
+
+
+def _rollbacks(rollbacks: Sequence[dict[str, Any]]) -> str:
+    """The iterations above are as they were run last; here is what was run twice."""
+    lost = sum(rollback["lost"] for rollback in rollbacks)
+    to = ", ".join(f"to {back['to']} from {back['tier']}" for back in rollbacks)
+    return f"{to}; {lost} iteration{'s' * (lost != 1)} lost, and run again"
 
 
 def _workers(workers: Sequence[dict[str, Any]]) -> str:

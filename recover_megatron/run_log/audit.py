@@ -47,8 +47,10 @@ def _others(steps: Sequence[StepRecord], expected: int | None) -> Iterator[str]:
     size = samples_per_microbatch(steps)
     for before, step in pairwise(steps):
         consumed = step.consumed_samples - before.consumed_samples
+        if consumed % (1 + step.skipped) == 0:  # those that were left out have consumed as many samples each
+            consumed //= 1 + step.skipped
         total = microbatches_per_iteration([step]) if expected is None else expected
-        if step.iteration != before.iteration + 1:
+        if step.iteration != before.iteration + 1 + step.skipped:
             yield f"iteration {step.iteration} follows iteration {before.iteration} in steps.jsonl"
         elif size is None:
             # No line fits its own samples: ids are missing everywhere.

@@ -1,7 +1,8 @@
 """steps.jsonl: one line per iteration, the audit that the invariant is judged by.
 
     {"iteration": 7, "loss": 3.0481903553009033, "grad_norm": 1.37, "consumed_samples": 224, "epoch": 0, "replicas": 4,
-     "seconds": 0.31, "microbatches": {"0": [0, 4], "1": [1, 5], "2": [2, 6], "3": [3, 7]}}
+     "seconds": 0.31, "microbatches": {"0": [0, 4], "1": [1, 5], "2": [2, 6], "3": [3, 7]},
+     "time": 1700000000.123}
 
 A step is good when its microbatch ids, over all replicas, are exactly 0..M-1, each once (`audit_problem`).
 """
@@ -42,10 +43,19 @@ class StepRecord:
     """From the start of the iteration to the end of its optimizer step."""
     microbatches: Mapping[int, list[int]]
     """Replica id -> the ids j whose gradients this replica accumulated."""
+    skipped: int = 0
+    """How many iterations directly before it were left out on purpose (--iterations-to-skip)."""
+    time: float | None = None
+    """Unix seconds when it was over, by its writer's clock; None in files of older versions."""
 
     def to_json(self) -> str:
         """One line, without its line end."""
-        return json.dumps(asdict(self))
+        fields = asdict(self)
+        if not self.skipped:
+            del fields["skipped"]
+        if self.time is None:
+            del fields["time"]
+        return json.dumps(fields)
 
     def to_line(self) -> bytes:
         """With its line end."""
@@ -99,8 +109,17 @@ class StepsFile:
     The disk neither stops nor ends its caller (``log_writer``); if it is well, a line is on it when ``append`` returns.
     """
 
-    def __init__(self, path: Path, first_iteration: int | None, may_write: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        first_iteration: int | None,
+        may_write: Callable[[], bool] = lambda: True,
+        since_epoch: int | None = None,
+    ) -> None:
         """Continue ``path`` before ``first_iteration``; None: after whatever is there.
+
+        ``since_epoch``: the run itself went back, with this epoch.  Lines of that epoch or a later one are those of the
+        iterations as they were run again, and are continued.
 
         ``may_write`` is asked before each line, in the writer's thread, where it may wait: False drops the line.
 
@@ -109,6 +128,7 @@ class StepsFile:
         A line that a writer left unfinished is cut off.
         """
         self._first = first_iteration
+        self._since_epoch = since_epoch
         self._may_write = may_write
         self._last = 0
         """Iteration of the last line that was there when the file was opened."""
@@ -147,7 +167,7 @@ class StepsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if self._first is not None:
+            if self._first is not None and not self._has_gone_back(descriptor):
                 end = tail.first_at_least(descriptor, self._first)
                 if end < tail.whole(descriptor):
                     old, descriptor = descriptor, tail.begin_anew(path, descriptor, end)
@@ -158,3 +178,7 @@ class StepsFile:
             raise
         self._first = None  # opened again, it has lines of this run
         return descriptor
+
+    def _has_gone_back(self, descriptor: int) -> bool:
+        """Whether another writer has been here since the run went back."""
+        return self._since_epoch is not None and tail.last_field(descriptor, "epoch") >= self._since_epoch

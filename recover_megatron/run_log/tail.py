@@ -24,11 +24,16 @@ def cut_and_read_last(descriptor: int) -> int:
 
 def read_last(descriptor: int) -> int:
     """The iteration of the last whole line, 0 if there is none.  Raises OSError."""
+    return last_field(descriptor, "iteration")
+
+
+def last_field(descriptor: int, name: str) -> int:
+    """A number of the last whole line, 0 if there is none.  Raises OSError."""
     end = whole(descriptor)
     while end:
         start = _before(descriptor, end - 1)
-        if (iteration := _iteration(_read(descriptor, start, end))) is not None:
-            return iteration
+        if (found := _number(_read(descriptor, start, end), name)) is not None:
+            return found
         end = start  # a line that was spoiled: the one before it tells
     return 0
 
@@ -42,7 +47,7 @@ def first_at_least(descriptor: int, iteration: int) -> int:
     while low < high:
         start = _before(descriptor, (low + high) // 2)
         end = _after(descriptor, start, high)
-        found = _iteration(_read(descriptor, start, end))
+        found = _number(_read(descriptor, start, end), "iteration")
         if found is not None and found >= iteration:
             high = start
         else:
@@ -105,8 +110,8 @@ def _read(descriptor: int, start: int, end: int) -> bytes:
     return data
 
 
-def _iteration(line: bytes) -> int | None:
+def _number(line: bytes, name: str) -> int | None:
     try:
-        return int(json.loads(line)["iteration"])
+        return int(json.loads(line)[name])
     except (ValueError, TypeError, KeyError):
         return None

@@ -1,28 +1,34 @@
 """``recover-status HOST:PORT[,HOST:PORT...]``, or a log folder: what a running job does, from its coordinator.
 
-Exit status: 0, also when the run turns out to have ended; 1 if nobody answers; 2 for a wrong address or secret.
+Exit status: 0, also when the run turns out to have ended; 1 if nobody answers; 2 for a wrong address or secret.  With
+``--check`` those of monitoring (``headline.Level``), with ``drain`` those of ``drain.DrainExit``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron import __version__
-from recover_megatron.arguments import COORDINATOR_VARIABLE, parse_addresses
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
+from recover_megatron.arguments import COORDINATOR_VARIABLE
+from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 from recover_megatron.membership.errors import AuthenticationError, SecretError
-from recover_megatron.membership.observer import NoAnswer
-from recover_megatron.status.folder import candidates, ending, secret_file
-from recover_megatron.status.model import RunStatus
-from recover_megatron.status.watch import Watch
+from recover_megatron.membership.observer import NoAnswer, OtherVersion
+from recover_megatron.status.drain import drain
+from recover_megatron.status.folder import candidates
+from recover_megatron.status.headline import Level, headline
+from recover_megatron.status.source import Source, source_of
 
 EXIT_NOBODY = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""Of ``drain``, where 0 means that the node may be switched off."""
 PATIENCE_SECONDS = 30.0
 """A live view that nobody answers any more ends after this long: a new coordinator leads sooner, or never."""
 SHORTEST_INTERVAL = 0.5
@@ -33,7 +39,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="recover-status",
-        description="A live view of a running job, asked of its coordinator. Looking changes nothing in the run.",
+        description="A live view of a running job, asked of its coordinator. Looking changes nothing in the run; with "
+        "drain NODE a node's workers leave it in order, so that the node can be switched off.",
         epilog="The job's secret: DIR/secret, if the launch made one up; else from the environment, "
         f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} (a file of mode 0600). docs/status.md says where to find address "
         "and secret of a launch.",
@@ -43,12 +50,34 @@ def make_parser() -> argparse.ArgumentParser:
         "addresses",
         nargs="?",
         default=os.environ.get(COORDINATOR_VARIABLE),
-        metavar="HOST:PORT[,HOST:PORT...]",
+        metavar="DIR|HOST:PORT[,HOST:PORT...]",
         help=f"the candidate coordinators, or the launch's --log-dir (default: {COORDINATOR_VARIABLE})",
+    )
+    parser.add_argument(
+        "drain",
+        nargs="*",
+        metavar="drain NODE",
+        help="have the workers of NODE (a node as the view names it, or a host) leave the run at the next iteration "
+        "without losing a step, and wait until it may be switched off: exit code 0; 3: the run cannot do without it",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print one view and end")
+    how.add_argument(
+        "--watch", action="store_true", help="show view after view, which it does if nothing else is asked"
+    )
+    how.add_argument(
+        "--check",
+        action="store_true",
+        help="print one line and end with an exit code for monitoring: "
+        "0 healthy or finished, 1 degraded, recovering or starting, 2 stalled or failed, 3 not known",
+    )
     how.add_argument("--json", action="store_true", help="print one JSON object and end")
+    how.add_argument(
+        "--coordinators",
+        action="store_true",
+        help="print the addresses of all candidates of which the folder tells, as recover-run --join takes them "
+        "(--recover-coordinator), ask nobody, and end",
+    )
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two views (default: 1)")
     parser.add_argument("--secret-file", type=Path, metavar="PATH", help="instead of the environment; mode 0600")
     return parser
@@ -56,52 +85,89 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
+    if sys.stdout is None:  # started with stdout closed (>&-): the exit code is all that can be told
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     parser = make_parser()
     args = parser.parse_args(argv)
     if not SHORTEST_INTERVAL <= args.interval < 1e6:
         parser.error(f"--interval {args.interval:g}: give at least {SHORTEST_INTERVAL} seconds")
+    if args.addresses == "drain" and len(args.drain) == 1 and COORDINATOR_VARIABLE in os.environ:
+        args.addresses, args.drain = os.environ[COORDINATOR_VARIABLE], ["drain", *args.drain]
+    if args.drain and (len(args.drain) != 2 or args.drain[0] != "drain" or not args.drain[1]):
+        parser.error(f"{' '.join(args.drain)}: what can be asked for is: drain NODE")
+    if args.drain and (args.once or args.watch or args.check or args.json or args.coordinators):
+        parser.error("drain NODE shows how that goes on: ask for a view by itself")
     if args.addresses is None:
         parser.error(f"give the coordinator's HOST:PORT, or set {COORDINATOR_VARIABLE}")
-    folder = Path(args.addresses) if Path(args.addresses).is_dir() else None
+    if args.coordinators:
+        try:
+            print(candidates(Path(args.addresses)) if Path(args.addresses).is_dir() else args.addresses)
+        except (ValueError, OSError) as error:
+            return _refuse(str(error), EXIT_NOBODY)
+        return 0
     try:
-        if folder is not None and (ended := ending(folder)) is not None:
-            _print(ended, args.json)
-            return 0
-        addresses = parse_addresses(candidates(folder) if folder is not None else args.addresses)
-        in_folder = secret_file(folder) if folder is not None else None
-        watch = Watch(addresses, find_secret(path=args.secret_file or in_folder))
+        source = source_of(args.addresses, args.secret_file)
     except (SecretError, ValueError, OSError) as error:
+        if args.check:
+            return _unknown(str(error))
         parser.error(str(error))
     try:
-        return _show(watch, args)
+        code = _show(source, args)
+        sys.stdout.flush()  # here, where it may fail
+        return code
     except AuthenticationError as error:
-        return _refuse(f"{error}; set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} to the secret of the run", EXIT_USAGE)
+        told = f"{error}; set {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} to the secret of the run"
+        return _unknown(told) if args.check else _refuse(told, EXIT_USAGE)
+    except OtherVersion as error:
+        return _unknown(str(error)) if args.check else _refuse(str(error), EXIT_NOBODY)
     except NoAnswer as error:
+        if args.check:
+            return _unknown(f"no coordinator answers: {error}")
         hint = "the run is over (its launcher's output and events-*.jsonl say how), has not started, or is elsewhere"
         return _refuse(f"no coordinator answers: {error}\nEither {hint}.", EXIT_NOBODY)
-    except (KeyboardInterrupt, BrokenPipeError):
-        return 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED if args.drain else 0
+    except BrokenPipeError:
+        _print_no_more()
+        return EXIT_NOBODY if args.drain else 0
+    except OSError as error:  # a file of the folder, or what is written to
+        _print_no_more()
+        return _refuse(str(error), Level.UNKNOWN if args.check else EXIT_NOBODY)
     finally:
-        watch.close()
+        source.close()
 
 
-def _show(watch: Watch, args: argparse.Namespace) -> int:
-    if args.json or args.once:
-        _print(watch.look(), args.json)
+def _show(source: Source, args: argparse.Namespace) -> int:
+    if args.drain:
+        return drain(args.drain[1], source.look, PATIENCE_SECONDS, lambda text: print(text, flush=True))
+    if args.check:
+        status = source.look()
+        head = headline(status)
+        print(f"{head.text}; iteration {status.iteration}" if status.iteration else head.text)
+        return head.level
+    if args.json:
+        status = source.look()
+        print(json.dumps({"headline": headline(status).word, **status.to_json()}))
+    elif args.once:
+        from recover_megatron.status.live import show_once
+
+        show_once(source.look())
     else:
         from recover_megatron.status.live import follow  # rich takes its time to import
 
-        follow(watch, args.interval, PATIENCE_SECONDS)
+        follow(source, args.interval, PATIENCE_SECONDS)
     return 0
 
 
-def _print(status: RunStatus, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(status.to_json()))
-    else:
-        from recover_megatron.status.live import show_once
+def _print_no_more() -> None:
+    """What is still to be written to stdout, which takes nothing, would fail once more when the interpreter ends."""
+    with contextlib.suppress(OSError):  # no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-        show_once(status)
+
+def _unknown(reason: str) -> int:
+    print(f"UNKNOWN: {reason}")
+    return Level.UNKNOWN
 
 
 def _refuse(reason: str, code: int) -> int:

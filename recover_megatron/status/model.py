@@ -1,21 +1,26 @@
-"""What a view says, sorted for people: pure, and tolerant of keys that another version leaves out.
+"""A run as it is shown to people and programs: ``RunStatus`` and what it consists of, without a way to get it.
 
-    coordinator's answer --read--> Status:  grid       replicas that run, each with its workers by position
-                                            spares     live workers without a place in a whole replica
-                                            unplaced   live workers of which no place is known (yet)
-                                            gone       dead, put out, left: why, and how long ago
+    RunStatus:  grid       replicas that run, each with its workers by position
+                spares     live workers without a place in a whole replica
+                unplaced   live workers of which no place is known (yet)
+                gone       dead, put out, left: why, and how long ago
 
-A replica runs when every one of its positions has a live worker that joined the epoch with it. How many positions that
-are the coordinator remembers from all plans it made, so a replica that lost a worker is not taken for a small one.
+``view_reader`` makes it of what the coordinator answers; ``with_files`` adds what the log folder tells.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-Raw = Mapping[str, Any]
+from recover_megatron.status import fields
+from recover_megatron.status.fields import Raw
+from recover_megatron.status.history import Training
+
+SCHEMA = 2
+"""Of ``--json``: raised when a field changes its meaning or goes; new fields may come at any time."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class WorkerStatus:
     """Whether it has come to the rendezvous that is (or was last) open."""
     quota: int | None
     note: str
+    device: int | None = None
+    """The number of its device on its host."""
+    pid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,21 @@ class Gone:
     host: str
     why: str
     ago: float | None
+    exit: str = ""
+    """How its process ended, as its launcher saw it: "SIGKILL", "exit code 1"."""
+    phase: str = ""
+    """What it was doing when it was last heard."""
+    iteration: int | None = None
+
+    @property
+    def cause(self) -> str:
+        """One word for why it is gone, of few, as metrics need; of a fault that nobody has named "ended"."""
+        if self.fate == "out":
+            silent = "silent" in self.why or "acknowledged" in self.why
+            return "hang" if "no progress" in self.why else "silent" if silent else "unreachable"
+        if self.exit.startswith(("SIG", "signal")) or "(SIG" in self.why:
+            return "killed"
+        return "exit" if self.exit or "(exit code" in self.why else "ended"
 
 
 @dataclass(frozen=True)
@@ -100,16 +123,33 @@ class Stall:
 
 
 @dataclass(frozen=True)
+class DrainStatus:
+    """A node that somebody wants, or wanted, to switch off."""
+
+    node: str
+    state: str
+    """``asked``, ``moving``, ``drained`` (it may be switched off) or ``refused``."""
+    workers: Sequence[int]
+    """Those of it that live."""
+    reason: str = ""
+    """Why it was refused."""
+    names: Sequence[str] = ()
+    """By which it may be asked for: its own, its host's."""
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """The whole run, as its coordinator at ``address`` knows it."""
 
     address: str
     state: str
-    """As the coordinator calls it: standby, rendezvous, steady, stopped."""
+    """As the coordinator calls it (``membership/states.py``): standby, gathering, rendezvous, steady, stopped."""
     code: int | None = None
     """Of a run that has ended: its exit code."""
     reason: str = ""
     """Of a run that has ended: why."""
+    ended_age: float | None = None
+    """Of a run that has ended, where its log folder is known: seconds since then."""
     term: int = 0
     epoch: int = 0
     opened: int = 0
@@ -120,6 +160,7 @@ class RunStatus:
     commit_age: float | None = None
     world: int = 0
     live: int = 0
+    workers_of_launch: int | None = None
     replicas_of_launch: int | None = None
     grid: Sequence[Replica] = ()
     spares: Sequence[WorkerStatus] = ()
@@ -132,6 +173,12 @@ class RunStatus:
     awaited: Sequence[int] = ()
     """Members that an open rendezvous waits for."""
     stall: Stall | None = None
+    drains: Sequence[DrainStatus] = ()
+    """Nodes that were to be drained."""
+    training: Training | None = None
+    """How the training gets on, where its log folder is known."""
+    restarts: int | None = None
+    """Workers that were started in place of others, where the log folder is known."""
 
     @property
     def attached(self) -> int:
@@ -139,150 +186,55 @@ class RunStatus:
         placed = [worker for replica in self.grid for worker in replica.workers]
         return sum(worker.silence is not None for worker in [*placed, *self.spares, *self.unplaced])
 
+    @property
+    def lost(self) -> list[Gone]:
+        """Workers that died or were put out: without those that left in order, are aside, or were told to end."""
+        return [gone for gone in self.gone if gone.fate not in ("left", "aside", "stopped")]
+
+    @property
+    def aside(self) -> list[int]:
+        """Workers that live, are late, and may come back (--recover-grace)."""
+        return [worker.worker for worker in self.gone if worker.fate == "aside"]
+
+    @property
+    def draining(self) -> list[str]:
+        """Nodes that are being drained: not those that may be switched off, nor those that were refused."""
+        return [drain.node for drain in self.drains if drain.state in ("asked", "moving")]
+
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {"replicas_running": len(self.grid), **asdict(self)}
+        return {"schema": SCHEMA, "replicas_running": len(self.grid), **asdict(self)}
+
+    def with_files(self, training: Training | None, processes: Mapping[int, Raw]) -> RunStatus:
+        """With what the log folder tells; ``processes``: by worker id, of workers.json.
+
+        Heartbeats tell of iterations up to an interval late; what is committed was begun.
+        """
+        return replace(
+            self,
+            training=training,
+            iteration=max(self.iteration, training.iteration if training is not None else 0),
+            restarts=sum(entry.get("replaces") is not None for entry in processes.values()) if processes else None,
+            grid=[replace(r, workers=[_processed(w, processes) for w in r.workers]) for r in self.grid],
+            spares=[_processed(worker, processes) for worker in self.spares],
+            unplaced=[_processed(worker, processes) for worker in self.unplaced],
+            gone=[replace(gone, exit=gone.exit or _exit(processes.get(gone.worker, {}))) for gone in self.gone],
+        )
 
 
-def read(answer: Raw, address: str) -> RunStatus:
-    """The status in an answer of the coordinator at ``address``: a ``view``, or ``stop``."""
-    if answer.get("type") == "stop":
-        code, reason = _number(answer, "code"), _text(answer, "reason")
-        return RunStatus(address, "stopped", code=code, reason=reason, epoch=_number(answer, "epoch") or 0)
-    rows = [row for row in answer.get("workers", ()) if _number(row, "worker") is not None]
-    live = {row["worker"]: _worker(row) for row in rows if row.get("fate", "live") == "live"}
-    statuses = {row["worker"]: row.get("status") or {} for row in rows}
-    size = max(1, _number(answer, "replica_size") or 0)
-    grid = _grid([worker for worker in live.values() if worker.replica is not None], size)
-    placed = {worker.worker for replica in grid for worker in replica.workers}
-    places = {number for number, row in statuses.items() if "replica" in row}
-    idle = {row["worker"] for row in rows if row.get("idle")}
-    rendezvous = answer.get("state") in ("gathering", "rendezvous")
-    members = {row["worker"] for row in rows if row.get("member")} or live.keys()
-    return RunStatus(
-        address=address,
-        state=_text(answer, "state"),
-        term=_number(answer, "term") or 0,
-        epoch=_number(answer, "epoch") or 0,
-        opened=_number(answer, "opened") or 0,
-        iteration=max((live[n].iteration for n in placed or live), default=0),
-        committed=_number(answer, "committed") or 0,
-        commit_age=_seconds(answer, "commit_age"),
-        world=_number(answer, "world") or 0,
-        live=_number(answer, "live") or len(live),
-        replicas_of_launch=_replicas_of_launch(answer),
-        grid=grid,
-        spares=[_spare(live[n]) for n in sorted((places | idle) & live.keys() - placed)],
-        unplaced=[live[n] for n in sorted(live.keys() - placed - places - idle)],
-        gone=[_gone(row) for row in rows if row["worker"] not in live],
-        faults=[_fault(row) for row in answer.get("faults", ())],
-        recoveries=[_recovery(row) for row in answer.get("recoveries", ())],
-        hidden=_number(answer, "hidden") or 0,
-        stall=_stall(answer.get("stall")),
-        awaited=[n for n in sorted(members & live.keys()) if rendezvous and not live[n].joined],
-    )
+def of_launch(running: int, launched: int, noun: str = "") -> str:
+    """ "7 of 8", "9 (8 at the launch)" where the run has grown; with a ``noun`` behind the first number or both."""
+    noun = f" {noun}" if noun else ""
+    return f"{running} of {launched}{noun}" if running <= launched else f"{running}{noun} ({launched} at the launch)"
 
 
-def _grid(workers: Sequence[WorkerStatus], size: int) -> list[Replica]:
-    """The replicas of which every position is there; ``size``: how many positions one has."""
-    by_replica: dict[int, list[WorkerStatus]] = {}
-    for worker in workers:
-        assert worker.replica is not None
-        by_replica.setdefault(worker.replica, []).append(worker)
-    grid = []
-    for number, members in sorted(by_replica.items()):
-        members.sort(key=lambda worker: (worker.position is None, worker.position, worker.worker))
-        if len({(worker.position is None, _place(worker)) for worker in members}) >= size:
-            quota = next((worker.quota for worker in members if worker.quota is not None), None)
-            grid.append(Replica(number, members, quota))
-    return grid
+def _processed(worker: WorkerStatus, processes: Mapping[int, Raw]) -> WorkerStatus:
+    entry = processes.get(worker.worker, {})
+    device = worker.device if worker.device is not None else fields.number(entry, "local_rank")
+    return replace(worker, pid=fields.number(entry, "pid"), device=device)
 
 
-def _place(worker: WorkerStatus) -> int:
-    """Two workers of one replica at the same position are one place; where none is told, each has its own."""
-    return worker.worker if worker.position is None else worker.position
-
-
-def _replicas_of_launch(answer: Raw) -> int | None:
-    """As many as its workers make, and at least all that any plan had; None where plans tell of no replicas."""
-    runs = [run for run in answer.get("replicas", ()) if isinstance(run, list) and len(run) == 2]
-    size, launched = _number(answer, "replica_size"), _number(answer, "launched") or 0
-    return max(sum(last - first + 1 for first, last in runs), launched // size) if size else None
-
-
-def _spare(worker: WorkerStatus) -> WorkerStatus:
-    """One that joined with a place has lost it since."""
-    if worker.note or worker.replica is None:
-        return worker
-    return WorkerStatus(**{**worker.__dict__, "note": f"replica {worker.replica} is not whole"})
-
-
-def _worker(row: Raw) -> WorkerStatus:
-    status = row.get("status") or {}
-    # What it says now, if it does: a plan may have given it another place than it joined with.
-    replica, position, quota = row.get("place") or (
-        _number(status, "replica"),
-        _number(status, "position"),
-        _number(status, "quota"),
-    )
-    return WorkerStatus(
-        worker=row["worker"],
-        host=_text(row, "host"),
-        node=_text(status, "node") or _text(row, "node"),
-        replica=replica,
-        position=position,
-        iteration=_number(row, "iteration") or _number(status, "iteration") or 0,
-        phase=_text(row, "phase"),
-        microbatch=_number(row, "microbatch"),
-        silence=_seconds(row, "silence"),
-        marked=_seconds(row, "marked"),
-        waiting=_seconds(row, "waiting"),
-        joined=bool(row.get("joined")),
-        quota=quota,
-        note=_text(status, "note"),
-    )
-
-
-def _gone(row: Raw) -> Gone:
-    return Gone(row["worker"], _text(row, "fate"), _text(row, "host"), _text(row, "why"), _seconds(row, "ago"))
-
-
-def _fault(row: Raw) -> Fault:
-    ago = _seconds(row, "ago") or 0.0
-    return Fault(ago, _text(row, "kind"), _number(row, "worker"), _text(row, "host"), _text(row, "why"))
-
-
-def _recovery(row: Raw) -> RecoveryStatus:
-    seconds = row.get("seconds") or {}
-    return RecoveryStatus(
-        ago=_seconds(row, "ago") or 0.0,
-        epoch=_number(row, "epoch") or 0,
-        reason=_text(row, "reason"),
-        workers=_number(row, "workers") or 0,
-        rendezvous=_seconds(seconds, "rendezvous"),
-        since_fault=_seconds(seconds, "since_fault"),
-    )
-
-
-def _stall(value: Any) -> Stall | None:
-    if not isinstance(value, dict):
-        return None
-    runs = [run for run in value.get("workers", ()) if isinstance(run, list) and [*map(type, run)] == [int, int]]
-    workers = [worker for first, last in runs for worker in range(first, min(last, first + 999) + 1)]
-    where = ["".join(c if c.isprintable() else "?" for c in str(text)) for text in value.get("where", ())]
-    return Stall(_seconds(value, "seconds") or 0.0, _seconds(value, "left") or 0.0, workers, where)
-
-
-def _number(row: Raw, name: str) -> int | None:
-    value = row.get(name)
-    return value if type(value) is int else None
-
-
-def _seconds(row: Raw, name: str) -> float | None:
-    value = row.get(name)
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def _text(row: Raw, name: str) -> str:
-    """Printable: what a member sends must not steer the terminal that shows it."""
-    return "".join(c if c.isprintable() else "?" for c in str(row.get(name) or ""))
+def _exit(entry: Raw) -> str:
+    if (number := fields.number(entry, "signal")) is not None:
+        return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return "" if (code := fields.number(entry, "exit_code")) is None else f"exit code {code}"

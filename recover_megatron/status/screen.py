@@ -10,10 +10,25 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from recover_megatron.status.model import Fault, Gone, RecoveryStatus, Replica, RunStatus, WorkerStatus
+from recover_megatron.membership.records import ranges
+from recover_megatron.status.headline import Level, headline, some, span
+from recover_megatron.status.history import Training
+from recover_megatron.status.model import (
+    DrainStatus,
+    Fault,
+    Gone,
+    RecoveryStatus,
+    Replica,
+    RunStatus,
+    WorkerStatus,
+    of_launch,
+)
 
+COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.CRITICAL: "red", Level.UNKNOWN: "red"}
 QUIET_SECONDS = 3.0
 """A worker that is silent for longer is shown in colour: a heartbeat a second is usual."""
+ACTIVITY = ("worker", "node", "GPU", "pid", "iteration", "phase", "microbatch", "silent")
+"""Of one worker."""
 _TERM_COUNTER = 32  # bits of a term that only make it unlike any other
 
 
@@ -22,7 +37,7 @@ def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> 
     parts: list[RenderableType] = [_headline(status, complaint)]
     if status.stall is not None:
         parts += [Text(f"  {where}", "yellow") for where in status.stall.where]
-        left = f"they are put out if they are not back in {ago(status.stall.left)} (--recover-stall-timeout)"
+        left = f"they are put out if they are not back in {span(status.stall.left)} (--recover-stall-timeout)"
         parts.append(Text(f"  {left}", "dim"))
     few = None if lines is None else 8
     room = None if lines is None else max(4, lines - 9 - _lines_of(status))
@@ -32,6 +47,8 @@ def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> 
         parts.append(_titled("workers, of which no replica is known", _loose(status.unplaced, room)))
     if status.spares:
         parts.append(_titled("spares", _loose(status.spares, few)))
+    if status.drains:
+        parts.append(_titled("drained nodes", _drains(status.drains)))
     if status.gone:
         parts.append(_titled("gone", _gone(status.gone, few)))
     if status.faults:
@@ -43,46 +60,63 @@ def render(status: RunStatus, lines: int | None = None, complaint: str = "") -> 
     return Group(*parts)
 
 
-def ago(seconds: float | None) -> str:
-    """A time span in a few characters; empty for None."""
-    if seconds is None:
-        return ""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def state(status: RunStatus) -> Text:
-    """What the run does, in words."""
-    if status.code is not None:
-        verdict = "finished" if status.code == 0 else "ended"
-        return Text(f"{verdict}, exit code {status.code}: {status.reason}", "green" if status.code == 0 else "bold red")
-    if status.state == "standby":
-        return Text(f"no coordinator leads: {status.attached} of {status.world} workers have come", "yellow")
-    if status.stall is not None:
-        who = f"workers {_some(status.stall.workers)}" if len(status.stall.workers) > 1 else "a worker"
-        return Text(f"STALLED for {ago(status.stall.seconds)}: waits for {who}", "bold yellow")
-    if status.state == "gathering":
-        return Text("a new coordinator waits for all to come to it", "yellow")
-    if status.state == "rendezvous":
-        what = f"opens epoch {status.opened}" if status.epoch else "starts"
-        who = f", waits for {_some(status.awaited)}" if status.awaited else ""
-        return Text(what + who, "yellow")
-    return Text("running" if status.state == "steady" else status.state, "green")
+def _drains(drains: Sequence[DrainStatus]) -> Table:
+    table = _table("node", "is", "workers there", "why")
+    for row in drains:
+        told = {"drained": "drained: it may be switched off", "moving": "being drained"}.get(row.state, row.state)
+        _add(table, row.node, told, ranges(row.workers), row.reason)
+    return table
 
 
 def _headline(status: RunStatus, complaint: str) -> Panel:
-    first = Text.assemble(state(status), f"   epoch {status.epoch}", f"   term {status.term >> _TERM_COUNTER}")
+    head = headline(status)
+    first = Text.assemble((head.text, f"bold {COLOURS[head.level]}"), f"   epoch {status.epoch}")
+    first.append(f"   term {status.term >> _TERM_COUNTER}")
+    rows = [first]
+    if status.training is not None:
+        rows += [_pace(status.training, status.code is not None), _care(status, status.training)]
     if status.code is not None:
-        return _panel(status, first, *_at_the_end(status))
+        return _panel(status, *rows, *_at_the_end(status))
     second = Text.assemble(("iteration ", "dim"), (str(status.iteration), "bold"))
     second.append_text(Text.assemble(("   replicas ", "dim"), _replicas(status)))
     second.append_text(Text.assemble(("   workers ", "dim"), f"{status.live} of {status.world}"))
-    commit = f"   committed decision {status.committed}"
-    second.append(commit + (f", {ago(status.commit_age)} ago" if status.commit_age is not None else ""))
-    return _panel(status, first, second, *([Text(complaint, "bold red")] if complaint else []))
+    second.append_text(Text.assemble(("   spares ", "dim"), str(len(status.spares))))
+    if status.restarts is not None:
+        second.append_text(Text.assemble(("   restarts ", "dim"), str(status.restarts)))
+    second.append(f"   last step {span(status.commit_age)} ago" if status.commit_age is not None else "")
+    return _panel(status, first, second, *rows[1:], *([Text(complaint, "bold red")] if complaint else []))
+
+
+def _pace(training: Training, ended: bool) -> Text:
+    """What the training does: its iteration, loss and speed."""
+    of = f" of {training.train_iters}" if training.train_iters else ""
+    parts = [("step ", f"{training.iteration}{of}")]
+    if training.loss is not None:
+        parts.append(("loss ", f"{training.loss:.4f}"))
+    if training.seconds_per_iteration is not None:
+        parts.append(("", f"{1000 * training.seconds_per_iteration:.1f} ms per iteration"))
+    if training.samples_per_second is not None:
+        parts.append(("", f"{training.samples_per_second:.1f} samples/s"))
+    if training.tflops_per_gpu is not None:
+        parts.append(("", f"{training.tflops_per_gpu:.3g} TFLOP/s per GPU"))
+    if training.eta_seconds and not ended:
+        parts.append(("", f"{span(training.eta_seconds)} to go"))
+    return _spaced(parts)
+
+
+def _care(status: RunStatus, training: Training) -> Text:
+    """What losses have cost, and would cost."""
+    parts = [] if training.goodput is None else [("goodput ", f"{100 * training.goodput:.0f} %")]
+    parts.append(("recoveries ", f"{training.recoveries} ({training.microbatches_rerun} microbatches run again)"))
+    if training.checkpoint is not None:
+        parts.append(("checkpoint ", f"iteration {training.checkpoint}, {span(training.checkpoint_age)} ago"))
+    else:
+        parts.append(("checkpoint ", "none of this launch"))
+    return _spaced(parts)
+
+
+def _spaced(parts: Sequence[tuple[str, str]]) -> Text:
+    return Text("   ").join([Text.assemble((name, "dim"), value) for name, value in parts])
 
 
 def _panel(status: RunStatus, *rows: Text) -> Panel:
@@ -92,18 +126,21 @@ def _panel(status: RunStatus, *rows: Text) -> Panel:
 def _at_the_end(status: RunStatus) -> list[Text]:
     """Of a run that has ended: what is known of it, which is nothing where only its coordinator was asked."""
     known = []
-    if status.iteration:
+    if status.iteration and status.training is None:
         known.append(Text.assemble(("last iteration ", "dim"), (str(status.iteration), "bold")))
     if status.world:
-        known.append(Text.assemble(("workers ", "dim"), f"{status.world}, {len(status.gone)} of them lost"))
+        aside = f", {len(status.aside)} set aside at the end" if status.aside else ""
+        known.append(Text.assemble(("workers ", "dim"), f"{status.world}, {len(status.lost)} of them lost{aside}"))
+    if status.ended_age is not None:
+        known.append(Text.assemble(("ended ", "dim"), f"{span(status.ended_age)} ago"))
     return [Text("   ").join(known)] if known else []
 
 
 def _replicas(status: RunStatus) -> Text:
     if status.replicas_of_launch is None:
         return Text("not told")
-    running = len(status.grid)
-    return Text(f"{running} of {status.replicas_of_launch}", "" if running == status.replicas_of_launch else "yellow")
+    running, launched = len(status.grid), status.replicas_of_launch
+    return Text(of_launch(running, launched), "" if running >= launched else "yellow")
 
 
 def _grid(grid: Sequence[Replica], room: int | None) -> Table:
@@ -114,7 +151,7 @@ def _grid(grid: Sequence[Replica], room: int | None) -> Table:
 
 def _by_worker(grid: Sequence[Replica]) -> Table:
     quotas = ["quota"] * any(replica.quota is not None for replica in grid)
-    table = _table("replica", *quotas, "position", "worker", "host", "iteration", "phase", "microbatch", "silent")
+    table = _table("replica", *quotas, "position", *ACTIVITY)
     for replica in grid:
         head = [str(replica.replica), *([_or_nothing(replica.quota)] if quotas else [])]
         for worker in replica.workers:
@@ -133,7 +170,7 @@ def _by_replica(grid: Sequence[Replica], room: int) -> Table:
             table,
             str(replica.replica),
             str(len(workers)),
-            _some(sorted({worker.host for worker in workers}), 3),
+            some(sorted({worker.host for worker in workers}), 3),
             str(max(worker.iteration for worker in workers)),
             ", ".join(f"{count} {phase}" for phase, count in phases),
             _silence(silent),
@@ -144,7 +181,7 @@ def _by_replica(grid: Sequence[Replica], room: int) -> Table:
 
 
 def _loose(workers: Sequence[WorkerStatus], room: int | None) -> Table:
-    table = _table("worker", "host", "iteration", "phase", "microbatch", "silent", "note")
+    table = _table(*ACTIVITY, "note")
     for worker in workers[:room]:
         _add(table, *_activity(worker), worker.note)
     if room is not None and len(workers) > room:
@@ -153,11 +190,15 @@ def _loose(workers: Sequence[WorkerStatus], room: int | None) -> Table:
 
 
 def _gone(gone: Sequence[Gone], room: int | None) -> Table:
-    table = _table("worker", "host", "", "when", "why")
+    table = _table("worker", "host", "", "when", "exit", "last seen in", "why")
     latest = sorted(gone, key=lambda worker: (worker.ago is None, worker.ago, worker.worker))
     for worker in latest[:room]:
-        style = "dim" if worker.fate == "left" else "red"
-        _add(table, str(worker.worker), worker.host, Text(worker.fate, style), _when(worker.ago), worker.why)
+        style = {"left": "dim", "stopped": "dim", "aside": "yellow"}.get(worker.fate, "red")
+        seen = worker.phase + (f" of iteration {worker.iteration}" if worker.phase and worker.iteration else "")
+        fate = Text(worker.fate, style)
+        _add(table, str(worker.worker), worker.host, fate, _when(worker.ago), worker.exit, seen, worker.why)
+    # What is known of nobody needs no room, of which a narrow terminal has little.
+    table.columns = [column for column in table.columns if any(map(str, column.cells))]
     if room is not None and len(gone) > room:
         _add(table, "...", f"{len(gone) - room} more")
     return table
@@ -173,27 +214,39 @@ def _faults(faults: Sequence[Fault]) -> Table:
 def _recoveries(recoveries: Sequence[RecoveryStatus]) -> Table:
     table = _table("when", "epoch", "workers", "rendezvous", "since fault", "because")
     for plan in recoveries:
-        times = [ago(plan.rendezvous), ago(plan.since_fault)]
+        times = [span(plan.rendezvous), span(plan.since_fault)]
         _add(table, _when(plan.ago), str(plan.epoch), str(plan.workers), *times, plan.reason)
     return table
 
 
 def _activity(worker: WorkerStatus) -> list[str | Text]:
-    phase = worker.phase + (f", waits {ago(worker.waiting)}" if worker.waiting is not None else "")
-    told = [str(worker.worker), worker.host, str(worker.iteration), phase, _or_nothing(worker.microbatch)]
+    phase = worker.phase + (f", waits {span(worker.waiting)}" if worker.waiting is not None else "")
+    where = [str(worker.worker), worker.node or worker.host, _or_nothing(worker.device), _or_nothing(worker.pid)]
+    told = [*where, str(worker.iteration), phase, _or_nothing(worker.microbatch)]
     return [*told, _silence(worker.silence)]
 
 
 def _silence(seconds: float | None) -> Text:
     if seconds is None:
         return Text("not connected", "yellow")
-    return Text(ago(seconds), "yellow" if seconds > QUIET_SECONDS else "")
+    return Text(span(seconds), "yellow" if seconds > QUIET_SECONDS else "")
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2), collapse_padding=True, header_style="dim")
     for name in columns:
-        numeric = name in ("replica", "quota", "position", "worker", "iteration", "microbatch", "workers", "epoch")
+        numeric = name in (
+            "replica",
+            "quota",
+            "position",
+            "worker",
+            "iteration",
+            "microbatch",
+            "workers",
+            "epoch",
+            "GPU",
+            "pid",
+        )
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
     return table
 
@@ -212,18 +265,13 @@ def _newest[T](entries: Sequence[T], lines: int | None) -> list[T]:
 
 def _lines_of(status: RunStatus) -> int:
     """How many lines all but the grid takes."""
-    lists = [(status.spares, 9), (status.gone, 9), (status.faults, 3), (status.recoveries, 3)]
+    lists = [(status.spares, 9), (status.drains, 9), (status.gone, 9), (status.faults, 3), (status.recoveries, 3)]
     return sum(min(len(entries), most) + 4 for entries, most in lists if entries)
 
 
 def _when(seconds: float | None) -> str:
-    return f"{ago(seconds)} ago" if seconds is not None else ""
+    return f"{span(seconds)} ago" if seconds is not None else ""
 
 
 def _or_nothing(number: int | None) -> str:
     return "" if number is None else str(number)
-
-
-def _some(things: Sequence[object], most: int = 8) -> str:
-    shown = ", ".join(map(str, things[:most]))
-    return f"{shown} and {len(things) - most} more" if len(things) > most else shown

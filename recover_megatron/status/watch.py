@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, AuthenticationError
-from recover_megatron.membership.observer import ANSWER_SECONDS, NoAnswer, Observer
-from recover_megatron.status.model import RunStatus, read
+from recover_megatron.membership.observer import ANSWER_SECONDS, NoAnswer, Observer, OtherVersion
+from recover_megatron.status.model import RunStatus
+from recover_megatron.status.view_reader import read
 
 
 class Watch:
@@ -26,15 +27,19 @@ class Watch:
         self._timeout = timeout
         self._observer: Observer | None = None
 
-    def look(self) -> RunStatus:
-        """The run now. Raises ``NoAnswer`` if nobody answers, ``AuthenticationError`` if all who do refuse us."""
+    def look(self, drain: str | None = None) -> RunStatus:
+        """The run now, after ``drain``, a node or host, was asked to be drained.
+
+        Raises ``NoAnswer`` if nobody answers (``OtherVersion`` if one does whom this version does not understand),
+        ``AuthenticationError`` if all who do refuse us.
+        """
         seconds: list[RunStatus] = []
         complaints: list[NoAnswer] = []
         refusals: list[AuthenticationError] = []
         again = self._observer is not None  # the connection may have ended, and its candidate be there: one more try
         for _ in range(len(self._addresses) + again):
             try:
-                status = self._ask()
+                status = self._ask(drain)
             except NoAnswer as error:
                 complaints.append(error)
             except AuthenticationError as error:
@@ -48,7 +53,8 @@ class Watch:
             return max(seconds, key=lambda status: (status.code is None, status.attached))
         if refusals:
             raise refusals[0]
-        raise NoAnswer("; ".join(dict.fromkeys(map(str, complaints))))
+        told = "; ".join(dict.fromkeys(map(str, complaints)))
+        raise OtherVersion(told) if any(isinstance(error, OtherVersion) for error in complaints) else NoAnswer(told)
 
     def close(self) -> None:
         """End the connection."""
@@ -56,10 +62,10 @@ class Watch:
             self._observer.close()
             self._observer = None
 
-    def _ask(self) -> RunStatus:
+    def _ask(self, drain: str | None) -> RunStatus:
         if self._observer is None:
             self._observer = Observer(self._addresses[0], self._secret, self._timeout)
-        return read(self._observer.ask(), self._observer.name)
+        return read(self._observer.ask(drain), self._observer.name)
 
     def _next(self) -> None:
         """Turn to the next candidate."""

@@ -13,10 +13,9 @@ failure-free run still do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from recover_megatron.workload.quotas import distinct, greedy, known_speeds, whole_units
+from recover_megatron.workload.quotas import dealt, distinct, fewest_units, known_speeds, whole_units
 
 
 def assign(
@@ -62,29 +61,28 @@ def reassign(
     *,
     load: Mapping[int, int] | None = None,
     speeds: Mapping[int, float] | None = None,
-    multiple_of: int = 1,
+    least: int = 1,
 ) -> dict[int, list[list[int]]]:
     """Share the ``lost`` ids out: replica -> inner rank -> ids in the order to run them; each exactly once.
 
     Minimises the time when the last replica has finished, max((load + share) / speed).  ``load``: the microbatches that
     a replica has to run before, over all its inner ranks (default: none); ``speeds``: as in `quotas`.  Each replica's
-    share is a multiple of ``multiple_of`` and of ``inner_ranks``, and may be empty.
+    share is a multiple of ``inner_ranks`` and at least ``least``, or empty.
 
-    Raises ValueError for no replicas, an id twice, a number of ids that is no multiple of both, a negative load.
+    Raises ValueError for no replicas, an id twice, a number of ids that is no multiple or too small for one replica, a
+    negative load.
     """
     ids = distinct(replicas)
     _check_inner_ranks(inner_ranks)
     if len(set(lost)) != len(lost):
         raise ValueError(f"an id is lost twice in {list(lost)}")
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of is {multiple_of}, not at least 1")
-    unit = math.lcm(multiple_of, inner_ranks)
+    unit, fewest = inner_ranks, fewest_units(least, inner_ranks)
     before = {replica: 0 if load is None else load.get(replica, 0) for replica in ids}
     if min(before.values()) < 0:
         raise ValueError(f"a load is negative in {before}")
-    given = greedy(whole_units(len(lost), unit), before, known_speeds(ids, speeds), unit)
+    given = dealt(whole_units(len(lost), unit), before, known_speeds(ids, speeds), unit, fewest)
     shares: dict[int, list[list[int]]] = {replica: [[] for _ in range(inner_ranks)] for replica in ids}
-    _deal(sorted(lost), inner_ranks, {replica: units * unit // inner_ranks for replica, units in given.items()}, shares)
+    _deal(sorted(lost), inner_ranks, given, shares)
     return shares
 
 

@@ -42,9 +42,10 @@ def edge(one: int, other: int) -> Edge:
 
 
 def arrange(nodes: Sequence[int], broken: Collection[Edge], *, mesh: bool = False) -> Arrangement:
-    """A ring of ``nodes`` without any of the ``broken`` edges, of all of them if possible; see the module's text.
+    """A ring of all ``nodes``, or of as many as can be, in which no two neighbours have a ``broken`` edge.
 
-    The order is the given one if that does.  ``mesh``: what connects them is no ring: everybody needs everybody.
+    The order is the given one where that has no such neighbours.  ``mesh``: all are connected to all, not in a ring, so
+    no order helps.
     """
     relevant = _among(nodes, broken)
     order = (tuple(nodes) if not relevant else None) if mesh else ring_order(nodes, relevant)
@@ -83,7 +84,8 @@ def ring_order(nodes: Sequence[int], broken: Collection[Edge]) -> tuple[int, ...
 
 
 def cover(broken: Collection[Edge]) -> frozenset[int]:
-    """The smallest set of nodes that has an end of every edge; see the module's text for which of equal ones."""
+    """The smallest set of nodes that has an end of every edge: of equally small ones that with the most broken edges,
+    then that with the highest numbers."""
     nodes = sorted({node for pair in broken for node in pair}, reverse=True)
     at = {node: number for number, node in enumerate(nodes)}
     near = [0] * len(nodes)

@@ -83,11 +83,25 @@ class Placement:
     """Workers without a place now, those in ``rebuild`` among them, in order."""
 
 
-def assemble(whole: Collection[int], candidates: Mapping[int, Candidate], shape: Shape, slots: int) -> Placement:
+def openings(whole: int, waiting: int, size: int, *, launched: int, most: int, spares: int = 0) -> int:
+    """How many new replicas of ``size`` workers a run may get that has ``whole`` ones, by who is ``waiting``.
+
+    Up to the ``launched`` number whoever waits may be used.  Beyond it, up to ``most``, only by those whom neither the
+    missing replicas nor the ``spares`` that are to be kept need.
+    """
+    missing = max(0, launched - whole)
+    further = max(0, waiting - missing * size - spares) // size
+    return max(0, min(missing + further, most - whole))
+
+
+def assemble(
+    whole: Collection[int], candidates: Mapping[int, Candidate], shape: Shape, slots: int, most: int | None = None
+) -> Placement:
     """New replicas of the ``candidates``, beside the ``whole`` ones, and what should be rebuilt for more of them.
 
     ``whole``: the ids of the complete replicas; they are left alone.  New ones take the lowest free ids of
-    range(``slots``), and are as many as can be formed of workers that are ready at their own position.
+    range(``slots``), and are as many as can be formed of workers that are ready at their own position; at most ``most``
+    of them (default: as many as there are free ids), those counted that come of a rebuild.
 
     ``rebuild`` is for what is left after that, and brings it to as many replicas as it allows, with the fewest changes
     of position: exactly so while no candidate is bound to its position (``fixed``, or not ready); else by a good greedy
@@ -104,11 +118,12 @@ def assemble(whole: Collection[int], candidates: Mapping[int, Candidate], shape:
         if candidate.position is not None and not 0 <= candidate.position < shape.size:
             raise ValueError(f"worker {worker} is at position {candidate.position} of {shape.size}")
     free = [replica for replica in range(slots) if replica not in taken]
-    formed = _form(candidates, shape, len(free))
+    most = len(free) if most is None else min(most, len(free))
+    formed = _form(candidates, shape, most)
     replicas = dict(zip(free, formed, strict=False))
     placed = {worker for workers in formed for worker in workers}
     rest = {worker: candidates[worker] for worker in sorted(candidates) if worker not in placed}
-    rebuild = _rebuilds(rest, shape, len(free) - len(formed))
+    rebuild = _rebuilds(rest, shape, most - len(formed))
     return Placement(replicas, dict(sorted(rebuild.items())), tuple(rest))
 
 

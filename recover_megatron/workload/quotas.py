@@ -5,91 +5,123 @@ All microbatches of an iteration cost the same, so the time of an iteration is t
 that would finish it first.  (Were there a better sharing, some replica would have fewer units in it than here; but the
 greedy rule gave it that last unit because nobody could finish one earlier.)
 
-A unit is ``multiple_of`` microbatches: all inner ranks of a replica run equally many, and an interleaved pipeline
-schedule runs only whole multiples of its pipeline size in each inner rank.
+A unit is ``multiple_of`` microbatches: all inner ranks of a replica run equally many.  An interleaved pipeline schedule
+runs no fewer than it has stages (`interleaved`), so a replica has ``least`` microbatches or none.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from statistics import median
 
 
 def quotas(
-    total: int, replicas: Sequence[int], *, speeds: Mapping[int, float] | None = None, multiple_of: int = 1
+    total: int,
+    replicas: Sequence[int],
+    *,
+    speeds: Mapping[int, float] | None = None,
+    multiple_of: int = 1,
+    least: int = 1,
 ) -> dict[int, int]:
     """Share ``total`` microbatches out: replica id -> quota, in the order of the ids.
 
-    The quotas are multiples of ``multiple_of``, sum to ``total`` and minimise max(quota / speed).  Where there is a
-    unit for each replica, each gets at least one, however slow: a replica without work would never be measured again.
+    The quotas are multiples of ``multiple_of``, zero or at least ``least``, sum to ``total`` and minimise
+    max(quota / speed).  Where it is enough for each replica, each gets some, however slow: a replica without work would
+    never be measured again.
     Equal finishing times go to the lower id: 32 on 7 replicas is 5, 5, 5, 5, 4, 4, 4.
 
     ``speeds``: microbatches per second, or anything proportional to it; default: all are equal.  A replica that is not
     in it is taken for a median one.
 
-    Raises ValueError for no replicas, a repeated one, a total that is negative or no multiple, a speed that is not a
-    positive finite number.
+    Raises ValueError for no replicas, a repeated one, a total that is negative, no multiple or too small for one
+    replica, a speed that is not a positive finite number.
     """
     ids = distinct(replicas)
-    units = whole_units(total, multiple_of)
+    units, fewest = whole_units(total, multiple_of), fewest_units(least, multiple_of)
     speed = known_speeds(ids, speeds)
-    given = dict.fromkeys(ids, 1 if units >= len(ids) else 0)
-    more = greedy(units - sum(given.values()), given, speed, unit=1)
-    return {replica: (given[replica] + more[replica]) * multiple_of for replica in ids}
+    if units < len(ids) * fewest:
+        given = dealt(units, dict.fromkeys(ids, 0), speed, 1, fewest)
+    else:
+        first = dict.fromkeys(ids, fewest)
+        more = greedy(units - sum(first.values()), first, speed, unit=1)
+        given = {replica: first[replica] + more[replica] for replica in ids}
+    return {replica: given[replica] * multiple_of for replica in ids}
 
 
-def balance(
-    current: Mapping[int, int],
-    seconds: Mapping[int, float],
-    total: int,
-    *,
-    multiple_of: int = 1,
-    threshold: float = 0.1,
-) -> dict[int, int]:
-    """Quotas for measured speeds, with hysteresis: ``current`` unless others are worth the change.
+def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit: int, fewest: int) -> dict[int, int]:
+    """Give ``units`` out, to each replica none or at least ``fewest``, such that the last one finishes as early as can
+    be: replica -> units given.
 
-    ``current``: the quotas now; they sum to ``total``.  ``seconds``: measured seconds per microbatch; a replica that is
-    not in it (it had nothing to run) is taken for a median one, replicas that have no quota are ignored.  The predicted
-    time of an iteration is max(quota * seconds); the best quotas replace the current ones only if they shorten it by
-    more than ``threshold`` (0.1: a tenth).
+    ``load``, ``speeds``, ``unit``: as for `greedy`.  Who has no room by the time when the last one finishes gets none;
+    of the others as few get some as that time allows.
 
-    So noise can't make it swing: once the best quotas for one measurement are taken, they stay for every other whose
-    replicas differ from it by factors between a and b, as long as a / b >= 1 - ``threshold``.  A change of all replicas
-    alike (a warmer room) never matters.
-
-    Raises ValueError like `quotas`, and if ``current`` does not sum to ``total``, in multiples of ``multiple_of``, or
-    the threshold is not in [0, 1).
+    Raises ValueError for fewer than ``fewest`` units, but none.
     """
-    if not 0 <= threshold < 1:
-        raise ValueError(f"threshold {threshold} is not in [0, 1)")
-    whole_units(total, multiple_of)
-    if sum(current.values()) != total or any(q < 0 or q % multiple_of for q in current.values()):
-        raise ValueError(
-            f"the quotas {dict(current)} do not share {total} microbatches out in multiples of {multiple_of}"
-        )
-    ids = distinct(list(current))
-    measured = known_speeds(ids, seconds)
-    best = quotas(total, ids, speeds={replica: 1 / measured[replica] for replica in ids}, multiple_of=multiple_of)
-    now = max(current[replica] * measured[replica] for replica in ids)
-    then = max(best[replica] * measured[replica] for replica in ids)
-    return best if then < now * (1 - threshold) else {replica: current[replica] for replica in ids}
+    if fewest <= 1 or not units:
+        return greedy(units, load, speeds, unit)
+    if units < fewest:
+        raise ValueError(f"{units} units cannot be shared out: a replica takes {fewest} at least")
+
+    def ends(replica: int, given: int) -> float:
+        return (load[replica] + given * unit) / speeds[replica]
+
+    def chosen(by: float) -> list[int]:
+        """Who runs some to be over by then; nobody if that is too early."""
+        room = {}
+        for replica in load:
+            fits = bisect_right(range(units + 1), by, key=lambda given: ends(replica, given)) - 1
+            if fits >= fewest:
+                room[replica] = fits
+        largest = sorted(room, key=lambda replica: (-room[replica], replica))
+        reached = list(accumulate(room[replica] for replica in largest))
+        number = bisect_left(reached, units) + 1
+        return largest[:number] if number <= len(largest) and number * fewest <= units else []
+
+    kinds = {(load[replica], speeds[replica]): replica for replica in sorted(load, reverse=True)}.values()
+    times = sorted({ends(replica, given) for replica in kinds for given in range(fewest, units + 1)})
+    some = chosen(times[bisect_left(times, True, key=lambda by: bool(chosen(by)))])
+    first = {replica: load[replica] + fewest * unit for replica in some}
+    more = greedy(units - fewest * len(some), first, speeds, unit)
+    return {replica: fewest + more[replica] if replica in more else 0 for replica in load}
 
 
-def greedy(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit: int) -> dict[int, int]:
+def fewest_units(least: int, multiple_of: int) -> int:
+    """The units of ``multiple_of`` microbatches that are at least ``least``.  Raises ValueError unless that is >= 1."""
+    if least < 1:
+        raise ValueError(f"least is {least}, not at least 1")
+    return -(-least // multiple_of)
+
+
+def greedy(
+    units: int,
+    load: Mapping[int, int],
+    speeds: Mapping[int, float],
+    unit: int,
+    *,
+    most: Mapping[int, int] | None = None,
+) -> dict[int, int]:
     """Give ``units`` out, one by one, each to the replica that would finish it first: replica -> units given.
 
-    ``load``: the microbatches that each replica has already; ``unit``: the microbatches in a unit.
+    ``load``: the microbatches that each replica has already; ``unit``: the microbatches in a unit; ``most``: what no
+    replica's microbatches may exceed, together enough for all (default: no limit).
     """
     given = dict.fromkeys(load, 0)
-    heap = [((load[replica] + unit) / speeds[replica], replica) for replica in load]
+    heap = [
+        ((load[replica] + unit) / speeds[replica], replica)
+        for replica in load
+        if most is None or load[replica] + unit <= most[replica]
+    ]
     heapq.heapify(heap)
     for _ in range(units):
-        _, replica = heap[0]
+        _, replica = heapq.heappop(heap)
         given[replica] += 1
-        end = (load[replica] + (given[replica] + 1) * unit) / speeds[replica]
-        heapq.heapreplace(heap, (end, replica))
+        end = load[replica] + (given[replica] + 1) * unit
+        if most is None or end <= most[replica]:
+            heapq.heappush(heap, (end / speeds[replica], replica))
     return given
 
 

@@ -7,10 +7,13 @@ alone.  Here a shard has a home as long as somebody stands in its place; what ha
     worker 1 is gone          0: shard 0 +    -               2: shard 2 +    3: shard 3 +
                                  1/3 of 1                        1/3 of 1        1/3 of 1
 
-so a loss moves one shard, not all of them, and whoever takes the empty place gathers its shard again.  All that a
-worker *owns* is one unit, named by the worker.  Its *shadows*, the next ones in the ring, keep a second copy up to date
-by making the same update.  When a worker is lost, the first live shadow is the unit's *primary*: it is the one that
-speaks for it, until the boundary before the next step, where the layout is made anew for who is there.
+so a loss moves one shard, not all of them, and whoever takes the empty place gathers its shard again.  Where somebody
+stands in a place that was not there at launch (the run has grown) every bucket is cut anew, in as many equal parts as
+there are workers, in the order of the ring.
+
+All that a worker *owns* is one unit, named by the worker.  Its *shadows*, the next ones in the ring, keep a second copy
+up to date by making the same update.  When a worker is lost, the first live shadow is the unit's *primary*: it is the
+one that speaks for it, until the boundary before the next step, where the layout is made anew for who is there.
 
     Layout(e) --somebody is lost--> the same units, other primaries --moves()--> Layout(e')
                                          |
@@ -50,16 +53,18 @@ class Layout:
     """Which worker owns which shard of an optimizer's state, and which workers hold its shadows.
 
     ``homes``: for each shard, in Megatron's order, the worker that stands in its place; None: nobody.  ``ring``: all of
-    these workers, in the order of the ring: who follows is the shadow.
+    these workers, and those in places that were not there at launch, in the order of the ring: who is ``stride`` places
+    further is the shadow (``domains.stride_of``).
     """
 
     homes: tuple[int | None, ...]
     ring: tuple[int, ...]
     shadows: int
+    stride: int = 1
 
     def __post_init__(self) -> None:
-        if sorted(self.ring) != sorted(worker for worker in self.homes if worker is not None):
-            raise ValueError(f"the ring {self.ring} is not made of those who have a home: {self.homes}")
+        if len(set(self.ring)) < len(self.ring) or not self._housed <= set(self.ring):
+            raise ValueError(f"the ring {self.ring} is not made of those who have a home, and others: {self.homes}")
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -78,29 +83,37 @@ class Layout:
     def holders(self, unit: int) -> tuple[int, ...]:
         """Who has the state of what ``unit`` owns: itself, then its shadows."""
         at, size = self._at[unit], len(self.ring)
-        return tuple(self.ring[(at + hop) % size] for hop in range(min(self.shadows, size - 1) + 1))
+        return tuple(self.ring[(at + hop * self.stride) % size] for hop in range(min(self.shadows, size - 1) + 1))
 
     def held(self, worker: int) -> tuple[int, ...]:
         """The units of which ``worker`` has the state: its own, then those that it is a shadow of."""
         if worker not in self._at:
             return ()
         at, size = self._at[worker], len(self.ring)
-        return tuple(self.ring[(at - hop) % size] for hop in range(min(self.shadows, size - 1) + 1))
+        return tuple(self.ring[(at - hop * self.stride) % size] for hop in range(min(self.shadows, size - 1) + 1))
 
     def parts(self, unit: int, numel: int) -> list[Part]:
         """What ``unit`` owns of a bucket of ``numel`` elements, ascending: its own shard, its share of the others.
 
-        A bucket's length is a multiple of the number of shards, as Megatron pads it; ValueError if it is not.
+        Shards are equal where Megatron pads a bucket for it, else they differ by an element.  Equal parts where not all
+        have a home.
         """
-        if numel % len(self.homes):
-            raise ValueError(f"a bucket of {numel} elements cannot be cut into {len(self.homes)} equal shards")
-        width, at, count = numel // len(self.homes), self._at[unit], len(self.ring)
-        found = [(shard * width, (shard + 1) * width) for shard in self._shards_of[unit]]
-        found += [
-            (shard * width + at * width // count, shard * width + (at + 1) * width // count)
-            for shard in self._shards_of.get(None, ())
-        ]
+        at, count = self._at[unit], len(self.ring)
+        if len(self._housed) < count:
+            part = at * numel // count, (at + 1) * numel // count
+            return [part] if part[0] < part[1] else []
+        found = [self._shard(shard, numel) for shard in self._shards_of[unit]]
+        for shard in self._shards_of.get(None, ()):
+            start, stop = self._shard(shard, numel)
+            found.append((start + at * (stop - start) // count, start + (at + 1) * (stop - start) // count))
         return sorted(part for part in found if part[0] < part[1])
+
+    def _shard(self, shard: int, numel: int) -> Part:
+        return shard * numel // len(self.homes), (shard + 1) * numel // len(self.homes)
+
+    @cached_property
+    def _housed(self) -> set[int]:
+        return {worker for worker in self.homes if worker is not None}
 
     @cached_property
     def _shards_of(self) -> dict[int | None, list[int]]:
@@ -158,13 +171,12 @@ class Instances:
 AnyLayout = Layout | Instances
 
 
-def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int) -> Layout:
+def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int, stride: int = 1) -> Layout:
     """The layout for those who are there.
 
-    ``places``: for each shard who stands in its place now.  ``order``: all that may be there, in the ring's order.
+    ``places``: for each shard who stands in its place now.  ``order``: all who are there, in the ring's order.
     """
-    present = {worker for worker in places if worker is not None}
-    return Layout(tuple(places), tuple(worker for worker in order if worker in present), shadows)
+    return Layout(tuple(places), tuple(order), shadows, stride)
 
 
 def primary(layout: AnyLayout, unit: int, live: frozenset[int]) -> int | None:
@@ -207,19 +219,19 @@ def owned(layout: AnyLayout, parts: Sequence[Part], numel: int) -> dict[int, lis
     return found
 
 
-def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> int:
-    """How far a finished sum must travel in the ring of ``members`` to come to all live holders of its unit.
+def hops(layout: AnyLayout, members: Sequence[int], live: frozenset[int]) -> frozenset[int]:
+    """How many places further in the ring of ``members`` live holders of a unit are than who speaks for it.
 
-    The number of shadows, but for members in between that hold nothing yet.  ``live``: as for ``chunks``.
+    Mostly the multiples of the layout's stride; but for members in between that hold nothing yet.  ``live``: as for
+    ``chunks``.
     """
     at = {worker: number for number, worker in enumerate(members)}
-    farthest = 0
+    found: set[int] = set()
     for unit in layout.units:
         speaker = primary(layout, unit, live)
         if speaker is not None:
-            distances = ((at[worker] - at[speaker]) % len(members) for worker in layout.holders(unit) if worker in live)
-            farthest = max(farthest, *distances)
-    return farthest
+            found |= {(at[worker] - at[speaker]) % len(members) for worker in layout.holders(unit) if worker in live}
+    return frozenset(found - {0})
 
 
 def moves(old: AnyLayout, new: AnyLayout, live: frozenset[int], numel: int) -> list[Move]:

@@ -2,4 +2,6 @@
 # version.sh NAME: print "NAME VERSION", the line for --version of a script, which needs no .venv for it.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
-printf '%s %s\n' "$1" "$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$root/recover_megatron/__init__.py")"
+init=$root/recover_megatron/__init__.py
+if [[ ! -e $init ]]; then init=$root/../__init__.py; fi # in an installed package
+printf '%s %s\n' "$1" "$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$init")"

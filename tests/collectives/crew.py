@@ -263,7 +263,7 @@ class Worker:
         if self.scenario.op == "all_reduce":
             return group.all_reduce(bucket)
         if self.scenario.op == "reduce_scatter":
-            return group.reduce_scatter(bucket, shadows=self.scenario.shadows)
+            return group.reduce_scatter(bucket, shadows=range(1, self.scenario.shadows + 1))
         return group.all_gather(bucket)
 
     def fork_child(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.collectives import elastic as column_module
+from recover_megatron.collectives import column as column_module
 from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.elastic import ElasticDataParallel
+from recover_megatron.collectives.column import Column
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.group_factory import open_group, open_ring_listener
 from recover_megatron.collectives.ledger import Reduced, Span
@@ -25,6 +26,7 @@ from recover_megatron.membership import Session
 from recover_megatron.membership.auth import read_secret_file
 from recover_megatron.membership.errors import CoordinatorLost
 from tests.collectives.together import DEADLINE, PlainEpoch
+from tests.harness.processes import free_port
 from tests.membership.cluster import Cluster, cluster
 
 SECRET = b"the secret of a test"
@@ -36,13 +38,13 @@ def control(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def columns(control: Cluster, size: int, work: Callable[[ElasticDataParallel], Any]) -> list[Any]:
+def columns(control: Cluster, size: int, work: Callable[[Column], Any]) -> list[Any]:
     """What ``work`` returns at each of ``size`` members, by worker id; a real coordinator, members as threads."""
     control.start_coordinators(size)
     secret = read_secret_file(control.secret_file)
 
     def member(me: int) -> Any:
-        column = ElasticDataParallel(Session.connect(control.addresses, me, secret), me, SECRET)
+        column = Column(Session.connect(control.addresses, me, secret), me, SECRET)
         try:
             return work(column)
         finally:
@@ -53,7 +55,7 @@ def columns(control: Cluster, size: int, work: Callable[[ElasticDataParallel], A
 
 
 def test_members_learn_everybodys_status_and_sum(control: Cluster) -> None:
-    def work(column: ElasticDataParallel) -> tuple[Any, ...]:
+    def work(column: Column) -> tuple[Any, ...]:
         bucket = Bucket(torch.full((1000,), float(column.me)))
         assert column.over
         assert column.members == []
@@ -68,12 +70,14 @@ def test_members_learn_everybodys_status_and_sum(control: Cluster) -> None:
 
 
 def test_the_next_epoch_brings_what_was_finished_anywhere_to_all(control: Cluster) -> None:
-    """Worker 1 asks for a new epoch; worker 0 holds a finished half."""
+    """Worker 1 asks for a new epoch when all have their groups of the first; worker 0 holds a finished half."""
+    opened = threading.Barrier(3)
 
-    def work(column: ElasticDataParallel) -> list[float]:
+    def work(column: Column) -> list[float]:
         column.join({"epoch": 1})
         bucket = Bucket(torch.full((10,), float(column.me)))
         group = column.group([bucket])
+        opened.wait(DEADLINE)
         if column.me == 1:
             column.join({"epoch": 2})
         else:
@@ -184,11 +188,10 @@ def test_a_member_that_lives_and_cannot_be_reached_ends_the_run_after_some_epoch
     control: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(column_module, "_LONGEST_PAUSE", 0.01)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nowhere = f"127.0.0.1 {closed.getsockname()[1]} -"
+    nowhere = f"127.0.0.1 {free_port()} -"
     epochs: list[int] = []
 
-    def work(column: ElasticDataParallel) -> str:
+    def work(column: Column) -> str:
         join = column.session.join
         if column.me == 1:  # it tells a ring listener at which connections are refused
 

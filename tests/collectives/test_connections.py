@@ -91,7 +91,7 @@ def test_a_listener_that_does_not_know_the_secret_gets_no_data(pool: ThreadPoolE
     store = Dictionary()
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         store.set("ring/column/1/1", f"127.0.0.1 {impostor.getsockname()[1]} -")
-        member = pool.submit(opening, store, 0, timeout=2)
+        member = pool.submit(opening, store, 0)
         connection, _ = impostor.accept()
         with connection:
             connection.sendall(b"n" * NONCE)

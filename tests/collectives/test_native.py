@@ -60,7 +60,7 @@ def test_each_member_gets_its_own_shard_and_those_that_it_shadows(
 
     def work(group: NativeGroup) -> None:
         bucket = Bucket(gradient(group.rank, numel))
-        group.reduce_scatter(bucket, shards, shadows=shadows).wait(DEADLINE)
+        group.reduce_scatter(bucket, shards, shadows=range(1, shadows + 1)).wait(DEADLINE)
         mine = owned(shards, group.rank, shadows)
         assert torch.equal(whole(bucket.flat, mine), whole(total(size, numel), mine))
         assert sum(map(len, bucket.ledger.reduced)) == sum(map(len, mine))
@@ -74,7 +74,9 @@ def test_each_member_gets_its_own_shard_and_those_that_it_shadows(
 def test_a_shadows_chunk_goes_to_its_holder_alone(tmp_path: Path) -> None:
     world = World(4)
     with Members(world) as members:
-        members.each(lambda group: group.reduce_scatter(Bucket(gradient(group.rank, 64)), shadows=2).wait(DEADLINE))
+        members.each(
+            lambda group: group.reduce_scatter(Bucket(gradient(group.rank, 64)), shadows=(1, 2)).wait(DEADLINE)
+        )
     for rank, asked in enumerate(world.asked):
         assert [operation.kind for operation in asked] == ["reduce_scatter", "transfer"]
         assert asked[1].to == ((rank + 1) % 4, (rank + 2) % 4)
@@ -84,7 +86,7 @@ def test_a_shadows_chunk_goes_to_its_holder_alone(tmp_path: Path) -> None:
     def over_gloo(group: Group) -> None:
         bucket = Bucket(gradient(group.rank, 66))
         shards = shards_of([20, 30, 30], 66)
-        group.reduce_scatter(bucket, shards, shadows=2).wait(DEADLINE)
+        group.reduce_scatter(bucket, shards, shadows=(1, 2)).wait(DEADLINE)
         mine = owned(shards, group.rank, 2)
         assert torch.equal(whole(bucket.flat, mine), whole(total(4, 66), mine))
 
@@ -182,7 +184,7 @@ def cut_off(limits: list[int], numels: list[int], operation: str) -> None:
         if operation == "all_reduce":
             return [group.all_reduce(bucket) for bucket in buckets[group.rank]]
         return [
-            group.reduce_scatter(bucket, its, shadows=1)
+            group.reduce_scatter(bucket, its, shadows=(1,))
             for bucket, its in zip(buckets[group.rank], shards, strict=True)
         ]
 

@@ -53,7 +53,7 @@ def test_ranks_shards_and_rows_are_the_callers() -> None:
         whole = Bucket(torch.full((7,), float(group.rank + 1)))
         group.all_reduce(whole).wait()
         part = Bucket(torch.full((10,), float(10**group.rank)))
-        group.reduce_scatter(part, shards, shadows=1).wait()
+        group.reduce_scatter(part, shards, shadows=(1,)).wait()
         own = Bucket(torch.full((10,), float(group.rank)))
         group.all_gather(own, shards).wait()
         rows = group.exchange([group.rank] * (group.rank + 1))
@@ -69,11 +69,12 @@ def test_ranks_shards_and_rows_are_the_callers() -> None:
 
 
 def test_a_refused_connection_names_the_member_that_refuses() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    known = Known({f"ring/named/1/{rank}": f"127.0.0.1 {port} -" for rank in range(3)})
-    with pytest.raises(EpochRevoked) as raised:
-        open_group(PlainEpoch(1, [7, 8, 9], 8), known, name="named", secret=SECRET)
+    with socket.socket() as bound:  # nobody listens there, and nobody else can take it meanwhile
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        known = Known({f"ring/named/1/{rank}": f"127.0.0.1 {port} -" for rank in range(3)})
+        with pytest.raises(EpochRevoked) as raised:
+            open_group(PlainEpoch(1, [7, 8, 9], 8), known, name="named", secret=SECRET)
     cause = raised.value.__cause__
     assert isinstance(cause, PeerLost)
     assert (cause.peer, cause.road) == (2, True)

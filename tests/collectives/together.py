@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.group import Group
 from tests.collectives.transports import open_group
 
@@ -51,7 +52,11 @@ class PlainEpoch:
 
 
 def together(size: int, work: Callable[[Group], Any], store: Any = None, **options: Any) -> list[Any]:
-    """What ``work`` returns at each member, by rank; raises what the lowest failing rank raised."""
+    """What ``work`` returns at each member, by rank.
+
+    Raises what the lowest failing rank raised, if there is one whose epoch was not merely ended by another's failure;
+    what all others raised stands in its notes.
+    """
     shared = Dictionary() if store is None else store
     members = [10 * rank for rank in range(size)]
 
@@ -68,4 +73,11 @@ def together(size: int, work: Callable[[Group], Any], store: Any = None, **optio
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(member, rank) for rank in range(size)]
-        return [future.result(DEADLINE) for future in futures]
+        wait(futures, 2 * DEADLINE)
+    failed = {rank: error for rank, future in enumerate(futures) if (error := future.exception(0)) is not None}
+    if not failed:
+        return [future.result(0) for future in futures]
+    first = min(failed, key=lambda rank: (isinstance(failed[rank], EpochRevoked), rank))
+    for rank, error in failed.items():
+        failed[first].add_note(f"rank {rank}: {error!r}")
+    raise failed[first]

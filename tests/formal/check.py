@@ -31,6 +31,7 @@ class Configuration:
 
 
 CUT = "-DCRASHES=0 -DSUSPICIONS=0 -DPARTITION"
+HALVES = "-DLEASE -DN=4 -DABANDONS=2 -DLEAVERS=12"
 
 CONFIGURATIONS = (
     Configuration("3 workers, 2 deaths, coordinator death", "-DDEATHS=2 -DSUSPICIONS=0 -DABANDONS=0", quick=True),
@@ -42,6 +43,12 @@ CONFIGURATIONS = (
         "4 workers, 2 against 2, 1 death on the old side, its witness changes sides",
         f"{CUT} -DN=4 -DW=1 -DDEATHS=1 -DABANDONS=3 -DLEAVERS=28 -DMORTALS=1 -DSTEPS=0",
     ),
+    Configuration("lease, 4 workers, 2 against 2", f"{CUT} {HALVES} -DDEATHS=0"),
+    Configuration("lease, 4 workers, 2 against 2, 1 death", f"{CUT} {HALVES} -DDEATHS=1 -DSTEPS=0"),
+    Configuration(
+        "lease, 3 workers, 2 deaths, coordinator death", "-DLEASE -DDEATHS=2 -DSUSPICIONS=0 -DABANDONS=0", quick=True
+    ),
+    Configuration("lease, 3 workers, coordinator death, 1 death, wrong suspicion", "-DLEASE -DDEATHS=1 -DABANDONS=0"),
 )
 
 MUTANTS = (
@@ -68,6 +75,9 @@ MUTANTS = (
         "NOACK: witnesses do not acknowledge before somebody is left out",
         f"{CUT} -DN=4 -DW=1 -DDEATHS=1 -DABANDONS=3 -DLEAVERS=28 -DMORTALS=1 -DSTEPS=0 -DNOACK",
     ),
+    Configuration("lease, HALF: half goes on without asking for it", f"{CUT} {HALVES} -DDEATHS=0 -DHALF"),
+    Configuration("lease, UNASKED: half goes on where it should ask", f"{CUT} {HALVES} -DDEATHS=0 -DUNASKED"),
+    Configuration("lease, NOHEIRS: others than members of the holder take it", f"{CUT} {HALVES} -DDEATHS=0 -DNOHEIRS"),
 )
 
 

@@ -17,8 +17,13 @@
    model: the simulation in tests/membership checks it, and that leaving it out is found. Giving up and last words only stop a
    coordinator, as a lost quorum does.
 
+   With -DLEASE coordinators follow quorum.standing instead of the plain majority, and whoever may only claim asks for the lease
+   (lease.py): a claim is taken or refused in one step, as late as one likes, and may be taken when its rendezvous is over.
+
    Budgets (-D): DEATHS of workers, CRASHES of candidate 0, SUSPICIONS that are wrong, ABANDONS of a live coordinator.
-   Mutants (-D), each must be found: NOQUORUM, TIE, NOACK, NOOPENED, SAMENUMBER, MAJORITYCOMMIT, NOINFERENCE.
+   Mutants (-D), each must be found: NOQUORUM, TIE, NOACK, NOOPENED, SAMENUMBER, MAJORITYCOMMIT, NOINFERENCE;
+   with LEASE: HALF (half is enough without asking), NOHEIRS (who has no member of the holder may take it), UNASKED (no claim is
+   made).
 
    Checked: no epoch number is formed twice; epochs, in the order of their numbers, are each part of the one before, as long as
    anybody of that lives (one lineage); a committed iteration is in every later plan, as long as any member of the epoch that committed it
@@ -65,6 +70,11 @@
 #define MAXE 7                  /* epoch numbers */
 #define LOG 9                   /* entries of one coordinator's log */
 #define BIT(w) (1 << (w))
+#ifdef HALF
+#define MOST(a, b) (2 * (a) >= (b))
+#else
+#define MOST(a, b) (2 * (a) > (b))
+#endif
 #define COUNT(m) (((m) & 1) + (((m) >> 1) & 1) + (((m) >> 2) & 1) + (((m) >> 3) & 1))
 #define MAX(a, b) ((a) > (b) -> (a) : (b))
 
@@ -95,7 +105,17 @@ byte sent[2]; byte rev[2]; byte lk[2 * LOG]; byte le[2 * LOG]; byte lm[2 * LOG];
 byte gE = 1; byte gM = ALL; byte gT = 1; byte formedBefore[MAXE + 1]; byte gC = 0; byte gCM = 0;
 
 bit tried[2];                   /* c may not go on as things are */
-byte f, w, e, x, living; bit ok; /* scratch, zero between steps */
+byte f, w, e, x, living, ok;    /* scratch, zero between steps */
+
+#define TOO_FEW 0
+#define ENOUGH 1
+#define CLAIM 2                 /* only with the lease */
+
+#ifdef LEASE
+byte hT, hM;                    /* the lease's holder: term and members; 0: nobody has had it */
+byte qE[2]; byte qM[2];         /* what c has asked for last, and has no answer to: epoch and members */
+byte granted[2];                /* the epoch for which c has it */
+#endif
 
 inline append(c, kind, number, mask, commit) {
     lk[c * LOG + sent[c]] = kind; le[c * LOG + sent[c]] = number; lm[c * LOG + sent[c]] = mask;
@@ -105,6 +125,16 @@ inline append(c, kind, number, mask, commit) {
 /* ok = cM[c] may be formed by c as far as base `m` is concerned */
 inline majority(c, m, reached) {
     living = (m) & (ALL - dead[c]);
+#ifdef LEASE
+    if
+    :: (living & (ALL - (reached))) == 0 || MOST(COUNT((reached) & living), COUNT(m))
+    :: else ->
+        if
+        :: ((reached) & living) == 0 || 2 * COUNT(living & (ALL - (reached))) > COUNT(m) -> ok = TOO_FEW
+        :: else -> ok = (ok == TOO_FEW -> TOO_FEW : CLAIM)
+        fi
+    fi
+#else
 #ifdef NOQUORUM
     ok = ok
 #else
@@ -113,6 +143,7 @@ inline majority(c, m, reached) {
 #else
     ok = ok && (living == 0 || 2 * COUNT((reached) & living) > COUNT(living) ||
                 (own[c] && 2 * COUNT((reached) & living) >= COUNT(living)))
+#endif
 #endif
 #endif
 }
@@ -346,15 +377,54 @@ inline reopen(c) {
     x = 0; e = 0
 }
 
+#ifdef LEASE
+/* It is asked for when all have joined; ok = whether it is granted to this rendezvous. */
+inline claim(c) {
+    if
+    :: ok == CLAIM && granted[c] != cE[c] -> ok = 0; qE[c] = cE[c]; qM[c] = cM[c]
+    :: else
+    fi
+}
+
+#ifdef NOHEIRS
+#define HEIR(c) 1
+#else
+#define HEIR(c) (qM[c] & hM)
+#endif
+#define MAY_TAKE(c) (hT == 0 || T[c] >= hT && HEIR(c))
+
+inline take_lease(c) {
+    if
+    :: MAY_TAKE(c) ->
+        hT = T[c]; hM = qM[c];
+        if
+        :: up[c] && cE[c] == qE[c] -> granted[c] = qE[c]; RETRY(c)
+        :: else
+        fi
+    :: else ->
+        if
+        :: up[c] && st[c] == RENDEZVOUS && cE[c] == qE[c] -> st[c] = STOPPED
+        :: else
+        fi
+    fi;
+    qE[c] = 0; qM[c] = 0
+}
+#endif
+
 inline form(c) {
     everybody(c);
     x = x & (ALL - dead[c]) & (ALL - cM[c]);
     if
     :: x == 0 -> ok = 1; x = 1
     :: else -> quorum(c, cM[c]);
-        x = ok;                 /* 0: may never go on */
+        x = (ok != TOO_FEW);    /* 0: may never go on */
 #ifndef NOACK
-        ok = ok && ((cM[c] & (BIT(W) - 1) & (ALL - ack[c])) == 0)
+        ok = ((cM[c] & (BIT(W) - 1) & (ALL - ack[c])) == 0 -> ok : 0);
+#endif
+#ifdef LEASE
+#ifndef UNASKED
+        claim(c)
+#endif
 #endif
     fi;
     if
@@ -371,6 +441,9 @@ inline form(c) {
         fi;
         bE[c] = cE[c]; bM[c] = cM[c]; own[c] = 1; st[c] = STEADY;
         cE[c] = 0; cM[c] = 0; jn[c] = 0; ack[c] = 0; forget_evidence(c);
+#ifdef LEASE
+        granted[c] = 0;
+#endif
         append(c, PLAN, bE[c], bM[c], comm[c])
     :: !ok && x == 0 -> st[c] = STOPPED
     :: !ok && x != 0 -> tried[c] = 1
@@ -410,8 +483,15 @@ inline consider_leading() {
     ok = 0; x = 0; e = 0; living = 0; f = 0
 }
 
-/* Waiting: revoked without a plan, or a step reported and not committed. */
-#define WAITS(g) (g < N && RUNS(g) && (oE[g] != 0 || dn[g] > cm[g]))
+/* Waiting: revoked without a plan, or a step reported and not committed.  With the lease one side may have to end: those
+   who have followed its coordinator, and those who reach nobody else. */
+#ifdef LEASE
+#define NOBODY_FOR(g) ((!up[0] || st[0] == STOPPED || CUT(0, g)) && (!up[1] || st[1] == STOPPED))
+#define ENDS(g) (NOBODY_FOR(g) || term[g] != 0 && st[(term[g] == 0 -> 0 : term[g] - 1)] == STOPPED)
+#else
+#define ENDS(g) 0
+#endif
+#define WAITS(g) (g < N && RUNS(g) && !ENDS(g) && (oE[g] != 0 || dn[g] > cm[g]))
 /* Nobody is owed anything by a run out of the model's budgets of epochs and log. */
 #define EXHAUSTED (!ROOM(0) || !ROOM(1))
 
@@ -435,6 +515,9 @@ active proctype protocol() {
 #if N == 4
             dk[3] = 0;
 #endif
+#ifdef LEASE
+            qE[0] = 0; qM[0] = 0; granted[0] = 0;
+#endif
             rev[0] = 0
         }
     FAULTS(0) FAULTS(1) FAULTS(2)
@@ -451,6 +534,10 @@ active proctype protocol() {
     BETWEEN(0, (N + 1)) BETWEEN(1, (N + 1))
 #endif
     COORDINATOR(0) COORDINATOR(1)
+#ifdef LEASE
+    :: qE[0] != 0 -> d_step { take_lease(0) }
+    :: qE[1] != 0 -> d_step { take_lease(1) }
+#endif
     :: up[1] && st[1] == STANDBY && bE[1] > 0 && !tried[1] -> d_step { consider_leading() }
     :: timeout ->
         /* the rest: only where candidate 1 does not have the majority, or has stopped, may anybody be left waiting */

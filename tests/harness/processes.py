@@ -5,16 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import socket
 from pathlib import Path
 
 
+def _state(pid: int) -> str:
+    """Its letter in the process table; X: there is no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return "X"
+
+
 def alive(pid: int) -> bool:
     """Whether ``pid`` exists and is more than a zombie."""
-    with contextlib.suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        return state not in "ZX"
-    return False
+    return _state(pid) not in "ZX"
+
+
+def stopped(pid: int) -> bool:
+    """Whether all of ``pid`` stands still, by SIGSTOP or since it has ended."""
+    return _state(pid) in "TZX"
+
+
+def ends_within(child: int, seconds: float) -> bool:
+    """Whether a child of this process ends so soon; it stays to be waited for."""
+    handle = os.pidfd_open(child)
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)
 
 
 def processes_with(entry: str) -> list[int]:
@@ -38,6 +57,13 @@ def children(pid: int) -> list[int]:
                 if int(fields[1]) == pid and fields[0] not in "ZX":
                     found.append(int(name))
     return found
+
+
+def command_line(pid: int) -> list[str]:
+    """Its words; none of a process that has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return []
 
 
 def free_ports(count: int) -> list[int]:

@@ -25,10 +25,35 @@ def record_losses(path: str) -> None:
     training.train_step = recording_train_step
 
 
+def write_before_kills() -> None:
+    """A worker that is killed by an injected fault has written the events and steps that it told before.
+
+    Else a slow disk would decide whether the plan is in the log of an epoch whose writer was killed.
+    """
+    from recover_megatron import log_writer
+    from recover_megatron.chaos.injector import Injector
+    from recover_megatron.chaos.spec import Kind
+
+    make, inject = log_writer.LogWriter.__init__, Injector._inject
+    files: list[log_writer.LogWriter] = []
+
+    def noted_init(self: log_writer.LogWriter, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        files.append(self)
+
+    def inject_when_written(self: Injector, fault: Any) -> None:
+        if fault.kind is Kind.KILL:
+            log_writer.flush_all(files)
+        inject(self, fault)
+
+    log_writer.LogWriter.__init__ = noted_init  # type: ignore[method-assign]
+    Injector._inject = inject_when_written  # type: ignore[method-assign]
+
+
 def record_training(path: str) -> None:
     """Write, when the training is over, the parameters ({chunk and name: tensor}) and the loss of each evaluation.
 
-    And of a distributed optimizer, for each unit that this worker holds, the digest of its state.
+    And the biases of routers, and the digests of a distributed optimizer's state, of each unit that this worker holds.
     """
     import torch
     from megatron.training import get_args, training
@@ -44,14 +69,36 @@ def record_training(path: str) -> None:
 
     def recording_train(forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = train(forward_step_func, model, optimizer, *args, **kwargs)
-        named = {f"{n} {name}": p for n, chunk in enumerate(model) for name, p in chunk.named_parameters()}
+        named = {f"{n} {name}": p for n, chunk in enumerate(model) for name, p in _named(chunk)}
         parameters = {name: p.detach().clone() for name, p in named.items()}
-        torch.save({"parameters": parameters, "evaluations": evaluations, "units": _units(optimizer)}, path)
+        buffers = {f"{n} {name}": b for n, chunk in enumerate(model) for name, b in chunk.named_buffers()}
+        biases = {name: b.clone() for name, b in buffers.items() if name.endswith(("expert_bias", "qb_beta"))}
+        units = _units(optimizer)
+        torch.save({"parameters": parameters, "biases": biases, "evaluations": evaluations, "units": units}, path)
         return result
 
     # What --recover wraps is checked by its parameters: keep those of the originals.
     recording_evaluate.__wrapped__, recording_train.__wrapped__ = evaluate, train  # type: ignore[attr-defined]
     training.evaluate, training.train = recording_evaluate, recording_train
+
+
+def _named(chunk: Any) -> Any:
+    """A chunk's parameters; with Megatron-FSDP this worker's shards of them, as the optimizer updates them.
+
+    As the model computes with them where the optimizer's state is spread over the shard groups.
+    """
+    from megatron.training import get_args
+
+    if not hasattr(chunk, "param_and_grad_buffer"):
+        return chunk.named_parameters()
+    buffer = chunk.param_and_grad_buffer
+    if get_args().outer_dp_sharding_strategy == "optim":
+        weights = [(group, item) for group in buffer.parameter_groups for item in range(len(group.params))]
+        return [
+            (f"{buffer.param_to_name[group.params[item]]}", group.model_weight_buffer.get_item(item, only_shard=True))
+            for group, item in weights
+        ]
+    return [(name, parameter.data._local_tensor) for name, parameter in buffer.optimizer_named_parameters]
 
 
 def _units(optimizer: Any) -> dict[tuple[int, int], int]:

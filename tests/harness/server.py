@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.harness.recording import record_losses, record_training
+from recover_megatron import orderly_end
+from tests.harness.processes import ends_within
+from tests.harness.recording import record_losses, record_training, write_before_kills
 
 
 def _die_with_parent(parent: int) -> None:
@@ -63,6 +65,8 @@ class _Worker:
             variables |= {"RECOVER_HOST": _address(request, self.rank), "GLOO_SOCKET_IFNAME": "e0"}
         if self.rank < 0:
             variables["RECOVER_SPARE"] = "1"
+        if request["spares"] or request["restarts"]:
+            variables["RECOVER_REPLACED"] = "1"
         return variables
 
 
@@ -93,10 +97,13 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
         get_write_results_queue(mp_mode="fork")
     code = 1
     try:
+        if "--recover" in sys.argv:
+            write_before_kills()
         if request["losses"] and who.worker == request["workers"] - 1:
             record_losses(request["losses"])
         if request["training"]:
             record_training(f"{request['training']}/{who.worker}.pt")
+        orderly_end.end_process = _returns  # the worker ends below, with what the zygote registered at exit left alone
         runpy.run_path(sys.argv[0], run_name="__main__")
         if "--recover" not in sys.argv:
             _flush_tensorboard()
@@ -108,6 +115,10 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _returns(code: int = 0) -> None:
+    """In place of ``end_process``."""
 
 
 def _share_gloo_threads() -> None:
@@ -122,12 +133,14 @@ def _share_gloo_threads() -> None:
 
     make, devices = ProcessGroupGloo.__init__, []
 
-    def with_shared_device(self: Any, store: Any, rank: int, size: int, timeout: timedelta | Any) -> None:
+    def with_shared_device(self: Any, store: Any, rank: int, size: int, timeout: timedelta | Any, **rest: Any) -> None:
         options = timeout
         if isinstance(timeout, timedelta):
             devices.extend([] if devices else [ProcessGroupGloo.create_default_device()])
             options = ProcessGroupGloo._Options()
             options._timeout, options._devices = timeout, devices
+            for name, value in rest.items():  # of newer versions of torch, whose options have it, too
+                setattr(options, name, value)
         make(self, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = with_shared_device
@@ -193,7 +206,7 @@ def _coordinate(listener: socket.socket, request: dict[str, Any], secret: str, p
     os.dup2(log, 2)
     options = ["--world", str(request["workers"]), "--listen-fd", str(listener.fileno())]
     options += ["--events", f"{request['log_dir']}/events-0.jsonl"]
-    for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout"):
+    for name in ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "grace", "min_replicas"):
         options += [f"--{name.replace('_', '-')}", str(getattr(config, name))]
     coordinator(options)
 
@@ -244,11 +257,15 @@ class _Recovering:
             os.killpg(pids[0], signal.SIGKILL)
 
     def epoch_wanted(self) -> None:
-        """Of no interest here, as the next two."""
+        """Of no interest here, as the next four."""
 
     def noted(self, worker: int, text: str) -> None: ...
 
     def said(self, text: str) -> None: ...
+
+    def may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None: ...
+
+    def draining(self, stays: bool) -> None: ...
 
     def ended(self, who: _Worker, code: int) -> int | None:
         """Tell the coordinator; start another in its place, unless the run is over."""
@@ -258,6 +275,16 @@ class _Recovering:
         self._restarts -= 1
         self._next += 1
         return self._start(_Worker(self._next - 1, who.rank))
+
+    def let_end(self, coordinator: int, begun: bool) -> None:
+        """Return when the coordinator has ended, after the run, and has written its events: it does so at its end.
+
+        That of a run that has not begun waits for workers: it is told to end.  ``begun``: whether it has for certain.
+        """
+        begun = begun or bool(self._node_agent.planned) or self._node_agent.out is not None
+        if not (begun and ends_within(coordinator, 60)):
+            os.kill(coordinator, signal.SIGTERM)
+            ends_within(coordinator, 60)
 
     def late(self, who: _Worker) -> bool:
         """Whether the run is over before this one was in any plan: nobody will tell it."""
@@ -296,6 +323,7 @@ def _serve_run(request: dict[str, Any]) -> dict[int, int]:
     if recover:
         recovering = _Recovering(request, children, start, address)
         codes = _wait_for_all(children, request["timeout"], False, recovering.ended, recovering.late)
+        recovering.let_end(helpers[-1], begun=0 in codes.values())
     else:
         codes = _wait_for_all(children, request["timeout"], request["together"])
     for helper in helpers:
@@ -324,7 +352,7 @@ def _in_a_child(request: dict[str, Any]) -> dict[str, int]:
     return json.loads(answer)
 
 
-def _prepare_megatron() -> None:
+def prepare_megatron() -> None:
     """Do once what each worker would do again at its start.
 
     Megatron reads the help of its flags in the source of its dataclasses, whenever it makes a parser: three times a
@@ -358,7 +386,7 @@ def main() -> None:
     load(RecoverConfig(device="cpu"))
     import recover_megatron.megatron_hooks.entry.fault_tolerance  # noqa: F401
 
-    _prepare_megatron()
+    prepare_megatron()
     gc.freeze()
     for line in sys.stdin:
         answers.write(json.dumps({"codes": _in_a_child(json.loads(line))}) + "\n")

@@ -1,14 +1,30 @@
-"""Which tests of a run (pytest -n) go to one process: those with the same ``xdist_group``, and all of the fork server.
+"""How many processes a run of pytest has, and which tests go to one of them.
 
-So no two runs of six or eight workers starve each other, and Megatron is imported for them once; what waits most of
-the time is done by the other processes meanwhile.
+Folders are run by two processes (pytest -n auto, which pyproject.toml says; test.sh says a number), files and single
+tests by the one that was started: a second one would cost seconds of imports.
+
+Together are the tests with the same ``xdist_group``, and all of the fork server: so no two runs of six or eight workers
+starve each other, and Megatron is imported for them once; what waits most of the time is done by the other processes
+meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Sequence
 
 import pytest
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For -n auto; pytest-xdist asks nobody under --pdb, where there is one."""
+    return processes_for(config.args)
+
+
+def processes_for(arguments: Sequence[str]) -> int:
+    """Of a run with these files, folders and tests; 0: it runs in the one that was started."""
+    folders = [argument for argument in arguments if "::" not in argument and not argument.endswith(".py")]
+    return int(os.environ.get("RECOVER_TEST_PROCESSES", "2")) if folders else 0
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

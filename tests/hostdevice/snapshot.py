@@ -3,10 +3,11 @@
 import sys
 
 import torch
+import torch.distributed as dist
 
 
 def snapshot():
-    """{dotted name: object} for the members of all loaded modules of torch and of the tensor class."""
+    """{dotted name: object} for the members of all loaded modules of torch, of the tensor class and of gloo's group."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name == "torch" or name.startswith("torch."):
@@ -14,7 +15,8 @@ def snapshot():
             found |= {f"{name}.{member}": value for member, value in list(vars(module).items())}
     for owner in (torch.Tensor, torch._C.TensorBase):
         found |= {f"torch.Tensor.{m}": getattr(torch.Tensor, m) for m in dir(owner) if not m.startswith("__")}
-    return found
+    gloo = dist.ProcessGroupGloo
+    return found | {f"torch.distributed.ProcessGroupGloo.{m}": getattr(gloo, m) for m in vars(gloo)}
 
 
 def changed(before, after):

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.hostdevice import flags, host_defaults, unsupported
+from recover_megatron.hostdevice import flags, host_defaults, never_summed, outer_sharding, unsupported
 
 CANNOT = {
-    "context_parallel_size": 2,
     "transformer_impl": "transformer_engine",
     "distributed_backend": "nccl",
     "gradient_accumulation_fusion": True,
-    "multi_latent_attention": True,
     "fp8": "hybrid",
-    "use_torch_fsdp2": True,
     "fp4": "e2m1",
     "cuda_graph_impl": "local",
     "enable_cuda_graph": True,
@@ -35,7 +32,6 @@ CANNOT = {
     "cpu_offloading_num_layers": 1,
     "fine_grained_activation_offloading": True,
     "delay_wgrad_compute": True,
-    "qk_clip": True,
     "batch_invariant_mode": True,
     "profile": True,
     "record_memory_history": True,
@@ -64,11 +60,38 @@ def test_each_is_named_with_what_to_do_and_the_file(name, value):
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, 1),
         ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}, 0),
         ({"profile": True, "use_pytorch_profiler": True}, 0),
-        ({"cuda_graph_impl": "none", "context_parallel_size": 1, "moe_token_dispatcher_type": "alltoall"}, 0),
+        (
+            {
+                "cuda_graph_impl": "none",
+                "context_parallel_size": 2,
+                "multi_latent_attention": True,
+                "moe_token_dispatcher_type": "alltoall",
+            },
+            0,
+        ),
     ],
 )
 def test_flags_that_matter_only_together(values, problems):
     assert len(unsupported(argparse.Namespace(**values))) == problems
+
+
+def test_instances_of_megatron_fsdp_need_the_flag_without_which_they_are_never_summed():
+    apart = {"use_megatron_fsdp": True, "num_distributed_optimizer_instances": 2, "overlap_grad_reduce": False}
+    (line,) = never_summed(argparse.Namespace(**apart))
+    assert "--num-distributed-optimizer-instances 2 needs --overlap-grad-reduce" in line
+    for harmless in (
+        {"overlap_grad_reduce": True}, {"num_distributed_optimizer_instances": 1}, {"use_megatron_fsdp": False}
+    ):  # fmt: skip
+        assert never_summed(argparse.Namespace(**apart | harmless)) == []
+    assert never_summed(argparse.Namespace()) == []
+
+
+def test_an_optimizer_sharded_over_instances_is_warned_of_where_it_is_megatrons_own():
+    wrong = {"use_megatron_fsdp": True, "outer_dp_sharding_strategy": "optim"}
+    (line,) = outer_sharding(argparse.Namespace(**wrong))
+    assert "without dividing them" in line
+    for right in ({"outer_dp_sharding_strategy": "no_shard"}, {"use_megatron_fsdp": False}, {"recover": True}):
+        assert outer_sharding(argparse.Namespace(**wrong | right)) == []
 
 
 def test_all_reasons_come_at_once():

@@ -12,6 +12,20 @@ def _p2p_ops(*, tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_rec
              next_pipeline_rank):
     return tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next
 """
+CLIP = """
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+class CLIPViTModel:
+    def __init__(self, config, ln_pre_impl=torch.nn.LayerNorm, subtype="clip", ln_post_impl=torch.nn.LayerNorm):
+        self.norms = [norm(config=config, hidden_size=8, eps=1e-5) for norm in (ln_pre_impl, ln_post_impl)]
+        self.subtype = subtype
+"""
+BLOCK = """
+class TransformerBlock: pass
+class LayerNormImpl:
+    def __init__(self, config, hidden_size, eps=1e-5):
+        self.config = config
+"""
 
 
 @pytest.fixture
@@ -67,6 +81,22 @@ def test_a_fix_reaches_a_module_that_is_imported_already(in_process, megatron):
         megatron_fixes.install(only=["prebuilt-helpers"])
         utils.compile_helpers()
         assert utils.calls == []
+        """,
+        path=[path],
+    )
+
+
+def test_the_norms_of_a_vision_transformer_take_what_megatron_gives_a_norm(in_process, megatron):
+    packages = {f"{name}/__init__": "" for name in ("transformer", "models", "models/vision")}
+    path = megatron(**packages, **{"models/vision/clip_vit_model": CLIP, "transformer/transformer_block": BLOCK})
+    in_process(
+        """
+        from recover_megatron.hostdevice import megatron_fixes
+        megatron_fixes.install(only=["norms-of-vision"])
+        from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+        model = CLIPViTModel("a config")
+        assert [norm.config for norm in model.norms] == ["a config"] * 2
+        assert model.subtype == "clip"
         """,
         path=[path],
     )

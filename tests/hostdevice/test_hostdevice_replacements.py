@@ -157,6 +157,64 @@ def test_making_a_data_iterator_does_not_shift_the_devices_stream(in_process, wo
     """)
 
 
+def test_gloo_multiplies_by_a_factor_before_it_sums_and_leaves_what_is_scattered_as_it_was(in_process, tmp_path):
+    in_process(f"""
+        import os
+        from recover_megatron import hostdevice
+        hostdevice.activate()
+        import torch, torch.distributed as dist
+        other = os.fork()
+        rank = int(other == 0)
+        dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 2), rank=rank, world_size=2)
+        quarter = dist._make_nccl_premul_sum(0.25)
+        mine = torch.tensor([1.0, 2.0, 3.0, 4.0]) * (1 + 2 * rank)  # the sum of both is 4 times rank 0's
+        whole = mine.clone()
+        dist.all_reduce(whole, op=quarter)
+        assert whole.tolist() == [1, 2, 3, 4], whole
+        for factor in (0.25, torch.tensor([0.25])):
+            part, sent = torch.empty(2), mine.clone()
+            dist.reduce_scatter_tensor(part, sent, dist._make_nccl_premul_sum(factor), async_op=True).wait()
+            assert part.tolist() == [[1, 2], [3, 4]][rank] and torch.equal(sent, mine), part
+        dist.reduce_scatter(part, list(sent.split(2)), quarter)
+        assert part.tolist() == [[1, 2], [3, 4]][rank] and torch.equal(sent, mine), part
+        dist.all_reduce(part)
+        assert part.tolist() == [4, 6], part
+        parameter = torch.nn.Parameter(mine)
+        dist.all_reduce(parameter, quarter)  # as the others: not a matter of autograd
+        assert parameter.tolist() == [1, 2, 3, 4], parameter
+        dist.destroy_process_group()
+        if other:
+            assert os.waitpid(other, 0)[1] == 0
+    """)
+
+
+def test_a_group_of_gloo_has_one_thread_however_it_is_made(in_process):
+    """Two write the name of the last operation at once; a long name's memory is then freed twice."""
+    in_process("""
+        import os
+        import torch
+        import torch.distributed as dist
+        from recover_megatron import hostdevice
+        hostdevice.activate()
+        for interface in ("", "lo"):
+            if interface:
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
+            assert isinstance(gloo, dist.ProcessGroupGloo)
+            assert gloo.options._threads == 1, gloo.options._threads
+            part = torch.ones(2)
+            dist.all_reduce(part)
+            dist.destroy_process_group()
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        assert dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options).options._threads == 1
+        # A newer torch says more than a timeout, which its options have, too: here one that this torch has.
+        made = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, global_ranks_in_group=[7])
+        assert (made.options._threads, made.options.global_ranks_in_group) == (1, [7])
+    """)
+
+
 def test_the_document_lists_every_replaced_name(in_process):
     text = in_process("""
         from recover_megatron.hostdevice import replacements

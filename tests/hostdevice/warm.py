@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from recover_megatron import hostdevice
+from recover_megatron.orderly_end import end_process
 from tests.harness.processes import free_port
 
 DEADLINE_S = 240
@@ -32,7 +33,7 @@ def worker(rank, job, port):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     sys.argv = ["tiny_pretrain.py", *job["flags"]]
     tiny_pretrain.main()
-    sys.exit(0)
+    end_process()
 
 
 def run(job):

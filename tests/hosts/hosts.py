@@ -181,8 +181,9 @@ class Hosts:
 
     def mend(self) -> None:
         """All cables and roads are as at the start."""
-        for host in self:
+        for host in self:  # first of all, so that an outage is as long as its test has it
             self.cable(host, up=True)
+        for host in self:
             self._isolate(host, "off")
             for other in self:
                 road = ("route", "del", "unreachable", f"{self.address(other)}/32")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.drawn import some
+from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.conftest import reference as reference
@@ -26,12 +28,19 @@ LAYOUT = {layout.name: layout for layout in [*LAYOUTS, Layout("dp3", 3)]}
 ITERATIONS = 30
 AT = 5
 """After so many iterations roads break."""
+HELD_AT = 20
+"""Not begun before they have broken."""
 EPOCHS = 12
 """More than any of these runs may need; without a bound there were thousands."""
 
 
 def run(hosts: Hosts, each: int, case: Case, server: ForkServer, out: Path, spoil: Callable[[], None]) -> Result:
-    """Run a case with ``each`` workers on every host; ``spoil`` does something to the roads in the middle."""
+    """Run a case with ``each`` workers on every host; ``spoil`` does something to the roads in the middle.
+
+    The last iterations are made when that is done, however late ``steps.jsonl`` is or the thread that looks at it.
+    """
+    held = (str(REPOSITORY / "tests" / "instep" / "awaiting.py"), f"{HELD_AT}:spoilt:yes", case.script)
+    case = replace(case, train_with=held)
     ranks = [1 + rank // each for rank in range(case.layout.grid.world)]
     networks = [(hosts.network(host), hosts.address(host)) for host in [*ranks, SWITCH]]
     over = threading.Event()
@@ -42,7 +51,10 @@ def run(hosts: Hosts, each: int, case: Case, server: ForkServer, out: Path, spoi
             if over.is_set():
                 return
             time.sleep(0.02)
-        spoil()
+        try:
+            spoil()
+        finally:
+            (out / "spoilt").write_text("yes")
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -112,7 +124,7 @@ def test_a_road_that_comes_back_costs_nobody_its_place(
             hosts.refuse(2, 3)
         else:
             hosts.cable(3, up=False)
-        time.sleep(2)
+        time.sleep(1)  # the length of the outage
         hosts.mend()
 
     result = run(hosts, 1, case, forkserver, tmp_path, spoil)

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from .hosts import SWITCH, Hosts
 
 LISTEN = "import socket; s = socket.create_server(('', 4000)); print('listening', flush=True)\nwhile True: s.accept()"
@@ -19,6 +21,7 @@ def connects(hosts: Hosts, host: int, other: int, folder: Path, seconds: float) 
     return hosts.start(host, command, folder / "connect.out").wait() == 0
 
 
+@pytest.mark.slow
 def test_roads_break_and_are_mended_as_told(three_hosts: Hosts, tmp_path: Path) -> None:
     hosts = three_hosts
     for host in hosts:

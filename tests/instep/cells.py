@@ -6,7 +6,7 @@ run draws some by ``RECOVER_SEED``.
 
 What a kill at a phase means, where it is not plain:
 
-    data            the first tensor rank of the first and of the last stage reads; nobody else visits it
+    data            the first tensor ranks of the first and of the last stage read; nobody else visits it
     reduce-scatter  a sum of the ring arrived; with n members 2 (n - 1) visits (one bucket and the tail) or more
     all-gather      a finished sum arrived; as many
     agree           everything is summed, and this worker has not said so: nothing can be committed without the others
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.drawn import EVERYTHING
-from tests.instep.runs import LAYOUTS, Case, Layout, Strike
+from tests.instep.runs import CONTEXT_LAYOUTS, LAYOUTS, Case, Layout, Strike
 
 ITERATIONS = 40 if EVERYTHING else 8
 PHASES = (
@@ -57,14 +57,14 @@ SHARDED_PHASES = ("shadow", "norm", "update", "param-gather")
 
 def visits(layout: Layout, position: int, phase: str) -> bool:
     """Whether the workers of this position ever visit this phase."""
-    stage, tensor_rank = divmod(position, layout.tensor)
+    stage, tensor_rank = position // (layout.tensor * layout.context), position % layout.tensor
     return phase != "data" or (tensor_rank == 0 and stage in (0, layout.pipeline - 1))
 
 
 def cells() -> list[Cell]:
     """The whole matrix, kills only."""
     found = []
-    for layout in LAYOUTS:
+    for layout in [*LAYOUTS, *CONTEXT_LAYOUTS]:
         places = [0, 1, layout.replicas - 1] if layout.positions == 1 else range(layout.positions)
         for phase in PHASES:
             if phase == "recovery" and layout.replicas == 2:
@@ -77,13 +77,21 @@ def cells() -> list[Cell]:
 
 
 def drawn(seed: int) -> list[Cell]:
-    """Every phase in one of the layouts that have it."""
+    """Every phase in one of three layouts, each of them with dropout or without: so few failure-free runs do."""
     source = random.Random(f"cells {seed}")
+    every = cells()
+    having = [list(dict.fromkeys(cell.layout for cell in every if cell.phase == phase)) for phase in PHASES]
+    layouts = source.sample([*LAYOUTS, *CONTEXT_LAYOUTS], 3)
+    while not all(set(layouts) & set(those) for those in having):
+        layouts = source.sample([*LAYOUTS, *CONTEXT_LAYOUTS], 3)
+    dropout = {layout: source.random() < 0.5 for layout in layouts}
     chosen = []
-    for phase in PHASES:
-        every = [cell for cell in cells() if cell.phase == phase]
-        layout = source.choice(list(dict.fromkeys(cell.layout for cell in every)))
-        chosen.append(source.choice([cell for cell in every if cell.layout == layout]))
+    for phase, those in zip(PHASES, having, strict=True):
+        layout = source.choice([layout for layout in layouts if layout in those])
+        fitting = [
+            cell for cell in every if (cell.layout, cell.phase, cell.dropout) == (layout, phase, dropout[layout])
+        ]
+        chosen.append(source.choice(fitting))
     return chosen
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep import exchange
-from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.decision import Checkpoint, Decision
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.errors import Orphaned, RunOver
 from recover_megatron.instep.grid import launch_grid
@@ -136,6 +136,15 @@ class NoModel(Hooks):
 
     def version(self) -> int | None:
         return None
+
+    def state_of(self) -> int:
+        return 0
+
+    def last_step(self) -> tuple[int, int]:
+        return 0, 0
+
+    def checkpoints(self) -> tuple[list[Checkpoint], list[int]]:
+        return [], []
 
     def digest(self) -> str:
         return ""

@@ -1,4 +1,4 @@
-"""Seventy ways to train a tiny model: what users combine, each of which must survive deaths as itself.
+"""More than eighty ways to train a tiny model: what users combine, each of which must survive deaths as itself.
 
     Recipe.flags   what is added to ``runs.MODEL``; the last one of a flag counts
     Recipe.faults  which faults may be drawn for it (see ``faults_of``)
@@ -12,7 +12,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tests.instep.runs import Layout, Strike
+from tests.instep.runs import LATENT, Layout, Strike
+from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 
 ADAM = "--optimizer adam --adam-eps 1e-2 --lr 0.01 --min-lr 0.003"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
@@ -23,6 +24,7 @@ INTERLEAVED = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 ROPE = "--position-embedding-type rope --no-rope-fusion"
 SHARDED = "--use-distributed-optimizer"
+SETS = "--full-validation --multiple-validation-sets --eval-interval 3 --eval-iters 1"
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 2000"
 
 
@@ -41,6 +43,8 @@ class Recipe:
     """The format of the checkpoint that is written at the end and compared; None: none is."""
     data: bool = False
     """Whether it reads an indexed data set instead of mock data."""
+    left_out: tuple[int, ...] = ()
+    """Iterations that are not made: no fault strikes in them."""
 
     def __str__(self) -> str:
         return self.name
@@ -60,6 +64,11 @@ def pp(replicas: int, samples: int = 12) -> Layout:
 
 def ep(replicas: int) -> Layout:
     return Layout(f"ep2-dp{replicas}", replicas, inner_ranks=2)
+
+
+def cp(replicas: int, *, pipeline: int = 1, tensor: int = 1) -> Layout:
+    name = "cp2" + f"-tp{tensor}" * (tensor > 1) + f"-pp{pipeline}" * (pipeline > 1)
+    return Layout(f"{name}-dp{replicas}", replicas, tensor=tensor, pipeline=pipeline, context=2)
 
 
 RECIPES = [
@@ -112,6 +121,18 @@ RECIPES = [
     # tensors
     Recipe("sequence-parallel", tp(3), "--sequence-parallel"),
     Recipe("sequence-parallel-dropout", tp(2), f"--sequence-parallel {DROPOUT}", dropout=True),
+    # the context
+    Recipe("context", cp(3), f"{ROPE} --normalization RMSNorm"),
+    Recipe("context-overlap-dropout", cp(3), f"{DROPOUT} {OVERLAP}", dropout=True),
+    Recipe("context-tensors", cp(2, tensor=2), f"{ROPE} --sequence-parallel"),
+    Recipe("context-pipeline-mtp", cp(2, pipeline=2), f"{ROPE} --mtp-num-layers 1"),
+    Recipe("context-per-token", cp(3), "--calculate-per-token-loss"),
+    Recipe("context-experts", cp(2), f"{EXPERTS} {AUXILIARY} --moe-z-loss-coeff 1e-3"),
+    Recipe("context-experts-spread", cp(3), f"{SPREAD} {AUXILIARY} --moe-router-score-function sigmoid "
+           "--moe-router-enable-expert-bias"),
+    Recipe("context-sharded", cp(3), f"{SHARDED} {OVERLAP} --overlap-param-gather {ADAM}", checkpoint="torch_dist"),
+    Recipe("latent-attention", dp(3), LATENT),
+    Recipe("latent-attention-context", cp(2), LATENT),
     # dropout and recomputation
     Recipe("dropout", dp(4), DROPOUT, dropout=True),
     Recipe("dropout-recompute-full", pp(2), f"{DROPOUT} --recompute-granularity full --recompute-method block "
@@ -144,7 +165,7 @@ RECIPES = [
     # checkpoints
     Recipe("checkpoint-torch", tp(2), "--ckpt-format torch", checkpoint="torch"),
     Recipe("checkpoint-dist", pp(3), "--ckpt-format torch_dist", checkpoint="torch_dist"),
-    Recipe("checkpoint-async", dp(3), "--ckpt-format torch_dist --async-save", checkpoint="torch_dist"),
+    Recipe("checkpoint-async", dp(3), f"--ckpt-format torch_dist {ASYNCHRONOUSLY}", checkpoint="torch_dist"),
     Recipe("checkpoint-experts", ep(2), f"{SPREAD} {AUXILIARY}", checkpoint="torch_dist"),
     # how it is run
     Recipe("log-interval-3", dp(3), "--log-interval 3", iterations=9),
@@ -153,7 +174,13 @@ RECIPES = [
     Recipe("exit-interval", dp(3), "--exit-interval 6", iterations=6, checkpoint="torch_dist"),
     Recipe("indexed-data", dp(3), "--num-workers 2", data=True),
     Recipe("indexed-data-pipeline", pp(2), "--num-workers 1", data=True),
+    Recipe("shuffled", dp(4), "--dataloader-type cyclic --num-workers 2 --eval-interval 2 --eval-iters 2", data=True),
+    Recipe("shuffled-whole", tp(3), "--dataloader-type cyclic --no-data-sharding", data=True),
     Recipe("packed-sequences", dp(3), "--reset-position-ids --reset-attention-mask --eod-mask-loss", data=True),
+    Recipe("left-out", dp(4), "--iterations-to-skip 1 4 6 7", iterations=9, left_out=(1, 4, 6, 7)),
+    Recipe("left-out-data", pp(3), "--iterations-to-skip 3 4 --num-workers 1", data=True, left_out=(3, 4)),
+    Recipe("validation-sets", tp(3), f"{SETS} --eval-global-batch-size 3", data=True),
+    Recipe("validation-sets-pipeline", pp(3), f"{SETS} --eval-global-batch-size 6 --num-workers 1", data=True),
     Recipe("evaluation", dp(3), "--eval-interval 2 --eval-iters 2"),
 ]  # fmt: skip
 
@@ -168,7 +195,8 @@ def faults_of(recipe: Recipe, source: random.Random) -> tuple[tuple[Strike, ...]
     layout = recipe.layout
     most = 1 if SHARDED in recipe.flags else min(3, layout.replicas - 1)
     victims = source.sample(range(layout.replicas), source.randint(1, most))
-    iterations = sorted(source.sample(range(1, recipe.iterations + 1), len(victims)))
+    made = [iteration for iteration in range(1, recipe.iterations + 1) if iteration not in recipe.left_out]
+    iterations = sorted(source.sample(made, len(victims)))
     strikes = []
     for replica, iteration in zip(victims, iterations, strict=True):
         phase = source.choice(PHASES)

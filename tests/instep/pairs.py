@@ -48,7 +48,7 @@ def collectives(rank: int, source: random.Random) -> Callable[[], object]:
 
 def member(rank: int, folder: Path, kind: Callable[..., Callable[[], object]], seed: int) -> None:
     """Communicate without a pause until a thread ends the groups; exit 0 when it is told by an error of theirs."""
-    inside = ModelParallelGroups(store_port=0)
+    inside = ModelParallelGroups(())
     store = dist.FileStore(str(folder / f"store-{seed}"), 2)
     inside.make(lambda: dist.init_process_group("gloo", store=store, rank=rank, world_size=2))
     default = dist.distributed_c10d._get_default_group()

@@ -1,52 +1,39 @@
 """A script whose training waits until the run has as many replicas as it should: patient.py WHEN SCRIPT flags...
 
 WHEN is FIRST-LAST:REPLICAS[,...].  No iteration from FIRST to LAST (empty: the end) begins before that many replicas
-take part, however long it takes to build their models: that is a matter of the machine's load.  But an epoch that is
-over is gone out of at once, since the next one needs everybody; that takes an iteration, and a new replica a few.
+take part, however long it takes to build their models: that is a matter of the machine's load.  What is excepted:
+``holding``; each new replica may cost an iteration.
+
+In place of REPLICAS: ``mirrors=NUMBER``, so many spares that keep the state of the last replica; ``over``, the end of
+the epoch in which the workers have come to the iteration.
 """
 
 import runpy
 import sys
-import time
-from typing import Any
 
-from megatron.training import get_args, training
+from recover_megatron.arguments import config_from_argv
+from recover_megatron.instep.decision import Decision
+from recover_megatron.megatron_hooks.entry.program import choose_device
+from tests.instep.holding import hold
 
-from recover_megatron.instep.recovery import Recovery
+choose_device(config_from_argv(sys.argv[3:]))  # as the script does, for those that it runs and that import Megatron
 
 when, script = sys.argv.pop(1), sys.argv.pop(1)
-recoveries: list[Recovery] = []
-begin, train_step = Recovery.__init__, training.train_step
+came: dict[int, int] = {}
+"""Iteration -> the epoch in which it was come to."""
 
 
-def wanted(iteration: int) -> int:
+def waits(decision: Decision, iteration: int) -> bool:
     for part in when.split(","):
         span, _, replicas = part.partition(":")
         first, last = span.split("-")
         if int(first) <= iteration <= int(last or iteration):
-            return int(replicas)
-    return 0
+            if replicas == "over":
+                return came.setdefault(iteration, decision.epoch) == decision.epoch
+            what, _, number = replicas.rpartition("=")
+            return len(decision.mirrors if what else decision.replicas) < int(number)
+    return False
 
 
-def noted_init(self: Recovery, *args: Any, **kwargs: Any) -> None:
-    recoveries.append(self)
-    begin(self, *args, **kwargs)
-
-
-def patient_train_step(*args: Any, **kwargs: Any) -> Any:
-    mine = recoveries[-1].assignment if recoveries else None
-    while (
-        mine is not None
-        and mine.started
-        and len(mine.decision.replicas) < wanted(get_args().curr_iteration + 1)
-        and not mine.epoch_groups.over
-    ):
-        time.sleep(0.01)
-    return train_step(*args, **kwargs)
-
-
-# What --recover wraps is checked by its parameters: keep those of the original.
-patient_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
-Recovery.__init__ = noted_init  # type: ignore[method-assign]
-training.train_step = patient_train_step
+hold(waits)
 runpy.run_path(script, run_name="__main__")

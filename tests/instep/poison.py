@@ -4,10 +4,12 @@ raise        reading the sample raises
 words        reading it raises, in words of each worker's own
 connection   reading it raises the error of a connection: that to where samples come from
 nan          its loss is no number
+glitch       its loss is no number on worker 1, as where a device computes wrongly
 gradient     its gradient is no number, its loss is one
 transport    the forward pass raises an error of the replica's transport
 """
 
+import os
 import random
 import string
 import sys
@@ -36,9 +38,10 @@ def __getitem__(self: Any, index: int) -> Any:
         raise ValueError("".join(random.SystemRandom().choices(string.ascii_lowercase, k=12)))
     if what == "connection":
         raise ConnectionResetError(104, "Connection reset by peer")
-    if what == "nan":
+    if what == "nan" or (what == "glitch" and os.environ["RANK"] == "1"):
         return {**sample, "loss_mask": torch.full_like(sample["loss_mask"], float("nan"))}
-    rotten.append(sample["tokens"])
+    if what != "glitch":
+        rotten.append(sample["tokens"])
     return sample
 
 

@@ -9,7 +9,7 @@ import pytest
 from recover_megatron.membership.errors import EXIT_FENCED
 from recover_megatron.run_log.steps import read_steps
 from tests.harness.forkserver import ForkServer
-from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, losses
+from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, losses
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ PIPELINE = ["--pipeline-model-parallel-size", "2"]
     [
         (4, [], "1@3:forward", 2),
         (4, [], "0@4:checkpoint#3", 4),
-        (4, ["--async-save"], "2@2:backward", 2),
+        (4, ASYNCHRONOUSLY.split(), "2@2:backward", 2),
         (6, [*PIPELINE, "--global-batch-size", "24"], "1@3:reduce-scatter", 2),
     ],
     ids=["two-of-three", "while-it-is-written", "asynchronous", "pipeline"],
@@ -57,10 +57,10 @@ QUICK = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 3 --recove
     [
         ["--ckpt-format", "torch"],
         ["--ckpt-format", "torch_dist"],
-        ["--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--async-save"],
+        ["--ckpt-format", "torch_dist", "--use-distributed-optimizer"],
         ["--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--ckpt-assume-constant-structure"],
     ],
-    ids=["torch", "torch_dist", "asynchronous", "constant structure"],
+    ids=["torch", "torch_dist", "sharded", "constant structure"],
 )
 def test_who_was_put_out_in_the_middle_of_a_checkpoint_and_wakes_later_spoils_nothing(
     forkserver: ForkServer, tmp_path: Path, flags: list[str]

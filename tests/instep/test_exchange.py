@@ -68,7 +68,7 @@ def name(strikes: list[tuple[int, int, str, str]]) -> str:
     return "-".join(f"{worker}{operation}-{where}" for worker, _, operation, where in strikes)
 
 
-@pytest.mark.parametrize("strikes", [[], *some("columns", ONE, 4), *some("columns-twice", TWO, 3)], ids=name)
+@pytest.mark.parametrize("strikes", [[], *some("columns", ONE, 4), *some("columns-twice", TWO, 2)], ids=name)
 def test_an_operation_of_some_is_made_once_whoever_dies_in_it(
     forkserver: ForkServer, tmp_path: Path, strikes: list[tuple[int, int, str, str]]
 ) -> None:

@@ -73,7 +73,7 @@ def train(server: ForkServer, feature: Feature, out: Path, *more: str) -> list[S
     return steps
 
 
-@pytest.mark.parametrize("feature", some("features", FEATURES, 6), ids=lambda feature: feature.name)
+@pytest.mark.parametrize("feature", some("features", FEATURES, 4), ids=lambda feature: feature.name)
 def test_a_death_changes_nothing_but_rounding(forkserver: ForkServer, tmp_path: Path, feature: Feature) -> None:
     expected = train(forkserver, feature, tmp_path / "undisturbed")
     steps = train(forkserver, feature, tmp_path / "broken", "--recover-inject", feature.deaths)

@@ -26,18 +26,26 @@ from tests.megatron_hooks.tiny import OURS, STOCK, losses
 pytestmark = pytest.mark.slow
 
 
+FEW = {"-few": 15, "-fewer": 8}
+"""Validation sets: what is added to the prefix -> documents."""
+
+
 @pytest.fixture(scope="session")
 def indexed_data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The prefix of a small indexed data set of documents of different lengths, each with an end mark."""
+    """The prefix of a small indexed data set of documents of different lengths, each with an end mark.
+
+    Beside it are those of ``FEW``.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix = tmp_path_factory.mktemp("indexed") / "text"
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
     source = random.Random(0)
-    for _ in range(400):
-        tokens = [source.randrange(126) for _ in range(source.randrange(3, 40))]
-        builder.add_document(torch.tensor([*tokens, 126], dtype=torch.int32), [len(tokens) + 1])
-    builder.finalize(f"{prefix}.idx")
+    for more, documents in (("", 400), *FEW.items()):
+        builder = IndexedDatasetBuilder(f"{prefix}{more}.bin", dtype=numpy.int32)
+        for _ in range(documents):
+            tokens = [source.randrange(126) for _ in range(source.randrange(3, 40))]
+            builder.add_document(torch.tensor([*tokens, 126], dtype=torch.int32), [len(tokens) + 1])
+        builder.finalize(f"{prefix}{more}.idx")
     return str(prefix)
 
 
@@ -53,7 +61,9 @@ def argv(recipe: Recipe, out: Path, data: str) -> list[str]:
     flags += ["--tensorboard-dir", str(out / "board"), "--tensorboard-log-interval", "1"]
     flags += ["--tensorboard-queue-size", "1", *shlex.split(recipe.flags)]
     if recipe.data:
-        flags = [flag for flag in flags if flag != "--mock-data"] + ["--data-path", data]
+        flags = [flag for flag in flags if flag not in ("--mock-data", "--split", "90,10,0")]
+        sets = ["--train-data-path", data, "--valid-data-path", *(data + more for more in FEW)]
+        flags += sets if "--multiple-validation-sets" in flags else ["--split", "90,10,0", "--data-path", data]
         flags += ["--data-cache-path", str(out / "cache")]
     return flags
 
@@ -72,15 +82,17 @@ def with_recover(out: Path, strikes: tuple[Strike, ...], recipe: Recipe) -> list
     return more + QUICK_TO_SEE_A_HANG * any(strike.kind == "stop" for strike in strikes)
 
 
-@pytest.mark.parametrize("recipe", some("layouts", RECIPES, 4), ids=str)
+@pytest.mark.parametrize("recipe", some("layouts", RECIPES, 3), ids=str)
 def test_deaths_change_no_number_that_is_logged_and_no_tensor_that_is_saved(
     forkserver: ForkServer, tmp_path: Path, indexed_data: str, recipe: Recipe
 ) -> None:
     strikes, restarts = faults_of(recipe, random.Random(f"{recipe.name} {SEED}"))
     stock, ours = tmp_path / "stock", tmp_path / "ours"
-    # --recover draws random numbers by microbatch; Megatron's own script has no losses of further tokens.
+    # --recover draws random numbers by microbatch; the plain script has not all that there is for data and losses.
     plain = with_recover(stock, (), recipe) if recipe.dropout else []
-    script = OURS if plain or "mtp" in recipe.name else STOCK
+    # And Megatron's checkpoint writer, a process of its own, imports it without the host device.
+    beyond = any(part in recipe.name for part in ("mtp", "sets", "async")) or recipe.layout.context > 1
+    script = OURS if plain or beyond else STOCK
     told = f"{recipe.name} with {[strike.spec(recipe.layout) for strike in strikes]}, {restarts} restarts: "
 
     expected = train(forkserver, recipe, stock, indexed_data, *plain, script=script)
@@ -95,7 +107,8 @@ def test_deaths_change_no_number_that_is_logged_and_no_tensor_that_is_saved(
         assert code == (-9 if worker in struck else 0) or worker in mates, told + run.tail()
 
     steps = list(read_steps(ours / "steps.jsonl"))
-    assert [step.iteration for step in steps] == list(range(1, recipe.iterations + 1)), told
+    made = [iteration for iteration in range(1, recipe.iterations + 1) if iteration not in recipe.left_out]
+    assert [step.iteration for step in steps] == made, told
     if "batch" not in recipe.name:
         assert violations(steps, recipe.layout.samples) == [], told
     if not recipe.dropout:

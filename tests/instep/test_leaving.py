@@ -165,7 +165,7 @@ class Inside:
         self.ended = Ended()
         self.mate_is_there = True
         self.leavings: list[Leaving] = []
-        self.groups = ModelParallelGroups(0, self._make, self._leaving)
+        self.groups = ModelParallelGroups((), self._make, self._leaving)
         self.options = object()
         alone: Any = dist.ProcessGroup(0, 1)
         self.tensor = SwappableGroup(alone, [0, 1], 0, "tp-0-1#0", "nccl", placeholder=True, options=self.options)

@@ -15,14 +15,12 @@ from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.logged import Numbers, console, differences, scalars
 from tests.instep.runs import GRAD_NORM, LAYOUTS, NO_EVALUATION, Case, Layout, Result, Strike, check
+from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 
 pytestmark = pytest.mark.slow
 
 DP4, TP2 = LAYOUTS[0], LAYOUTS[2]
 SCRIPT = str(REPOSITORY / "tests" / "instep" / "with_wandb.py")
-
-
-ASYNCHRONOUSLY = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 
 
 @pytest.mark.parametrize("saving", some("progress", ["", ASYNCHRONOUSLY], 1))

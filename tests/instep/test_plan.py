@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.instep.decision import Decision, JoinStatus, Rules
+from recover_megatron.instep.decision import HELD, Beyond, Decision, JoinStatus, Rollback, Rules
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.faults import is_communication, is_own, signature
 from recover_megatron.instep.gradients import EXTRAS, Tail
@@ -48,6 +48,25 @@ def test_every_worker_has_one_place_and_tensor_ranks_are_neighbours(
         assert grid.replicas[replica][position] == worker
         assert grid.inner_rank(worker) == position // (tensor * context * pipeline)
         assert grid.replicas[replica][position - position % tensor] == worker - position % tensor
+
+
+@given(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2), st.integers(2, 4), st.integers(0, 9))
+def test_places_to_grow_into_have_names_of_their_own_and_columns_reach_into_them(
+    tensor: int, pipeline: int, inner_ranks: int, replicas: int, most: int
+) -> None:
+    sizes = {"tensor": tensor, "context": 1, "pipeline": pipeline, "inner_ranks": inner_ranks}
+    launch = launch_grid(tensor * pipeline * inner_ranks * replicas, **sizes)
+    grid = launch.with_room_for(most)
+    assert (grid.launched, grid.world) == (replicas, launch.world)
+    assert len(grid.replicas) == max(replicas, most)
+    slots = [slot for its in grid.replicas for slot in its]
+    assert sorted(slots) == list(range(len(slots)))
+    assert all(grid.place(slot) == launch.place(slot) for slot in range(launch.world))
+    for position in range(grid.size):
+        column = grid.column([its[position] for its in launch.replicas])
+        assert column == tuple(its[position] for its in grid.replicas)
+    assert grid.column(range(launch.world)) == tuple(range(len(slots)))
+    assert grid.column(launch.replicas[0]) == launch.replicas[0], "what is inside a replica stays there"
 
 
 def test_the_order_of_ranks_is_megatrons() -> None:
@@ -103,7 +122,8 @@ def meetings(draw: st.DrawFn, boundary: bool | None = None) -> Meeting:
     digests, nodes = st.sampled_from(["right", "right", "wrong"]), st.sampled_from(["node-a", "node-b"])
     statuses: dict[int, JoinStatus] = {}
     whole, begun = {}, {}
-    for replica, workers in enumerate(grid.replicas):
+    grid = grid.with_room_for(draw(st.integers(0, 6)))
+    for replica, workers in enumerate(grid.replicas[:replicas]):
         lost = bool(dead & set(workers))
         ran = tuple(j for inner_rank in shares[replica] for j in inner_rank)
         present = JoinStatus(replica, at=6, iteration=ITERATION, version=6)
@@ -125,10 +145,11 @@ def meetings(draw: st.DrawFn, boundary: bool | None = None) -> Meeting:
             whole[replica] = tuple(workers)
             if present.step:
                 begun[replica] = ran
-    for newcomer in range(grid.world, grid.world + draw(st.integers(0, 3))):
+    for newcomer in range(grid.world, grid.world + draw(st.integers(0, 6))):
         position = draw(st.one_of(st.none(), st.integers(0, size - 1)))
         statuses[newcomer] = JoinStatus(None, position, ready=draw(st.booleans()), node=draw(nodes))
-    return Meeting(grid, statuses, whole, begun, total, Rules(cross_node=draw(st.booleans())))
+    rules = Rules(cross_node=draw(st.booleans()), spares=draw(st.integers(0, 3)))
+    return Meeting(grid, statuses, whole, begun, total, rules)
 
 
 def decided(meeting: Meeting) -> Decision:
@@ -149,6 +170,25 @@ def test_each_microbatch_is_in_one_gradient_or_is_run_again_by_one_replica(meeti
             assert len({len(inner_rank) for inner_rank in inner_ranks}) == 1, "the lanes of a replica run in lock-step"
     else:
         assert not decision.rerun
+
+
+@given(meetings(boundary=True))
+def test_a_run_grows_by_those_alone_whom_it_does_not_need_for_losses(meeting: Meeting) -> None:
+    decision, grid = decided(meeting), meeting.grid
+    beyond = [replica for replica in decision.fresh if replica >= grid.launched]
+    if meeting.whole and len(decision.grid) > max(len(meeting.whole), grid.launched):
+        assert len(decision.spares) >= meeting.rules.spares, "spares that are asked for stay spares"
+    if len(grid.replicas) == grid.launched:
+        assert not beyond
+    if not decision.grid:
+        return
+    shares = assign(meeting.total, grid.inner_ranks, decision.replicas, counts(decision, meeting), grid.launched)
+    ids = sorted(j for inner_ranks in shares.values() for inner_rank in inner_ranks for j in inner_rank)
+    assert ids == list(range(meeting.total))
+
+
+def counts(decision: Decision, meeting: Meeting) -> dict[int, int]:
+    return quotas(meeting.total, decision.replicas, multiple_of=meeting.grid.inner_ranks)
 
 
 @given(meetings())
@@ -350,6 +390,72 @@ def test_orphans_begin_again_with_the_newest_state_that_they_hold_between_them()
 def test_a_state_from_before_the_last_committed_step_is_of_no_use() -> None:
     decision = decide(2, {0: orphan(0, version=5), 3: orphan(1, version=5)}, TWO)
     assert (decision.grid, decision.version, decision.enough) == ({}, None, 0)
+
+
+def late(version: int | None, **fields: Any) -> dict[int, JoinStatus]:
+    """A replica that was set aside in iteration 7, its decision 7."""
+    return {worker: orphan(worker, version=version, aside=True, **fields) for worker in (0, 1)}
+
+
+def test_a_replica_that_was_aside_makes_the_step_of_the_others_again_if_they_got_no_further() -> None:
+    for committed in (6, 7):
+        decision = decide(9, late(6), TWO, beyond=Beyond(committed, seen=7))
+        assert (decision.grid, decision.version, decision.at, decision.rollback) == ({0: (0, 1)}, 6, 8, None)
+
+
+@pytest.mark.parametrize(("seen", "lost"), [(7, 1), (8, 1), (10, 3)])
+def test_all_go_back_to_what_it_holds_if_they_did(seen: int, lost: int) -> None:
+    """And nothing that they agreed on is agreed on again: the next decision is one that nobody has made."""
+    decision = decide(9, late(6), TWO, beyond=Beyond(committed=12, seen=seen))
+    assert (decision.grid, decision.fresh, decision.version) == ({0: (0, 1)}, (0,), 6)
+    assert decision.rollback == Rollback(6, HELD, lost)
+    assert (decision.at, decision.iteration, decision.timeline) == (13, 7, (9, 6))
+
+
+@pytest.mark.parametrize("told", [(0,), (1,), (0, 1)])
+def test_the_coordinator_may_be_lost_while_it_tells_of_that(told: tuple[int, ...]) -> None:
+    """Who has the plan is in the new timeline, and who has not holds a state that this one began with."""
+    first = decide(9, late(6), TWO, beyond=Beyond(committed=12, seen=10))
+    statuses = late(6)
+    for worker in told:  # it has begun to take its place
+        after = {"timeline": first.timeline, "state_of": 9, "undone": first.undone, "same_as": first.same_as}
+        statuses[worker] = replace(statuses[worker], at=first.at - 1, aside=False, **after)
+    second = decide(10, statuses, TWO, beyond=Beyond(committed=12))
+    assert (second.grid, second.fresh, second.version) == ({0: (0, 1)}, (0,), 6)
+    assert (second.at, second.iteration, second.timeline) == (13, 7, (9, 6))
+    assert second.rollback == first.rollback, "it is told of once it is carried out"
+    assert (second.undone, second.same_as) == (first.undone, first.same_as)
+
+
+def test_a_state_of_the_timeline_before_is_of_no_use_where_the_new_one_began_with_something_else() -> None:
+    """A replica of it has gone on, or all have loaded a checkpoint of that iteration."""
+    there = {"timeline": (9, 6), "state_of": 9, "undone": 10}
+    for worker, same_as, version in ((1, -1, 6), (1, 3, 6), (1, 0, 5)):
+        statuses = {0: replace(late(6)[0], same_as=same_as, **there), worker: late(version)[worker]}
+        assert decide(10, statuses, TWO, beyond=Beyond(committed=12)).grid == {}
+
+
+def test_that_is_decided_when_all_have_told_and_for_the_newest_state_that_is_kept() -> None:
+    beyond = Beyond(committed=12, seen=10)
+    coming = {**late(6), 1: JoinStatus(None, 1, 7, iteration=ITERATION)}
+    first = decide(9, coming, TWO, beyond=beyond)
+    assert (first.grid, first.rollback, first.at, first.enough) == ({}, None, 7, 1)
+    newer = decide(9, late(6, checkpoints=((8, "save"),)), TWO, beyond=beyond)
+    assert newer.rollback == Rollback(8, "save", 1)
+    older = decide(9, late(6, checkpoints=((4, "save"),)), TWO, beyond=beyond)
+    assert older.rollback == Rollback(6, HELD, 3)
+    nothing = decide(9, late(None), TWO, beyond=beyond)
+    assert nothing.enough == 0
+    assert "committed that nobody who lives has seen" in nothing.state_lost
+
+
+def test_whoever_lives_waits_for_who_is_aside_before_the_state_is_given_up() -> None:
+    left = {3: orphan(1), 2: orphan(0, version=None)}
+    for checkpoints in ((), ((4, "save"),)):
+        statuses = {worker: replace(status, checkpoints=checkpoints) for worker, status in left.items()}
+        waits = decide(9, statuses, TWO, beyond=Beyond(aside=True))
+        assert (waits.grid, waits.enough, waits.state_lost, waits.rollback) == ({}, 1, "", None)
+        assert bool(decide(9, statuses, TWO).state_lost) == (not checkpoints)
 
 
 def test_nobody_whole_and_too_few_to_be_is_a_decision_without_replicas() -> None:

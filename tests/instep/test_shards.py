@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ COLUMN = (0, 1, 2, 3)
 
 
 def assignment_of(me: int, standing: dict[int, int]) -> Any:
-    return SimpleNamespace(me=me, standing=standing)
+    touched = defaultdict(frozenset)
+    return SimpleNamespace(me=me, standing=standing, staying=standing, touched=touched)
 
 
 def shards_of(me: int, standing: dict[int, int], shadows: int = 1) -> Shards:
@@ -29,11 +31,11 @@ def everyone() -> dict[int, int]:
 def test_the_first_live_holder_speaks_for_a_unit_and_sums_go_to_it() -> None:
     standing = everyone()
     shards = shards_of(2, standing)
-    assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [Span(2, 4)], [Span(4, 6)], [Span(6, 8)]], 1)
+    assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [Span(2, 4)], [Span(4, 6)], [Span(6, 8)]], {1})
     del standing[1]
     shards.planned()
     assert shards.speaks_for(COLUMN, 1)
-    assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [Span(2, 6)], [Span(6, 8)]], 1)
+    assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [Span(2, 6)], [Span(6, 8)]], {1})
     assert shards.stale()
     assert shards.lost() == []
     del standing[2]
@@ -51,7 +53,7 @@ def test_who_comes_back_to_its_place_holds_nothing() -> None:
     assert 1 not in shards.live
     assert shards.speaks_for(COLUMN, 1)
     assert shards.stale()
-    assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [], [Span(2, 6)], [Span(6, 8)]], 1)
+    assert shards.cut(COLUMN, 8) == ([[Span(0, 2)], [], [Span(2, 6)], [Span(6, 8)]], {1})
 
 
 def test_who_was_lost_while_the_layout_was_agreed_on_holds_nothing_when_it_comes_back() -> None:
@@ -85,12 +87,12 @@ def test_a_newcomer_is_told_the_layout_and_has_no_part_in_it() -> None:
 def test_a_sum_passes_a_newcomer_on_its_way_to_the_shadow() -> None:
     standing = {0: 0, 2: 2, 3: 3}
     shards = shards_of(0, standing)
-    assert shards.cut(COLUMN, 12)[1] == 1
+    assert shards.cut(COLUMN, 12)[1] == {1}
     standing[1] = 7
     shards.planned()
     spans, hops = shards.cut(COLUMN, 12)
     assert spans[1] == []
-    assert hops == 2
+    assert hops == {1, 2}
 
 
 def test_who_follows_in_the_ring_stands_in_another_replica() -> None:
@@ -107,12 +109,29 @@ def test_with_instances_those_that_hold_one_shard_follow_each_other() -> None:
     shards = Shards({column: COLUMN}, 1, assignment_of(2, standing), 2)
     shards.take_up({column: shards.wanted(column)})
     assert shards.held(column) == (0,)
-    assert shards.cut(column, 8) == ([[Span(0, 4)], [], [Span(4, 8)], []], 1)
+    assert shards.cut(column, 8) == ([[Span(0, 4)], [], [Span(4, 8)], []], {1})
     del standing[0]
     shards.planned()
     assert shards.speaks_for(column, 0)
-    assert shards.cut(column, 8) == ([[Span(0, 4)], [Span(4, 8)], []], 1)
+    assert shards.cut(column, 8) == ([[Span(0, 4)], [Span(4, 8)], []], {1})
     told = Shards({column: COLUMN}, 1, assignment_of(7, standing), 2)
     told.from_json(shards.to_json())
     assert told.layout(column) == shards.layout(column)
     assert told.held(column) == ()
+
+
+def test_copies_are_kept_on_another_node_and_stay_there_as_long_as_that_is_so() -> None:
+    standing = everyone()
+    assignment = assignment_of(0, standing)
+    assignment.touched = {worker: frozenset({f"node {worker // 2}"}) for worker in (*COLUMN, 7)}
+    shards = Shards({COLUMN: COLUMN}, 1, assignment)
+    shards.adopt()
+    shards.take_up({COLUMN: shards.wanted(COLUMN)})
+    assert shards.held(COLUMN) == (0, 2)
+    assert shards.cut(COLUMN, 8)[1] == {2}
+    del standing[0], standing[1]  # a whole node
+    shards.planned()
+    assert shards.lost() == []
+    told = Shards({COLUMN: COLUMN}, 1, assignment)
+    told.from_json(shards.to_json())
+    assert told.layout(COLUMN) == shards.layout(COLUMN)

@@ -35,11 +35,13 @@ def test_kills_down_to_the_last_replica_change_nothing_but_rounding(
 
 REJOINED = [Layout("tp2-dp4", 4, tensor=2), Layout("tp2-pp2-dp2", 2, tensor=2, pipeline=2)]
 REJOINED_SEEDS = range(SEED, SEED + (10 if EVERYTHING else 1))
-ITERATIONS = 300 if EVERYTHING else 72
 MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
 SCRIPT = OURS
 if EVERYTHING:  # A long run at the others' pace amplifies any rounding difference a millionfold, whoever dies.
     MODEL, SCRIPT = (*NO_EVALUATION, "--lr", "0.03", "--min-lr", "0.01"), str(Path(__file__).with_name("double.py"))
+
+
+PATIENT = ("--recover-hang-timeout", "200")
 
 
 def deaths(source: random.Random, layout: Layout) -> Case:
@@ -51,6 +53,7 @@ def deaths(source: random.Random, layout: Layout) -> Case:
     """
     victims = [(replica, position) for replica in range(layout.replicas) for position in range(layout.positions)]
     first, count = source.sample(range(layout.positions), layout.positions), 6 if EVERYTHING else layout.positions
+    iterations = 300 if EVERYTHING else 11 * count + 12
     strikes: list[Strike] = []
     for number in range(count):
         position = first[number % len(first)]
@@ -58,10 +61,10 @@ def deaths(source: random.Random, layout: Layout) -> Case:
         victims.remove(victim)
         # Who is alone in its column has no ring.
         phases = [p for p in BEFORE_THE_COMMIT if visits(layout, position, p) and p not in IN_THE_RING]
-        gap = source.randrange(1, ITERATIONS // count - 14)  # at least, from the last one
+        gap = source.randrange(1, iterations // count - 10)  # at least, from the last one
         iteration = (strikes[-1].iteration if strikes else 1) + gap
-        strikes.append(Strike(*victim, iteration, source.choice(phases), until=ITERATIONS - 12))
-    return Case(layout, tuple(strikes), ITERATIONS, restarts=len(strikes), model=MODEL, script=SCRIPT)
+        strikes.append(Strike(*victim, iteration, source.choice(phases), until=iterations - 12))
+    return Case(layout, tuple(strikes), iterations, restarts=len(strikes), model=MODEL, script=SCRIPT, flags=PATIENT)
 
 
 @pytest.mark.parametrize("seed", REJOINED_SEEDS)

@@ -28,6 +28,9 @@ class Session:
     def idle(self) -> None:
         self.idled.set()
 
+    def leave(self) -> None:
+        self.said.append("leave")
+
     def wait_revoked(self, timeout: float | None = None) -> bool:
         assert self.asked.wait(30)
         raise CoordinatorLost("the end of the test", 0)
@@ -49,7 +52,11 @@ def test_news_are_told_when_the_first_step_of_the_fresh_replicas_is_over(revoked
     session = Session()
     session.over = revoked
     planner: Any = SimpleNamespace(
-        meet=lambda status, reason: (FRESH, None), give_up_unless_enough=lambda decision: None
+        timeline=(0, 0),
+        node="a",
+        meet=lambda status, reason: (FRESH, None),
+        give_up_unless_enough=lambda decision: None,
+        has_all_replicas=lambda decision: False,
     )
     played: Any = session
     spare = Spare(planner, played, 4, JoinStatus(None, position=0))
@@ -64,3 +71,42 @@ def test_news_are_told_when_the_first_step_of_the_fresh_replicas_is_over(revoked
     main.join(30)
     assert session.said == ["wait for 7 in 5", "ask"]
     assert outcomes == [Over(0, "the end of the test")]
+
+
+def test_who_is_ready_while_all_places_are_taken_asks_for_no_epoch() -> None:
+    session = Session()
+    planner: Any = SimpleNamespace(
+        timeline=(0, 0),
+        node="a",
+        meet=lambda status, reason: (FRESH, None),
+        give_up_unless_enough=lambda decision: None,
+        has_all_replicas=lambda decision: True,
+    )
+    played: Any = session
+    spare = Spare(planner, played, 4, JoinStatus(None, position=0))
+    spare.start()
+    assert session.idled.wait(30)
+    session.asked.set()  # the run ends
+    assert spare.arrive(version=None) == Over(0, "the end of the test")
+    assert session.said == []
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_no_whole_replica_is_the_end_of_the_run_only_where_somebody_had_finished(finished: bool) -> None:
+    """Not where others have left since their node was drained: new replicas may come of it, or a checkpoint."""
+    session = Session()
+    session.left = frozenset({2, 3})
+    session.asked.set()  # the run ends
+    planner: Any = SimpleNamespace(
+        timeline=(0, 0),
+        node="a",
+        finished=finished,
+        meet=lambda status, reason: (Decision(6, {}, (0, 4), at=8), None),
+        give_up_unless_enough=lambda decision: None,
+        has_all_replicas=lambda decision: False,
+    )
+    played: Any = session
+    spare = Spare(planner, played, 4, JoinStatus(None, position=0))
+    spare.start()
+    assert spare.arrive(version=None) == Over(0, "the training is over" if finished else "the end of the test")
+    assert session.idled.is_set() is not finished

@@ -271,6 +271,24 @@ def test_what_is_read_while_the_state_changes_is_not_believed(monkeypatch: pytes
         fetch([holder.source()])
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_what_changes_between_its_check_sum_and_the_wire_was_withdrawn_not_corrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holder = Holder()
+    given = holder.offers.put(KEY, offer(STATE))
+    original = SocketTransport.send
+
+    def send(self: SocketTransport, parts: Sequence[torch.Tensor]) -> int:
+        right = original(self, parts)
+        given.withdraw()
+        return right ^ 1
+
+    monkeypatch.setattr(SocketTransport, "send", send)
+    with pytest.raises(PeerLost):
+        fetch([holder.source()])
+
+
 def test_who_does_not_know_the_secret_is_given_nothing_and_believed_nothing() -> None:
     holder = Holder()
     holder.offers.put(KEY, offer(STATE))

@@ -5,31 +5,27 @@
 Whole: as many replicas as at the launch, all with their state.
 
 WORKERS, comma-separated, is the order.  The training goes on meanwhile, but no more than PATIENCE iterations before the
-newcomer in the last one's place has built its model, which takes the longer the busier the machine is.
+run is whole again, which takes the longer the busier the machine is (``holding``).
 """
 
-import os
 import runpy
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from megatron.training import get_args, training
-
 from recover_megatron.chaos import injector
+from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.recovery import Recovery
+from tests.instep.holding import hold
 
-PATIENCE = 8
+PATIENCE = 4
 
 folder, replicas = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
 order, script = [int(worker) for worker in sys.argv.pop(1).split(",")], sys.argv.pop(1)
-newcomer = os.environ.get("RECOVER_JOIN") == "1"
 recoveries: list[Recovery] = []
 began: dict[int, int] = {}
 """Epoch -> the iteration in which it was first seen here."""
 begin, at, strike = Recovery.__init__, injector.Injector.at, injector.Injector._inject
-train_step, build = training.train_step, training.build_train_valid_test_data_iterators
 
 
 def struck() -> list[tuple[int, int]]:
@@ -59,25 +55,13 @@ def noted_strike(self: injector.Injector, fault: Any) -> None:
     strike(self, fault)
 
 
-def patient_train_step(*args: Any, **kwargs: Any) -> Any:
+def waits(decision: Decision, iteration: int) -> bool:
     hits = struck()
-    while hits and get_args().curr_iteration > hits[-1][1] + PATIENCE and len(list(folder.glob("ready-*"))) < len(hits):
-        time.sleep(0.01)
-    return train_step(*args, **kwargs)
+    return bool(hits) and iteration > hits[-1][1] + PATIENCE + 1 and len(decision.replicas) < replicas
 
 
-def telling_build(*args: Any, **kwargs: Any) -> Any:
-    result = build(*args, **kwargs)  # the last thing before the training
-    (folder / f"ready-{recoveries[-1].assignment.me}").touch()
-    return result
-
-
-# What --recover wraps is checked by its parameters: keep those of the original.
-patient_train_step.__wrapped__ = train_step  # type: ignore[attr-defined]
+hold(waits)
 Recovery.__init__ = noted_init  # type: ignore[method-assign]
 injector.Injector.at = in_turn  # type: ignore[method-assign]
 injector.Injector._inject = noted_strike  # type: ignore[method-assign]
-training.train_step = patient_train_step
-if newcomer:
-    training.build_train_valid_test_data_iterators = telling_build
 runpy.run_path(script, run_name="__main__")

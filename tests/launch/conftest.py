@@ -19,7 +19,7 @@ import pytest
 
 from tests.harness import REPOSITORY
 from tests.harness.processes import processes_with
-from tests.harness.waiting import DEADLINE
+from tests.harness.waiting import DEADLINE, eventually
 
 TOKEN = "LAUNCH_TEST_TOKEN"
 
@@ -126,8 +126,15 @@ class Bench:
         launch = self.start(*argv, environment=environment)
         return launch.wait(), launch
 
-    def workers(self, folder: str = "logs") -> list[dict]:
-        return json.loads((self.folder / folder / "workers.json").read_text())
+    def workers(self, folder: str = "logs", count: int = 1) -> list[dict]:
+        """What workers.json says, once ``count`` workers in it have a pid: it may come after what they print."""
+        path = self.folder / folder / "workers.json"
+
+        def started() -> bool:
+            return path.exists() and sum(w["pid"] is not None for w in json.loads(path.read_text())) >= count
+
+        eventually(started, f"{count} workers in {path}")
+        return json.loads(path.read_text())
 
 
 @pytest.fixture

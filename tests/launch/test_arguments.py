@@ -60,6 +60,8 @@ def test_short_module_option(bench):
         ("--master-prot", "--master-port"),
         ("--standalone", "leave it out"),
         ("--warm", "options of the script go after SCRIPT"),
+        ("--recover", "is an option of the script: it goes after SCRIPT"),
+        ("--recover-hang-timeout", "is an option of the script: it goes after SCRIPT"),
     ],
 )
 def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
@@ -74,7 +76,7 @@ def test_an_unknown_option_names_the_nearest(refused_here, option, nearest):
     [
         (["--nproc-per-node", "0", "S"], "--nproc-per-node '0'"),
         (["--nproc-per-node", "-1", "S"], "--nproc-per-node '-1'"),
-        (["--nproc-per-node", "gpu", "S"], "whole number"),
+        (["--nproc-per-node", "many", "S"], "whole number"),
         (["--master-port", "70000", "S"], "from 0 to 65535"),
         (["--grace-seconds", "soon", "S"], "number of seconds"),
         (["--grace-seconds", "nan", "S"], "number of seconds"),
@@ -177,7 +179,7 @@ def test_a_launcher_that_joins_knows_the_run_by_its_options_or_by_the_scripts(mo
         (["--world-size", 2], ["--recover"], "--world-size is for --join"),
         (["--recover-coordinator", "a:1"], ["--recover"], "--recover-coordinator is for --join"),
         ([*JOIN, "--nnodes", 2], ["--recover"], "--join: leave out --nnodes and --node-rank"),
-        (JOIN, [], "--join: only a run with --recover can be joined"),
+        (JOIN, [], "--join: only a run with --recover or --elastic can be joined"),
         ([*JOIN, "--recover-coordinator", "a"], ["--recover"], "'a' is not HOST:PORT"),
         (
             [*JOIN, "--master-port", 0],

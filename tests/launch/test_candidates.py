@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import alive, children
+from tests.harness.processes import alive, children, command_line
 from tests.harness.waiting import eventually, written_lines
 
 from .conftest import Bench, Launch
@@ -32,9 +30,12 @@ STEPS = """
     while True:
         try:
             time.sleep(0.05)
-            # One iteration for all to end after.
-            over = pathlib.Path("over").exists() and pathlib.Path("over").read_text()
-            if over and at > int(over):
+            # One iteration for all to end after: worker 0 writes it down before it agrees on it, so the others see it
+            # when they have.
+            if os.environ["RANK"] == "0" and pathlib.Path("over").exists() and not pathlib.Path("last").exists():
+                pathlib.Path("last.new").write_text(str(at))
+                pathlib.Path("last.new").rename("last")
+            if pathlib.Path("last").exists() and at > int(pathlib.Path("last").read_text()):
                 break
             pathlib.Path(f"at-{os.environ['RANK']}").write_text(str(at))
             session.agree(at)
@@ -60,12 +61,21 @@ class Run:
         eventually(lambda: min(self.steps()) > 0, "the run has begun")
 
     def candidate(self, number: int) -> int:
-        """The pid of the candidate that runs; 0: none."""
-        for pid in children(self.launch.pid):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            if any(word.endswith(f"events-{number}.jsonl") for word in words):
-                return pid
-        return 0
+        """The pid of the candidate, once it runs; its command line is empty for a moment when it replaces itself."""
+        found: list[int] = []
+
+        def runs() -> bool:
+            name = f"events-{number}.jsonl"
+            found.extend(pid for pid in children(self.launch.pid) if any(w.endswith(name) for w in command_line(pid)))
+            return bool(found)
+
+        eventually(runs, f"candidate {number} runs")
+        return found[0]
+
+    def leader(self, times: int) -> int:
+        """The candidate that leads, when candidates have led so many ``times``: logs are written beside the run."""
+        eventually(lambda: len(self.events("lead")) >= times, f"the log tells who leads for the {times}. time")
+        return max((event["mono"], event["number"]) for event in self.events("lead"))[1]
 
     def steps(self) -> list[int]:
         """Where each worker is."""
@@ -78,21 +88,22 @@ class Run:
         eventually(lambda: min(self.steps()) > before + 10, "all workers go on")
 
     def end(self) -> int:
-        over = self.folder / "over.new"
-        over.write_text(str(max(self.steps()) + 50))
-        over.rename(self.folder / "over")
+        (self.folder / "over").touch()
         return self.launch.wait()
 
     def events(self, *names: str) -> list[dict]:
-        lines = [line for path in self.folder.glob("logs/events-*.jsonl") for line in written_lines(path)]
-        return [event for event in map(json.loads, lines) if event["event"] in names]
+        """Those of these names, each with the ``number`` of the candidate that has logged it."""
+        files = {number: written_lines(self.folder / "logs" / f"events-{number}.jsonl") for number in (0, 1)}
+        events = [{**json.loads(line), "number": number} for number, lines in files.items() for line in lines]
+        return [event for event in events if event["event"] in names]
 
 
 @pytest.mark.slow
 def test_candidates_that_are_killed_are_started_again_and_lead_again(bench: Bench) -> None:
     """First the standby, whose end no worker notices; then each leader after it."""
     run = Run(bench)
-    for kills, number in enumerate((1, 0, 1, 0), 1):
+    for kills in range(1, 5):
+        number = 1 - run.leader(1) if kills == 1 else run.leader(kills - 1)
         pid = run.candidate(number)
         os.kill(pid, signal.SIGKILL)
         eventually(lambda pid=pid: not alive(pid), "the kill")
@@ -121,10 +132,11 @@ def test_both_candidates_killed_at_once_are_outlived_by_the_run(bench: Bench) ->
 def test_a_launcher_that_is_stopped_costs_no_worker(bench: Bench) -> None:
     run = Run(bench)
     run.launch.send(signal.SIGSTOP)
-    time.sleep(5.0)
+    eventually(lambda: run.events("witness_gone"), "its connection is given up")
     run.goes_on()
     run.launch.send(signal.SIGCONT)
-    eventually(lambda: len(run.events("witness")) > 1, "the launcher comes back")
+    leader = run.leader(1)  # a standby hears of it first, perhaps
+    eventually(lambda: [e["number"] for e in run.events("witness")].count(leader) > 1, "the launcher comes back")
     run.goes_on()
     assert run.end() == 0, run.launch.err
     assert run.events("fault") == []

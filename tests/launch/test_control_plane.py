@@ -1,6 +1,7 @@
 """The launcher hosts the control plane: its secret, its verdict, and no trace of it for scripts that do not use it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import sys
 import pytest
 
 from recover_megatron.launch.last_checkpoint import last_checkpoint
+from tests.harness.processes import children, command_line
+from tests.harness.waiting import eventually
 
 USES_IT = """
     import os, signal, sys
@@ -148,8 +151,25 @@ def test_a_run_that_is_interrupted_is_told_as_ended_by_that_signal_and_with_its_
     assert (over["code"], over["iteration"], over["world"], over["epoch"]) == (130, 8, 3, 1)
     shown = subprocess.check_output(command, timeout=60, text=True)
     assert "ended by SIGINT" in shown
-    assert "last iteration 8   workers 3, 3 of them lost" in shown
+    assert "last iteration 8   workers 3, 0 of them lost" in shown
     assert "0 of 0" not in shown
+
+
+def test_a_coordinator_that_is_late_tells_in_its_log_how_an_interrupted_run_has_ended(bench):
+    """It hears of the signal and of the workers' ends when they are over, and is not killed with the launch before."""
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(WAITS), "--recover")
+    launch.wait_for("WORKING", 2)
+    events = bench.folder / "logs" / "events-0.jsonl"
+    (leader,) = [pid for pid in children(launch.pid) if str(events) in command_line(pid)]
+    os.kill(leader, signal.SIGSTOP)
+    launch.send(signal.SIGINT)
+    eventually(lambda: [w["state"] for w in bench.workers()] == ["killed"] * 2, "the workers have ended")
+    with pytest.raises(subprocess.TimeoutExpired):  # it waits some seconds for the coordinator
+        launch.process.wait(1)
+    os.kill(leader, signal.SIGCONT)
+    assert launch.wait() == 130, launch.err
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [record["code"] for record in records if record["event"] == "stop"] == [130]
 
 
 @pytest.mark.parametrize(

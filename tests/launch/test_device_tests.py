@@ -15,7 +15,7 @@ import torch
 from recover_megatron.launch import device_test
 from recover_megatron.launch.arguments import parse
 from recover_megatron.launch.device_tests import DEFAULT, command_of
-from tests.launch.test_newcomers import SCRIPT, awaits
+from tests.launch.test_newcomers import HELD, LONGER, SCRIPT, awaits, let_end
 
 PASSES = f"{sys.executable} -c pass"
 FAILS = f"""{sys.executable} -c 'print("rows of its memory have no spare"); raise SystemExit(1)'"""
@@ -151,7 +151,7 @@ def test_a_worker_is_started_on_a_device_that_has_passed(bench) -> None:
     options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs", "--device-test", command]
     launch = bench.start(*options, *SCRIPT, environment=awaits(1))
     launch.wait_for('"event": "plan"', times=3)
-    os.kill(bench.workers()[1]["pid"], signal.SIGKILL)
+    os.kill(bench.workers(count=3)[1]["pid"], signal.SIGKILL)
     assert launch.wait() == 0, launch.err
     assert "worker 3 is started in its place when its device has passed a test" in launch.err
     assert tested.read_text() == "1\n"
@@ -169,11 +169,12 @@ def test_a_worker_is_started_on_a_device_that_has_passed(bench) -> None:
 def test_a_device_that_fails_its_test_is_left_out_and_named(bench, command: str, timeout: float, why: str) -> None:
     options = ["--nproc-per-node", 3, "--max-restarts", 2, "--log-dir", "logs"]
     options += ["--device-test", command, "--device-test-timeout", timeout]
-    launch = bench.start(*options, *SCRIPT, environment=awaits(0))
+    launch = bench.start(*options, *LONGER, environment=HELD)
     launch.wait_for('"event": "plan"', times=3)
-    os.kill(bench.workers()[1]["pid"], signal.SIGKILL)
+    os.kill(bench.workers(count=3)[1]["pid"], signal.SIGKILL)
+    launch.wait_for("worker 3 is not started: the device of local rank 1 on")
+    let_end(bench)
     assert launch.wait() == 0, launch.err
-    assert "worker 3 is not started: the device of local rank 1 on" in launch.err
     assert why in launch.err
     record = bench.workers()[3]
     assert (record["pid"], record["state"], record["replaces"]) == (None, "killed", 1)
@@ -186,9 +187,9 @@ def test_a_device_that_fails_its_test_is_left_out_and_named(bench, command: str,
 @slow
 def test_a_launch_that_ends_during_a_test_leaves_nothing(bench) -> None:
     options = ["--nproc-per-node", 2, "--max-restarts", 1, "--log-dir", "logs", "--device-test", HANGS]
-    launch = bench.start(*options, *SCRIPT[:1], 400, *SCRIPT[2:])
+    launch = bench.start(*options, *SCRIPT, environment=HELD)  # it does not end by itself
     launch.wait_for('"event": "plan"', times=2)
-    os.kill(bench.workers()[1]["pid"], signal.SIGKILL)
+    os.kill(bench.workers(count=2)[1]["pid"], signal.SIGKILL)
     launch.wait_for("when its device has passed a test")
     launch.send(signal.SIGTERM)
     assert launch.wait() == 128 + signal.SIGTERM

@@ -19,9 +19,9 @@ from tests.harness.waiting import DEADLINE
 pytestmark = pytest.mark.xdist_group("installed")
 
 NAME = "pretrain_gpt_recover.py"
-REFUSED = ["--recover", "--recover-heartbeat-interval", "soon"]
-"""The script refuses it before it imports Megatron."""
-REFUSAL = f"{NAME}: error: argument --recover-heartbeat-interval"
+REFUSED = ["--recover"]
+REFUSAL = f"{NAME}: error: Megatron 0.16.1 in"
+"""By the script, of the Megatron beside it in ``site``, before it imports it."""
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("setup.py", "pyproject.toml", "README.md", NAME):
         shutil.copy(REPOSITORY / name, source)
-    shutil.copytree(REPOSITORY / "recover_megatron", source / "recover_megatron")
+    for folder in ("recover_megatron", "patches", "scripts", "examples", "docs"):
+        shutil.copytree(REPOSITORY / folder, source / folder)
     target = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "install", *offline, "--target", target, source], check=True, cwd=source)
+    core = target / "megatron" / "core"
+    core.mkdir(parents=True)
+    for folder in (core.parent, core):
+        (folder / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
     return target
 
 
@@ -73,6 +79,7 @@ def test_the_wheel_has_the_version_the_commands_and_the_data_files(site: Path) -
         "recover-coordinator",
         "recover-report",
         "recover-status",
+        "recover-tools",
     }
     assert (site / NAME).is_file()
     assert not (site / "tests").exists()
@@ -80,6 +87,37 @@ def test_the_wheel_has_the_version_the_commands_and_the_data_files(site: Path) -
     files = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
     missing = [path for path in files if "__pycache__" not in path.parts and not (site / package.name / path).is_file()]
     assert not missing
+
+
+@pytest.mark.slow
+def test_what_comes_beside_the_modules_is_found_in_any_folder(site: Path, tmp_path: Path) -> None:
+    def tools(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, site / "bin" / "recover-tools", *argv]
+        environ = {**os.environ, "PYTHONPATH": str(site)}
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE)
+
+    listed = tools()
+    assert listed.returncode == 0, listed.stderr
+    assert str(site / "recover_megatron" / "shipped" / "scripts" / "slurm") in listed.stdout
+    assert tools("copy", "slurm", tmp_path / "mine").returncode == 0
+    assert os.access(tmp_path / "mine" / "slurm" / "recover.sbatch", os.R_OK)
+    assert "is there already" in tools("copy", "slurm", tmp_path / "mine").stderr
+    assert tools("patch", "--version").stdout == f"apply_patches.sh {__version__}\n"
+    assert "is no Megatron-LM checkout" in tools("patch", tmp_path).stderr
+    assert tools("corpus", "--version").stdout == f"prepare_corpus.py {__version__}\n"
+    checks = tools("gpu-checks")
+    assert checks.returncode == 2
+    assert "needs the source tree" in checks.stderr
+
+
+@pytest.mark.slow
+def test_an_index_shows_no_link_that_leads_nowhere(site: Path) -> None:
+    (metadata,) = site.glob("recover_megatron-*.dist-info/METADATA")
+    text = metadata.read_text()
+    assert "Description-Content-Type: text/markdown" in text
+    assert "Classifier: Typing :: Typed" in text
+    assert "](docs/" not in text
+    assert "docs/operations.md" in text
 
 
 @pytest.mark.slow
@@ -101,11 +139,13 @@ def test_only_the_bare_name_means_the_installed_script(tmp_path: Path, monkeypat
     assert script.installed_module(NAME) is None
 
 
-@pytest.mark.parametrize("version", ["2.11.0a0+eb65b36914.nv26.02", "2.11.0", "2.13.0+cpu", "2.15.1"])
+@pytest.mark.parametrize(
+    "version", ["2.10.0a0+b558c986e8.nv25.11", "2.11.0a0+eb65b36914.nv26.02", "2.10.0", "2.13.0+cpu", "2.15.1"]
+)
 def test_the_torch_of_nvidias_containers_is_accepted(version: str) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     (wanted,) = [line for line in project["dependencies"] if line.startswith("torch>")]
     accepted = SpecifierSet(wanted.removeprefix("torch"))
     assert accepted.contains(Version(version))
     assert not accepted.contains(Version("2.16.0"))
-    assert not accepted.contains(Version("2.10.0a0+nv25.12"), prereleases=True)
+    assert not accepted.contains(Version("2.9.0a0+nv25.09"), prereleases=True)

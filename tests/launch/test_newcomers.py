@@ -4,12 +4,14 @@ import json
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from recover_megatron.launch import newcomers
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import WorkerProcess
+from recover_megatron.launch.successors import Successors
 from recover_megatron.membership.records import MAX_WORKERS
 from tests.harness import REPOSITORY
 from tests.harness.waiting import eventually
@@ -20,11 +22,18 @@ AGREEING = REPOSITORY / "tests" / "agreeing.py"
 TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", 3, "--recover-hang-timeout", 4]
 SCRIPT = [AGREEING, 10, 0.05, "--recover", *TIMES]
 """Ten iterations from the plan on that has all newcomers awaited."""
+LONGER = [AGREEING, 20, 0.05, "--recover", *TIMES]
+"""The same for what is to happen after that plan: with ``HELD`` the iterations are counted from ``let_end`` on."""
+HELD = {"AGREEING_UNTIL": "go"}
 SECRET = {"RECOVER_SECRET": "one that both launchers of the test share"}
 
 
 def awaits(newcomers: int | list[int], strikes: object = ()) -> dict[str, str]:
     return {"AGREEING_AWAITS": json.dumps(newcomers), "AGREEING_STRIKES": json.dumps(strikes)}
+
+
+def let_end(bench) -> None:
+    (bench.folder / "go").touch()
 
 
 def said(bench, worker: int) -> list[dict]:
@@ -96,6 +105,17 @@ def test_who_finished_or_ended_by_a_verdict_is_not_started_again(status):
     assert replacements.of(ended(workers[2], 1), 0) is not None
 
 
+def test_nobody_is_started_where_a_node_is_drained_and_somebody_is_again_where_it_stays_after_all():
+    nothing = SimpleNamespace(first_id=0, add=lambda workers: None)
+    plan = plan_of(max_restarts=2)
+    workers = newcomers.launched(plan)
+    successors = Successors(plan, None, nothing, print, print, print)
+    assert [successors.stop(), successors.stop()] == [True, False]
+    assert successors.of(ended(workers[0], -9)) is None
+    assert [successors.stop(False), successors.stop(False)] == [True, False]
+    assert successors.of(ended(workers[1], -9)).replaces == 1
+
+
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +124,7 @@ def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench
     script = [*SCRIPT, "--recover-device", "cpu"]
     launch = bench.start(*options, *script, environment=awaits(1))
     launch.wait_for('"event": "plan"', times=3)
-    victim = bench.workers()[1]
+    victim = bench.workers(count=3)[1]
     os.kill(victim["pid"], signal.SIGKILL)
     assert launch.wait() == 0, launch.err
     assert "worker 3 is started in its place" in launch.err
@@ -113,6 +133,7 @@ def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench
     starts = said(bench, 3)[0]
     assert (starts["RANK"], starts["LOCAL_RANK"], starts["RECOVER_JOIN"]) == ("1", "1", "1")
     assert "RECOVER_SPARE" not in starts
+    assert said(bench, 0)[0]["RECOVER_REPLACED"] == "1"
     assert starts["RECOVER_NODE_NAME"] == said(bench, 0)[0]["RECOVER_NODE_NAME"]
     assert "RECOVER_JOIN" not in said(bench, 0)[0]
     assert plans(bench, 0)[-1] == [0, 2, 3]
@@ -121,12 +142,15 @@ def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench
 
 def test_restarts_are_counted_for_the_whole_node(bench):
     """The first replacement fails, too, and has one; there is none for the next."""
-    environment = awaits([5, 3], [[1, 3, "kill"], [4, 0, 7]])
+    environment = {**HELD, **awaits([5, 3], [[1, 3, "kill"], [4, 0, 7]])}
     options = ["--nproc-per-node", 2, "--max-restarts", 2, "--log-dir", "logs"]
-    launch = bench.start(*options, *SCRIPT, "--recover-spares", 2, environment=environment)
+    launch = bench.start(*options, *LONGER, "--recover-spares", 2, environment=environment)
+    launch.wait_for('"event": "starts", "worker": 2')
     launch.wait_for('"worker": 5, "epoch"')
     # Whoever goes now has no successor.
-    os.kill(bench.workers()[2]["pid"], signal.SIGKILL)
+    os.kill(bench.workers(count=6)[2]["pid"], signal.SIGKILL)
+    launch.wait_for("worker 2 on ")
+    let_end(bench)
     assert launch.wait() == 0, launch.err
     assert [worker["worker_id"] for worker in bench.workers()] == [0, 1, 2, 3, 4, 5]
     assert [worker["replaces"] for worker in bench.workers()] == [None, None, None, None, 1, 4]
@@ -136,10 +160,11 @@ def test_restarts_are_counted_for_the_whole_node(bench):
 
 def test_a_worker_that_the_coordinator_has_put_out_is_not_started_again(bench):
     options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs"]
-    launch = bench.start(*options, AGREEING, 400, 0.05, "--recover", *TIMES)
+    launch = bench.start(*options, *LONGER, environment=HELD)
     launch.wait_for('"event": "plan"', times=3)
-    os.kill(bench.workers()[1]["pid"], signal.SIGSTOP)
+    os.kill(bench.workers(count=3)[1]["pid"], signal.SIGSTOP)
     launch.wait_for("worker 1 is out of the run")
+    let_end(bench)
     assert launch.wait() == 0, launch.err
     assert len(bench.workers()) == 3
 
@@ -150,14 +175,15 @@ def test_a_fault_that_every_worker_has_ends_the_run_restarts_or_not(bench):
     code, launch = bench.run(*options, *SCRIPT, environment=environment)
     assert code == 1
     assert "no such token" in launch.err
-    assert len(bench.workers()) <= 3  # one, if it was started before the second worker had said it
+    # For each of the two at most one, started before the launcher heard that the run is over; no restarts of those.
+    assert len(bench.workers()) <= 4
 
 
 def test_a_newcomer_that_is_not_ready_when_the_run_is_over_is_ended_and_costs_nothing(bench):
-    environment = {"AGREEING_STRIKES": json.dumps([[1, 5, "kill"]]), "AGREEING_LATE": "1"}
+    environment = {**HELD, "AGREEING_STRIKES": json.dumps([[1, 5, "kill"]]), "AGREEING_LATE": "1"}
     options = ["--nproc-per-node", 2, "--max-restarts", 1, "--log-dir", "logs"]
-    code, launch = bench.run(*options, *SCRIPT, environment=environment)
-    assert code == 0
+    launch = bench.start(*options, *LONGER, environment=environment)  # until worker 2 is there
+    assert launch.wait() == 0, launch.err
     assert "the run is over before worker 2 was in it: killing it" in launch.err
     assert launch.left() == []
 
@@ -192,16 +218,21 @@ def test_spares_do_not_outlive_a_launch_that_fails(bench):
 JOIN = re.compile(r"recover-run (--join .*)")
 
 
+def how_to_join(launch) -> str:
+    launch.wait_for("recover-run --join")  # on another stream than what its workers say
+    return JOIN.search(launch.err).group(1)
+
+
 def test_a_second_launcher_joins_a_running_job(bench):
     options = ["--nproc-per-node", 2, "--log-dir", "logs"]
     first = bench.start(*options, *SCRIPT, environment={**awaits(3), **SECRET})
     first.wait_for('"event": "plan"', times=2)
-    how = JOIN.search(first.err).group(1).split()
+    how = how_to_join(first).split()
     options = ["--nproc-per-node", 2, "--max-restarts", 1, "--log-dir", "joined"]
     second = bench.start(*how, *options, *SCRIPT, environment={**awaits(3), **SECRET})
     eventually(lambda: (bench.folder / "joined" / "workers.json").exists(), "the second launcher has started")
     second.wait_for('"event": "plan"', times=2)
-    os.kill(bench.workers("joined")[0]["pid"], signal.SIGKILL)
+    os.kill(bench.workers("joined", count=2)[0]["pid"], signal.SIGKILL)
     # Three newcomers are awaited and never in one plan; a third launcher brings the last.
     second.wait_for('"event": "plan"', times=4)
     third = bench.start(*how, "--log-dir", "third", *SCRIPT, environment={**awaits(3), **SECRET})
@@ -216,6 +247,18 @@ def test_a_second_launcher_joins_a_running_job(bench):
     assert all(launch.left() == [] for launch in (first, second, third))
 
 
+def test_a_launcher_that_joins_with_another_world_size_hosts_no_coordinator_and_says_why(bench):
+    first = bench.start("--nproc-per-node", 2, *SCRIPT, environment={**awaits(1), **SECRET})
+    first.wait_for('"event": "plan"', times=2)
+    how = how_to_join(first).replace("--world-size 2", "--world-size 3").split()
+    second = bench.start(*how, *SCRIPT, environment={**awaits(1), **SECRET})
+    assert [first.wait(), second.wait()] == [0, 0]
+    assert (
+        "no candidate coordinator on this node: the run was launched with 2 workers, --world-size says 3" in second.err
+    )
+    assert "has a candidate coordinator, too" not in second.err
+
+
 def test_a_launcher_that_finds_no_run_to_join_says_so(bench):
     how = ["--join", "--recover-coordinator", "127.0.0.1:9", "--world-size", 2, "--master-port", 9]
     code, launch = bench.run(*how, "--rendezvous-timeout", 1, *SCRIPT, environment=SECRET)
@@ -227,7 +270,7 @@ def test_a_launcher_that_finds_no_run_to_join_says_so(bench):
 def test_a_launcher_that_joins_with_a_wrong_secret_is_told(bench):
     first = bench.start("--nproc-per-node", 2, *SCRIPT, environment={**awaits(1), **SECRET})
     first.wait_for('"event": "plan"', times=2)
-    how = JOIN.search(first.err).group(1).split()
+    how = how_to_join(first).split()
     code, second = bench.run(*how, *SCRIPT, environment={"RECOVER_SECRET": "quite another secret than that"})
     assert code == 1
     assert "secret" in second.err

@@ -2,9 +2,10 @@
 
 import os
 import signal
-from pathlib import Path
 
-from tests.harness.processes import alive, children, processes_with
+import pytest
+
+from tests.harness.processes import alive, children, command_line, processes_with
 from tests.harness.waiting import eventually
 
 # Each worker starts: a child that ignores SIGTERM, a grandchild in a session of its own whose parent is gone, a program
@@ -33,11 +34,8 @@ FAMILY = """
 
 
 def reaper_of(launch):
-    reapers = [
-        pid
-        for pid in children(launch.pid)
-        if b"recover_megatron.launch.reaper" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    name = "recover_megatron.launch.reaper"
+    reapers = [pid for pid in children(launch.pid) if any(name in word for word in command_line(pid))]
     assert len(reapers) == 1
     return reapers[0]
 
@@ -60,6 +58,7 @@ def test_sigkill_of_the_launcher_leaves_nothing(bench):
     eventually(lambda: not alive(reaper), "the reaper has ended")
 
 
+@pytest.mark.slow
 def test_sigterm_of_the_launcher_leaves_nothing(bench):
     script = bench.script(FAMILY)
     launch = bench.start("--nproc-per-node", 2, "--grace-seconds", 0.2, script)
@@ -71,6 +70,7 @@ def test_sigterm_of_the_launcher_leaves_nothing(bench):
     assert not alive(reaper)
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_launchers_whole_group_leaves_nothing(bench):
     launch = start_family(bench)
     os.killpg(launch.pid, signal.SIGKILL)
@@ -87,6 +87,7 @@ def test_sigkill_of_the_launcher_in_the_middle_of_the_start_leaves_nothing(bench
     eventually(lambda: launch.left() == [], "every process of the launch has ended")
 
 
+@pytest.mark.slow
 def test_a_killed_warden_is_replaced_and_the_new_one_does_its_work(bench):
     launch = start_family(bench)
     first = reaper_of(launch)
@@ -100,6 +101,7 @@ def test_a_killed_warden_is_replaced_and_the_new_one_does_its_work(bench):
     eventually(lambda: not alive(second), "the reaper has ended")
 
 
+@pytest.mark.slow
 def test_the_warden_ignores_polite_signals(bench):
     script = bench.script("import os, time\nprint('UP')\nwhile not os.path.exists('go'): time.sleep(0.05)")
     launch = bench.start(script)
@@ -120,6 +122,7 @@ def test_workers_json_is_whole_after_sigkill(bench):
     assert [worker["worker_id"] for worker in bench.workers()] == [0, 1]
 
 
+@pytest.mark.slow
 def test_another_launch_on_the_machine_is_not_touched(bench):
     other = start_family(bench)
     before = sorted(other.left())

@@ -1,5 +1,6 @@
 """What workers write: shown with a prefix, line by line; kept as it came."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from recover_megatron.launch.lines import Voice
 from recover_megatron.launch.sink import MOST_PENDING, Sink
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE, eventually
@@ -29,6 +31,7 @@ def test_lines_are_prefixed_on_the_stream_they_came_from_and_kept_unprefixed(ben
         assert sorted(log.splitlines()) == [f"to stderr {rank}", f"to stdout {rank}"]
 
 
+@pytest.mark.slow
 def test_prefixes_are_aligned(bench):
     code, launch = bench.run("--nproc-per-node", 11, bench.script("import os; print('x' + os.environ['RANK'])"))
     assert code == 0
@@ -36,16 +39,22 @@ def test_prefixes_are_aligned(bench):
     assert "[10] x10\n" in launch.out
 
 
+@pytest.mark.slow
 def test_both_streams_are_logged_in_order_of_arrival(bench):
     script = bench.script(
         """
-        import sys, time
+        import os, sys, time
         for number in range(4):
             print("line", number, file=sys.stderr if number % 2 else sys.stdout)
-            time.sleep(0.3)  # the order between two pipes is that of arrival only if they are apart in time
+            while not os.path.exists(f"go{number}"):  # between two pipes there is no order but that of arrival
+                time.sleep(0.01)
         """
     )
-    bench.run("--log-dir", "logs", script)
+    launch = bench.start("--log-dir", "logs", script)
+    for number in range(4):
+        launch.wait_for(f"line {number}")
+        (bench.folder / f"go{number}").touch()
+    assert launch.wait() == 0
     assert (bench.folder / "logs/worker-0.log").read_text() == "".join(f"line {number}\n" for number in range(4))
 
 
@@ -69,6 +78,7 @@ def test_lines_of_different_workers_are_never_mixed(bench):
         assert re.fullmatch(r"\[(\d)\] \1{997}", line)
 
 
+@pytest.mark.slow
 def test_a_line_without_an_end_is_shown_before_its_worker_goes_on(bench):
     """A progress bar: the launcher must show it though no newline comes."""
     script = bench.script(
@@ -122,6 +132,7 @@ def test_the_last_words_of_a_killed_worker_are_shown(bench):
     assert "[0] last words\n" in launch.out
 
 
+@pytest.mark.slow
 def test_the_log_of_an_earlier_run_is_kept(bench):
     script = bench.script("import sys; print(sys.argv[1])")
     bench.run("--log-dir", "logs", script, "first")
@@ -272,6 +283,7 @@ def test_a_reader_that_never_comes_back_does_not_keep_the_launcher(bench):
     assert (bench.folder / "logs/worker-0.log").read_text().count("\n") == LINES + 1
 
 
+@pytest.mark.slow
 def test_logs_that_cannot_be_written_are_told_of_once_and_go_on_when_they_can(bench):
     """The launcher may write no file of more than 50 bytes for a while: as good as a full disk."""
     script = bench.script(
@@ -309,3 +321,49 @@ def test_logs_that_cannot_be_written_are_told_of_once_and_go_on_when_they_can(be
     log = (bench.folder / "room" / "worker-0.log").read_text()
     assert log == "".join(f"line {number} {'x' * 50}\n" for number in range(100)) + "now\n"
     assert bench.workers("room")[0]["state"] == "finished"
+
+
+def test_a_newcomer_is_heard_on_the_console_with_its_own_lines_until_it_has_a_place():
+    voice = Voice(newcomer=True)
+    lines = [
+        b"using world size: 8", b"recover: worker 9 waits for a place", b"iteration  7/",
+        b"recover: worker 9 takes position 0 of replica 1 from iteration 8 on: ...", b"iteration  8/",
+    ]  # fmt: skip
+    assert [voice.is_for_people(line) for line in lines] == [False, True, False, True, True]
+    assert Voice(newcomer=False).is_for_people(lines[0])
+
+
+@pytest.mark.parametrize("form", ["iso", "json"])
+def test_lines_have_their_time_node_and_worker_where_that_is_asked_for(bench, form):
+    script = bench.script("import sys; print('to be read'); print('and this', file=sys.stderr)")
+    code, launch = bench.run("--log-format", form, "--log-dir", "logs", script)
+    assert code == 0
+    log = (bench.folder / "logs" / "worker-0.log").read_text().splitlines()
+    assert len(log) == 2
+    (line,) = [line for line in log if "to be read" in line]
+    assert line in launch.out
+    if form == "iso":
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \S+-0 worker 0: to be read", line)
+        assert all("Z " in said for said in launch.err.splitlines())
+        return
+    told = json.loads(line)
+    assert (told["worker"], told["stream"], told["text"]) == (0, "stdout", "to be read")
+    assert told["node"].endswith("-0")
+    assert all(json.loads(said)["text"] for said in launch.err.splitlines())
+
+
+@pytest.mark.parametrize("form", ["iso", "json"])
+@pytest.mark.parametrize("script", ["pretrain_gpt_recover.py", "missing.py"])
+def test_what_is_said_before_anything_is_started_has_that_form_too(bench, form, script):
+    code, launch = bench.run("--log-format", form, "--nproc-per-node", "0", "--log-dir", "/dev/null/logs", script)
+    assert code == 2
+    said = launch.err.splitlines()
+    if form == "iso":
+        assert len(said) > 1, "the reasons are lines of their own"
+        for line in said:
+            assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \S+-0 worker -: ", line)
+        return
+    told = [json.loads(line) for line in said]
+    assert "--nproc-per-node" in told[-1]["text"]
+    assert len(told) == (2 if script == "pretrain_gpt_recover.py" else 1), "the installed script is told of"
+    assert all(line["node"].endswith("-0") and line["worker"] == "-" for line in told)

@@ -45,6 +45,7 @@ def test_recover_status_reads_a_local_run_by_its_folder_alone(bench):
     launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", bench.script(WAITS))
     launch.wait_for("JOINED", 2)
     secret = bench.folder / "logs" / "secret"
+    eventually(secret.exists, "the secret is written")
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     seen = status(bench, "logs")
     assert seen.returncode == 0, seen.stderr
@@ -58,18 +59,20 @@ def test_recover_status_reads_a_local_run_by_its_folder_alone(bench):
     assert json.loads(status(bench, "logs").stdout)["code"] == 0
 
 
+@pytest.mark.slow
 def test_a_secret_of_the_users_is_written_nowhere_and_that_of_a_killed_launch_is_removed(bench):
     script = bench.script(WAITS)
+    secret = bench.folder / "logs" / "secret"
     launch = bench.start("--log-dir", "logs", script)
     launch.wait_for("JOINED")
+    eventually(secret.exists, "the secret is written")
     launch.send(signal.SIGKILL)
     launch.wait()
-    secret = bench.folder / "logs" / "secret"
     assert secret.exists()
     eventually(lambda: not launch.left(), "the end of the killed launch")
     launch = bench.start("--log-dir", "logs", script, environment={"RECOVER_SECRET": SECRET})
     launch.wait_for("JOINED")
-    assert not secret.exists()
+    eventually(lambda: not secret.exists(), "that of the killed launch is removed")
     assert status(bench, "logs").returncode == 2
     assert status(bench, "logs", RECOVER_SECRET=SECRET).returncode == 0
     (bench.folder / "end").touch()

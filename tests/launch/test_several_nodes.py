@@ -5,13 +5,12 @@ import json
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
 from tests.drawn import some
 from tests.harness import REPOSITORY
-from tests.harness.processes import alive, free_port, processes_with
+from tests.harness.processes import alive, command_line, free_port, processes_with, stopped
 from tests.harness.waiting import eventually
 
 from .conftest import Bench, Launch
@@ -21,7 +20,10 @@ from .test_store import UNTIL_TOLD
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several nodes")]
 
 SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}
-ITERATIONS = 40
+ITERATIONS = 120
+PLAIN = (REPOSITORY / "examples" / "plain_pytorch.py", "--iterations", ITERATIONS)
+HELD = (REPOSITORY / "tests" / "examples" / "held.py", ITERATIONS - 20, "go", *PLAIN)
+"""It does not end before ``let_end``, so that whoever is to be killed in it is still there."""
 STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
 SHOW = """
     import os
@@ -52,22 +54,39 @@ def processes_of(launch: Launch) -> list[int]:
     return processes_with(f"LAUNCH_TEST_TOKEN={launch.token}")
 
 
-def kill_node(launch: Launch) -> None:
-    """As a host that loses its power: every process at once."""
-    doomed = processes_of(launch)
-    assert launch.pid in doomed
-    assert len(doomed) > 3  # launcher, reaper, workers
-    for pid in doomed:
-        with contextlib.suppress(ProcessLookupError):  # the launcher's death has ended it already
-            os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not any(alive(pid) for pid in doomed), "the node is gone")
+def let_end(bench: Bench) -> None:
+    (bench.folder / "go").touch()
+
+
+def kill_nodes(*launches: Launch) -> None:
+    """As hosts that lose their power in the same moment: every process at once.
+
+    All are stopped first: between two kills a worker could turn to another coordinator, a launcher tell of a death, or
+    a coordinator make a plan without those that are dead already.
+    """
+    doomed: list[int] = []
+    for launch in launches:
+        found = processes_of(launch)
+        assert launch.pid in found
+        assert len(found) >= 3  # launcher, reaper, workers
+        doomed += found
+
+    def signal_all(number: int) -> None:
+        for pid in doomed:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, or a launcher's death has ended it already
+                os.kill(pid, number)
+
+    signal_all(signal.SIGSTOP)
+    eventually(lambda: all(stopped(pid) for pid in doomed), "the nodes stand still")
+    signal_all(signal.SIGKILL)
+    eventually(lambda: not any(alive(pid) for pid in doomed), "the nodes are gone")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     bench = Bench(tmp_path_factory.mktemp("undisturbed"))
     try:
-        started = launches(bench, 3, REPOSITORY / "examples" / "plain_pytorch.py", "--iterations", ITERATIONS)
+        started = launches(bench, 3, *PLAIN)
         assert [launch.wait() for launch in started] == [0, 0, 0], [launch.err for launch in started]
         reference = losses(bench, 0)
         assert sorted(reference) == list(range(1, ITERATIONS + 1))
@@ -84,10 +103,11 @@ def test_a_node_that_dies_whole_takes_neither_the_coordinator_nor_the_store_from
     bench: Bench, undisturbed: dict[int, float], victim: int
 ) -> None:
     """Node 0 hosts the coordinator that leads, and the store."""
-    started = launches(bench, 3, REPOSITORY / "examples" / "plain_pytorch.py", "--iterations", ITERATIONS)
+    started = launches(bench, 3, *HELD)
     started[0].wait_for("all 3 nodes take part")
     wait_for_iteration(bench, 2 * victim, 10)
-    kill_node(started[victim])
+    kill_nodes(started[victim])
+    let_end(bench)
     survivors = [launch for node, launch in enumerate(started) if node != victim]
     assert [launch.wait() for launch in survivors] == [0, 0], [launch.err for launch in survivors]
     for worker in range(6):
@@ -96,9 +116,9 @@ def test_a_node_that_dies_whole_takes_neither_the_coordinator_nor_the_store_from
         else:
             assert losses(bench, worker) == pytest.approx(undisturbed, rel=1e-10)
     assert len(list((bench.folder / "logs").glob("events-*.jsonl"))) == 3
-    leader = 1 if victim == 0 else 0
-    events = (bench.folder / "logs" / f"events-{leader}.jsonl").read_text().splitlines()
-    assert [event["code"] for event in map(json.loads, events) if event["event"] == "stop"] == [0]
+    files = [bench.folder / "logs" / f"events-{node}.jsonl" for node in range(3) if node != victim]
+    events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert [event["code"] for event in events if event["event"] == "stop"] == [0]
 
 
 @pytest.mark.slow
@@ -141,7 +161,7 @@ STAYS = """
 def test_a_launcher_without_workers_keeps_its_candidate_up_until_the_run_is_over(bench: Bench) -> None:
     first, second = launches(bench, 2, bench.script(STAYS))
     second.wait_for("staying until the coordinator says how the run ends")
-    coordinators = [pid for pid in processes_of(second) if b"--listen-fd" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    coordinators = [pid for pid in processes_of(second) if "--listen-fd" in command_line(pid)]
     assert len(coordinators) == 1
     assert second.process.poll() is None
     (bench.folder / "go").touch()
@@ -160,7 +180,7 @@ def test_nodes_without_a_secret_have_no_coordinator_and_say_so_once(bench: Bench
 def test_recover_over_several_nodes_without_a_secret_is_refused(bench: Bench) -> None:
     code, launch = bench.run("--nnodes", 2, "--master-port", free_port(), bench.script(UNTIL_TOLD), "--recover")
     assert code == 2
-    assert "--recover over several nodes needs a secret" in launch.err
+    assert "a run over several nodes needs a secret" in launch.err
     assert "RECOVER_SECRET" in launch.err
     assert "UP" not in launch.out
 
@@ -178,12 +198,32 @@ def test_a_secret_that_cannot_be_used_is_refused_on_several_nodes_too(bench: Ben
 @pytest.mark.slow
 def test_a_node_without_the_secret_that_node_0_has_is_refused(bench: Bench) -> None:
     script = bench.script(UNTIL_TOLD)
-    # Node 0 waits for as long: node 1 must have imported torch by then, which takes seconds on a busy machine.
-    nodes = ["--nnodes", 2, "--master-port", free_port(), "--rendezvous-timeout", 25]
+    nodes = ["--nnodes", 2, "--master-port", free_port(), "--rendezvous-timeout", 120]
     first = bench.start(*nodes, "--node-rank", 0, script, environment=SECRET)
     second = bench.start(*nodes, "--node-rank", 1, script)
     assert second.wait() == 2
     assert "no secret here (node 1) but one on node 0" in second.err
-    assert first.wait() == 1
-    assert "what comes for node 1 is ignored: it does not prove the job's secret" in first.err
+    first.wait_for("what comes for node 1 is ignored: it does not prove the job's secret")
+    first.send(signal.SIGTERM)
+    assert first.wait() == 128 + signal.SIGTERM
     assert "UP" not in first.out + second.out
+
+
+def test_nodes_with_different_flags_are_told_before_a_worker_starts(bench: Bench) -> None:
+    port = free_port()
+    options = ["--nnodes", 2, "--nproc-per-node", 1, "--master-port", port]
+    script = bench.script("raise SystemExit('a worker was started')")
+    first = bench.start(*options, "--node-rank", 0, script, "--recover", "--lr", "1", environment=SECRET)
+    second = bench.start(*options, "--node-rank", 1, script, "--recover", "--lr", "2", environment=SECRET)
+    assert (second.wait(), first.wait()) == (2, 1)
+    for launch in (first, second):
+        assert "the script's flags are not those of node 0 here (node 1): --lr has another value" in launch.err
+        assert "a worker was started" not in launch.out + launch.err
+
+
+def test_a_flag_that_may_differ_is_not_compared(bench: Bench) -> None:
+    options = ["--nnodes", 2, "--nproc-per-node", 1, "--master-port", free_port(), "--log-dir", "logs"]
+    script = bench.script(USES_IT)
+    may = ["--recover", "--recover-may-differ", "lr", "--lr"]
+    started = [bench.start(*options, "--node-rank", n, script, *may, n + 5, environment=SECRET) for n in (0, 1)]
+    assert [launch.wait() for launch in started] == [0, 0], [launch.err for launch in started]

@@ -7,28 +7,28 @@ import signal
 
 import pytest
 
-from tests.harness import REPOSITORY
+from .test_newcomers import AGREEING, HELD, let_end
 
-AGREEING = REPOSITORY / "tests" / "agreeing.py"
 TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", 2, "--recover-hang-timeout", 2]
 
 pytestmark = pytest.mark.slow
 
 
-def stalled(bench, iterations: int, *flags: object):
+def stalled(bench, *flags: object):
     """A launch of four workers, of which three are stopped in the middle of it."""
     options = ["--nproc-per-node", 4, "--log-dir", "logs"]
-    launch = bench.start(*options, AGREEING, iterations, 0.05, "--recover", *TIMES, *flags)
+    launch = bench.start(*options, AGREEING, 10, 0.05, "--recover", *TIMES, *flags, environment=HELD)
     launch.wait_for('"event": "plan"', times=4)
-    pids = [worker["pid"] for worker in bench.workers()[:3]]
+    pids = [worker["pid"] for worker in bench.workers(count=4)[:3]]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     launch.wait_for("STALLED")
+    let_end(bench)
     return launch, pids
 
 
 def test_a_stall_is_told_of_on_the_console_and_all_finish(bench):
-    launch, pids = stalled(bench, 60)
+    launch, pids = stalled(bench)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     assert launch.wait() == 0, launch.err
@@ -44,7 +44,7 @@ def test_a_stall_is_told_of_on_the_console_and_all_finish(bench):
 
 
 def test_of_workers_that_are_killed_together_none_is_said_to_go_on(bench):
-    launch, _ = stalled(bench, 60, "--recover-stall-timeout", 1)
+    launch, _ = stalled(bench, "--recover-stall-timeout", 1)
     assert launch.wait() == 0, launch.err
     killed = [line for line in launch.err.splitlines() if "was killed by SIGKILL" in line]
     assert len(killed) == 3

@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from recover_megatron.launch.exit_codes import start_exit_code
+from tests.harness import REPOSITORY
 from tests.harness.processes import free_port
 from tests.harness.waiting import eventually
 
@@ -54,6 +57,26 @@ def test_the_exit_code_is_that_of_a_fault_of_the_work_if_there_is_one(statuses, 
     assert start_exit_code(ends(*statuses), fault_tolerant=True) == fault_tolerant
 
 
+@pytest.mark.parametrize(("number", "code", "why"), [(signal.SIGINT, 130, "SIGINT"), (signal.SIGKILL, 10, "SIGKILL")])
+def test_recover_status_tells_how_a_run_ended_that_never_began(bench: Bench, number: int, code: int, why: str) -> None:
+    logs = bench.folder / "logs"
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", logs, bench.script(ENDLESS), "-", "-", "--recover")
+    launch.wait_for("UP", times=2)
+    if number == signal.SIGKILL:
+        os.kill(bench.workers(count=2)[1]["pid"], number)
+    else:
+        launch.send(number)
+    assert launch.wait() == code, launch.err
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
+    said = subprocess.run(
+        [sys.executable, "-m", "recover_megatron.status", str(logs), "--check"],
+        env={**clean, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (said.returncode, said.stderr) == (2, "")
+    assert said.stdout.startswith(f"ENDED: exit code {code}: ")
+    assert why in said.stdout
+
+
 def lines_about(launch: Launch, worker: int) -> list[str]:
     return [line for line in launch.err.splitlines() if f"worker {worker} on " in line]
 
@@ -63,8 +86,11 @@ def test_workers_that_are_killed_end_the_launch_with_a_code_that_is_requeued(ben
     argv = [bench.script(ENDLESS), "-", 0, "--recover", "--recover-device", "cpu"]
     launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", *argv)
     launch.wait_for("UP", times=3)
-    for victim in victims:
-        os.kill(bench.workers()[victim]["pid"], signal.SIGKILL)
+    pids = [bench.workers(count=3)[victim]["pid"] for victim in victims]
+    launch.send(signal.SIGSTOP)  # the launcher ends the others at the first death that it sees
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    launch.send(signal.SIGCONT)
     assert launch.wait() == 10
     first = next(line for line in launch.err.splitlines() if "was killed by SIGKILL" in line)
     record = bench.workers()[victims[0]]
@@ -98,7 +124,7 @@ def test_a_worker_that_has_a_session_already_ends_the_launch_too(bench: Bench, v
     launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(CONNECTED), "--recover")
     events = bench.folder / "logs" / "events-0.jsonl"
     wait_for_text(events, '"attached"', 3)
-    os.kill(bench.workers()[victim]["pid"], signal.SIGKILL)
+    os.kill(bench.workers(count=3)[victim]["pid"], signal.SIGKILL)
     assert launch.wait() == 10
     assert f"worker {victim} on" in launch.err
 
@@ -111,7 +137,7 @@ def test_without_recover_our_script_needs_all_workers_at_any_time(bench: Bench) 
     script = bench.script(ENDLESS, "pretrain_gpt_recover.py")
     launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", script, "-", 0)
     launch.wait_for("UP", times=2)
-    os.kill(bench.workers()[1]["pid"], signal.SIGKILL)
+    os.kill(bench.workers(count=2)[1]["pid"], signal.SIGKILL)
     assert launch.wait() == 137
     assert "a training without --recover needs all workers" in launch.err
 
@@ -130,7 +156,7 @@ def test_all_nodes_end_at_once_with_the_same_code(bench: Bench, victim: int, how
     started[0].wait_for("all 2 nodes take part")
     (bench.folder / "go").touch()
     if how == "kill":
-        os.kill(bench.workers()[victim]["pid"], signal.SIGKILL)
+        os.kill(bench.workers(count=4)[victim]["pid"], signal.SIGKILL)
     code = 10 if how == "kill" else 1
     assert [launch.wait() for launch in started] == [code, code], started[0].err + started[1].err
     for launch in started:

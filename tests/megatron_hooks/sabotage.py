@@ -2,7 +2,7 @@
 
 lost-backward     rank 1 leaves out the backward pass of one microbatch in iteration 3
 other-samples     rank 1 reads the samples before those that it is asked for
-slow              rank 1 needs 0.3 s more for each microbatch
+slow              rank 1 needs 0.3 s more for each microbatch, and on a busy host a multiple of what that takes there
 same-share        rank 1 thinks that rank 0's share is its own
 """
 
@@ -40,8 +40,10 @@ if os.environ["RANK"] == "1":
         forward_step = gpt_script.forward_step
 
         def slow_forward_step(*args: object, **kwargs: object) -> object:
-            time.sleep(0.3)
-            return forward_step(*args, **kwargs)
+            started = time.perf_counter()
+            result = forward_step(*args, **kwargs)
+            time.sleep(max(0.3, 10 * (time.perf_counter() - started)))
+            return result
 
         gpt_script.forward_step = slow_forward_step
     else:

@@ -22,6 +22,7 @@ def test_gradients_are_scaled_before_the_sum_and_local_ones_back_for_lost_microb
     grid = launch_grid(4, tensor=1, context=1, pipeline=1, inner_ranks=1)
     assignment: Any = SimpleNamespace(grid=grid, me=0)
     monkeypatch.setattr(module, "column_of", lambda group: (0, 1, 2, 3))
+    monkeypatch.setattr(module, "launched_of", lambda group: (0, 1, 2, 3))
     gradients = torch.arange(1.0, 9.0)
     its_own = gradients.clone()
     unchecked = SimpleNamespace(check_for_nan_in_grad=False, check_for_large_grads=False)

@@ -76,7 +76,7 @@ def test_a_shadow_has_the_bits_of_what_it_is_a_shadow_of_and_their_state(kind: A
     host = HostShadows([two], CLIP)  # type: ignore[list-item]
     for step in range(5):
         norm = two.sum_up(gradients(step))
-        host.begin(norm)
+        host.begin(norm, [1.0])
         two.update_own(norm)
     host.join()
     for own, shadow in zip(two.own, two.shadows, strict=True):
@@ -100,12 +100,12 @@ def test_the_training_goes_on_while_shadows_are_updated_and_the_next_update_wait
     host = HostShadows([two], CLIP)  # type: ignore[list-item]
     before = [fragment.tensor.clone() for fragment in two.shadows]
     norm = two.sum_up(gradients(0))
-    host.begin(norm)
+    host.begin(norm, [1.0])
     two.update_own(norm)  # done, and nothing has happened to the shadows
     assert all(torch.equal(old, fragment.tensor) for old, fragment in zip(before, two.shadows, strict=True))
     go.set()
     norm = two.sum_up(gradients(1))
-    host.begin(norm)  # waits for the first one
+    host.begin(norm, [1.0])  # waits for the first one
     two.update_own(norm)
     host.join()
     assert all(torch.equal(own.tensor, shadow.tensor) for own, shadow in zip(two.own, two.shadows, strict=True))
@@ -119,7 +119,7 @@ def test_what_goes_wrong_with_a_shadow_is_a_fault_of_this_worker_at_the_next_upd
 
     two = Two(Failing)
     host = HostShadows([two], CLIP)  # type: ignore[list-item]
-    host.begin(two.sum_up(gradients(0)))
+    host.begin(two.sum_up(gradients(0)), [1.0])
     with pytest.raises(RuntimeError, match="no memory left"):
         host.join()
 
@@ -128,5 +128,5 @@ def test_without_shadows_aside_nothing_is_started() -> None:
     two = Two(FusedAdam)
     two.shadows.clear()
     before = threading.active_count()
-    HostShadows([two], CLIP).begin(1.0)  # type: ignore[list-item]
+    HostShadows([two], CLIP).begin(1.0, [1.0])  # type: ignore[list-item]
     assert threading.active_count() == before

@@ -71,7 +71,7 @@ def train(server: ForkServer, script: str, layout: Layout, out: Path, *flags: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", some("stock", LAYOUTS, 4), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", some("stock", LAYOUTS, 2), ids=lambda layout: layout.name)
 def test_losses_and_checkpoints_are_those_of_the_stock_script(
     forkserver: ForkServer, tmp_path: Path, layout: Layout
 ) -> None:
@@ -106,7 +106,7 @@ RECOVERABLE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", some("parity", RECOVERABLE, 6), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", some("parity", RECOVERABLE, 3), ids=lambda layout: layout.name)
 def test_with_recover_and_no_failure_the_losses_are_the_stock_ones_and_the_audit_is_whole(
     forkserver: ForkServer, tmp_path: Path, layout: Layout
 ) -> None:

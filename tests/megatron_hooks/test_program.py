@@ -19,6 +19,9 @@ from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 
 GOOD = [*MODEL, *SCHEDULE, *MOCK]
 MONKEYPATCH = [
+    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.close",
+    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.is_current_async_call_done",
+    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.schedule_async_call",
     "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",
     "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync",
     "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_param_sync",
@@ -30,6 +33,7 @@ MONKEYPATCH = [
     "megatron.training.checkpointing.get_checkpoint_name",
     "megatron.training.checkpointing.get_checkpoint_tracker_filename",
     "megatron.training.checkpointing.schedule_async_save",
+    "megatron.training.datasets.fim_dataset.GPTFIMDataset._query_document_sample_shuffle_indices",
     "megatron.training.initialize._initialize_distributed",
     "megatron.training.training.append_to_progress_log",
     "megatron.training.training.build_pretraining_data_loader",
@@ -37,7 +41,10 @@ MONKEYPATCH = [
     "megatron.training.training.calc_params_l2_norm",
     "megatron.training.training.check_param_hashes_across_dp_replicas",
     "megatron.training.training.consume_seqlen_stats_in_iteration",
+    "megatron.training.training.cyclic_iter",
+    "megatron.training.training.dummy_train_step",
     "megatron.training.training.evaluate",
+    "megatron.training.training.evaluate_and_print_results",
     "megatron.training.training.get_forward_backward_func",
     "megatron.training.training.load_checkpoint",
     "megatron.training.training.maybe_finalize_async_save",
@@ -90,11 +97,9 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
         ([*GOOD, "--global-batch-size", "15"], "global batch size 15 is not a multiple of micro batch size 2 x 1"),
         ([*GOOD, "--num-layers", "four"], "argument --num-layers: invalid int value: 'four'"),
         ([*GOOD, "--hidden-size", "33"], "Megatron refuses these flags"),
-        ([*GOOD, "--recover", "--dataloader-type", "cyclic"], "--recover needs --dataloader-type single"),
+        ([*GOOD, "--recover", "--dataloader-type", "external"], "--recover needs --dataloader-type single or cyclic"),
         ([*GOOD, "--recover", "--recover-log-dir", "/proc/nowhere"], "--recover-log-dir /proc/nowhere: "),
         ([*GOOD, "--recover", "--recover-min-replicas", "0"], "--recover-min-replicas 0: give 1 or more"),
-        ([*GOOD, "--optimizer", "lion"], "--optimizer lion needs the Python package emerging-optimizers, which is not"),
-        ([*GOOD, "--recover", "--optimizer", "muon"], "--optimizer muon needs the Python package emerging-optimizers"),
         ([*GOOD, "--wandb-project", "mine"], "--wandb-project mine needs the Python package wandb, which is not"),
         (
             [*GOOD, "--tokenizer-type", "TikTokenizer"],
@@ -104,11 +109,17 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
         ([*GOOD, "--recover", "--train-iters", "0"], "--recover has nothing to keep in a run that trains nothing"),
         ([*GOOD, "--recover", "--recover-min-replicas", "5"], "--recover-min-replicas 5: this run has 1 at its launch"),
         ([*GOOD, "--recover-inject", "0@3:backward"], "--recover-inject needs --recover: without it nothing is inj"),
-        ([*GOOD, "--recover", "--fp16"], "--recover with --fp16 needs --accumulate-allreduce-grads-in-fp32: "),
-        ([*GOOD, "--recover", "--log-straggler"], "--recover cannot be combined with --log-straggler yet: it reports"),
         (
-            [*GOOD, "--recover", "--qk-clip", "--log-max-attention-logit"],
-            "--recover cannot be combined with --qk-clip yet: it takes a maximum over all replicas",
+            [*GOOD, "--recover", "--recover-grace", "5", "--use-distributed-optimizer", "--recover-shadow-shards", "0"],
+            "--recover-grace with --use-distributed-optimizer needs --recover-shadow-shards 1 or 2",
+        ),
+        (
+            [*GOOD, "--recover", "--qk-clip"],
+            "--qk-clip needs --bf16 or --fp16: without them Megatron itself does not find the attention",
+        ),
+        (
+            [*GOOD, "--recover", "--bf16", "--qk-clip", "--use-distributed-optimizer"],
+            "--recover with --use-distributed-optimizer cannot be combined with --qk-clip yet: it scales whole weights",
         ),
         (
             [*GOOD, "--recover", "--tensor-parallel-num-weight-shards", "2"],
@@ -119,26 +130,21 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
             "--recover cannot be combined with --expert-tensor-parallel-num-weight-shards 2 yet: weights",
         ),
         (
-            [*GOOD, "--recover", "--tp-comm-overlap"],
-            "--recover cannot be combined with --tp-comm-overlap yet: its userbuffers",
-        ),
-        (
-            [*GOOD, "--recover", "--moe-token-dispatcher-type", "flex"],
-            "--recover cannot be combined with --moe-token-dispatcher-type flex (DeepEP, HybridEP, NCCL EP) yet",
-        ),
-        (
-            [*GOOD, "--recover", "--use-sharp"],
-            "--recover cannot be combined with --use-sharp yet: the gradients do not go through",
-        ),
-        (
-            [*GOOD, "--recover", "--use-nccl-ub"],
-            "--recover cannot be combined with --use-nccl-ub yet: the gradients do not go through",
-        ),
-        (
             [*GOOD, "--recover", "--fp8-format", "hybrid"],
             "--recover cannot be combined with delayed FP8 scaling yet: its scales are a history",
         ),
-        ([*GOOD, "--recover", "--rerun-mode", "validate_results"], "--recover needs --rerun-mode disabled"),
+        (
+            [*GOOD, "--recover", "--use-megatron-fsdp", "--num-distributed-optimizer-instances", "2"],
+            "--use-megatron-fsdp with --num-distributed-optimizer-instances 2 needs --overlap-grad-reduce: without it",
+        ),
+        (
+            [*GOOD, "--recover", "--rerun-mode", "report_stats"],
+            "--recover cannot be combined with --rerun-mode report_stats: Megatron 0.17 to 0.19 does not start with it",
+        ),
+        (
+            [*GOOD, "--recover", "--te-rng-tracker"],
+            "--recover takes --te-rng-tracker only with --recover-untested: ",
+        ),
         (
             [*GOOD, "--recover", "--inprocess-restart"],
             "--recover cannot be combined with --inprocess-restart yet: when",
@@ -153,6 +159,15 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
 )
 def test_bad_input_is_one_clear_message(forkserver: ForkServer, tmp_path: Path, argv: list[str], reason: str) -> None:
     assert reason in refusal(forkserver, tmp_path, argv)
+
+
+def test_without_recover_instances_that_megatron_would_never_sum_are_warned_of_once(
+    forkserver: ForkServer, tmp_path: Path
+) -> None:
+    apart = ["--use-megatron-fsdp", "--num-distributed-optimizer-instances", "2"]
+    said = refusal(forkserver, tmp_path, [*GOOD, *apart, "--global-batch-size", "16", "--hidden-size", "33"], workers=2)
+    assert said.count("warning: --use-megatron-fsdp with --num-distributed-optimizer-instances 2 needs") == 1
+    assert "Megatron refuses these flags" in said
 
 
 def test_a_package_that_megatron_misses_late_is_one_line_unless_the_training_has_begun(
@@ -189,9 +204,35 @@ def test_a_run_that_never_has_the_replicas_it_must_keep_is_refused(
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
     args = argparse.Namespace(**(sizes | {name: int(value) for name, value in values.items()}))
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    assert flag_checks._too_few_replicas(args, RecoverConfig(enabled=True, min_replicas=most)) == []
-    (reason,) = flag_checks._too_few_replicas(args, RecoverConfig(enabled=True, min_replicas=most + 1))
+    assert flag_checks._number_of_replicas(args, RecoverConfig(enabled=True, min_replicas=most)) == []
+    (reason,) = flag_checks._number_of_replicas(args, RecoverConfig(enabled=True, min_replicas=most + 1))
     assert f"this run has {most} at its launch ({world} workers, {world // most} to a replica)" in reason
+
+
+VPP: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 8}
+
+
+@pytest.mark.parametrize(
+    ("world", "most", "fields", "why"),
+    [(4, 3, {}, "this run has 4 at its launch"), (1, 2, {}, "needs a launch of two replicas"),
+     (2, 13, {}, "a global batch of 12 microbatches is enough for 12 replicas"),
+     (4, 6, {"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
+     (4, 6, {"use_megatron_fsdp": True}, "--use-megatron-fsdp"), (2, 12, {}, ""),
+     (4, 7, VPP | {"num_layers_per_virtual_pipeline_stage": 1}, "12 microbatches is enough for 6 replicas"),
+     (4, 7, VPP | {"num_virtual_stages_per_pipeline_rank": 2}, "of 2 microbatches at least"),
+     (4, 7, VPP | {"pipeline_model_parallel_layout": "E,(tt|)*3,t*2,L"}, "is enough for 6 replicas"),
+     (4, 6, VPP | {"num_virtual_stages_per_pipeline_rank": 2}, ""),
+     (4, 7, VPP | {"num_layers_per_virtual_pipeline_stage": 4}, ""),
+     (4, 7, VPP | {"pipeline_model_parallel_layout": "Ett|ttL"}, "")],
+)  # fmt: skip
+def test_a_run_that_cannot_grow_as_far_as_it_is_told_to_is_refused(
+    monkeypatch: pytest.MonkeyPatch, world: int, most: int, fields: dict[str, Any], why: str
+) -> None:
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+    args = argparse.Namespace(**{**sizes, **fields}, micro_batch_size=1, global_batch_size=12)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    found = flag_checks._number_of_replicas(args, RecoverConfig(enabled=True, max_replicas=most))
+    assert [why in reason for reason in found] == [True] * bool(why), found
 
 
 def test_each_node_tells_a_refusal_once_and_so_does_whoever_comes_later(
@@ -213,9 +254,9 @@ def test_each_node_tells_a_refusal_once_and_so_does_whoever_comes_later(
 
 def test_all_reasons_are_told_at_once(forkserver: ForkServer, tmp_path: Path) -> None:
     argv = [*MODEL, *SCHEDULE, "--data-path", "/nowhere/corpus", "--tensor-model-parallel-size", "2", "--recover"]
-    said = refusal(forkserver, tmp_path, [*argv, "--use-torch-fsdp2", "--cuda-graph-impl", "local"], workers=3)
+    said = refusal(forkserver, tmp_path, [*argv, "--use-torch-fsdp2", "--qk-clip"], workers=3)
     assert said.splitlines()[0].startswith("pretrain_gpt_recover.py: ")
-    for reason in ("cannot hold whole replicas", "/nowhere/corpus.bin", "--use-torch-fsdp2", "CUDA graphs"):
+    for reason in ("cannot hold whole replicas", "/nowhere/corpus.bin", "--use-torch-fsdp2", "--qk-clip"):
         assert reason in said
 
 
@@ -277,7 +318,6 @@ def fake_megatron(root: Path, minor: int, *, training: bool = True, script: bool
     ("minor", "training", "reason"),
     [
         (16, True, "Megatron 0.16.1 in {root} is not supported (supported: Megatron 0.17 to 0.19, tested: 0.19.2)"),
-        (20, True, "Megatron 0.20.1 in {root} is not supported"),
         (19, False, "Megatron 0.19.1 in {root} has no megatron.training"),
         (18, True, "the wheel of Megatron 0.18.1 has no GPT builder: put a Megatron-LM checkout"),
     ],
@@ -289,6 +329,12 @@ def test_an_unsupported_megatron_is_refused_with_the_supported_ones(
     assert done.returncode == 2
     assert reason.format(root=tmp_path) in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_newer_megatron_is_taken_with_a_warning_and_its_seams_decide(tmp_path: Path) -> None:
+    done = start_with(fake_megatron(tmp_path, 20, script=True))
+    assert f"recover: warning: Megatron 0.20.1 in {tmp_path} is newer than those tested" in done.stderr
+    assert "is not supported" not in done.stderr
 
 
 def test_a_missing_megatron_is_told_with_the_command_that_installs_it(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 
+from recover_megatron.instep.grid import launch_grid
 from recover_megatron.megatron_hooks import trackers as module
+from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.trackers import Trackers
 
 ARGS = SimpleNamespace(
@@ -22,6 +24,8 @@ ARGS = SimpleNamespace(
     dsa_indexer_loss_coeff=None,
 )
 LAUNCHED = 4
+GRID = launch_grid(LAUNCHED, tensor=1, context=1, pipeline=1, inner_ranks=1)
+TAIL = range(LAUNCHED)
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def test_each_worker_is_given_what_equal_shares_of_the_launch_would_have_given_i
     megatron: moe_logging.MoEMetricsTracker,
 ) -> None:
     """Eight microbatches; one of two workers that are left ran five of them, and something before that was lost."""
-    trackers = Trackers(ARGS, LAUNCHED)
+    trackers = Trackers(ARGS, TAIL, GRID)
     nothing = trackers.read()
     assert nothing.tolist() == [0.0] * trackers.size
     run(megatron, 3)
@@ -70,8 +74,19 @@ def test_each_worker_is_given_what_equal_shares_of_the_launch_would_have_given_i
     assert (its["correct_values"].tolist(), its["total_values"].tolist()) == ([4.0 * 8], [5.0 * 8])
 
 
+def test_the_share_is_that_of_the_launch_in_a_run_that_may_grow(megatron: moe_logging.MoEMetricsTracker) -> None:
+    grid = GRID.with_room_for(2 * LAUNCHED)
+    tail = grid.column(TAIL)
+    assert len(tail) == 2 * LAUNCHED
+    trackers = Trackers(ARGS, tail, grid)
+    run(megatron, 8)
+    trackers.write(trackers.read())
+    assert megatron.metrics["load_balancing_loss"].values.tolist() == [8 / LAUNCHED, 0, 0]
+    assert MTPLossLoggingHelper.tracker["loss_values"].tolist() == [3.0 * 8 / LAUNCHED]
+
+
 def test_nothing_is_left_to_be_asked_of_other_replicas(megatron: moe_logging.MoEMetricsTracker) -> None:
-    trackers = Trackers(ARGS, LAUNCHED)
+    trackers = Trackers(ARGS, TAIL, GRID)
     run(megatron, 1)
     trackers.write(trackers.read())
     assert [entry.needs_dp_avg for entry in megatron.metrics.values()] == [False, False]
@@ -82,14 +97,14 @@ def test_nothing_is_left_to_be_asked_of_other_replicas(megatron: moe_logging.MoE
 def test_lengths_of_packed_sequences_are_those_of_the_whole_batch(
     megatron: moe_logging.MoEMetricsTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trackers = Trackers(ARGS, LAUNCHED)
+    trackers = Trackers(ARGS, TAIL, GRID)
     monkeypatch.setattr(training, "_seqlen_stats_in_iteration", torch.tensor([6.0, 20.0], dtype=torch.float64))
     monkeypatch.setattr(training, "_seqlen_stats_active", True)
     monkeypatch.setattr(training, "consume_seqlen_stats_in_iteration", training.consume_seqlen_stats_in_iteration)
     monkeypatch.setattr(module.parallel_state, "get_context_parallel_world_size", lambda: 2, raising=False)
     seam = module.TrackerSeam()
     seam.active = True
-    seam.install()
+    seam.install(MEGATRON_LM)
     trackers.write(4 * trackers.read())
     assert training.consume_seqlen_stats_in_iteration() == (12.0, 40.0)  # two context-parallel ranks counted the same
     assert training.consume_seqlen_stats_in_iteration() == (None, None)

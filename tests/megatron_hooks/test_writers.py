@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from recover_megatron.megatron_hooks import writers
 from recover_megatron.megatron_hooks.writers import Stub
 
 
@@ -59,6 +60,18 @@ def test_who_begins_to_write_tells_what_it_remembers_and_then_what_comes() -> No
     writer.begin()  # the other one died: it may not have written them
     assert opened[0].told[-1] == ("loss", 1.0, 3)
     assert len(opened) == 1
+
+
+def test_what_was_told_last_is_written_out_at_the_end_by_who_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends without taking Python down, so nothing else would write it."""
+    board = Board()
+    opened: list[str] = []
+    others = Stub("W&B", None, lambda: opened.append("W&B"), lambda: 1)
+    monkeypatch.setattr(writers.global_vars, "_GLOBAL_TENSORBOARD_WRITER", Stub("TensorBoard", board, Board, lambda: 1))
+    monkeypatch.setattr(writers.global_vars, "_GLOBAL_WANDB_WRITER", others)
+    writers.finish()
+    assert board.flushed
+    assert opened == []
 
 
 @pytest.mark.parametrize("where", ["opened", "told"])

@@ -24,6 +24,8 @@ MODEL = (
 """Complete for Megatron's own script too: nothing here relies on defaults that recover_megatron changes."""
 
 SCHEDULE = "--global-batch-size 16 --train-iters 20 --lr-warmup-iters 2".split()
+ASYNCHRONOUSLY = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
+"""Without the worker that stays, Megatron 0.19 saves synchronously, and says so in one line."""
 MOCK = ["--mock-data"]
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
 

@@ -203,6 +203,18 @@ class Cluster:
             time.sleep(0.02)
         raise AssertionError(f"coordinator {candidate} never logged {name} {fields}: {self.events(candidate)[-5:]}")
 
+    def leader(self, since: float = 0.0) -> int:
+        """The candidate that was the last to lead, once one has begun to after ``since``."""
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            led = [
+                (e["mono"], k) for k in range(len(self.coordinators)) for e in self.events(k) if e["event"] == "lead"
+            ]
+            if led and max(led)[0] > since:
+                return max(led)[1]
+            time.sleep(0.02)
+        raise AssertionError(f"no candidate leads since {since}")
+
     def go_on_without(self, *gone: int) -> None:
         """Every other worker gets a plan without the gone and then commits."""
         for number, process in self.workers.items():

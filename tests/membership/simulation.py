@@ -10,14 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recover_megatron.membership.coordinator import Coordinator, State
+from recover_megatron.membership.coordinator import Coordinator
+from recover_megatron.membership.drains import draining_of
 from recover_megatron.membership.events import (
     Abandon,
     Accepted,
     Acknowledged,
+    AskForLease,
+    AskWitness,
     Close,
     Closed,
     Connected,
@@ -26,6 +30,7 @@ from recover_megatron.membership.events import (
     Hangup,
     Heard,
     Log,
+    Look,
     Lost,
     Notify,
     Probe,
@@ -33,13 +38,17 @@ from recover_megatron.membership.events import (
     Say,
     Send,
     Settle,
+    Statement,
     StepDown,
     Tick,
+    Verdict,
 )
 from recover_megatron.membership.follower import Follower, Stage
+from recover_megatron.membership.lease import is_due, may_take
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.node_agent_client import NodeAgentClient
-from recover_megatron.membership.records import Settings, from_runs
+from recover_megatron.membership.records import JOINED_FROM, Settings, from_runs
+from recover_megatron.membership.states import State
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode, parse
 
 SETTINGS = Settings(
@@ -47,6 +56,8 @@ SETTINGS = Settings(
 )
 
 EOF = {"type": "eof"}
+OBSERVER = 10**9
+"""Session of whoever looks at the run."""
 
 
 def over_the_wire(message: dict[str, Any], schemas: Any) -> dict[str, Any]:
@@ -63,6 +74,18 @@ class Connection:
     down: deque[dict[str, Any]] = field(default_factory=deque)
     member_uses: bool = True
     coordinator_uses: bool = False
+    sent_at: float = 0.0
+    acknowledged_at: float = 0.0
+
+    def send(self, message: Mapping[str, Any], now: float) -> None:
+        """The coordinator's side sends; what it sent at earlier times has been acknowledged, at once."""
+        if now > self.sent_at:
+            self.acknowledged_at, self.sent_at = self.sent_at, now
+        self.down.append(dict(message))
+
+    def unacknowledged(self, now: float) -> float:
+        """What the coordinator's kernel tells of it while the link is well: what is sent ``now`` is under way."""
+        return now - self.acknowledged_at if self.sent_at == now else 0.0
 
 
 class PropertyViolated(AssertionError):
@@ -79,19 +102,36 @@ class World:
         nodes: int = 2,
         node_agents: bool = True,
         settings: Settings = SETTINGS,
+        slack: int | None = None,
+        witness: bool = False,
     ) -> None:
+        """``slack``: there is a lease, and by so many workers two halves may differ. ``witness``: and who tells the
+        truth of nodes that are off."""
         self.now = 0.0
         self._settings = settings
+        self._slack = slack
+        self.holders: list[AskForLease] = []  # of the lease, the last one is the present one
+        self.claims: list[tuple[int, AskForLease]] = []  # by which candidate; the storage has not answered yet
+        self.answers: list[tuple[int, Verdict]] = []  # to candidates that were frozen
+        self.no_storage: set[int] = set()  # candidates that do not reach it
         self.launched = workers
+        self._nodes = frozenset(f"node{n}" for n in range(nodes)) if witness else None
+        self.questions: list[tuple[int, frozenset[str]]] = []  # by which candidate; the witness has not answered yet
+        self.off: set[str] = set()  # nodes without power
         self.connections: dict[int, Connection] = {}
         self._numbers = itertools.count(1)
         self._salts = itertools.count(100)
         self.coordinators: dict[int, Coordinator] = {
-            k: Coordinator(workers, settings, salt=next(self._salts)) for k in range(candidates)
+            k: Coordinator(workers, settings, salt=next(self._salts), slack=slack, nodes=self._nodes)
+            for k in range(candidates)
         }
+        self.added: dict[tuple[str, int], int] = {}  # address -> candidate, of those that joined
+        self.first_lists: dict[str, tuple[tuple[str, int], ...]] = {}  # by member: those it was started with, and
+        self.lists: dict[str, tuple[tuple[str, int], ...]] = {}  # those it was told of
         self.members: dict[str, Follower] = {}
         self.current: dict[str, Connection | None] = {}
-        self._node_agents = node_agents
+        self.has_node_agents = node_agents
+        self._launched_nodes = nodes
         self._candidates = candidates
         self.node_of: dict[int, int] = {}
         for w in range(workers):
@@ -104,6 +144,12 @@ class World:
                     if node == n:
                         watcher.spawned(w, 1000 + w)
         self.spares: set[int] = set()  # workers that have no part in the epochs whose plan they get from now on
+        self.members_finish = False
+        """Set by tests whose members do; those of random runs never have finished their training."""
+        self.aside: set[int] = set()  # workers that were set aside, and come into an epoch again as newcomers do
+        self.drains_nodes = False  # whether members decide of nodes to be drained, or the test does
+        self.accepted: dict[int, frozenset[str]] = {}  # by worker: the nodes that its last plan does without
+        self.drained: set[str] = set()  # nodes of which somebody was told that they may be switched off
         self.busy: set[int] = set()  # workers whose main thread computes, without a mark
         self.frozen: set[str] = set()
         self.dead: set[str] = set()
@@ -121,14 +167,50 @@ class World:
         self.node_of[number] = node
         host = f"node{node}"
         hello = {"worker": number, "incarnation": f"{number:032x}", "host": host, "pid": 1000 + number, **more}
-        if self._node_agents:
+        if self.has_node_agents:
             hello["node_agent"] = host
-        self.members[f"w{number}"] = Member(hello, self._candidates, self._settings, self.now)
+        candidates = self._candidates + self._knows_added(f"w{number}")
+        self.members[f"w{number}"] = Member(hello, candidates, self._settings, self.now)
         self.current[f"w{number}"] = None
+
+    def add_node(self) -> int:
+        """A launcher joins while the run goes on; its node."""
+        node = len([name for name in self.members if name.startswith("node")])
+        name, incarnation = f"node{node}", f"{node + 999:032x}"
+        candidates = self._candidates + self._knows_added(name)
+        self.members[name] = NodeAgentClient(name, incarnation, candidates, self._settings, self.now, late=True)
+        self.current[name] = None
+        return node
+
+    def _knows_added(self, name: str) -> int:
+        """A member that is started late is given the addresses of all candidates that have joined; how many."""
+        self.first_lists[name] = tuple(self.added)
+        return len(self.added)
+
+    def add_candidate(self, node: int) -> int:
+        """The launcher of a node that joined starts a candidate; its number."""
+        candidate = max([self._candidates - 1, *self.coordinators, *self.added.values()]) + 1
+        address = (f"node{node}", candidate + 1)
+        self.added[address] = candidate
+        self.start_coordinator(candidate)
+        watcher = self.members[f"node{node}"]
+        assert isinstance(watcher, NodeAgentClient)
+        self._member_effects(f"node{node}", watcher.hosts(address))
+        return candidate
+
+    def candidate_of(self, name: str, place: int) -> int:
+        """Which candidate a member means by a place in its list."""
+        first = [*range(self._candidates), *map(self.added.__getitem__, self.first_lists.get(name, ()))]
+        return first[place] if place < len(first) else self.added[self.lists[name][place - len(first)]]
 
     def add_newcomer(self, node: int) -> None:
         """Start one more worker, while the run goes on; it joins when it acts."""
-        self._add_worker(len(self.node_of), node, newcomer=True)
+        joined = self._nodes is not None and node >= self._launched_nodes  # else it does not matter
+        number = len(self.node_of) + (JOINED_FROM if joined else 0)
+        self._add_worker(number, node, newcomer=True)
+        watcher = self.members.get(f"node{node}")
+        if isinstance(watcher, NodeAgentClient) and f"node{node}" not in self.dead:
+            self._member_effects(f"node{node}", watcher.spawned(number, 1000 + number))
 
     # -- views --------------------------------------------------------------------------------------------------------
 
@@ -141,7 +223,8 @@ class World:
         return f"node{self.node_of[int(name[1:])]}" if name.startswith("w") else name
 
     def is_blocked(self, connection: Connection) -> bool:
-        return (self.node(connection.owner), connection.candidate) in self.blocked
+        node = self.node(connection.owner)
+        return node in self.off or (node, connection.candidate) in self.blocked
 
     def running(self, name: str) -> bool:
         return name not in self.dead and name not in self.frozen
@@ -174,13 +257,45 @@ class World:
             if c.owner == name:
                 c.up.append(EOF)
 
-    def report_death(self, number: int) -> None:
+    def report_death(self, number: int, how: str = "killed") -> None:
         """The launcher notices."""
         if number in self.unreported and self.node(f"w{number}") not in self.dead:
             self.unreported.remove(number)
             watcher = self.members[self.node(f"w{number}")]
             assert isinstance(watcher, NodeAgentClient)
-            self._member_effects(self.node(f"w{number}"), watcher.ended(number, "killed"))
+            self._member_effects(self.node(f"w{number}"), watcher.ended(number, how))
+
+    def power_off(self, node: int, candidate: int | None = None) -> None:
+        """A node loses its power, with the ``candidate`` that it hosts: nobody hears of that but the witness."""
+        name = f"node{node}"
+        for w, where in self.node_of.items():
+            if where == node and f"w{w}" not in self.dead:
+                self.kill_worker(w, silently=True)
+        self.dead.add(name)
+        self.off.add(name)
+        if candidate in self.coordinators:
+            self.coordinators.pop(candidate)
+            self.frozen.discard(f"c{candidate}")
+
+    def off_for(self, nodes: frozenset[str]) -> frozenset[str]:
+        """What the witness says of these."""
+        return nodes & self.off
+
+    def answer_questions(self) -> None:
+        """The witness answers those that can hear it."""
+        for candidate, nodes in [question for question in self.questions if f"c{question[0]}" not in self.frozen]:
+            self.questions.remove((candidate, nodes))
+            off = self.off_for(nodes)
+            self._to_coordinator(candidate, Statement(off, f"{', '.join(sorted(off)) or 'no node'} is off"))
+            self.settle(candidate)
+
+    def drain(self, candidate: int, node: int) -> None:
+        """Somebody asks for a node to be drained, or after one that is."""
+        if candidate in self.coordinators and f"c{candidate}" not in self.frozen:
+            message = {"type": "drain", "node": f"node{node}"}
+            self._to_coordinator(candidate, Received(OBSERVER, over_the_wire(message, TO_COORDINATOR)))
+            self._to_coordinator(candidate, Closed(OBSERVER, True, "it has seen enough"))
+            self.settle(candidate)
 
     def break_up(self, connection: Connection) -> None:
         """The network ends a connection: both sides find out, and it is nobody's death."""
@@ -203,8 +318,28 @@ class World:
     def start_coordinator(self, candidate: int) -> None:
         """A candidate whose process has ended is started again, at the same address, and knows nothing."""
         if candidate not in self.coordinators:
-            self.coordinators[candidate] = Coordinator(self.launched, SETTINGS, salt=next(self._salts), now=self.now)
+            nodes = self._nodes if candidate < self._candidates or self._nodes is None else frozenset[str]()
+            self.coordinators[candidate] = Coordinator(
+                self.launched, self._settings, salt=next(self._salts), slack=self._slack, now=self.now, nodes=nodes
+            )
             self.frozen.discard(f"c{candidate}")
+
+    def answer_claims(self, most: int = 1 << 30) -> None:
+        """The storage answers the claims that reach it, the first ones first, also of coordinators that are no more."""
+        answered = [claim for claim in self.claims if claim[0] not in self.no_storage][:most]
+        for entry in answered:
+            self.claims.remove(entry)
+            candidate, claim = entry
+            holder = self.holders[-1] if self.holders else None
+            needless = holder == claim or not is_due(holder, claim)
+            granted = needless or may_take(holder, claim)
+            if granted and not needless:
+                self.holders.append(claim)
+            self.answers.append((candidate, Verdict(claim.term, claim.epoch, granted)))
+        for candidate, verdict in [answer for answer in self.answers if f"c{answer[0]}" not in self.frozen]:
+            self.answers.remove((candidate, verdict))
+            self._to_coordinator(candidate, verdict)
+            self.settle(candidate)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -223,7 +358,11 @@ class World:
             elif message["type"] == "connected":
                 self._to_member(c.owner, Connected())
             else:
-                self._to_member(c.owner, Heard(over_the_wire(message, TO_MEMBER)))
+                message = over_the_wire(message, TO_MEMBER)
+                if message["type"] == "candidates":  # as the client does
+                    first = self.first_lists.get(c.owner, ())
+                    message["added"] = [address for address in message["added"] if tuple(address) not in first]
+                self._to_member(c.owner, Heard(message))
             return
         message = c.up.popleft()
         if message is EOF:
@@ -278,9 +417,11 @@ class World:
             return
         if member.revoked:
             if member._status is None:
-                self._member_effects(name, member.join({"iteration": member.committed + 1}, "revoked"))
+                self._member_effects(name, member.join(self._status(number), "revoked"))
                 if member.deadline < 0:  # a newcomer's first: now it dials
                     self._to_member(name, Tick())
+        elif self.node(name) in self.accepted.get(number, ()):
+            self._member_effects(name, [*member.idle(), *member.leave()])
         elif number in self.spares or member.idle_in == member.plan.epoch:
             self._member_effects(name, member.idle())
         elif member.done <= member.committed:
@@ -293,7 +434,25 @@ class World:
         for w in self.node_of:
             member = self.worker(w)
             if self.running(f"w{w}") and member.stage is not Stage.OUT and not member.revoked and member.idle_in:
-                self._member_effects(f"w{w}", member.join({"iteration": member.committed + 1}, "a place"))
+                self._member_effects(f"w{w}", member.join(self._status(w), "a place"))
+
+    def _status(self, number: int) -> dict[str, Any]:
+        draining = self.accepted.get(number, frozenset())
+        return {"iteration": self.worker(number).committed + 1, **({"draining": sorted(draining)} if draining else {})}
+
+    def _decide_drains(self, name: str, member: Member) -> None:
+        """What the members of its plan decide, all alike: they do without a node if others are left."""
+        assert member.plan is not None
+        told, asked = draining_of(member.plan.data), member.plan.data.get("drain", [])
+        accepted: list[str] = []
+        refused: list[str] = []
+        for node in [*sorted(told), *(node for node in asked if node not in told)]:
+            here = [self.node(f"w{w}") for w in member.plan.members]
+            (accepted if node not in here or {*here} - {*accepted, node} else refused).append(node)
+        self.accepted[int(name[1:])] = frozenset(accepted)
+        if int(name[1:]) == min(member.plan.members):
+            for node in sorted({*asked, *refused}):
+                self._member_effects(name, member.answer_drain(node, "nobody is left" if node in refused else ""))
 
     def run_fairly(self, seconds: float, step: float = 1.0) -> None:
         """Everybody does what it can, in round-robin order, while time passes, ``step`` by step."""
@@ -301,6 +460,8 @@ class World:
         while self.now < end:
             for number in list(self.unreported):
                 self.report_death(number)
+            self.answer_claims()
+            self.answer_questions()
             for _ in range(2):
                 for w in self.node_of:
                     self.act(w)
@@ -326,7 +487,10 @@ class World:
         for effect in effects:
             current = self.current[name]
             match effect:
-                case Dial(candidate):
+                case Look(added):
+                    self.lists[name] = added
+                case Dial(place):
+                    candidate = self.candidate_of(name, place)
                     if current is not None:  # an attempt that got nowhere: nobody is attached by it
                         current.member_uses = False
                         current.up.append(EOF)
@@ -360,6 +524,8 @@ class World:
                     if isinstance(member, Member):
                         self._committed(member.committed, member.presentation.formed.epoch)
                         self._told(name, member)
+                        if effect.kind == "plan" and self.drains_nodes:
+                            self._decide_drains(name, member)
 
     def _to_coordinator(self, candidate: int, event: Any) -> None:
         coordinator = self.coordinators.get(candidate)
@@ -369,14 +535,21 @@ class World:
             match effect:
                 case Send(sessions, message):
                     for session in sessions:
-                        if self.connections[session].coordinator_uses:
-                            self.connections[session].down.append(dict(message))
-                case Close(session):
+                        if session == OBSERVER:
+                            self._shown(message)
+                        elif self.connections[session].coordinator_uses:
+                            self.connections[session].send(message, self.now)
+                case Close(session) if session != OBSERVER:  # whom a coordinator tells of the end, and closes
                     self.connections[session].coordinator_uses = False
                     self.connections[session].down.append(EOF)
                 case Probe(session):
-                    silence = 1e9 if self.is_blocked(self.connections[session]) else 0.0
+                    c = self.connections[session]
+                    silence = 1e9 if self.is_blocked(c) else c.unacknowledged(self.now)
                     self._to_coordinator(candidate, Acknowledged(session, silence))
+                case AskForLease():
+                    self.claims.append((candidate, effect))
+                case AskWitness(nodes):
+                    self.questions.append((candidate, nodes))
                 case Log(record):
                     self.log.append({"time": self.now, "candidate": candidate, **record})
                     if record["event"] == "plan":
@@ -386,6 +559,10 @@ class World:
                             from_runs(record["members"]),
                             record["committed"],
                         )
+                    elif record["event"] == "aside":
+                        self.aside.add(record["worker"])
+                    elif record["event"] == "stop" and record["code"] == 0 and not self.members_finish:
+                        raise PropertyViolated(f"the run is said to have finished, and nobody has: {record}")
                     elif record["event"] == "commit":
                         self._committed(record["iteration"], record["epoch"])
                 case StepDown():
@@ -393,6 +570,22 @@ class World:
                 case Exit():
                     assert coordinator.state is State.STOPPED
                     self.kill_coordinator(candidate)  # its process ends
+
+    def _shown(self, view: Mapping[str, Any]) -> None:
+        """Of a node that may be switched off no worker is in the newest epoch, or may come into a later one."""
+        for row in view.get("drains", ()):
+            if row["state"] == "drained":
+                self.drained.add(row["node"])
+                self._without_drained(self.order[-1])
+
+    def _without_drained(self, epoch: int) -> None:
+        """But for newcomers in the first epoch of a coordinator, which has heard of it with that one's joins."""
+        members = self.formed[epoch][1]
+        if len(self.order) > 1 and self.formed[self.order[-2]][0] != self.formed[epoch][0]:
+            members = members - self._first_in(epoch)
+        alive = {w for w in members if self.running(f"w{w}") and self.node(f"w{w}") in self.drained}
+        if alive:
+            raise PropertyViolated(f"epoch {epoch} has {sorted(alive)}, of nodes that may be switched off")
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
@@ -413,12 +606,17 @@ class World:
             last_term, last_members = self.formed[newest]
             alive = {w for w in last_members if f"w{w}" not in self.dead}
             carried = {w for w in members if w < self.launched or self._was_in_a_plan(w, epoch)}
-            if term < last_term or not carried or (alive and not carried <= last_members):
+            if alive:  # else who was aside may have what is left of the run
+                carried -= self.aside - last_members
+            if (alive and term < last_term) or not carried or (alive and not carried <= last_members):
                 raise PropertyViolated(
                     f"two lineages: {sorted(last_members)}, of which {alive} live, and {sorted(members)}"
                 )
         self.formed[epoch] = (term, members)
         self.order.append(epoch)
+        self._without_drained(epoch)
+        self.told |= {f"w{w}": (committed, epoch) for w in self.aside & members}  # with the state that they get
+        self.aside -= members
         for iteration, where in self.commits.items():
             members = self.formed[where][1] if where in self.formed else frozenset()
             knowers = {w for w in members if f"w{w}" not in self.dead and self._must_know(w, iteration)}

@@ -51,9 +51,7 @@ def test_an_exception_that_ends_one_worker_is_logged_and_one_that_ends_another_t
         run.start_worker(1, raise_at=9, step=0.2)
         run.start_worker(2, step=0.01)
         for number in (0, 1):
-            line = run.workers[number].event("last_words")
-            assert line["heard"]
-            assert line["seconds"] < 2.0
+            assert run.workers[number].event("last_words")["heard"]
         assert run.workers[2].exit_code() == 1
         assert run.coordinators[0].exit_code() == 1
         events = [event for event in run.events() if event["event"] == "exception"]
@@ -77,4 +75,4 @@ def test_last_words_that_nobody_hears_hold_the_worker_for_two_seconds_and_no_lon
         run.start_worker(0, raise_at=5, kill_first=run.coordinators[0].pid)
         line = run.workers[0].event("last_words")
         assert not line["heard"]
-        assert 2.0 <= line["seconds"] < 4.0
+        assert 2.0 <= line["seconds"] < 0.5 * run.settings.lost_timeout, "it does not wait until it has no coordinator"

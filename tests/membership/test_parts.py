@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
-import subprocess
-import sys
 import threading
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,14 @@ from hypothesis import strategies as st
 
 from recover_megatron.membership import CoordinatorLost, MembershipError, Session, wire
 from recover_megatron.membership.auth import Secret, read_secret_file
+from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.detect import Judgement, WorkerProgress, judge
-from recover_megatron.membership.events import Verdict
+from recover_megatron.membership.events import AskForLease, Log, Received, Settle, Verdict
+from recover_megatron.membership.failover import presentation_to_wire
 from recover_megatron.membership.lease import Lease
-from recover_megatron.membership.quorum import may_go_on
+from recover_megatron.membership.quorum import Standing, may_go_on, standing
+from recover_megatron.membership.records import Formed, Presentation, Settings
+from recover_megatron.membership.states import State
 from recover_megatron.network.proof import nonce
 
 SETS = st.frozensets(st.integers(0, 5))
@@ -85,74 +88,111 @@ def test_whoever_is_left_alone_by_the_dead_goes_on(members: frozenset[int], gone
         assert may_go_on(members - gone, [members], gone, own=False)
 
 
-def test_one_coordinator_at_a_time_holds_the_lease(tmp_path: Path) -> None:
-    verdicts: list[Verdict] = []
-    first, second = (Lease(tmp_path / "lease", name, 10.0, verdicts.append) for name in ("a", "b"))
-    assert first.attempt(0.0)
-    assert not second.attempt(1.0)
-    assert first.attempt(9.0)  # renewed
-    assert not second.attempt(11.5)  # it has watched this renewal from now on
-    assert not second.attempt(21.0)
-    assert second.attempt(21.5)
-    assert not first.attempt(22.0)
+@given(SETS, SETS, SETS, st.integers(0, 3))
+def test_with_a_lease_two_sides_never_both_have_enough_and_a_claim(
+    base: frozenset[int], side: frozenset[int], gone: frozenset[int], slack: int
+) -> None:
+    ours, theirs = (base & side) - gone, base - side - gone
+    if ours and theirs:
+        both = {standing(ours, [base], gone, slack), standing(theirs, [base], gone, slack)}
+        assert both in ({Standing.ENOUGH, Standing.TOO_FEW}, {Standing.CLAIM})
+
+
+@given(SETS, SETS, SETS, SETS, st.integers(0, 3))
+def test_what_the_other_side_knows_of_the_dead_gives_it_no_claim_beside_those_that_go_on(
+    base: frozenset[int], side: frozenset[int], gone: frozenset[int], more: frozenset[int], slack: int
+) -> None:
+    """``more``: deaths of its own that only the other side knows."""
+    ours, theirs = (base & side) - gone, base - side - gone
+    if ours and theirs - more and standing(ours, [base], gone, slack) is Standing.ENOUGH:
+        assert standing(theirs - more, [base], gone | (more & theirs), slack) is Standing.TOO_FEW
+
+
+def test_either_of_two_nodes_that_has_a_worker_left_may_claim_where_the_slack_is_a_node_s_workers() -> None:
+    base, slack = frozenset(range(16)), 7
+    for left in range(1, 9):
+        first, second = frozenset(range(left)), frozenset(range(8, 16))
+        assert standing(first, [first | second], frozenset(), slack) is Standing.CLAIM
+        assert standing(second, [first | second], frozenset(), slack) in (Standing.CLAIM, Standing.ENOUGH)
+    three = base | frozenset(range(16, 24))
+    assert standing(base, [three], frozenset(), slack) is Standing.ENOUGH
+    assert standing(frozenset(range(8)), [three], frozenset(), slack) is Standing.TOO_FEW
+
+
+def claim(term: int, *members: int, epoch: int = 2) -> AskForLease:
+    return AskForLease(term, epoch, frozenset(members))
+
+
+def test_the_lease_passes_to_a_later_term_with_one_of_its_members_alone(tmp_path: Path) -> None:
+    verdicts: queue.Queue[Verdict] = queue.Queue()
+    first, second = (Lease(tmp_path / "lease", verdicts.put) for _ in range(2))
+
+    def granted(lease: Lease, wanted: AskForLease) -> bool | None:
+        lease.ask(wanted)
+        verdict = verdicts.get(timeout=30)
+        assert (verdict.term, verdict.epoch) == (wanted.term, wanted.epoch)
+        assert verdict.granted is not False or "lease." in verdict.reason
+        return verdict.granted
+
+    assert granted(first, claim(5, 0, 1))
+    assert granted(first, claim(5, 0, 1))  # it has it
+    assert granted(second, claim(6, 2, 3)) is False  # it was left out
+    assert granted(second, claim(4, 1, 2)) is False  # what 1 follows now is a later term
+    assert granted(second, claim(7, 1))
+    assert granted(first, claim(5, 0, epoch=3)) is False
+    assert len(list(tmp_path.iterdir())) == 2
     first.close()
     second.close()
 
 
-@pytest.mark.parametrize("content", ["garbage", '{"owner": 3', "[]"])
-def test_an_unreadable_lease_is_waited_for_like_any_other(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "lease"
-    path.write_text(content)
-    lease = Lease(path, "a", 10.0, lambda verdict: None)
-    assert not lease.attempt(0.0)
-    assert lease.attempt(10.0)
-    lease.close()
-
-
-def test_storage_that_fails_gives_no_lease(tmp_path: Path) -> None:
-    lease = Lease(tmp_path / "missing" / "lease", "a", 10.0, lambda verdict: None)
-    assert not lease.attempt(0.0)
-    lease.close()
-
-
-LOCK = "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
-
-
-def test_a_lease_that_another_looks_at_just_now_is_not_lost(tmp_path: Path) -> None:
-    """Its holder hears nothing, neither that it holds it on nor that it does not; then it renews it."""
-    path = tmp_path / "lease"
+def test_an_epoch_takes_the_lease_early_only_for_newcomers_and_if_anybody_has_had_it(tmp_path: Path) -> None:
     verdicts: queue.Queue[Verdict] = queue.Queue()
-    lease = Lease(path, "a", 3.0, verdicts.put)
-    lease.ask(1)
-    assert verdicts.get(timeout=30).held_until > 0
-    command = [sys.executable, "-c", LOCK, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdin is not None
-        assert other.stdout.readline()
-        while not verdicts.empty():
-            assert verdicts.get().held_until > 0
-        assert lease.attempt(time.monotonic()) is None
-        time.sleep(1.0)
-        assert verdicts.empty()
-        other.stdin.close()
-    assert verdicts.get(timeout=30).held_until > time.monotonic()
+    lease = Lease(tmp_path / "lease", verdicts.put)
+
+    def told(wanted: AskForLease) -> tuple[bool | None, int]:
+        lease.ask(wanted)
+        return verdicts.get(timeout=30).granted, len(list(tmp_path.iterdir()))
+
+    assert told(replace(claim(5, 0, 1), renew=True)) == (True, 0)
+    assert told(claim(5, 0, 1)) == (True, 1)
+    assert told(replace(claim(5, 0, epoch=3), renew=True)) == (True, 1)
+    assert told(replace(claim(5, 0, 7, epoch=4), renew=True)) == (True, 2)
+    assert told(replace(claim(6, 8, 9, epoch=5), renew=True)) == (False, 2)  # it was left out
+    assert told(claim(6, 7, epoch=5)) == (True, 3)
     lease.close()
 
 
-def test_a_lease_that_was_released_is_not_renewed_until_it_is_asked_for_again(tmp_path: Path) -> None:
+def test_of_many_that_ask_at_once_one_gets_the_lease(tmp_path: Path) -> None:
     verdicts: queue.Queue[Verdict] = queue.Queue()
-    lease = Lease(tmp_path / "lease", "a", 0.8, verdicts.put)
-    lease.ask(1)
-    assert verdicts.get(timeout=30).held_until > 0
-    lease.release()
-    other = Lease(tmp_path / "lease", "b", 0.8, lambda verdict: None)
-    while not other.attempt(time.monotonic()):
-        time.sleep(0.05)
-    other.close()
-    lease.ask(3)
-    while verdicts.get(timeout=30).held_until > 0:
-        pass
+    leases = [Lease(tmp_path / "lease", verdicts.put) for _ in range(16)]
+    for number, lease in enumerate(leases):
+        lease.ask(claim(number, number))
+    told = [verdicts.get(timeout=30) for _ in leases]
+    (winner,) = [verdict.term for verdict in told if verdict.granted]
+    assert json.loads((tmp_path / "lease.1").read_text())["members"] == [[winner, winner]]
+    assert [path.name for path in tmp_path.iterdir()] == ["lease.1"]
+    for lease in leases:
+        lease.close()
+
+
+@pytest.mark.parametrize("trouble", ["no folder", "garbage"])
+def test_a_lease_whose_storage_fails_is_asked_for_until_it_answers(tmp_path: Path, trouble: str) -> None:
+    verdicts: queue.Queue[Verdict] = queue.Queue()
+    folder = tmp_path / "folder"
+    if trouble == "garbage":
+        folder.mkdir()
+        (folder / "lease.1").write_text('{"term": 3')
+    lease = Lease(folder / "lease", verdicts.put)
+    lease.ask(claim(1, 0))
+    for _ in range(2):
+        verdict = verdicts.get(timeout=30)
+        assert verdict.granted is None
+        assert str(folder) in verdict.reason
+    folder.mkdir(exist_ok=True)
+    (folder / "lease.1").unlink(missing_ok=True)
+    while verdict.granted is None:
+        verdict = verdicts.get(timeout=30)
+    assert verdict.granted
     lease.close()
 
 
@@ -199,6 +239,35 @@ class ByHand:
                 self.decoder.feed(self.sock.recv(1 << 16))
             if message["type"] == kind:
                 return message
+
+
+@pytest.mark.parametrize(("left", "told"), [([2], []), ([], [2])])
+def test_a_candidate_that_does_not_lead_takes_no_worker_that_ended_in_order_for_dead_before_it_knows(
+    left: list[int], told: list[int]
+) -> None:
+    """The launcher has turned to it when the workers of a run that is led elsewhere end; then the leader is lost."""
+    candidate = Coordinator(3, Settings(), salt=7)
+    agent = {"node": "n", "incarnation": "0" * 32, "running": [[0, 2]], **presentation_to_wire(Presentation())}
+
+    def faults(session: int, *messages: dict[str, Any]) -> list[int]:
+        effects = [e for message in messages for e in candidate.handle(Received(session, message), 1.0)]
+        effects += candidate.handle(Settle(), 1.0)
+        return [e.record["worker"] for e in effects if isinstance(e, Log) and e.record["event"] == "fault"]
+
+    ended = {"type": "ended", "worker": 2, "how": "exit code 0"}
+    assert faults(1, {"type": "attach_node_agent", **agent}, ended) == []
+    knows = Presentation(term=5, formed=Formed(1, frozenset(range(3)), 5), left=frozenset(left))
+    workers = [
+        {
+            "type": "attach", "worker": n, "incarnation": f"{n:032}", "host": "h", "pid": n + 1, "node_agent": "n",
+            "done": 3, **presentation_to_wire(knows),
+        }
+        for n in range(2)
+    ]  # fmt: skip
+    assert faults(2, workers[0]) == []
+    assert faults(3, workers[1]) == told
+    assert candidate.state is State.RENDEZVOUS
+    assert candidate.roster.gone == {2}
 
 
 def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_runs() -> None:

@@ -69,10 +69,12 @@ def test_no_pause_of_one_process_after_the_other_costs_a_worker(
 @given(st.integers(1, 4), st.booleans(), PAUSES)
 @example(3, True, [("c0", 6.0, 0.0)])
 @example(3, False, [("c0", 35.0, 0.0)])
+@example(1, False, [("c0", 1.0, 0.0), ("c0", 9.0, 0.0), ("c0", 35.0, 0.0)])
 def test_no_pause_of_the_only_candidate_costs_a_worker(
     workers: int, node_agents: bool, pauses: list[tuple[str, float, float]]
 ) -> None:
-    nobody_is_lost(started(workers, 1, node_agents), [("c0", seconds, rest) for _, seconds, rest in pauses])
+    # It runs between two pauses: else they are one, and no member waits longer than the stall timeout for a candidate.
+    nobody_is_lost(started(workers, 1, node_agents), [("c0", seconds, rest or 0.2) for _, seconds, rest in pauses])
 
 
 def lose_host(world: World, node: int) -> None:
@@ -112,6 +114,23 @@ def test_a_worker_that_is_deaf_when_the_coordinator_is_lost_is_waited_for_if_its
     assert all(members == {0, 1, 2, 3} for _, members in world.formed.values())
     assert world.worker(3).committed > 0
     assert len(world.order) > 1
+
+
+@pytest.mark.parametrize(("candidates", "seconds"), [(1, 5.5), (2, 4.25), (2, 4.5), (2, 4.75), (2, 5.5)])
+def test_a_worker_that_is_deaf_while_the_coordinator_is_stopped_is_not_put_out(candidates: int, seconds: float) -> None:
+    """What the coordinator sends at once when it runs again is not acknowledged yet, and was nothing for so long.
+
+    And the launcher that speaks for the worker may have turned away meanwhile: it lives, and comes back.
+    """
+    world = started(4, candidates, True)
+    world.frozen.add("w3")
+    world.run_fairly(8.0, step=0.25)
+    world.frozen.add("c0")
+    world.advance(seconds)
+    world.frozen.discard("c0")
+    world.run_fairly(4.0, step=0.25)
+    world.frozen.discard("w3")
+    nobody_is_lost(world, [])
 
 
 TIMES = {"heartbeat_interval": 0.4, "heartbeat_timeout": 2.0, "hang_timeout": 20.0, "start_timeout": 60.0}

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import pytest
+import simulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulation import SETTINGS, PropertyViolated, World
 
 from recover_megatron.membership import leadership
-from recover_megatron.membership.coordinator import Coordinator, State
+from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.failover import Evidence
 from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.records import Formed, Presentation
 from recover_megatron.membership.roster import Member, Roster
+from recover_megatron.membership.states import State
 
 MOST_WORKERS = 8
+MOST_CANDIDATES = 6
 Moves = list[tuple[str, int, int]]
 MOVES = st.lists(
     st.one_of(
@@ -27,8 +31,8 @@ MOVES = st.lists(
         st.tuples(st.just("run"), st.integers(0, 3), st.just(0)),
         st.tuples(st.just("kill"), st.integers(0, 6), st.integers(0, 1)),
         st.tuples(st.just("report"), st.just(0), st.just(0)),
-        st.tuples(st.just("kill coordinator"), st.integers(0, 2), st.integers(0, 1)),
-        st.tuples(st.just("restart coordinator"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.just("kill coordinator"), st.integers(0, 4), st.integers(0, 1)),
+        st.tuples(st.just("restart coordinator"), st.integers(0, 4), st.just(0)),
         st.tuples(st.just("idle"), st.integers(0, 4), st.integers(0, 1)),
         st.tuples(st.just("freeze"), st.integers(0, 6), st.just(0)),
         st.tuples(st.just("freeze coordinator"), st.integers(0, 2), st.just(0)),
@@ -39,7 +43,13 @@ MOVES = st.lists(
         st.tuples(st.just("work"), st.integers(1, 127), st.just(0)),
         st.tuples(st.just("upwards"), st.integers(0, 127), st.just(0)),
         st.tuples(st.just("downwards"), st.integers(0, 127), st.just(0)),
-        st.tuples(st.just("newcomer"), st.integers(0, 2), st.integers(0, 1)),
+        st.tuples(st.just("newcomer"), st.integers(0, 3), st.integers(0, 1)),
+        st.tuples(st.just("candidate"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.just("storage"), st.integers(0, 2), st.integers(0, 2)),
+        st.tuples(st.just("drain"), st.integers(0, 2), st.integers(0, 2)),
+        st.tuples(st.just("busy"), st.integers(0, 4), st.integers(0, 1)),
+        st.tuples(st.just("power off"), st.integers(0, 3), st.integers(0, 1)),
+        st.tuples(st.just("witness"), st.just(0), st.just(0)),
     ),
     min_size=5,
     max_size=60,
@@ -50,20 +60,21 @@ def play(world: World, move: tuple[str, int, int]) -> None:
     """One move; moves that make no sense in the present state do nothing."""
     kind, a, b = move
     workers = len(world.node_of)
+    its = list(world.node_of)  # their ids
     match kind:
         case "deliver":
             for _ in range(b):
                 if pairs := world.deliverable():
                     world.deliver(*pairs[a % len(pairs)])
         case "act":
-            world.act(a % workers)
+            world.act(its[a % workers])
         case "advance":
             world.advance(float(a))
         case "run":
             world.run_fairly(0.5 + a)
         case "kill":
-            if world.running(f"w{a % workers}"):
-                world.kill_worker(a % workers, silently=bool(b))
+            if world.running(f"w{its[a % workers]}"):
+                world.kill_worker(its[a % workers], silently=bool(b))
         case "report":
             for number in list(world.unreported):
                 world.report_death(number)
@@ -72,12 +83,13 @@ def play(world: World, move: tuple[str, int, int]) -> None:
             if len(world.coordinators) > 1:
                 world.kill_coordinator(a, lose=bool(b))
         case "restart coordinator":
-            world.start_coordinator(a)
+            if a < 3 or a in world.added.values():
+                world.start_coordinator(a)
         case "idle":
-            (world.spares.add if b else world.spares.discard)(a % workers)
+            (world.spares.add if b else world.spares.discard)(its[a % workers])
         case "freeze":
-            if world.running(f"w{a % workers}"):
-                world.frozen.add(f"w{a % workers}")
+            if world.running(f"w{its[a % workers]}"):
+                world.frozen.add(f"w{its[a % workers]}")
         case "freeze coordinator":
             world.frozen.add(f"c{a}")
         case "thaw":
@@ -90,29 +102,54 @@ def play(world: World, move: tuple[str, int, int]) -> None:
                     link = (f"node{node}", candidate)
                     (world.blocked.add if (a >> node & 1) == (candidate == b) else world.blocked.discard)(link)
         case "work":
-            for w in range(workers):
-                if a >> w & 1:
+            for place, w in enumerate(its):
+                if a >> place & 1:
                     world.act(w)
         case "upwards" | "downwards":  # for the workers of the set
             for number, direction in world.deliverable():
                 owner = world.connections[number].owner
-                chosen = owner.startswith("w") and a >> int(owner[1:]) & 1
+                chosen = owner.startswith("w") and a >> its.index(int(owner[1:])) & 1
                 if direction == kind.removesuffix("wards") and chosen:
                     queue = getattr(world.connections[number], direction)
                     while queue and (number, direction) in world.deliverable():
                         world.deliver(number, direction)
         case "newcomer":  # b: it joins at once
-            if workers < MOST_WORKERS:
-                world.add_newcomer(a)
+            joined = max(map(int, (name[4:] for name in world.members if name.startswith("node"))), default=0)
+            node = a if a < 3 else joined  # the last one that has joined
+            if workers < MOST_WORKERS and f"node{node}" not in world.off:
+                world.add_newcomer(node)
                 if b:
-                    world.act(workers)
+                    world.act(list(world.node_of)[-1])
+        case "candidate":  # on a node that joins, or on one of the launch that is told to
+            if world.has_node_agents and len(world.coordinators) < MOST_CANDIDATES:
+                node = world.add_node() if a == 2 else a
+                if f"node{node}" not in world.off:
+                    world.add_candidate(node)
+        case "power off":
+            if world.has_node_agents and f"node{a}" in world.members and len(world.coordinators) > 1:
+                world.power_off(a, a if b else None)
+        case "witness":
+            world.answer_questions()
+        case "storage":  # b: a candidate loses it, all have it again, or it answers one claim
+            if b == 2:
+                world.answer_claims(1)
+            else:
+                world.no_storage = {a} if b else set()
+        case "drain":
+            world.now += 1.0  # an observer that asks too often is refused
+            world.drain(b, a)
+        case "busy":  # b: it computes, and others may have to wait for it for long
+            (world.busy.add if b else world.busy.discard)(its[a % workers])
+            if b and world.running(f"w{its[a % workers]}"):
+                world.worker(its[a % workers]).mark(99, "forward", None, False, 0.0)
         case "heal":
             if world.blocked:
                 world.blocked.remove(sorted(world.blocked)[a % len(world.blocked)])
 
 
 def every_wait_ends(world: World) -> None:
-    """After a long, fair time every worker is dead, out, or has seen steps commit lately."""
+    """After a long, fair time, in which nobody is busy, every worker is dead, out, or has seen steps commit lately."""
+    world.busy.clear()
     world.run_fairly(2 * SETTINGS.start_timeout)
     world.ask_for_places()
     world.run_fairly(10 * SETTINGS.heartbeat_timeout)
@@ -130,8 +167,19 @@ def explore(moves: Moves, world: World, to_the_end: bool) -> None:
         every_wait_ends(world)
 
 
-def world_of(workers: int, started: bool, node_agents: bool, spares: Collection[int] = ()) -> World:
-    world = World(workers, candidates=3, nodes=3, node_agents=node_agents)
+def world_of(
+    workers: int,
+    started: bool,
+    node_agents: bool,
+    spares: Collection[int] = (),
+    nodes: int = 3,
+    slack: int | None = None,
+    grace: float = 0.0,
+    witness: bool = False,
+) -> World:
+    its = replace(SETTINGS, grace=grace)
+    world = World(workers, nodes, nodes, node_agents, its, slack, witness)
+    world.drains_nodes = True
     world.spares = {spare for spare in spares if spare < workers}
     if started:
         world.run_fairly(4.0)
@@ -140,25 +188,147 @@ def world_of(workers: int, started: bool, node_agents: bool, spares: Collection[
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
-@given(MOVES, st.integers(3, 5), st.booleans(), st.booleans(), st.sets(st.integers(0, 4)))
+@given(MOVES, st.integers(3, 5), st.booleans(), st.booleans(), st.sets(st.integers(0, 4)), st.sampled_from([0.0, 2.0]))
 def test_one_lineage_and_no_decision_taken_twice_whatever_happens(
-    moves: Moves, workers: int, started: bool, node_agents: bool, spares: set[int]
+    moves: Moves, workers: int, started: bool, node_agents: bool, spares: set[int], grace: float
 ) -> None:
-    explore(moves, world_of(workers, started, node_agents, spares), to_the_end=False)
+    """Nodes are drained meanwhile, and (``grace``) workers that are late set aside."""
+    explore(moves, world_of(workers, started, node_agents, spares, grace=grace), to_the_end=False)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(MOVES, st.integers(3, 5), st.booleans(), st.sets(st.integers(0, 4)), st.integers(2, 3), st.integers(0, 2))
+def test_one_lineage_with_a_lease_whatever_happens(
+    moves: Moves, workers: int, started: bool, spares: set[int], nodes: int, slack: int
+) -> None:
+    """The storage answers late, or not all, and coordinators that are frozen or have stepped down, too."""
+    explore(moves, world_of(workers, started, True, spares, nodes, slack), to_the_end=False)
 
 
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(MOVES, st.integers(3, 5), st.booleans(), st.sets(st.integers(0, 4)))
-def test_every_live_workers_wait_ends_whatever_happened(
-    moves: Moves, workers: int, node_agents: bool, spares: set[int]
+@given(MOVES, st.integers(3, 5), st.sets(st.integers(0, 4)), st.integers(2, 3), st.integers(0, 2))
+def test_every_wait_ends_with_a_lease(moves: Moves, workers: int, spares: set[int], nodes: int, slack: int) -> None:
+    explore(moves, world_of(workers, True, True, spares, nodes, slack), to_the_end=True)
+
+
+def halves(slack: int = 0) -> World:
+    """Two nodes of two workers each, a candidate on each; the first leads."""
+    return world_of(4, True, True, nodes=2, slack=slack)
+
+
+def lose_node(world: World, node: int, silently: bool) -> None:
+    world.kill_coordinator(node)
+    if silently:
+        world.blocked |= {(f"node{node}", candidate) for candidate in range(2)}
+        world.blocked |= {(f"node{other}", node) for other in range(2)}
+    for w, where in world.node_of.items():
+        if where == node and world.running(f"w{w}"):
+            world.kill_worker(w, silently=silently)
+    world.dead.add(f"node{node}")
+
+
+def cut_cable(world: World) -> None:
+    world.blocked |= {("node0", 1), ("node1", 0)}
+
+
+def members_out(world: World) -> set[int]:
+    return {w for w in world.node_of if world.worker(w).stage is Stage.OUT}
+
+
+@pytest.mark.parametrize("silently", [False, True])
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("one_fewer", [False, True])
+def test_either_node_of_two_is_survived_within_the_heartbeat_timeout_and_2_s(
+    lost: int, silently: bool, one_fewer: bool
 ) -> None:
-    explore(moves, world_of(workers, True, node_agents, spares), to_the_end=True)
+    """Also where the node that is left had lost a worker before."""
+    world = halves(slack=1)
+    left = {w for w, node in world.node_of.items() if node != lost}
+    if one_fewer:
+        world.kill_worker(gone := min(left))
+        world.run_fairly(3.0)
+        left.discard(gone)
+    before, now = len(world.order), world.now
+    lose_node(world, lost, silently)
+    while len(world.order) == before:
+        assert world.now - now <= SETTINGS.heartbeat_timeout + 2
+        world.run_fairly(0.25, step=0.25)
+    assert world.formed[world.order[-1]][1] == left
+    committed = max(world.commits)
+    world.run_fairly(10.0)
+    assert not members_out(world) & left
+    assert max(world.commits) > committed
+
+
+@pytest.mark.parametrize("no_storage", [set(), {0}, {1}])
+def test_of_two_nodes_that_do_not_hear_each_other_one_goes_on(no_storage: set[int]) -> None:
+    """Whoever reaches the storage first; who does not reach it is no candidate for that."""
+    world = halves()
+    world.no_storage = no_storage
+    cut_cable(world)
+    world.run_fairly(6 * SETTINGS.stall_timeout)
+    out = members_out(world)
+    assert len(world.holders) == 1
+    goes_on = world.holders[0].members
+    assert goes_on in ({0, 1}, {2, 3})
+    assert out == {0, 1, 2, 3} - goes_on
+    if no_storage:
+        assert goes_on == ({2, 3} if no_storage == {0} else {0, 1})
+
+
+def test_a_holder_that_is_frozen_comes_back_to_a_run_that_nobody_else_has_gone_on_with() -> None:
+    """Frozen after it got the lease: the other half stops. Frozen before: the other half has it, and this one stops."""
+    world = halves()
+    cut_cable(world)
+    while not world.holders:
+        world.run_fairly(0.25, step=0.25)
+    holder = world.holders[0].members
+    node = {world.node_of[w] for w in holder}.pop()
+    world.frozen |= {f"w{w}" for w in holder} | {f"node{node}", f"c{node}"}
+    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
+    assert members_out(world) == {0, 1, 2, 3} - holder
+    world.blocked.clear()
+    world.frozen.clear()
+    committed = max(world.commits)
+    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
+    assert max(world.commits) > committed
+    assert not members_out(world) & holder
+
+
+def test_a_worker_that_loses_touch_leads_nobody_away_though_there_is_a_lease() -> None:
+    world = halves(slack=1)
+    world.break_up(next(c for c in world.connections.values() if c.owner == "w3" and c.member_uses))
+    world.run_fairly(6 * SETTINGS.heartbeat_timeout)
+    assert not members_out(world)
+    assert not world.holders
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(MOVES, st.integers(3, 5), st.booleans(), st.sets(st.integers(0, 4)), st.sampled_from([0.0, 2.0]))
+def test_every_live_workers_wait_ends_whatever_happened(
+    moves: Moves, workers: int, node_agents: bool, spares: set[int], grace: float
+) -> None:
+    explore(moves, world_of(workers, True, node_agents, spares, grace=grace), to_the_end=True)
 
 
 def no_quorum(patch: pytest.MonkeyPatch) -> None:
     """Anybody may go on."""
     patch.setattr(leadership, "may_go_on", lambda reached, bases, gone, own: bool(reached))
+
+
+def lease_for_all(patch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for the lease gets it."""
+    patch.setattr(simulation, "may_take", lambda holder, claim: True)
+
+
+def test_a_lease_that_everybody_gets_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    lease_for_all(monkeypatch)
+    world = halves()
+    cut_cable(world)
+    with pytest.raises(PropertyViolated):
+        world.run_fairly(60.0)
 
 
 def same_number(patch: pytest.MonkeyPatch) -> None:
@@ -208,7 +378,9 @@ def newcomers_decide(patch: pytest.MonkeyPatch) -> None:
 def tells_nothing(patch: pytest.MonkeyPatch) -> None:
     """A coordinator tells with the end of an epoch nothing of its commits."""
     revoke = Rendezvous.revoke_message
-    patch.setattr(Rendezvous, "revoke_message", lambda self, reason: {**revoke(self, reason), "committed": 0})
+    patch.setattr(
+        Rendezvous, "revoke_message", lambda self, *told, **how: {**revoke(self, *told, **how), "committed": 0}
+    )
 
 
 def hasty(patch: pytest.MonkeyPatch) -> None:
@@ -284,3 +456,33 @@ def test_a_deliberate_bug_in_the_coordinator_is_caught(
     bug(monkeypatch)
     with pytest.raises(PropertyViolated):
         explore(moves, scenario_world(spares), to_the_end=False)
+
+
+@pytest.mark.parametrize("needs_all", [False, True])
+def test_a_worker_lost_before_the_first_plan_ends_a_run_that_needs_all(needs_all: bool) -> None:
+    world = World(3, settings=replace(SETTINGS, start_needs_all=needs_all))
+    world.busy.add(2)
+    world.run_fairly(2.0)
+    world.kill_worker(1)
+    world.busy.clear()
+    world.run_fairly(3.0)
+    assert world.order == ([] if needs_all else [2])
+    assert [record["code"] for record in world.log if record["event"] == "stop"] == ([10] if needs_all else [])
+
+
+@pytest.mark.parametrize("last_word", [True, False])
+def test_a_launcher_that_outruns_a_workers_last_word_tells_of_no_fault(last_word: bool) -> None:
+    """Without a last word it is one; here the connection stays open, as where a child of the process has it."""
+    world = world_of(3, True, True)
+    world.kill_worker(2, silently=True)
+    world.report_death(2, "exit code 0")
+    for _ in range(2):
+        for number, direction in world.deliverable():
+            if world.connections[number].owner == "node2":
+                world.deliver(number, direction)
+    if last_word:
+        world._member_effects("w2", world.worker(2).leave())
+    world.run_fairly(3.0)
+    faults = [(record["worker"], record["kind"]) for record in world.log if record["event"] == "fault"]
+    assert faults == ([] if last_word else [(2, "dead")])
+    assert world.coordinators[0].roster.workers[2].fate.value == ("left" if last_word else "dead")

@@ -85,6 +85,18 @@ def test_a_mate_of_who_waited_for_storage_comes_back_a_moment_after_it() -> None
     assert stall.consider(waits, {}, (), four, 60.0).put_out == frozenset({2, 3})
 
 
+def test_a_mate_that_is_late_only_when_the_other_is_back_already_gets_its_whole_time_too() -> None:
+    two = {0: 0, 1: 0, 2: 1, 3: 1}
+    stall = Stall(SETTINGS)
+    assert stall.consider({}, {2: "it waits for its data"}, (), two, 50.0) == Answer(say=True)
+    assert stall.consider({3: "its mate"}, {}, (), two, 50.1) == Answer(over=pytest.approx(0.1))
+    assert stall.fresh == 50.1
+    assert stall.consider({3: "still late"}, {}, (), two, 61.0) == Answer(frozenset({3}))
+    stall = Stall(SETTINGS)
+    assert stall.consider({}, {2: "it waits for its data"}, (), two, 50.0) == Answer(say=True)
+    assert stall.consider({0: "of another replica"}, {}, (), two, 50.1).put_out == frozenset({0})
+
+
 def test_who_waits_for_storage_is_told_of_and_not_put_out() -> None:
     stall = Stall(SETTINGS)
     assert consider(stall, 50.0, slow=(2,)) == Answer(say=True)
@@ -240,6 +252,27 @@ def test_a_worker_that_waits_for_storage_holds_the_run_up_and_is_told_of() -> No
     world.run_fairly(60)
     assert not told(world, "fault")
     assert "data" in str(told(world, "stalled")[0]["reason"])
+    world.busy.clear()
+    goes_on(world)
+    assert fates(world) == ["live"] * 4
+
+
+def test_who_is_held_up_is_told_of_together_with_its_mate_that_waits_for_storage() -> None:
+    """2 began to wait later than 3 made its last mark: 3 has used up its time first."""
+    world = running()
+    for number, (replica, position) in {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}.items():
+        world.worker(number).place = (replica, position, 1)
+    world.busy |= {2, 3}
+    for number in (2, 3):
+        world.worker(number).mark(99, "forward", 4, False, 0.0)
+    world.run_fairly(SETTINGS.hang_timeout / 3)
+    world.worker(2).mark(99, "data", 5, False, SETTINGS.stall_timeout)
+    world.run_fairly(60)
+    assert not told(world, "fault")
+    said = str(told(world, "stalled")[0]["reason"])
+    assert "worker 2" in said
+    assert "data" in said
+    assert "worker 3" in said
     world.busy.clear()
     goes_on(world)
     assert fates(world) == ["live"] * 4

@@ -87,7 +87,7 @@ def work(session: Session, options: dict[str, object]) -> int:
                 session.give_up(42, "the disk is full")
             if iteration == options.get("raise_at"):
                 raise_and_tell(session, iteration, options)
-            session.mark(iteration, "compute", options.get("microbatch"))
+            session.mark(iteration, str(options.get("phase", "compute")), options.get("microbatch"))
             if options.get("busy"):
                 burn(step)
             else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 from recover_megatron.run_log.events import Event
@@ -68,19 +70,20 @@ def worker_events() -> list[Event]:
                     "phase": "backward", "seconds": {"rendezvous": 0.012 + slower, "regroup": 0.02},
                 }
             )  # fmt: skip
-        parts = {"rendezvous": 0.016, "regroup": 0.02, "pull": 0.005, "rerun": 0.08, "reduce": 0.02, "agree": 0.004}
+        parts = {"rendezvous": 0.016, "regroup": 0.02, "pull": 0.005, "rerun": 0.085, "reduce": 0.02, "agree": 0.004}
+        parts["rerun"] += number / 100
         events.append(
             {
                 "event": "recovery", "time": at + 0.15, "worker": 7, "iteration": iteration, "epoch": epoch,
-                "reran": {"1": [2, 6], "3": [10, 14]}, "seconds": {**parts, "total": 0.15 + number / 100},
+                "reran": {"1": [2, 6], "3": [10, 14]}, "seconds": parts,
             }
         )  # fmt: skip
     events += [
         {"event": "quotas", "time": T0 + 40, "worker": 7, "iteration": 40, "quotas": {"1": 6, "3": 10},
          "seconds_per_microbatch": {"1": 0.05, "3": 0.03}},
-        {"event": "writer", "time": T0 + 33.1, "worker": 7, "iteration": 33},
-        {"event": "evaluation", "time": T0 + 45, "worker": 7, "iteration": 45, "retries": 0},
-        {"event": "checkpoint", "time": T0 + 46, "worker": 7, "iteration": 46, "retries": 2, "seconds": 1.5},
+        {"event": "checkpoint abandoned", "time": T0 + 33.1, "worker": 7, "iteration": 33, "number": 1},
+        {"event": "again", "time": T0 + 46, "worker": 6, "iteration": 46, "what": "checkpoint"},
+        {"event": "again", "time": T0 + 46.1, "worker": 7, "iteration": 46, "what": "checkpoint"},
         {"event": "end", "time": T0 + 50, "worker": 7, "iteration": 50},
     ]  # fmt: skip
     return events
@@ -121,4 +124,40 @@ def write_run(folder: Path, noise: float = 0.0) -> Path:
     write_lines(folder / "events-0.jsonl", coordinator_events())
     write_lines(folder / "events-1.jsonl", [{"event": "listening", "time": T0 - 1.9, "mono": 1.1, "world": 8}])
     write_lines(folder / "chaos.jsonl", chaos_events())
+    return folder
+
+
+def grid(replicas: Iterable[int]) -> dict[str, list[int]]:
+    """Replica -> its workers."""
+    return {str(replica): [2 * replica, 2 * replica + 1] for replica in replicas}
+
+
+def write_long_run(folder: Path) -> Path:
+    """The same with all that fills a page: lanes, goodput, checkpoints, workers that have ended, a command line."""
+    write_run(folder)
+    made = [dataclasses.replace(step, seconds=2.4 * step.seconds, time=T0 + step.iteration + 0.2) for step in steps()]
+    write_steps(folder, made)
+    argv = ["--tensor-model-parallel-size", "2", "--recover", "--data-path", "/a/folder/with/a/long/name" * 6]
+    told: list[Event] = []
+    for event in worker_events():
+        moved = {**event}
+        if event["event"] == "start":
+            moved |= {"argv": argv, "versions": {"torch": "2.13.0", "megatron-core": "0.19.0"}, "tokens_per_sample": 64}
+        if event["event"] == "plan":
+            moved |= {"grid": grid(event["replicas"])}
+        told.append(moved)
+    first = {"event": "plan", "time": T0, "worker": 0, "iteration": 1, "epoch": 1, "replicas": [*range(REPLICAS)]}
+    told.insert(1, {**first, "grid": grid(range(REPLICAS)), "spares": [], "lost_workers": [], "lost_replicas": []})
+    for iteration in range(10, 50, 10):
+        saved = {"event": "snapshot", "iteration": iteration + 1, "epoch": 1, "after": iteration, "worker": 0}
+        told.append({**saved, "time": T0 + iteration, "seconds": {"waited": 0.01, "behind": 0.1}})
+    told.append({"event": "checkpoint", "time": T0 + 46, "worker": 0, "saved": 46, "folder": "/runs/first/checkpoint"})
+    write_lines(folder / "events.jsonl", sorted(told, key=lambda event: event["time"]))
+    dead = {worker for worker, _ in DEATHS.values()}
+    workers = [
+        {"worker_id": n, "host": "node1", "state": "killed" if n in dead else "finished", "exit_code": None if n in dead
+         else 0, "signal": 9 if n in dead else None}
+        for n in range(2 * REPLICAS)
+    ]  # fmt: skip
+    (folder / "workers.json").write_text(json.dumps(workers))
     return folder

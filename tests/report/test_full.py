@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import html
+import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.compare import compare
+from recover_megatron.report.compare import compare, unfit
+from recover_megatron.report.details import ids_in_runs
 from recover_megatron.report.full import main
 from recover_megatron.report.history import history, read_history
+from recover_megatron.report.lanes import Mark, Stretch, stretches, svg
 from recover_megatron.report.throughput import levels, rates
 from tests.report.synthetic import (
     DEATHS,
@@ -104,7 +107,7 @@ def test_each_recovery_is_told_with_its_cause_and_the_time_of_its_phases(run: Pa
     assert first == {
         "iteration": "20", "epoch": "2", "lost, put together": "workers 5; replicas 2",
         "cause": "worker 5 on node1: SIGKILL (chaos: kill)", "they were in": "backward", "replicas after": "3",
-        "run again": "4", "detect": "3.0", "rendezvous": "16.0", "regroup": "20.0", "pull": "5.0", "rerun": "80.0",
+        "run again": "4", "detect": "3.0", "rendezvous": "16.0", "regroup": "20.0", "pull": "5.0", "rerun": "85.0",
         "reduce": "20.0", "agree": "4.0", "total": "150.0",
     }  # fmt: skip
     assert second["cause"] == "worker 1 on node1: no progress & <b>silent</b> (chaos: stop)"
@@ -139,11 +142,93 @@ def test_the_largest_difference_from_the_reference_is_stated(run: Path, tmp_path
     assert "largest relative difference of the loss 3.00e-07, in iteration 41; 50 iterations" in capsys.readouterr().out
 
 
-def test_other_samples_than_the_reference_are_no_rounding(run: Path, tmp_path: Path) -> None:
+def test_other_samples_than_the_reference_are_refused(run: Path, tmp_path: Path, capsys) -> None:
     shifted = [dataclasses.replace(s, consumed_samples=s.consumed_samples + 32) for s in steps(deaths={})]
-    _, page = report(run, "--reference", write_steps(tmp_path / "reference", shifted))
-    assert "What is wrong (50)" in page.cells
-    assert "iteration 1: 32 samples were consumed by its end, 64 in the reference" in page.cells
+    reference = write_steps(tmp_path / "reference", shifted)
+    assert main([str(run), "--reference", str(reference)]) == 2
+    told = "another batch: 64 samples were consumed by the end of iteration 1, 32 in this run"
+    assert f"--reference {reference} is not of the same training: {told}" in capsys.readouterr().err
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"microbatches": {0: [0, 1, 2]}}, "another batch: 3 microbatches in iteration 1"),
+        ({"loss": 9.0}, "other data, or another model or seed: the loss of iteration 1 is 9.0"),
+        ({"iteration": 1000}, "it has no iteration of this run"),
+        ({"loss": steps()[0].loss * (1 + 1e-5)}, ""),
+        ({"loss": None}, ""),
+    ],
+)
+def test_a_reference_of_another_training_is_known(change: dict, told: str) -> None:
+    mine = steps()[:1]
+    why = unfit(mine, [dataclasses.replace(step, **change) for step in mine])
+    assert why.startswith(told)
+    assert bool(why) == bool(told)
+
+
+def test_who_ran_what_around_a_loss_checkpoints_and_versions_are_told(run: Path) -> None:
+    path = run / "events.jsonl"
+    start, *more = path.read_text().splitlines()
+    told = {"argv": ["--lr", "1e-3", "a b"], "versions": {"torch": "2.13.0"}, "tokens_per_sample": 100}
+    saved = {"event": "checkpoint", "time": T0 + 30, "worker": 0, "saved": 25, "folder": "/ckpt"}
+    lines = [json.dumps(json.loads(start) | told), *more, json.dumps(saved)]
+    path.write_text("".join(line + "\n" for line in lines))
+    _, page = report(run)
+    assert ["20 (a loss)", "1", ids_in_runs(steps()[19].microbatches[1])] in page.rows
+    assert [row[1] for row in page.rows if row[:1] == ["21"]] == ["0", "1", "3"]
+    assert ["25", "2023-11-14 22:13:50 UTC", "/ckpt"] in page.rows
+    assert ["command line", "--lr 1e-3 'a b'"] in page.rows
+    assert ["versions", "torch 2.13.0"] in page.rows
+    assert page.beside("16,000 tokens/s") == "median with 4 replicas"
+
+
+def test_ids_are_written_in_short() -> None:
+    assert ids_in_runs([4, 0, 9, 8, 10, 2, 1, 12, 13]) == "0-2, 4, 8-10, 12, 13"
+    assert ids_in_runs([]) == ""
+
+
+def test_a_lane_says_what_its_worker_was_when(run: Path) -> None:
+    def plan(time: float, grid: dict[str, list[int]], **more: object) -> dict:
+        return {"event": "plan", "time": time, "grid": grid, **more}
+
+    told = [
+        plan(1.0, {"0": [7]}),
+        {"event": "start", "time": 10.0},
+        plan(10.0, {"0": [0], "1": [1]}),
+        plan(12.0, {"0": [0]}, spares=[1]),
+        plan(13.0, {"0": [0]}, spares=[1]),
+        plan(15.0, {"0": [0], "1": [4]}),
+        {"event": "end", "time": 20.0},
+    ]
+    assert stretches(told) == [
+        Stretch(0, 10, 20, "training"),
+        Stretch(1, 10, 12, "training"), Stretch(1, 12, 15, "spare"), Stretch(1, 15, 20, "gone"),
+        Stretch(4, 15, 20, "training"),
+    ]  # fmt: skip
+    drawn = svg(stretches(told), [Mark(15, "<one>"), Mark(99, "after the end")])
+    assert drawn.count("<rect") == 5
+    assert drawn.count('class="mark recovery"') == 1
+    assert "&lt;one&gt;" in drawn
+    assert (
+        'aria-label="A lane for each of 3 workers over time; at the end 2 training, 0 spare, 1 gone; 1 recovery"'
+        in drawn
+    )
+    assert svg([], []) == ""
+    assert stretches([]) == []
+
+
+def test_a_page_of_a_run_that_goes_on_loads_itself_again(run: Path) -> None:
+    report(run)
+    assert "http-equiv" not in (run / "report.html").read_text()
+    for name in ("events.jsonl", "events-0.jsonl"):
+        kept = [
+            line for line in (run / name).read_text().splitlines(True) if '"end"' not in line and '"stop"' not in line
+        ]
+        (run / name).write_text("".join(kept))
+    report(run)
+    assert '<meta http-equiv="refresh" content="30">' in (run / "report.html").read_text()
 
 
 def test_a_lost_microbatch_is_a_failed_audit(run: Path) -> None:
@@ -184,9 +269,9 @@ def test_other_changes_are_listed(run: Path) -> None:
     _, page = report(run)
     rows = [(row["iteration"], row["what"], row[""]) for row in page.table("iteration", "what")]
     assert rows == [
-        ("33", "writer", "worker 7 writes and prints now"),
+        ("33", "checkpoint abandoned", "a worker that wrote it in the background was lost"),
         ("40", "quotas balanced", "1: 6, 3: 10"),
-        ("46", "checkpoint", "retried 2 times"),
+        ("46", "checkpoint", "done again by those who were left"),
     ]
 
 
@@ -276,7 +361,7 @@ def test_without_matplotlib_the_page_has_all_but_the_pictures(run: Path, monkeyp
     code, page = report(run)
     assert code == 0
     assert page.images == []
-    assert "No pictures: matplotlib is not installed." in page.cells
+    assert "No pictures: matplotlib is not installed (pip install 'recover-megatron[plot]')." in page.cells
     assert len(page.table("iteration", "cause")) == len(DEATHS)
 
 
@@ -285,7 +370,13 @@ def test_the_page_goes_where_it_was_told_to(run: Path, tmp_path: Path, capsys) -
     assert "AUDIT PASSED" in html.unescape((tmp_path / "page.html").read_text())
     assert not (run / "report.html").exists()
     assert main([str(run), "--out", str(tmp_path / "none" / "page.html")]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "--out" not in capsys.readouterr().err
+    assert not list(tmp_path.glob(".*"))
+    (run / "report.html").mkdir()  # as good as a folder that may not be written
+    assert main([str(run)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"report: error: cannot write {run / 'report.html'}: ")
+    assert told.endswith("; name another place for the page: --out FILE\n")
 
 
 @pytest.mark.parametrize("line", ['{"event": "plan", "time": 1}', '{"event": "fault", "time": 2}', "junk"])
@@ -306,3 +397,20 @@ def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     code, page = report(write_steps(tmp_path / "empty", []))
     assert code == 0
     assert page.beside("NOTHING TO AUDIT") == "no iteration was committed"
+
+
+def test_who_loads_the_page_while_it_is_written_anew_gets_a_whole_one(run: Path) -> None:
+    report(run)
+    with (run / "report.html").open() as opened:  # as a browser has it
+        (run / "steps.jsonl").write_text("".join((run / "steps.jsonl").read_text().splitlines(keepends=True)[:30]))
+        report(run)
+        assert "in each of 50 iterations" in opened.read()
+    assert "in each of 30 iterations" in (run / "report.html").read_text()
+    assert not list(run.glob(".*"))
+
+
+def test_a_page_may_go_where_nothing_can_be_replaced(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    page.symlink_to("/dev/null")
+    assert main([str(run), "--out", str(page)]) == 0
+    assert page.is_symlink()

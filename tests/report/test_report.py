@@ -130,6 +130,19 @@ def test_the_summary_has_the_losses_beside_the_unigram_entropy(
     assert "exit code       0" in said
 
 
+BACKS = [{"to": 4, "tier": "disk", "lost": 1}, {"to": 2, "tier": "memory", "lost": 2}]
+
+
+def test_the_summary_says_what_was_run_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, GOOD)
+    planned = {"event": "plan", "rollback": {"iteration": 5, "source": "save", "lost": 1}}  # nobody could read it
+    backs = [planned, *({"event": "rolled back", **its} for its in BACKS)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 1.0, "worker": 0, **it}) + "\n" for it in backs))
+    assert main([str(tmp_path), "--no-plot"]) == 0
+    said = capsys.readouterr().out
+    assert "rolled back     to 4 from disk, to 2 from memory; 3 iterations lost, and run again" in said
+
+
 def test_of_many_changes_of_the_replicas_the_first_and_the_last_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.run_log.audit import violations
 from recover_megatron.run_log.steps import StepRecord, StepsFile, audit_problem, read_steps
 from tests.harness import REPOSITORY
 
@@ -103,6 +104,24 @@ def test_going_on_with_a_long_file_costs_a_look_at_a_few_lines(tmp_path: Path, f
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_after_a_rollback_each_writer_goes_on_with_what_was_run_last(tmp_path: Path) -> None:
+    """All know that epoch 5 went back to iteration 4, and not whether anybody has written since."""
+    path = tmp_path / "steps.jsonl"
+    first = StepsFile(path, 1)
+    for iteration in range(1, 8):
+        first.append(step(iteration, epoch=1))
+    first.close()
+    for iteration, epoch in ((5, 5), (6, 5), (7, 6)):
+        writer = StepsFile(path, 5, since_epoch=5)
+        writer.append(step(iteration, epoch=epoch))
+        writer.close()
+    assert [(one.iteration, one.epoch) for one in read_steps(path)] == [
+        (1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5), (7, 6)
+    ]  # fmt: skip
+    assert [one.iteration for one in read_steps(tmp_path / "steps.jsonl.1")] == list(range(1, 8))
+    assert not (tmp_path / "steps.jsonl.2").exists()
+
+
 def test_whoever_was_put_out_meanwhile_adds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     may = [True, False]
@@ -126,7 +145,8 @@ def test_whoever_takes_over_adds_only_what_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lines", [0, 1, 2, 3, 7, pytest.param(64, marks=pytest.mark.slow)])
 def test_every_first_iteration_is_found(tmp_path: Path, lines: int) -> None:
-    whole = [step(iteration, microbatches={0: list(range(iteration * 500))}) for iteration in range(1, lines + 1)]
+    unit = 100_000 // max(lines, 1) ** 2  # long enough that lines lie across the blocks that are read at a time
+    whole = [step(number, microbatches={0: list(range(number * unit))}) for number in range(1, lines + 1)]
     for first in range(1, lines + 2):
         path = tmp_path / str(first) / "steps.jsonl"
         path.parent.mkdir(exist_ok=True)
@@ -153,3 +173,18 @@ def test_the_audit_finds_what_was_counted_twice_or_not_at_all(
 ) -> None:
     found = audit_problem(step(7, microbatches=microbatches))
     assert found == (problem and f"iteration 7: microbatches {problem}")
+
+
+def test_the_audit_knows_iterations_that_were_left_out_and_what_they_consumed() -> None:
+    def steps(skipped: int, consumed: int) -> list[StepRecord]:
+        four = {0: [0, 2], 1: [1, 3]}
+        made = [step(iteration, consumed_samples=8 * iteration, microbatches=four) for iteration in (1, 2)]
+        return [*made, step(5, consumed_samples=consumed, microbatches=four, skipped=skipped)]
+
+    assert violations(steps(2, 40)) == violations(steps(2, 40), 4) == []
+    assert StepRecord.from_json(steps(2, 40)[-1].to_json()).skipped == 2
+    assert "skipped" not in steps(2, 40)[0].to_json()
+    assert violations(steps(1, 40)) != []
+    assert violations(steps(0, 40)) == ["iteration 5 follows iteration 2 in steps.jsonl"]
+    assert violations(steps(2, 32)) != []
+    assert violations(steps(2, 41)) != []

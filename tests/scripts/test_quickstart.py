@@ -131,6 +131,7 @@ def test_a_corpus_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         quickstart.corpus_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_shows_progress_and_ends_with_the_summary(tmp_path: Path) -> None:
     process = start(tmp_path, 4, "0", "--iters", "4")
     out, err = process.communicate(timeout=120)
@@ -141,6 +142,7 @@ def test_a_run_shows_progress_and_ends_with_the_summary(tmp_path: Path) -> None:
     assert "console.log" in out
 
 
+@pytest.mark.slow
 def test_a_failed_training_is_told_with_its_last_words_and_its_exit_code(tmp_path: Path) -> None:
     process = start(tmp_path, 2, "7", "--iters", "4")
     out, err = process.communicate(timeout=120)
@@ -150,6 +152,7 @@ def test_a_failed_training_is_told_with_its_last_words_and_its_exit_code(tmp_pat
     assert "exit code       7" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_training_too(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, 1, "wait", "--iters", "4")

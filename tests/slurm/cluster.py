@@ -59,6 +59,13 @@ SelectTypeParameters=CR_Core
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=5000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+POWER_SAVING = """\
+SuspendProgram={program}
+ResumeProgram={program}
+SuspendTime=86400
+SuspendTimeout=2
+ResumeTimeout=3600
+"""
 
 
 def why_not() -> str:
@@ -74,8 +81,11 @@ def why_not() -> str:
 class Cluster:
     """A running cluster of ``nodes`` nodes n1, n2, ...; ``close`` leaves nothing of it."""
 
-    def __init__(self, nodes: int = 3, timeout: int = 5) -> None:
-        """``timeout``: seconds after which the controller gives up a node that does not answer."""
+    def __init__(self, nodes: int = 3, timeout: int = 20, power_saving: bool = False) -> None:
+        """``timeout``: seconds after which the controller gives up a node that does not answer.
+
+        ``power_saving``: it may power nodes down; its program notes their names in ``powered`` and does nothing else.
+        """
         self.names = [f"n{number}" for number in range(1, nodes + 1)]
         # Not pytest's folder, which is root's alone: munge runs as its own user.
         self.folder = Path(tempfile.mkdtemp(prefix="recover-slurm-"))
@@ -90,6 +100,10 @@ class Cluster:
             nodes=nodes,
             timeout=timeout,
         )
+        if power_saving:
+            (program := self.folder / "power").write_text(f'#!/bin/sh\necho "$1" >>{self.folder}/powered\n')
+            program.chmod(0o755)
+            text += POWER_SAVING.format(program=program)
         (self.folder / "slurm.conf").write_text(text)
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))},
@@ -223,7 +237,7 @@ class Cluster:
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
     """Patiently, and seldom: a look may be a command of SLURM's."""
-    eventually(condition, what, PATIENCE, every=0.1)
+    eventually(condition, what, PATIENCE, every=0.3)
 
 
 def _program(name: str) -> str:

@@ -69,7 +69,7 @@ class Job:
         )
         said = cluster.run(
             "sbatch", "--parsable", f"--chdir={folder}", *options, str(script),
-            RUN_DIR=str(self.run), RECOVER=recover, COORDINATOR=COORDINATOR_TIMES,
+            RUN_DIR=str(self.run), MAX_RESTARTS="0", RECOVER=recover, COORDINATOR=COORDINATOR_TIMES,
             PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1",
         )  # fmt: skip
         self.number = int(said)

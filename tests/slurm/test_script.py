@@ -118,3 +118,39 @@ def test_the_runs_code_is_that_of_who_lived_to_its_end(script: Script, ends: dic
         (script.run / "ends" / f"0-{node}").write_text(f"{end}\n")
     (script.run / "ends" / "1-0").write_text("0\n")  # of another try
     assert script.call("verdict 137").stdout == f"{code}\n"
+
+
+SRUN = r"""#!/usr/bin/env bash
+events="$RUN_DIR/events-0.jsonl"
+case "$*" in
+    */bin/recover-coordinator*)
+        echo '{"event":"lead","term":1}' >"$events"
+        while [[ ! -e $RUN_DIR/over ]]; do sleep 0.05; done
+        sleep 1 # a host that is busy
+        echo '{"event":"stop","code":0,"reason":"all workers have left"}' >>"$events"
+        exec sleep 600 ;;
+    *)
+        while [[ ! -s $events ]]; do sleep 0.05; done
+        touch "$RUN_DIR/over"
+        exit 137 ;; # the highest code of all tasks, of which one was killed
+esac
+"""
+
+
+def test_where_srun_starts_every_worker_a_coordinator_that_tells_the_end_late_is_waited_for(tmp_path: Path) -> None:
+    script = tmp_path / "job"
+    values = {"nodes": 1, "workers_flag": "--x", "workers": 2, "data": "--mock-data", "flags": "--y"}
+    script.write_text(edited("recover-tasks.sbatch", venv=str(tmp_path), **values))
+    (tmp_path / "bin").mkdir()
+    python = "#!/bin/sh\necho host 1 0 host:2 host:2\n"
+    for path, text in ((tmp_path / "srun", SRUN), (tmp_path / "bin" / "python", python)):
+        path.write_text(text)
+        path.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path / "run"), "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(script)], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """pretrain_gpt_recover.py at a walking pace; slower while SOAK_FOLDER/awaits is there, until SOAK_FOLDER/hurry is.
 
-A newcomer takes seconds to build its model; nothing is gained if the others run hundreds of iterations meanwhile.
+A newcomer takes a second to build its model; nothing is gained if the others run hundreds of iterations meanwhile.
+Started as a file it is a stand-in: the worker is forked by the template.
 """
 
 import os
@@ -9,12 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pretrain_gpt_recover import main
-from recover_megatron.arguments import config_from_argv
-from recover_megatron.megatron_hooks.entry.program import load
-
-PAUSE_SECONDS = 0.2
-AWAITING_SECONDS = 1.0
+PAUSE_SECONDS = 0.1
+AWAITING_SECONDS = 0.5
 
 
 def pace(folder: Path) -> None:
@@ -33,7 +30,18 @@ def pace(folder: Path) -> None:
     training.train_step = paced_train_step
 
 
-if __name__ == "__main__":
+def work() -> None:
+    """Be the worker that sys.argv and the environment describe."""
+    from pretrain_gpt_recover import main
+    from recover_megatron.arguments import config_from_argv
+    from recover_megatron.megatron_hooks.entry.program import load
+
     load(config_from_argv(sys.argv[1:]))
     pace(Path(os.environ["SOAK_FOLDER"]))
     main()
+
+
+if __name__ == "__main__":
+    from tests.soak.template import end_as, stand_in
+
+    end_as(stand_in(Path(os.environ["SOAK_FOLDER"])))

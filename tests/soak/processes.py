@@ -83,11 +83,17 @@ def growth(samples: Sequence[Sample]) -> list[str]:
         if after > 1.03 * before + slack:
             found.append(f"{samples[0].process}: {what} {before:.0f} -> {after:.0f}")
     before, after = (_work(part) for part in (early, late))
-    if len(told) >= 100 and after > 1.5 * before + 0.02:
-        found.append(f"{samples[0].process}: processor seconds between two kills {before:.3f} -> {after:.3f}")
+    # The slack is that of a coordinator: it shows each worker that it has ever known to whoever looks, and we do.
+    if len(told) >= 100 and after > 1.5 * before + 0.005:
+        found.append(f"{samples[0].process}: processor seconds per iteration {before:.4f} -> {after:.4f}")
     return found
 
 
 def _work(part: Sequence[Sample]) -> float:
-    """Processor seconds from one kill to the next: how long a recovery takes, whatever else the machine does."""
-    return statistics.median(after.seconds - before.seconds for before, after in itertools.pairwise(part))
+    """Processor seconds per iteration, from one kill to the next, so with a recovery every few of them.
+
+    Not per kill: on a busy machine a newcomer takes longer, and more iterations pass meanwhile.
+    """
+    pairs = [(early, late) for early, late in itertools.pairwise(part) if late.iteration > early.iteration]
+    each = [(late.seconds - early.seconds) / (late.iteration - early.iteration) for early, late in pairs]
+    return statistics.median(each) if each else 0.0

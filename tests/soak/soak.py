@@ -2,7 +2,8 @@
 
     python -m tests.soak.soak FOLDER KILLS [SEED]
 
-Real: recover-run --max-restarts, its two coordinators, SIGKILL and SIGSTOP. A worker is killed at a random time
+Real: recover-run --max-restarts, its two coordinators, SIGKILL and SIGSTOP; workers are forked by one process that has
+imported what they need (``template``). A worker is killed at a random time
 after the run is whole again; worker 0 never, so that it has seen every recovery by the end. Coordinators are stopped at
 any time, for less than the heartbeat timeout; the leading one is killed half-way.
 
@@ -34,15 +35,16 @@ from recover_megatron.membership.errors import MembershipError
 from recover_megatron.membership.observer import Observer
 from recover_megatron.run_log.audit import violations
 from recover_megatron.run_log.steps import read_steps
-from recover_megatron.status.model import RunStatus, read
+from recover_megatron.status.model import RunStatus
+from recover_megatron.status.view_reader import read
 from tests.harness import REPOSITORY
 from tests.instep.runs import GRAD_NORM, LOSS, MODEL
 from tests.soak.processes import Sample, descendants, growth, sample
 
 WORKERS, BATCH = 3, 6
 HEARTBEAT_TIMEOUT = 5.0
-ITERATIONS_PER_KILL = 60
-"""Enough: a kill and the rejoin of a worker that starts from nothing take some twenty, on a busy machine forty."""
+ITERATIONS_PER_KILL = 30
+"""Enough: a kill and the rejoin of a worker take some ten, on a busy machine twenty."""
 ASK_SECONDS = 0.5
 STUCK_SECONDS = 300.0
 SCRIPT = str(REPOSITORY / "tests" / "soak" / "paced.py")
@@ -78,7 +80,16 @@ class Launch:
         command += ["--log-dir", str(folder), "--max-restarts", str(restarts)]
         command += [SCRIPT, *FLAGS, "--train-iters", str(iterations), "--recover"]
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "SOAK_FOLDER": str(folder), "RECOVER_SECRET": secret}
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        environment |= {"SOAK_FOLDER": str(folder), "RECOVER_SECRET": secret}
+        with (folder / "template.log").open("wb") as log:
+            self._template = subprocess.Popen(
+                [sys.executable, "-m", "tests.soak.template", str(folder)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, cwd=REPOSITORY,
+            )  # fmt: skip
+        assert self._template.stdout is not None
+        while (said := self._template.stdout.readline()) != b"ready\n":
+            assert said, "the template has ended: " + (folder / "template.log").read_text()[-2000:]
         with (folder / "console.log").open("wb") as console:
             self.process = subprocess.Popen(
                 command, stdout=console, stderr=console, env=environment, start_new_session=True
@@ -92,7 +103,12 @@ class Launch:
     def workers(self) -> dict[int, int]:
         """Worker -> pid, of those that live."""
         rows = json.loads((self.folder / "workers.json").read_text())
-        return {row["worker_id"]: row["pid"] for row in rows if row["state"] == "running"}
+        found = {}
+        for row in rows:
+            with contextlib.suppress(FileNotFoundError, ValueError):  # not forked yet
+                if row["state"] == "running":
+                    found[row["worker_id"]] = int((self.folder / "pids" / str(row["pid"])).read_text())
+        return found
 
     def candidates(self) -> list[int]:
         """The pids of the coordinators."""
@@ -111,6 +127,7 @@ class Launch:
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait(60)
+        self._template.communicate()  # it ends with its stdin
 
 
 class Eyes:
@@ -236,7 +253,9 @@ class Soak:
         raise Stuck(f"not whole within {STUCK_SECONDS:.0f} s after {self.report.kills} kills: {launch.console[-3000:]}")
 
     def _note(self, launch: Launch, iteration: int) -> None:
-        for process, pid in launch.others().items():
+        for name, pid in launch.others().items():
+            # A standby that has become the leader holds more than before.
+            process = f"{name}, {self.report.coordinators_killed} leaders killed" if "coordinator" in name else name
             with contextlib.suppress(OSError):
                 one = sample(process, pid, self.report.kills, iteration)
                 self._samples[process].append(one)

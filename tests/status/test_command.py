@@ -41,7 +41,8 @@ def command(run: Cluster, *arguments: str, addresses: list[tuple[str, int]] | No
 def environment(secret_file: Path) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**clean, "PYTHONPATH": path, "RECOVER_SECRET_FILE": str(secret_file)}
+    # Wide: how notes are folded in 80 columns depends on how many digits a pid has.
+    return {**clean, "PYTHONPATH": path, "RECOVER_SECRET_FILE": str(secret_file), "COLUMNS": "160"}
 
 
 def status(run: Cluster, *arguments: str, code: int = 0, **options: Any) -> str:
@@ -80,9 +81,9 @@ def test_a_running_job_is_shown_and_a_dead_worker_with_its_reason(run: Cluster) 
     run.workers[3].kill()
     run.go_on_without(3)
     after = seen(run)
-    assert [(gone["worker"], gone["fate"], gone["why"]) for gone in after["gone"]] == [
-        (3, "dead", "its connection was closed")
-    ]
+    assert [(gone["worker"], gone["fate"]) for gone in after["gone"]] == [(3, "dead")]
+    why = after["gone"][0]["why"]  # with an answer unread in its socket the kernel resets the connection instead
+    assert why in ("its connection was closed", "its connection failed: Connection reset by peer")
     assert after["replicas_running"] == 2
     assert [spare["worker"] for spare in after["spares"]] == [2]
     assert after["recoveries"][-1]["since_fault"] >= 0
@@ -90,7 +91,7 @@ def test_a_running_job_is_shown_and_a_dead_worker_with_its_reason(run: Cluster) 
     assert after["committed"] > before["committed"]
     text = status(run, "--once")
     assert "replicas 2 of 3" in text
-    assert "its connection was closed" in text
+    assert why in text
     assert "replica 1 is not whole" in text
 
 
@@ -111,14 +112,14 @@ def test_progress_and_microbatch_come_from_heartbeats(run: Cluster) -> None:
 
 def test_a_live_view_ends_with_the_run_and_says_how(run: Cluster) -> None:
     run.start_coordinators(2)
-    start_grid(run, 1, iterations=150)
+    start_grid(run, 1, iterations=600)
     live = subprocess.run(
-        command(run, "--interval", "0.5"), env=environment(run.secret_file), capture_output=True, text=True, timeout=60,
-        check=False,
+        command(run, "--interval", "0.5"), env=environment(run.secret_file), capture_output=True, text=True,
+        timeout=120, check=False,
     )  # fmt: skip
     assert live.returncode == 0, live.stderr
-    assert "running" in live.stdout
-    assert live.stdout.rfind("finished, exit code 0: all workers have left") > live.stdout.rfind("running")
+    assert "HEALTHY" in live.stdout
+    assert live.stdout.rfind("finished, exit code 0: all workers have left") > live.stdout.rfind("HEALTHY")
 
 
 def test_a_live_view_on_a_terminal_is_ended_by_its_user(run: Cluster) -> None:
@@ -129,7 +130,7 @@ def test_a_live_view_on_a_terminal_is_ended_by_its_user(run: Cluster) -> None:
     live = subprocess.Popen(command(run), env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
     shown = b""
-    while shown.count(b"running") < 2:  # it was drawn twice
+    while shown.count(b"HEALTHY") < 2:  # it was drawn twice
         shown += os.read(ours, 4096)
     live.send_signal(signal.SIGINT)
     reader = threading.Thread(target=drain, args=(ours,), daemon=True)
@@ -182,14 +183,21 @@ def test_a_log_folder_stands_for_the_addresses_and_tells_how_the_run_ended(run: 
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (said.returncode, "no events-<n>.jsonl" in said.stderr) == (2, True)
+    check = [sys.executable, "-m", "recover_megatron.status", str(logs), "--check"]
+    unknown = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=60)
+    assert (unknown.returncode, unknown.stdout[:8]) == (3, "UNKNOWN:")
     (logs / "events-0.jsonl").symlink_to(run.events_file(0))
     start_grid(run, 1)
     command = [sys.executable, "-m", "recover_megatron.status", str(logs), "--json"]
     running = subprocess.check_output(command, env=environment(run.secret_file), timeout=60)
     assert json.loads(running)["state"] == "steady"
+    healthy = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=60)
+    assert (healthy.returncode, healthy.stdout.splitlines()[0][:11]) == (0, "HEALTHY 1/1")
     for process in run.workers.values():
         process.kill()
     assert run.coordinators[0].exit_code() == 10
+    ended = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout[:12]) == (2, "ENDED: exit ")
     over = json.loads(subprocess.check_output(command, env=environment(run.secret_file), timeout=60))
     assert (over["state"], over["code"], over["reason"]) == ("stopped", 10, "no live worker is left")
 
@@ -245,7 +253,7 @@ def test_observers_that_flood_or_hang_hurt_nobody(run: Cluster) -> None:
 
 def test_observers_do_not_keep_a_coordinator_alive(run: Cluster) -> None:
     run.start_coordinators(2)
-    start_grid(run, 1, iterations=60)
+    start_grid(run, 1, iterations=200)
     observer = Observer(run.addresses[0], read_secret_file(run.secret_file))
     observer.ask()
     assert run.coordinators[0].exit_code() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from rich.console import Console
 from simulation import World, over_the_wire
 
 from recover_megatron.membership.wire import TO_MEMBER
-from recover_megatron.status.model import RunStatus, read
-from recover_megatron.status.screen import ago, render
+from recover_megatron.status.headline import Headline, Level, headline, span
+from recover_megatron.status.model import Gone, RunStatus
+from recover_megatron.status.screen import render
+from recover_megatron.status.view_reader import read
 
 
 def row(worker: int, **fields: Any) -> dict[str, Any]:
@@ -46,6 +49,27 @@ def test_the_grid_has_the_workers_of_each_replica_by_position() -> None:
         (1, [3, 2]),
     ]
     assert (status.iteration, status.replicas_of_launch) == (7, 3)
+
+
+def test_a_run_that_has_grown_says_so_and_is_healthy() -> None:
+    further = [placed(6 + r * 2 + p, 3 + r, p, iteration=7, phase="forward") for r in range(2) for p in range(2)]
+    status = read({**VIEW, "world": 10, "live": 10, "replicas": [[0, 4]], "workers": [*GRID, *further]}, "a:1")
+    assert (len(status.grid), status.replicas_of_launch) == (5, 3)
+    assert "5 (3 at the launch)" in text(status)
+    assert headline(status).text == "HEALTHY 5 replicas (3 at the launch)"
+
+
+def test_a_run_of_the_library_that_has_lost_a_worker_is_degraded_until_another_has_come() -> None:
+    """Its plans tell of no replicas; who leaves at the end is not missing."""
+    whole = {**VIEW, "replicas": [], "replica_size": None, "launched": 3, "world": 3, "live": 3}
+    workers = [row(n, iteration=7, phase="forward") for n in range(3)]
+    assert headline(read({**whole, "workers": workers}, "a:1")).text == "HEALTHY"
+    dead, left = ({"worker": 2, "fate": fate, "host": "h", "why": "", "ago": 2.0} for fate in ("dead", "left"))
+    fewer = read({**whole, "live": 2, "workers": [*workers[:2], dead]}, "a:1")
+    assert headline(fewer) == Headline("DEGRADED", "DEGRADED 2/3 workers", Level.WARNING)
+    assert headline(read({**whole, "live": 2, "workers": [*workers[:2], left]}, "a:1")).word == "HEALTHY"
+    came = {**whole, "world": 4, "live": 3, "workers": [*workers[:2], dead, row(3)]}
+    assert headline(read(came, "a:1")).word == "HEALTHY"
 
 
 def test_a_replica_that_lost_a_worker_does_not_run_and_its_other_workers_are_spares() -> None:
@@ -98,10 +122,29 @@ def test_an_open_rendezvous_names_whom_it_waits_for() -> None:
     assert "opens epoch 2, waits for 1" in text(status)
 
 
-@pytest.mark.parametrize(("code", "word"), [(0, "finished"), (10, "ended")])
+def test_columns_of_which_nothing_is_known_take_no_room() -> None:
+    def heads(*gone: Gone) -> list[list[str]]:
+        shown = text(replace(read({**VIEW, "workers": GRID}, "a:1"), gone=gone))
+        return [line.split() for line in shown.splitlines() if line.startswith("worker ")]
+
+    killed = Gone(3, "dead", "h", "why", 2.0)
+    assert heads(killed) == [["worker", "host", "when", "why"]]
+    assert heads(killed, replace(killed, exit="SIGKILL")) == [["worker", "host", "when", "exit", "why"]]
+
+
+def test_at_the_end_who_left_in_order_or_was_aside_is_not_lost() -> None:
+    fates = {0: "left", 1: "left", 2: "aside", 3: "dead", 4: "out", 5: "left"}
+    gone = [{"worker": n, "fate": fate, "host": "h", "why": "", "ago": 1.0} for n, fate in fates.items()]
+    ended = replace(read({**VIEW, "workers": gone}, "a:1"), state="stopped", code=0, reason="all workers have left")
+    assert "workers 6, 2 of them lost, 1 set aside at the end" in text(ended)
+    assert [worker.worker for worker in ended.lost] == [3, 4]
+    assert "workers 6, 0 of them lost " in text(replace(ended, gone=[g for g in ended.gone if g.fate == "left"]))
+
+
+@pytest.mark.parametrize(("code", "word"), [(0, "ENDED: finished, "), (10, "ENDED: ")])
 def test_the_end_of_a_run_is_told(code: int, word: str) -> None:
     status = read({"type": "stop", "code": code, "reason": "so be it", "epoch": 4}, "a:1")
-    assert f"{word}, exit code {code}: so be it" in text(status)
+    assert f"{word}exit code {code}: so be it" in text(status)
     assert json.loads(json.dumps(status.to_json()))["code"] == code
 
 
@@ -115,8 +158,9 @@ def test_missing_keys_leave_gaps_and_no_traceback(answer: dict[str, Any]) -> Non
 def test_a_view_is_short_where_there_is_little_room() -> None:
     many = [placed(n, n // 2, n % 2, iteration=7, phase="forward") for n in range(2000)]
     status = read({**VIEW, "workers": many, "replica_size": 2}, "a:1")
-    assert len(text(status, 30).splitlines()) <= 30
-    assert "more replicas" in text(status, 30)
+    short = text(status, 30)
+    assert len(short.splitlines()) <= 30
+    assert "more replicas" in short
     assert len(text(status).splitlines()) > 2000
 
 
@@ -151,7 +195,7 @@ def test_a_simulated_run_with_a_death_is_shown() -> None:
     [(0.04, "0.0 s"), (9.9, "9.9 s"), (100, "100 s"), (600, "10 min"), (9000, "2.5 h"), (None, "")],
 )
 def test_times_are_short(seconds: float | None, shown: str) -> None:
-    assert ago(seconds) == shown
+    assert span(seconds) == shown
 
 
 def test_a_stall_comes_first_with_who_is_where_and_for_how_long_it_is_waited() -> None:

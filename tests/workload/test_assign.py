@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.workload import assign, quotas, reassign
-from tests.workload.test_quotas import SPEEDS, sharings, time
+from tests.workload.test_quotas import SPEEDS, sharings
 
 
 def nominal(replica: int, inner_rank: int, inner_ranks: int, launch: int, total: int) -> list[int]:
@@ -104,54 +102,59 @@ def test_nonsense_is_refused(
 
 @st.composite
 def losses(draw: st.DrawFn) -> tuple[list[int], int, dict[int, int], dict[int, float], int]:
-    """lost, inner ranks, load, speeds, multiple_of."""
-    inner_ranks, multiple = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2)]))
-    units = draw(st.integers(0, 6))
-    size = units * math.lcm(inner_ranks, multiple)
+    """lost, inner ranks, load, speeds, least."""
+    inner_ranks, least = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 1), (2, 3), (2, 4), (3, 2)]))
+    fewest = -(-least // inner_ranks)
+    size = draw(st.sampled_from([0, *range(fewest, 8)])) * inner_ranks
     lost = draw(st.lists(st.integers(0, 99), min_size=size, max_size=size, unique=True))
     ids = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
-    return lost, inner_ranks, {i: draw(st.integers(0, 12)) for i in ids}, {i: draw(SPEEDS) for i in ids}, multiple
+    return lost, inner_ranks, {i: draw(st.integers(0, 12)) for i in ids}, {i: draw(SPEEDS) for i in ids}, least
 
 
 @given(losses())
-def test_every_lost_id_is_shared_out_exactly_once_in_whole_multiples(case) -> None:
-    lost, inner_ranks, load, speeds, multiple = case
-    shares = reassign(lost, inner_ranks, list(load), load=load, speeds=speeds, multiple_of=multiple)
+def test_every_lost_id_is_shared_out_exactly_once_in_passes_that_can_be_run(case) -> None:
+    lost, inner_ranks, load, speeds, least = case
+    shares = reassign(lost, inner_ranks, list(load), load=load, speeds=speeds, least=least)
     assert everything(shares) == sorted(lost)
     assert list(shares) == sorted(load)
     for lists in shares.values():
         assert len({len(ids) for ids in lists}) == 1
-        assert sum(map(len, lists)) % multiple == 0
+        assert sum(map(len, lists)) == 0 or sum(map(len, lists)) >= least
         assert all(ids == sorted(ids) for ids in lists)
 
 
 @given(losses())
 def test_no_other_sharing_of_the_lost_ids_finishes_earlier(case) -> None:
-    lost, inner_ranks, load, speeds, multiple = case
-    unit = math.lcm(inner_ranks, multiple)
-    shares = reassign(lost, inner_ranks, list(load), load=load, speeds=speeds, multiple_of=multiple)
-    finished = time({i: load[i] + sum(map(len, lists)) for i, lists in shares.items()}, speeds)
+    lost, inner_ranks, load, speeds, least = case
+    shares = reassign(lost, inner_ranks, list(load), load=load, speeds=speeds, least=least)
+
+    def end(i: int, given: int) -> float:
+        return (load[i] + given) / speeds[i] if given or least == 1 else 0.0  # who runs none delays nobody
+
+    fewest = -(-least // inner_ranks)
     best = min(
-        time({i: load[i] + part * unit for i, part in zip(load, parts, strict=True)}, speeds)
-        for parts in sharings(len(lost) // unit, len(load), 0)
+        max(end(i, part * inner_ranks) for i, part in zip(load, parts, strict=True))
+        for parts in sharings(len(lost) // inner_ranks, len(load), 0)
+        if all(part == 0 or part >= fewest for part in parts)
     )
-    assert finished <= best * (1 + 1e-12)
+    assert max(end(i, sum(map(len, lists))) for i, lists in shares.items()) <= best * (1 + 1e-12)
 
 
 @given(losses(), st.randoms(use_true_random=False))
 def test_the_order_of_the_arguments_does_not_matter(case, random) -> None:
-    lost, inner_ranks, load, speeds, multiple = case
+    lost, inner_ranks, load, speeds, least = case
     ids, shuffled = list(load), list(lost)
     random.shuffle(ids)
     random.shuffle(shuffled)
-    assert reassign(shuffled, inner_ranks, ids, load=load, speeds=speeds, multiple_of=multiple) == reassign(
-        lost, inner_ranks, list(load), load=load, speeds=speeds, multiple_of=multiple
+    assert reassign(shuffled, inner_ranks, ids, load=load, speeds=speeds, least=least) == reassign(
+        lost, inner_ranks, list(load), load=load, speeds=speeds, least=least
     )
 
 
 def test_who_has_less_left_to_run_takes_more() -> None:
     assert reassign([2, 6, 10], 1, [0, 1, 3]) == {0: [[2]], 1: [[6]], 3: [[10]]}
     assert reassign([2, 6, 10], 1, [0, 1, 3], load={0: 4, 1: 1}) == {0: [[]], 1: [[2]], 3: [[6, 10]]}
+    assert reassign([2, 6, 7, 10], 1, [0, 1, 3], least=2) == {0: [[2, 7]], 1: [[6, 10]], 3: [[]]}
     assert reassign([4, 5, 12, 13], 2, [0, 1]) == {0: [[4], [5]], 1: [[12], [13]]}
 
 
@@ -161,8 +164,8 @@ def test_who_has_less_left_to_run_takes_more() -> None:
         ([1], 1, [], {}),
         ([1, 1], 1, [0], {}),
         ([1, 2, 3], 2, [0], {}),
-        ([1, 2], 1, [0], {"multiple_of": 4}),
-        ([1, 2], 1, [0], {"multiple_of": 0}),
+        ([1, 2], 1, [0], {"least": 4}),
+        ([1, 2], 1, [0], {"least": 0}),
         ([1], 0, [0], {}),
         ([1], 1, [0], {"load": {0: -1}}),
         ([1], 1, [0], {"speeds": {0: 0.0}}),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.workload import Candidate, Placement, Shape, assemble
+from recover_megatron.workload import Candidate, Placement, Shape, assemble, openings
 
 Candidates = dict[int, Candidate]
 Counts = tuple[tuple[int, ...], ...]
@@ -331,3 +331,18 @@ def test_nonsense_is_refused() -> None:
         assemble([], {7: Candidate(-1, "a")}, PAIR, 1)
     with pytest.raises(ValueError, match="room for 1 only"):
         assemble([0, 1], {}, PAIR, 1)
+
+
+@given(*(st.integers(0, 9) for _ in range(3)), st.integers(1, 4), st.integers(0, 9), st.integers(0, 4))
+def test_a_run_grows_by_whom_neither_missing_replicas_nor_spares_need(
+    whole: int, waiting: int, launched: int, size: int, more: int, spares: int
+) -> None:
+    most = launched + more
+    new = openings(whole, waiting, size, launched=launched, most=most, spares=spares)
+    assert 0 <= new <= max(0, most - whole)
+    if beyond := max(0, whole + new - max(whole, launched)):
+        assert waiting - new * size >= spares
+    if whole + new < most and whole + new >= launched:
+        assert waiting - (new + 1) * size < spares, f"{beyond} are not all that there could be"
+    if not more and whole <= launched:
+        assert new == launched - whole, "without leave to grow: whatever is missing"

@@ -1,4 +1,4 @@
-"""Quotas: the sums, the optimum (against brute force), and the calm of the balance."""
+"""Quotas: the sums, and the optimum (against brute force)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.workload import balance, quotas
+from recover_megatron.workload import quotas
 
 SPEEDS = st.floats(0.01, 100)
 
@@ -68,6 +68,45 @@ def test_the_order_of_the_arguments_does_not_matter(case: tuple[int, dict[int, f
     assert list(again.items()) == list(shares.items())
 
 
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[int, dict[int, float], int, int]:
+    """units, speeds, multiple_of, units that a replica runs at least."""
+    ids = draw(st.lists(st.integers(0, 20), min_size=1, max_size=4, unique=True))
+    fewest = draw(st.integers(1, 3))
+    units = draw(st.sampled_from([0, *range(fewest, 10)]))
+    return units, {i: draw(SPEEDS) for i in ids}, draw(st.integers(1, 3)), fewest
+
+
+@given(pipelines())
+def test_a_replica_runs_none_or_as_many_as_its_pipeline_needs_and_no_other_sharing_is_faster(case) -> None:
+    units, speeds, multiple, fewest = case
+    least = fewest * multiple - (multiple - 1)  # rounded up to whole units
+    shares = quotas(units * multiple, list(speeds), speeds=speeds, multiple_of=multiple, least=least)
+    assert sum(shares.values()) == units * multiple
+    assert all(count % multiple == 0 and (count == 0 or count >= least) for count in shares.values())
+    enough = units >= fewest * len(speeds)
+    best = min(
+        time({i: part * multiple for i, part in zip(speeds, parts, strict=True)}, speeds)
+        for parts in sharings(units, len(speeds), fewest if enough else 0)
+        if all(part == 0 or part >= fewest for part in parts)
+    )
+    assert time(shares, speeds) <= best * (1 + 1e-12)
+    shuffled = dict(reversed(speeds.items()))
+    assert quotas(units * multiple, list(shuffled), speeds=shuffled, multiple_of=multiple, least=least) == shares
+
+
+def test_replicas_of_an_interleaved_pipeline_differ_by_one_microbatch_too() -> None:
+    assert quotas(25, range(2), least=2) == {0: 13, 1: 12}
+    assert sorted(quotas(2048, range(63), least=8).values()) == [32] * 31 + [33] * 32
+    assert quotas(24, range(4), least=8) == {0: 8, 1: 8, 2: 8, 3: 0}
+
+
+@pytest.mark.parametrize(("total", "least"), [(3, 4), (8, 0)])
+def test_fewer_microbatches_than_a_pipeline_can_run_are_refused(total: int, least: int) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        quotas(total, range(2), least=least)
+
+
 def test_a_straggler_gets_fewer_but_never_nothing() -> None:
     assert quotas(32, range(4), speeds={0: 1, 1: 1, 2: 1, 3: 0.5}) == {0: 10, 1: 9, 2: 9, 3: 4}
     assert quotas(8, range(4), speeds={0: 1, 1: 1, 2: 1, 3: 1e-6}) == {0: 3, 1: 2, 2: 2, 3: 1}
@@ -95,65 +134,3 @@ def test_a_replica_that_was_never_measured_counts_as_a_median_one() -> None:
 def test_nonsense_is_refused(total: int, replicas: list[int], speeds, multiple: int) -> None:
     with pytest.raises(ValueError, match=r".+"):
         quotas(total, replicas, speeds=speeds, multiple_of=multiple)
-
-
-@st.composite
-def noisy(draw: st.DrawFn) -> tuple[int, int, float, list[dict[int, float]]]:
-    """Units, multiple_of, threshold, and measurements that differ from the first by what the threshold covers."""
-    count = draw(st.integers(1, 5))
-    threshold = draw(st.floats(0.02, 0.5))
-    first = {i: draw(st.floats(0.1, 10)) for i in range(count)}
-    low = (1 - threshold) ** 0.5 * 1.0001
-    measurements = [first]
-    for _ in range(draw(st.integers(1, 5))):
-        common = draw(st.floats(0.5, 2))  # all replicas alike: no reason to change anything
-        measurements.append({i: s * common * draw(st.floats(low, 1 / low)) for i, s in first.items()})
-    return draw(st.integers(1, 60)), draw(st.integers(1, 3)), threshold, measurements
-
-
-@given(noisy())
-def test_the_balance_never_swings_for_noise_within_the_threshold(case) -> None:
-    units, multiple, threshold, (first, *others) = case
-    best = quotas(units * multiple, list(first), speeds={i: 1 / s for i, s in first.items()}, multiple_of=multiple)
-    for seconds in others:
-        assert balance(best, seconds, units * multiple, multiple_of=multiple, threshold=threshold) == best
-
-
-@given(cases(), cases(), st.floats(0, 0.9))
-def test_the_balance_changes_only_for_a_gain_beyond_the_threshold(old, new, threshold: float) -> None:
-    units, speeds, multiple = old
-    total = units * multiple
-    current = quotas(total, list(speeds), speeds=speeds, multiple_of=multiple)
-    factors = itertools.cycle(new[1].values())
-    seconds = {i: 1 / (speed * next(factors)) for i, speed in speeds.items()}
-    measured = {i: 1 / s for i, s in seconds.items()}
-    answer = balance(current, seconds, total, multiple_of=multiple, threshold=threshold)
-    best = quotas(total, list(speeds), speeds=measured, multiple_of=multiple)
-    gain = 1 - time(best, measured) / time(current, measured) if total else 0
-    assert answer == (best if gain > threshold + 1e-9 else current) or abs(gain - threshold) <= 1e-9
-    assert sum(answer.values()) == total
-
-
-def test_the_balance_takes_work_from_a_straggler() -> None:
-    assert balance({0: 8, 1: 8}, {0: 0.1, 1: 0.1}, 16) == {0: 8, 1: 8}
-    assert balance({0: 8, 1: 8}, {0: 0.1, 1: 0.105}, 16) == {0: 8, 1: 8}
-    assert balance({0: 8, 1: 8}, {0: 0.1, 1: 0.3}, 16) == {0: 12, 1: 4}
-
-
-def test_the_balance_measures_neither_the_idle_nor_the_dead() -> None:
-    assert balance({0: 8, 1: 8, 4: 0}, {0: 0.1, 1: 0.1, 3: 9.0}, 16) == {0: 6, 1: 5, 4: 5}
-
-
-@pytest.mark.parametrize(
-    ("current", "seconds", "total", "multiple", "threshold"),
-    [
-        ({}, {}, 0, 1, 0.1),
-        ({0: 4}, {0: 1.0}, 5, 1, 0.1),
-        ({0: 3, 1: 1}, {0: 1.0, 1: 1.0}, 4, 2, 0.1),
-        ({0: 4}, {0: 0.0}, 4, 1, 0.1),
-        ({0: 4}, {0: 1.0}, 4, 1, 1.0),
-    ],
-)
-def test_the_balance_refuses_nonsense(current, seconds, total: int, multiple: int, threshold: float) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        balance(current, seconds, total, multiple_of=multiple, threshold=threshold)

@@ -11,20 +11,30 @@ from hypothesis import strategies as st
 from recover_megatron.workload.shards import Instances, Layout, chunks, hops, layout_of, lost, moves, owned, primary
 
 
+def strides(size: int, shadows: int) -> st.SearchStrategy[int]:
+    """Those by which no copy comes back to a holder."""
+    hops = range(1, min(shadows, size - 1) + 1)
+    return st.sampled_from([1, *(n for n in range(2, size) if all(n * hop % size for hop in hops))])
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[Layout, frozenset[int], Layout, int]:
     """(a layout, who of it lives, the layout for them and newcomers, the elements of a bucket)."""
     shards = draw(st.integers(1, 8))
-    order = draw(st.permutations(range(shards)))
+    guests = list(range(shards, shards + draw(st.integers(0, 3))))  # in places that were not there at launch
+    order = draw(st.permutations([*range(shards), *guests]))
     shadows = draw(st.integers(0, 2))
-    present = draw(st.sets(st.integers(0, shards - 1), min_size=1))
-    old = layout_of([n if n in present else None for n in range(shards)], order, shadows)
+    present = draw(st.sets(st.sampled_from(order), min_size=1))
+    homes = [n if n in present else None for n in range(shards)]
+    old = layout_of(homes, [n for n in order if n in present], shadows, draw(strides(len(present), shadows)))
     live = draw(st.sets(st.sampled_from(sorted(present)), min_size=1))
-    joined = draw(st.sets(st.sampled_from([n for n in range(shards) if n not in live] or [0])))
+    joined = draw(st.sets(st.sampled_from([n for n in order if n not in live] or [0])))
     back = draw(st.sampled_from((0, 100)))  # they were there before, but have missed something; or not
-    places: list[int | None] = [n if n in live else back + n if n in joined else None for n in range(shards)]
-    everyone = [worker for n in order for worker in (n, 100 + n)]
-    return old, frozenset(live), layout_of(places, everyone, shadows), draw(st.integers(0, 12)) * shards
+    now = {n: n if n in live else back + n for n in order if n in live | joined}
+    there = [now[n] for n in order if n in now]
+    stride = draw(strides(len(there), shadows))
+    new = layout_of([now.get(n) for n in range(shards)], there, shadows, stride)
+    return old, frozenset(live), new, draw(st.integers(0, 96))
 
 
 def cover(parts: list[tuple[int, int]], numel: int) -> bool:
@@ -75,7 +85,7 @@ def test_whatever_is_not_lost_is_spoken_for_once(history) -> None:
 
 
 @given(histories())
-def test_a_sum_reaches_all_live_holders_within_the_hops_also_past_those_who_hold_nothing(history) -> None:
+def test_a_sum_goes_to_all_live_holders_also_past_those_who_hold_nothing(history) -> None:
     layout, live, new, _ = history
     members = new.ring  # newcomers among them
     far = hops(layout, members, live)
@@ -83,9 +93,9 @@ def test_a_sum_reaches_all_live_holders_within_the_hops_also_past_those_who_hold
         speaker = primary(layout, unit, live)
         if speaker is not None:
             at = members.index(speaker)
-            reached = {members[(at + hop) % len(members)] for hop in range(far + 1)}
+            reached = {speaker, *(members[(at + hop) % len(members)] for hop in far)}
             assert set(layout.holders(unit)) & live <= reached
-    assert far <= len(members) - 1
+    assert far <= set(range(1, len(members)))
 
 
 @given(histories())
@@ -94,7 +104,7 @@ def test_after_the_moves_all_holders_have_what_they_hold_and_nothing_moved_that_
     old, live, new, numel = history
     if lost(old, live):
         with pytest.raises(ValueError, match="nobody has the state"):
-            moves(old, new, live, max(numel, len(old.homes)))
+            moves(old, new, live, max(numel, len(old.homes), len(old.ring)))
         return
     has: dict[int, set[int]] = {worker: set() for worker in new.ring}
     for worker in live:
@@ -150,7 +160,7 @@ def test_with_instances_the_same_holds_and_a_loss_moves_nothing(present, width: 
 
 def test_a_loss_moves_one_shard_and_the_shadows_that_follow_from_it() -> None:
     old = layout_of([0, 1, 2, 3], range(4), 1)
-    new = layout_of([0, None, 2, 3], range(4), 1)
+    new = layout_of([0, None, 2, 3], [0, 2, 3], 1)
     moved = moves(old, new, frozenset([0, 2, 3]), 12)
     # Worker 2 was the shadow of 1: it gives a third to each of the others, the owners and their shadows alike; and it
     # becomes the shadow of worker 0.
@@ -159,9 +169,18 @@ def test_a_loss_moves_one_shard_and_the_shadows_that_follow_from_it() -> None:
     assert sum(move.stop - move.start for move in moved) == 3 + 1 + 1 + 2
 
 
-def test_a_bucket_that_is_not_padded_is_refused() -> None:
-    with pytest.raises(ValueError, match="equal shards"):
-        layout_of([0, 1], range(2), 1).parts(0, 3)
+def test_a_column_that_has_grown_is_cut_in_equal_parts_and_one_that_has_shrunk_back_as_at_launch() -> None:
+    launch, grown = layout_of([0, 1], [0, 1], 1), layout_of([0, 1], [0, 1, 2, 3, 4, 5], 1)
+    assert [grown.parts(unit, 12) for unit in grown.ring] == [[(n, n + 2)] for n in range(0, 12, 2)]
+    assert layout_of([None, 1], [1, 5], 1).parts(5, 12) == [(6, 12)]
+    moved = moves(grown, launch, frozenset([0, 1, 2, 4]), 12)
+    assert [launch.parts(unit, 12) for unit in launch.ring] == [[(0, 6)], [(6, 12)]]
+    assert {move.source for move in moved} == {0, 1, 2, 4}, "what was of 3 and 5 comes from their shadows"
+
+
+def test_shards_of_a_bucket_that_is_not_padded_for_it_differ_by_an_element() -> None:
+    layout = layout_of([0, 1, 2], range(3), 1)
+    assert [layout.parts(unit, 7) for unit in range(3)] == [[(0, 2)], [(2, 4)], [(4, 7)]]
 
 
 def test_without_shadows_any_loss_is_one_of_state_and_with_one_two_neighbours_are() -> None:

@@ -212,6 +212,7 @@ class GlooGroups:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [device]
+        options._threads = 1  # two of them write one string at once (`hostdevice.replacements`)
         store = _Store(name, self._exchange)
 
         def build() -> None:

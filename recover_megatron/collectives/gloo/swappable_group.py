@@ -3,6 +3,7 @@
     SwappableGroup --bind(inner)--> every method is the inner group's own bound method: a call costs what it did
                                   (gloo's: with a work that can be left when the replica breaks, ``guard``)
          '--renew(...)--> a new inner group among the workers that stand in the same positions of another replica
+         '--carried_by(other)--> for a while collectives go another way, messages do not
 
 Megatron keeps groups in layers, buckets, optimizers and communicators.  They all hold the outside, which never changes;
 so does the number of its members, and this worker's rank, which are those of its position.
@@ -10,7 +11,8 @@ so does the number of its members, and this worker's rank, which are those of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,12 @@ _METHODS = tuple(
     for name, value in vars(dist.ProcessGroup).items()
     if callable(value) and not name.startswith("__") and not isinstance(value, type)
 )
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "all_gather_single",
+    "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter", "_reduce_scatter_base",
+    "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier",
+)  # fmt: skip
+"""What ``carried_by`` sends another way: all that ``instep.process_group.EpochGroup`` carries out."""
 _WITHOUT_WORK = ("rank", "size", "name")
 """Megatron asks for these more often than it sends: over a hundred times in an iteration of four layers."""
 
@@ -63,17 +71,30 @@ class SwappableGroup(dist.ProcessGroup):
     def bind(self, inner: Any) -> None:
         """Be ``inner`` from now on."""
         self.inner = inner
+        # A group of one waits for nobody. Megatron makes twenty operations over such groups in an iteration.
+        guard = self._guard if self.backend == "gloo" and len(self.positions) > 1 else None
         for name in _METHODS:
             method = getattr(inner, name, None)
             if method is not None:
-                if self._guard is not None and self.backend == "gloo" and name not in _WITHOUT_WORK:
-                    method = self._guard.method(name, method)
+                if guard is not None and name not in _WITHOUT_WORK:
+                    method = guard.method(name, method)
                 self.__dict__[name] = method
 
     def guard_by(self, guard: AbortableWorks) -> None:
         """Have gloo's operations end with ``guard``'s switch."""
         self._guard = guard
         self.bind(self.inner)
+
+    @contextmanager
+    def carried_by(self, other: dist.ProcessGroup) -> Iterator[None]:
+        """For a while have ``other``, of the same members, carry out the collectives.  In the main thread."""
+        self.__dict__.update({name: getattr(other, name) for name in COLLECTIVES})
+        try:
+            yield
+        finally:
+            for name in COLLECTIVES:
+                self.__dict__.pop(name)
+            self.bind(self.inner)
 
     def renew(
         self,

@@ -51,27 +51,27 @@ class NativeGroup(Group):
         chunks: Chunks,
         *,
         reduce: bool,
-        gather_hops: int,
+        to: tuple[int, ...],
         final: Sequence[Span] = (),
         epoch_of: Callable[[int], int] | None = None,
     ) -> Handle:
         del what
-        key = flat.numel(), flat.dtype, frozen(chunks), reduce, gather_hops
-        plans = self._plans.get(key, lambda: self._plan(flat, chunks, reduce, gather_hops))
+        key = flat.numel(), flat.dtype, frozen(chunks), reduce, to
+        plans = self._plans.get(key, lambda: self._plan(flat, chunks, reduce, to))
         task = NativeTask(
             flat,
             ledger,
             plans,
             reduce=reduce,
-            hops=gather_hops,
+            to=to,
             final=final,
             epoch=epoch_of or self.epoch,
             token=self._backend.submitted(),
         )
         return self._progress.submit(task)
 
-    def _plan(self, flat: torch.Tensor, chunks: Chunks, reduce: bool, hops: int) -> tuple[Plan, ...]:
+    def _plan(self, flat: torch.Tensor, chunks: Chunks, reduce: bool, to: tuple[int, ...]) -> tuple[Plan, ...]:
         if self.size == 1:
             return ()
         longest = even_part(flat.numel(), self.size, max(1, self.cut_bytes // flat.element_size()))
-        return plan_rounds(self.rank, chunks, max(1, longest), reduce=reduce, hops=hops)
+        return plan_rounds(self.rank, chunks, max(1, longest), reduce=reduce, to=to)

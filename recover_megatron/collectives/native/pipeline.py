@@ -14,7 +14,7 @@ garbage in scratch, which nobody reads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +35,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 200e-6
 class NativeTask(Task):
     """One collective on one bucket, in rounds.
 
-    ``hops``: how many successors get a member's chunk.  ``final``: spans that are finished as they are.  ``epoch``:
-    what to mark with, or a function of a span's first element.
+    ``to``: the members so many places further get a member's chunk.  ``final``: spans that are finished as they are.
+    ``epoch``: what to mark with, or a function of a span's first element.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NativeTask(Task):
         rounds: Sequence[Plan],
         *,
         reduce: bool,
-        hops: int,
+        to: Collection[int],
         final: Sequence[Span],
         epoch: Callable[[int], int] | int,
         token: object,
@@ -56,7 +56,7 @@ class NativeTask(Task):
         self.ledger = ledger
         self.rounds = rounds
         self.reduce = reduce
-        self.hops = hops
+        self.to = to
         self.final = final
         self.epoch = epoch
         self.token = token
@@ -147,10 +147,10 @@ class Pipeline(Executor[NativeTask]):
         if task.reduce:
             source = scratch if plan.source is None else task.flat[plan.source.start : plan.source.stop]
             operations.append(backend.reduce_scatter(own, source))
-        if task.hops == size - 1:
+        if len(task.to) == size - 1:
             operations.append(backend.all_gather(scratch, own))
-        elif task.hops:
-            sends = [(own, (rank + hop) % size) for hop in range(1, task.hops + 1)]
+        elif task.to:
+            sends = [(own, (rank + hops) % size) for hops in task.to]
             receives = [(scratch[row * width : (row + 1) * width], other) for other, row in plan.rows if other != rank]
             operations.append(backend.transfer(sends, receives))
         return _UnderWay(task, plan, scratch, operations)

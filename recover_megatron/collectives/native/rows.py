@@ -11,7 +11,7 @@ the bucket (and what rounding up adds).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from recover_megatron.collectives.ledger import Ledger, Span
@@ -109,17 +109,17 @@ class Plan:
         return (copy for rank, row in self.rows for copy in self.round.copies(rank, row))
 
 
-def plan_rounds(rank: int, chunks: Chunks, longest: int, *, reduce: bool, hops: int) -> tuple[Plan, ...]:
-    """The rounds of a collective at ``rank``; ``hops``: how many successors get a member's chunk."""
-    return tuple(_plan(rank, round_, reduce, hops) for round_ in rounds(chunks, longest))
+def plan_rounds(rank: int, chunks: Chunks, longest: int, *, reduce: bool, to: Collection[int]) -> tuple[Plan, ...]:
+    """The rounds of a collective at ``rank``; ``to``: the members so many places further get a member's chunk."""
+    return tuple(_plan(rank, round_, reduce, to) for round_ in rounds(chunks, longest))
 
 
-def _plan(rank: int, round_: Round, reduce: bool, hops: int) -> Plan:
+def _plan(rank: int, round_: Round, reduce: bool, to: Collection[int]) -> Plan:
     size = len(round_.chunks)
-    everything = hops == size - 1
+    everything = len(to) == size - 1
     source = round_.in_place() if reduce else None
     all_rows = everything or (reduce and source is None)
-    ranks = range(size) if everything else [(rank - hop) % size for hop in range(hops + 1)]
+    ranks = range(size) if everything else [rank, *((rank - hops) % size for hops in to)]
     rows = tuple((other, other if all_rows else place) for place, other in enumerate(ranks))
     own = dict(rows)[rank]
     if not reduce:

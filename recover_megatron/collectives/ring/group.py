@@ -123,10 +123,11 @@ class RingGroup(Group):
         chunks: Chunks,
         *,
         reduce: bool,
-        gather_hops: int,
+        to: tuple[int, ...],
         final: Sequence[Span] = (),
         epoch_of: Callable[[int], int] | None = None,
     ) -> Handle:
+        gather_hops = max(to, default=0)  # a ring gives it to all in between
         key = what, flat.dtype, reduce, gather_hops, frozen(chunks)
         planned = self._planned.get(key, lambda: self._plan(what, flat.dtype, chunks, reduce, gather_hops))
         run = RingTask(

@@ -7,7 +7,7 @@ been given, and more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import PeerLost
@@ -31,8 +31,8 @@ class Reordered:
     def all_reduce(self, bucket: Bucket) -> Handle:
         return self._group.all_reduce(bucket)
 
-    def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: int = 0) -> Handle:
-        every = self.size - 1 if shadows else 0
+    def reduce_scatter(self, bucket: Bucket, shards: Shards | None = None, *, shadows: Collection[int] = ()) -> Handle:
+        every = self._group.everybody if shadows else ()
         return self._group.reduce_scatter(bucket, self._turned(shards), shadows=every)
 
     def all_gather(self, bucket: Bucket, shards: Shards | None = None, *, missing: bool = False) -> Handle:

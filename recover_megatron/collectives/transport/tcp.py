@@ -19,11 +19,9 @@ once on either of them.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -37,57 +35,19 @@ from recover_megatron.collectives.ring.scratch import Scratch
 from recover_megatron.collectives.transport.handshake import Handshake
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 from recover_megatron.collectives.transport.listener import RingListener
+from recover_megatron.collectives.transport.message import IN_LINE, Message
 from recover_megatron.collectives.transport.shared_memory import SharedMemory, machine
 from recover_megatron.network.addresses import family_of
 from recover_megatron.network.forks import close_in_children
 from recover_megatron.network.forks import forget as unregister
 from recover_megatron.network.silence import SECONDS, is_silent, watch
 
-_HEADER = struct.Struct("<IiQ")
 _INLINE, _SHARED = b"i", b"s"
 _GOODBYE = 255
-_IN_LINE = -1
-"""Slot number of a message whose payload follows."""
 _FROM_SUCCESSOR = select.POLLIN | select.POLLRDHUP
 _FROM_SUCCESSOR_OR_END = _FROM_SUCCESSOR | select.POLLHUP | select.POLLERR | select.POLLNVAL
 _WORTH_WAKING = 128 << 10
 """Bytes of a payload that may collect before a waiting thread is woken."""
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; valid as long as the tensor lives."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-class _Message:
-    """A message under way; ``parts`` is what is left of it to be moved through the connection."""
-
-    __slots__ = ("done", "dtype", "header", "numel", "own", "parts", "slot", "tag", "tensor")
-
-    def __init__(self, tag: int, numel: int, dtype: torch.dtype) -> None:
-        self.tag = tag
-        self.numel = numel
-        self.dtype = dtype
-        self.header = bytearray(_HEADER.size)
-        self.tensor = _NOTHING
-        self.own: torch.Tensor | None = None
-        self.slot = _IN_LINE
-        self.parts = [memoryview(self.header)]
-        self.done = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def advance(self, count: int) -> None:
-        parts = self.parts
-        while parts and count >= len(parts[0]):
-            count -= len(parts.pop(0))
-        if count:
-            parts[0] = parts[0][count:]
-
-
-_NOTHING = torch.empty(0)
 
 
 class TcpTransport(Transport):
@@ -116,8 +76,8 @@ class TcpTransport(Transport):
         self._cancel_token = cancel_token
         self._sent: Callable[[], None] = lambda: None
         self._scratch = Scratch(torch.device("cpu"))
-        self._sending: deque[_Message] = deque()
-        self._receiving: deque[_Message] = deque()
+        self._sending: deque[Message] = deque()
+        self._receiving: deque[Message] = deque()
         self._out: socket.socket | None = None
         self._in: socket.socket | None = None
         self._theirs: SharedMemory | None = None
@@ -196,17 +156,17 @@ class TcpTransport(Transport):
     # ---- messages
 
     def send(self, tensor: torch.Tensor, tag: int) -> Pending:
-        message = _Message(tag, tensor.numel(), tensor.dtype)
+        message = Message(tag, tensor.numel(), tensor.dtype)
         message.tensor = tensor
         if self._theirs is None:
-            _HEADER.pack_into(message.header, 0, tag, _IN_LINE, tensor.nbytes)
-            message.parts.append(_bytes_of(tensor))
+            message.write_header(IN_LINE)
+            message.add_payload(tensor)
         self._sending.append(message)
         self._push()
         return message
 
     def recv(self, numel: int, dtype: torch.dtype, tag: int) -> Arrival:
-        message = _Message(tag, numel, dtype)
+        message = Message(tag, numel, dtype)
         self._receiving.append(message)
         return message
 
@@ -214,14 +174,14 @@ class TcpTransport(Transport):
         self._sent = callback
 
     def release(self, arrival: Arrival) -> None:
-        assert isinstance(arrival, _Message)
+        assert isinstance(arrival, Message)
         if arrival.own is not None:
             self._scratch.give(arrival.own)
         else:
             assert self._in is not None
             with contextlib.suppress(OSError):  # gone: then it needs no slot, and the next receive tells
                 self._in.send(bytes((arrival.slot,)))
-        arrival.tensor = _NOTHING
+        arrival.forget()
 
     def wait(self, pending: Pending) -> None:
         while True:
@@ -240,7 +200,7 @@ class TcpTransport(Transport):
         moved = False
         while self._sending:
             message = self._sending[0]
-            if self._theirs is not None and message.slot == _IN_LINE and not self._place(message):
+            if self._theirs is not None and message.slot == IN_LINE and not self._place(message):
                 return moved
             parts = message.parts
             assert self._out is not None
@@ -257,7 +217,7 @@ class TcpTransport(Transport):
                 self._sending.popleft()
         return moved
 
-    def _place(self, message: _Message) -> bool:
+    def _place(self, message: Message) -> bool:
         """Copy a payload to a slot of the successor's; False while it has none free."""
         assert self._theirs is not None
         if not self._free:
@@ -266,7 +226,7 @@ class TcpTransport(Transport):
                 return False
         message.slot = self._free.pop()
         self._theirs.view(message.slot, message.numel, message.dtype).copy_(message.tensor)
-        _HEADER.pack_into(message.header, 0, message.tag, message.slot, message.nbytes)
+        message.write_header(message.slot)
         return True
 
     def _pull(self) -> bool:
@@ -281,7 +241,7 @@ class TcpTransport(Transport):
             parts = message.parts
             if message.own is None and self._mode == _INLINE:
                 message.own = message.tensor = self._scratch.take(message.numel, message.dtype)
-                parts.append(_bytes_of(message.own))
+                message.add_payload(message.own)
             count = self._in.recv_into(parts[0]) if len(parts) == 1 else self._in.recvmsg_into(parts)[0]
         except BlockingIOError:
             return False
@@ -307,21 +267,16 @@ class TcpTransport(Transport):
             raise CollectiveMismatch(f"the predecessor in the ring speaks mode {self._mode!r}")
         return True
 
-    def _check(self, message: _Message) -> None:
+    def _check(self, message: Message) -> None:
         """The header is complete: is it the message that is waited for?"""
-        tag, slot, length = _HEADER.unpack(message.header)
-        if (tag, length) != (message.tag, message.nbytes):
-            raise CollectiveMismatch(
-                f"the predecessor in the ring sent message {tag:08x} of {length} bytes, this worker waits for message "
-                f"{message.tag:08x} of {message.nbytes} bytes: the members did not issue the same collectives"
-            )
+        slot = message.read_header()
         if self._mode == _SHARED:
             assert self._mine is not None
             if not 0 <= slot < self._mine.count:
                 raise CollectiveMismatch(f"the predecessor in the ring names slot {slot}")
             message.slot = slot
             message.tensor = self._mine.view(slot, message.numel, message.dtype)
-            self._longest_shared = max(self._longest_shared, length)
+            self._longest_shared = max(self._longest_shared, message.nbytes)
 
     def _poll(self) -> None:
         """Block until something can move."""

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import torch
 from megatron.training import get_args
 
-from recover_megatron import hostdevice
+from recover_megatron import hostdevice, script_flags
 from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.injector import InjectedExit, InjectedFault, Injector
 from recover_megatron.chaos.spec import parse_spec
@@ -44,7 +44,9 @@ from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.device import break_device, ends_soon
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.errors import (
+    EXIT_REFUSED,
     CheckpointFailed,
+    Drained,
     NoReplica,
     Orphaned,
     OtherPosition,
@@ -55,13 +57,18 @@ from recover_megatron.instep.errors import (
 from recover_megatron.instep.faults import is_communication, is_of_device, is_own, signature
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
-from recover_megatron.megatron_hooks import data, detached_build
+from recover_megatron.megatron_hooks import data, detached_build, writers
+from recover_megatron.megatron_hooks.checkpoint_writers import WriterKilled
 from recover_megatron.megatron_hooks.fault_injection import FaultInjection
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
+from recover_megatron.megatron_hooks.layout import optimizer_instances, spreads_optimizer
+from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rejoin import build_elsewhere
 from recover_megatron.megatron_hooks.training import TrainingHooks
+from recover_megatron.megatron_hooks.training_parts import StateCopies
 from recover_megatron.megatron_hooks.turning_points import TurningPoints
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import (
@@ -75,8 +82,9 @@ from recover_megatron.membership.errors import (
 )
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.session import EXCEPTION_REPORT_SECONDS
-from recover_megatron.membership.worker import HOST_VARIABLE, connect, worker_id
+from recover_megatron.membership.worker import HOST_VARIABLE, REPLACED_VARIABLE, connect, worker_id
 from recover_megatron.network.peer_store import PeerStoreServer
+from recover_megatron.workload import domains
 
 log = get_logger(__name__)
 
@@ -85,13 +93,15 @@ NO_COORDINATOR = (
     "recover-coordinator and name it with --recover-coordinator HOST:PORT"
 )
 
-OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt)
+OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt, WriterKilled)
 """What is never a fault of the work."""
 
 
-def survive(config: RecoverConfig, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
+def survive(
+    config: RecoverConfig, call: Callable[[], None], arguments: Callable[[], Any], loop: Loop = MEGATRON_LM
+) -> None:
     """Train with --recover to the end: ``FaultTolerance.install`` and ``run``, of which see both."""
-    recover = FaultTolerance(config)
+    recover = FaultTolerance(config, loop)
     recover.install()
     recover.run(call, arguments)
 
@@ -99,23 +109,29 @@ def survive(config: RecoverConfig, call: Callable[[], None], arguments: Callable
 class FaultTolerance:
     """Makes the parts of one worker's recovery, and gives every end of the worker its exit code."""
 
-    def __init__(self, config: RecoverConfig) -> None:
+    def __init__(self, config: RecoverConfig, loop: Loop = MEGATRON_LM) -> None:
         if config.coordinator is None or "RANK" not in os.environ:
             raise UserError(NO_COORDINATOR)
-        self._config = config
+        self._config, self._loop = config, loop
         self._me = worker_id()
         self._newcomer = os.environ.get("RECOVER_JOIN") == "1"
-        self._groups = Groups(int(os.environ["RANK"]), alone=self._newcomer)
+        ports = {int(os.environ["MASTER_PORT"]), *(port for _, port in parse_addresses(config.coordinator))}
+        self._groups = Groups(int(os.environ["RANK"]), ports, alone=self._newcomer, most=config.max_replicas)
         self._records = Records(config.log_dir)
         self._device = _device()
         self._training = TrainingHooks(
+            loop,
             self._groups,
             self._make_recovery,
             self._records,
             self._device,
+            StateCopies(
+                shadows=config.shadow_shards,
+                shadow_device=torch.device("cpu") if config.shadow_device == "cpu" else None,
+                memory_tier=config.memory_tier,
+                memory_interval=config.memory_interval,
+            ),
             balance=config.balance,
-            shadows=config.shadow_shards,
-            shadow_device=torch.device("cpu") if config.shadow_device == "cpu" else None,
         )
         breaks = partial(break_device, self._device) if self._device.type == "cuda" else None
         injector = Injector(parse_spec(config.inject) if config.inject else [], self._me, breaks)
@@ -126,16 +142,17 @@ class FaultTolerance:
         self._session = self._connect()
 
     def install(self) -> None:
-        """Wrap all seams; raises UserError if this Megatron's are not the ones we know."""
+        """Wrap all seams; raises UserError if this loop's or Megatron-Core's are not the ones we know."""
+        self._loop.check()
         if self._device.type == "cuda" and (against := torch_nccl.set_environment(self._config.hang_timeout)):
             log.warning(
                 f"{', '.join(against)}: with these of your environment torch may end or block a worker that --recover "
                 "would have brought back; unset them (docs/gpu.md)"
             )
-        self._groups.install()
-        data.install()
+        self._groups.install(self._loop)
+        data.install(self._loop)
         self._training.install()
-        detached_build.install(self._groups)
+        detached_build.install(self._groups, self._loop)
         if self._faults is not None:
             self._faults.install()
 
@@ -150,6 +167,7 @@ class FaultTolerance:
                 self._training.recovery.finish()
                 self._records.log(self._training.recovery, "end")
                 self._records.close()
+                writers.finish()
             else:
                 self._session.leave()
         except UserError:
@@ -182,7 +200,7 @@ class FaultTolerance:
             return 0
 
     def _wait_for_a_position(self, args: Any) -> None:
-        grid = grid_of(args, int(os.environ["WORLD_SIZE"]))
+        grid = grid_of(args, int(os.environ["WORLD_SIZE"]), self._config.max_replicas)
         self._training.recovery = self._make_recovery(args, grid)
         self._records.joined_late()
         log.info(f"worker {self._me} waits for a place")
@@ -193,7 +211,7 @@ class FaultTolerance:
         built = not self._newcomer or self._training.state is not None
         if built:
             self._training.forget()
-        build_elsewhere(self._training.recovery, self._groups, position, built=built)
+        build_elsewhere(self._training.recovery, self._groups, self._loop, position, built=built)
 
     # ---- how it ends
 
@@ -206,6 +224,10 @@ class FaultTolerance:
             self._end(EXIT_STATE_LOST, f"the run ends: {error}")
         if isinstance(error, UnknownOperation):
             self._end(1, f"the run ends: {error}")
+        if isinstance(error, Drained):
+            self._end(0, f"worker {self._me} ends, and the run goes on: {error}")
+        if isinstance(error, RunOver) and error.code == EXIT_REFUSED:
+            self._end(error.code, f"worker {self._me} ends, and the run goes on without it: {error}")
         if isinstance(error, RunOver):
             self._end(error.code, f"the run has ended; spare worker {self._me} ends with it: {error}")
         if isinstance(error, Fenced):
@@ -277,6 +299,8 @@ class FaultTolerance:
             heartbeat_timeout=config.heartbeat_timeout,
             hang_timeout=config.hang_timeout,
             stall_timeout=config.stall_timeout,
+            grace=config.grace,
+            min_replicas=config.min_replicas,
         )
         try:
             return connect(settings, addresses=parse_addresses(config.coordinator))
@@ -303,6 +327,7 @@ class FaultTolerance:
             transport_kind="tcp" if self._device.type == "cuda" and not nccl else None,
             hook=None if self._faults is None else self._faults.in_ring,
         )
+        node = os.environ.get("RECOVER_NODE_NAME") or os.environ.get("RECOVER_NODE_AGENT") or socket.gethostname()
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
         return Recovery(
             self._session,
@@ -311,17 +336,34 @@ class FaultTolerance:
             comm_config,
             self._turning_points,
             slot=slot,
-            node=os.environ.get("RECOVER_NODE_NAME") or os.environ.get("RECOVER_NODE_AGENT") or socket.gethostname(),
+            node=node,
+            domains=domains.names(node, config.domain, os.environ),
+            device=int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None,
             rules=Rules(
                 args.pipeline_model_parallel_size if interleaved else 1,
                 config.allow_cross_node_tp,
                 strict=config.verify_interval > 0,
-                spread=bool(args.use_distributed_optimizer),
+                spread=spreads_optimizer(args),
+                replaced=REPLACED_VARIABLE in os.environ,
                 mesh=comm_config.mesh,
+                min_replicas=config.min_replicas,
+                shards=_shards(args, grid),
+                holders=1 + config.shadow_shards if optimizer_instances(args) == 1 else optimizer_instances(args),
+                placed=optimizer_instances(args) == 1,
+                memory=config.memory_tier,
+                memory_interval=config.memory_interval,
+                spares=config.spares,
             ),
             min_replicas=config.min_replicas,
             verify_interval=config.verify_interval,
+            flags=script_flags.flags_of(sys.argv[1:], config.may_differ.split(",")),
         )
+
+
+def _shards(args: Any, grid: LaunchGrid) -> int:
+    """In how many Megatron cuts the optimizer's state, where its instances are the copies; 0: they are not."""
+    instances = optimizer_instances(args)
+    return grid.launched // instances if spreads_optimizer(args) and instances > 1 else 0
 
 
 def _device() -> torch.device:

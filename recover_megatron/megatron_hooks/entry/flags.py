@@ -22,8 +22,10 @@ from recover_megatron import arguments, hostdevice
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError
+from recover_megatron.megatron_hooks.entry.settled import not_settled, say, settle
+from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
-from recover_megatron.megatron_hooks.refused import EMERGING, cannot_recover, cannot_shard
+from recover_megatron.megatron_hooks.refused import EMERGING, cannot_grow, cannot_recover, cannot_shard
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -35,7 +37,8 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
     """An ``extra_args_provider`` for Megatron's parser: our group, the given others, and errors told in one line.
 
     It also changes defaults of Megatron's where they could not run: on the host device the fused kernels, and with
-    --recover the rerun machine, which replays whole steps.  A flag that the user gives wins; it is refused if it can't.
+    --recover the rerun machine, which replays whole steps.  A flag that the user gives wins, but for what --recover
+    does in another way (`settled`); it is refused if it can't.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -51,6 +54,16 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
             # argparse would print all of Megatron's thousand lines of usage first.
             raise UserError(_with_suggestions(message, parser))
 
+        if config.enabled:
+            parse = parser.parse_known_args
+
+            def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+                parsed, rest = parse(*args, **kwargs)
+                for its in settle(parsed):
+                    say(its)
+                return parsed, rest
+
+            parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
         if "--help" in sys.argv or "-h" in sys.argv:
             _mend_help(parser)
         parser.error = error  # type: ignore[method-assign]
@@ -120,8 +133,11 @@ def problems(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """Every reason why a run with these (parsed, not yet validated) flags cannot start; empty: none seen."""
     found = [*_layout(args), *_data(args), *_device(args), *_packages(args)]
     if config.enabled:
-        found += [*arguments.problems(config), *_injection(args, config), *_too_few_replicas(args, config)]
-        found += [*cannot_recover(args), *cannot_shard(args, config), *_log_dir(config.log_dir)]
+        found += [*arguments.problems(config), *_injection(args, config), *_number_of_replicas(args, config)]
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        found += not_settled(args)
+        found += [*cannot_recover(args, config), *cannot_shard(args, config), *cannot_shard_model(args, config, world)]
+        found += [*hostdevice.never_summed(args), *_log_dir(config.log_dir)]
     elif config.inject is not None:
         found.append("--recover-inject needs --recover: without it nothing is injected, and no death is survived")
     return found
@@ -135,17 +151,22 @@ def _sizes(args: argparse.Namespace) -> dict[str, int]:
     }
 
 
-def _too_few_replicas(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
-    """A run that would end at its first death, or before, since it never has as many replicas as it must keep."""
+def _number_of_replicas(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
+    """A run that would end at its first death, or before, since it never has as many replicas as it must keep; and one
+    that cannot grow as far as it is told to.
+    """
     world, one = int(os.environ.get("WORLD_SIZE", "1")), math.prod(_sizes(args).values())
     if one < 1:
         return []  # Megatron says which size is wrong
-    replica = one * inner_ranks_of(args)
+    lanes = inner_ranks_of(args, world)
+    replica = one * lanes
+    grow = cannot_grow(args, config, world // replica, lanes)
     if config.min_replicas <= max(1, world // replica):
-        return []
+        return grow
     return [
+        *grow,
         f"--recover-min-replicas {config.min_replicas}: this run has {world // replica} at its launch "
-        f"({world} workers, {replica} to a replica) and never more: lower it, or start more workers"
+        f"({world} workers, {replica} to a replica): lower it, or start more workers",
     ]
 
 
@@ -267,7 +288,7 @@ def _injection(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     return [
         f"--recover-inject {fault}: there is no worker {fault.worker} in a run of {world}"
         for fault in faults
-        if fault.worker >= world
+        if fault.worker >= world and not config.max_replicas
     ]
 
 

@@ -59,9 +59,14 @@ stimer = StragglerDetector()
 # ---- the batch ---------------------------------------------------------------------------------------------------
 
 
-@cache
 def _predicts_further_tokens(vp_stage: int | None) -> bool:
     """Whether multi-token-prediction layers live on this worker: they need the batch as the first and last stage do."""
+    return _stage_predicts_further_tokens(mpu.get_pipeline_model_parallel_rank(), vp_stage)
+
+
+@cache
+def _stage_predicts_further_tokens(stage: int, vp_stage: int | None) -> bool:
+    """The same, asked on the stage itself: with --recover a worker may be of another one later."""
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,

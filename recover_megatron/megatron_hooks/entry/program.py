@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -57,16 +57,11 @@ class Program:
 
     def check(self) -> None:
         """Parse ``sys.argv`` as Megatron will and raise UserError with every reason why the run cannot start."""
-        from megatron.training import arguments
-
         args = self._parse()
         if reasons := flags.problems(args, self.config):
             raise UserError(*reasons)
-        if getattr(args, "yaml_cfg", None) is None:
-            # A dry run on a copy, in silence: validation fills in defaults and prints, and has its real turn in run().
-            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                flags.in_plain_words(partial(arguments.validate_args, copy.deepcopy(args), dict(DEFAULTS)))
+        hostdevice.warn_of_what_is_never_summed(args)
+        validated(args)
 
     def _parse(self) -> argparse.Namespace:
         """Megatron's arguments, as it will parse them, not validated yet."""
@@ -86,7 +81,9 @@ class Program:
         if self.config.enabled:
             from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
 
-            survive(self.config, lambda: self._pretrain(training.pretrain, parameters), self._parse)
+            survive(
+                self.config, lambda: self._pretrain(training.pretrain, parameters), lambda: validated(self._parse())
+            )
             return
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
         self._pretrain(pretrain, parameters, store=store)
@@ -139,6 +136,22 @@ class Program:
             if getattr(args, "modelopt_enabled", False):
                 return gpt_config_from_args(args, model_config_cls=self.script.ModelOptModelConfig)
         return gpt_config_from_args(args)
+
+
+def validated(args: argparse.Namespace, defaults: Mapping[str, Any] = DEFAULTS) -> argparse.Namespace:
+    """What Megatron makes of parsed arguments, with its defaults filled in; as they are with ``--yaml-cfg``.
+
+    A dry run on a copy, in silence: validation prints, and has its real turn in pretrain().
+    """
+    from megatron.training import arguments
+
+    if getattr(args, "yaml_cfg", None) is not None:
+        return args
+    found = copy.deepcopy(args)
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flags.in_plain_words(partial(arguments.validate_args, found, dict(defaults)))
+    return found
 
 
 def load(config: RecoverConfig) -> Program:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from recover_megatron.errors import UserError
+from recover_megatron.logger import get_logger
+
+log = get_logger(__name__)
 
 OLDEST = (0, 17)
 NEWEST = (0, 19)
 TESTED = "0.19.2"
 SUPPORTED = f"supported: Megatron {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, tested: {TESTED}"
 
+NEWER = (
+    f"Megatron {{version}} in {{root}} is newer than those tested ({SUPPORTED}). Every function that is wrapped "
+    "is checked by name and parameters, and one that does not fit ends the start; what else has changed is not known"
+)
 SCRIPT = "pretrain_gpt"
 """Name of the GPT script at the root of a Megatron-LM checkout."""
 
@@ -65,7 +73,10 @@ def find_megatron(*, brings_script: bool = False) -> Megatron:
     core = Path(spec.origin).parent
     version = _read_version(core / "package_info.py")
     megatron = Megatron(version, core.parent.parent)
-    if not OLDEST <= megatron.release <= NEWEST:
+    if megatron.release > NEWEST:
+        if os.environ.get("RANK", "0") == "0":
+            log.warning(NEWER.format(version=version, root=megatron.root))
+    elif megatron.release < OLDEST:
         raise UserError(
             f"Megatron {version} in {megatron.root} is not supported ({SUPPORTED}): install another one, "
             f"for instance pip install megatron-core=={TESTED}"

@@ -29,17 +29,20 @@ class HostShadows:
         self._thread: threading.Thread | None = None
         self._failed: list[BaseException] = []
 
-    def begin(self, norm: float) -> None:
-        """An update with the gradients as they are now, of norm ``norm``; before the device's own one."""
+    def begin(self, norm: float, scales: Sequence[float]) -> None:
+        """An update with the gradients as they are now; before the device's own one.
+
+        ``scales``: how many times too large they are, of each of ``fragments``.  ``norm``: as if they were not.
+        """
         self.join()
         work = [
-            (fragments, shadows, _settings(fragments))
-            for fragments in self._fragments
+            (fragments, shadows, _settings(fragments), 1.0 / scale)
+            for fragments, scale in zip(self._fragments, scales, strict=True)
             if (shadows := list(fragments.aside))
         ]
         if not work:
             return
-        for _, shadows, _ in work:
+        for _, shadows, _, _ in work:
             for fragment in shadows:
                 # A copy in any case: the buffer is cleared when the next iteration begins.
                 fragment.tensor.grad = fragment.gradient.to(fragment.tensor.device, torch.float32, copy=True)
@@ -48,8 +51,8 @@ class HostShadows:
 
         def run() -> None:
             try:
-                for fragments, shadows, settings in work:
-                    _update(fragments.inner, shadows, settings, factor)
+                for fragments, shadows, settings, by_scale in work:
+                    _update(fragments.inner, shadows, settings, by_scale, factor)
             except BaseException as error:  # noqa: BLE001  the thread's boundary: this worker's own fault, raised by join
                 self._failed.append(error)
 
@@ -70,12 +73,18 @@ def _settings(fragments: ShardFragments) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in fragments.inner.param_groups]
 
 
-def _update(inner: Any, shadows: Sequence[ShardFragment], settings: Sequence[dict[str, Any]], factor: float) -> None:
+def _update(
+    inner: Any,
+    shadows: Sequence[ShardFragment],
+    settings: Sequence[dict[str, Any]],
+    by_scale: float,
+    factor: float,
+) -> None:
     """What the device's ``inner`` optimizer does to its own pieces, by another one of its kind, with these alone."""
-    if factor < 1.0:
-        for fragment in shadows:
+    for its in (by_scale, min(factor, 1.0)):  # in the device's order, which rounds
+        for fragment in shadows if its != 1.0 else ():
             assert fragment.tensor.grad is not None
-            fragment.tensor.grad.mul_(factor)
+            fragment.tensor.grad.mul_(its)
     twin = object.__new__(type(inner))
     twin.__dict__.update(inner.__dict__)
     twin.param_groups = [

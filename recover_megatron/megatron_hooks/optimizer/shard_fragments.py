@@ -58,6 +58,8 @@ class ShardFragment:
     """The inner optimizer's; empty before the first update."""
     aside: bool = False
     """Whether it is a shadow that the device's own update leaves out."""
+    borrowed: bool = False
+    """Whether its memory is Megatron's, which goes to others as soon as there are pieces of our own."""
 
     @property
     def is_copy(self) -> bool:
@@ -126,12 +128,13 @@ class ShardFragments:
             self.held[unit].append(fragment)
         self.install()
 
-    def make(self, unit: int, parts: dict[int, Sequence[tuple[int, int]]], *, shadow: bool) -> list[ShardFragment]:
+    def make(self, parts: dict[int, Sequence[tuple[int, int]]], *, shadow: bool) -> list[ShardFragment]:
         """Pieces for ``parts`` of a unit, by bucket; their state is still to come, but where it is held already.
 
         A piece that this worker has, of the same elements on the same device, is that very piece.
         """
-        known = {(p.bucket, p.start, p.stop): p for fragments in self.held.values() for p in fragments}
+        own = (p for p in self if not p.borrowed)
+        known = {(p.bucket, p.start, p.stop): p for p in own}
         found = []
         for number, start, stop, parameter_range in self._cut(parts):
             fragment = known.get((number, start, stop))
@@ -143,6 +146,13 @@ class ShardFragments:
             fragment.aside = shadow and self._shadow_device is not None
             found.append(fragment)
         return found
+
+    def borrow(self, unit: int, number: int, parameter: Any, master: torch.Tensor, state: dict[str, Any]) -> None:
+        """At launch: what Megatron has of all of a parameter's elements in bucket ``number``; held under ``unit``."""
+        found = next(its for its in self.table[number] if its.parameter is parameter)
+        fragment = self._fragment(number, found.start, found.stop, found, shadow=False, tensor=master)
+        fragment.state, fragment.borrowed = state, True
+        self.held.setdefault(unit, []).append(fragment)
 
     def install(self, held: dict[int, list[ShardFragment]] | None = None) -> None:
         """From now on the inner optimizer updates the pieces of ``held``, those of each unit together."""
@@ -157,7 +167,8 @@ class ShardFragments:
         # Megatron's own lists, of one part of each parameter: nothing is to be done for them any more.
         for name in ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups",
                      "shard_fp32_from_float16_groups"):  # fmt: skip
-            setattr(optimizer, name, [[] for _ in getattr(optimizer, name)])
+            if hasattr(optimizer, name):  # not with Megatron-FSDP
+                setattr(optimizer, name, [[] for _ in getattr(optimizer, name)])
 
     @property
     def inner(self) -> Any:
@@ -239,6 +250,12 @@ class ShardFragments:
         """As Megatron's copy of the model's gradients to those of the main parameters."""
         for fragment in self._updated:
             fragment.tensor.grad = fragment.gradient.to(fragment.tensor.device, torch.float32)
+
+    def divide(self, by_scale: torch.Tensor) -> None:
+        """Multiply what is updated with by ``by_scale``, the reciprocal of a loss scale; after ``begin_update``."""
+        for fragment in self._updated:
+            assert fragment.tensor.grad is not None
+            fragment.tensor.grad.mul_(by_scale)
 
     def end_update(self) -> None:
         """As Megatron's copy of the main parameters to the model's; and what the inner optimizer made is noted."""

@@ -8,7 +8,7 @@ Either loads in stock Megatron at any data-parallel size: no format says who hel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,9 +92,41 @@ class ShardedCheckpoint:
 
         return sharded_param_state_dp_reshardable
 
+    def wanted(self, fragments: Sequence[ShardFragment]) -> dict[Any, Any]:
+        """What to load, of a checkpoint by bucket, into these pieces; their state is there, whatever is in it."""
+        instance = self._optimizer.distributed_optimizer_instance_id
+        state: dict[Any, Any] = {}
+        for fragment in fragments:
+            (number, dtype, at), key, size = self._place(fragment.bucket)
+            entry = _entry(key, fragment.start, size, instance, _tensors(fragment))
+            state.setdefault(number, {}).setdefault(dtype, {}).setdefault(at, []).append(entry)
+        return state
+
+    def found(self, state: Any, fragments: Sequence[ShardFragment]) -> Iterator[dict[str, Any]]:
+        """What came of it for each of the pieces, in their order."""
+        places = {place: iter(its) for place, its in _lists(state)}
+        return (next(places[self._place(fragment.bucket)[0]]) for fragment in fragments)
+
+    def _place(self, bucket: int) -> tuple[tuple[int, Any, int], str, int]:
+        """Where Megatron has a bucket: buffer, type, number in it; its key in a checkpoint; its elements there."""
+        optimizer = self._optimizer
+        for number, (buffer, ranges) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
+            (dtype,) = ranges
+            for at, its in enumerate(buffer.buckets):
+                if self._numbers[id(its)] == bucket:
+                    return (number, dtype, at), f"{self._buffer(number, dtype)}{at}", its.numel_unpadded
+        raise KeyError(bucket)
+
+    @property
+    def _prefix(self) -> str:
+        return f"optimizer.distributed.dp_group_idx_{self._optimizer.data_parallel_group_idx}"
+
+    def _buffer(self, number: int, dtype: Any) -> str:
+        return f"{self._prefix}.gbuf_idx_{number}.dtype_{dtype}.bucket_idx_"
+
     def _by_bucket(self) -> dict[Any, Any]:
         optimizer = self._optimizer
-        prefix = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}"
+        prefix = self._prefix
         instance = optimizer.distributed_optimizer_instance_id
         rank = optimizer.data_parallel_group.rank()
         state: dict[Any, Any] = {
@@ -107,7 +139,7 @@ class ShardedCheckpoint:
             (dtype,) = ranges
             state[number] = {
                 dtype: [
-                    self._bucket(bucket, f"{prefix}.gbuf_idx_{number}.dtype_{dtype}.bucket_idx_{at}", instance)
+                    self._bucket(bucket, f"{self._buffer(number, dtype)}{at}", instance)
                     for at, bucket in enumerate(buffer.buckets)
                 ]
             }
@@ -132,6 +164,13 @@ class ShardedCheckpoint:
                 empty = _empty(like, self._keys, min(stop, size) - at)
                 found.append(_entry(key, at, size, instance, empty, padding=True))
         return found
+
+
+def _lists(state: Any) -> Iterator[tuple[tuple[int, Any, int], list[dict[str, Any]]]]:
+    for number, types in state.items():
+        for dtype, buckets in types.items():
+            for at, its in buckets.items():
+                yield (number, dtype, at), its
 
 
 def _tensors(fragment: ShardFragment) -> dict[str, torch.Tensor]:

@@ -21,36 +21,36 @@ tensors these work on (`fragments`), where the norm comes from, and the gatherin
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import get_args
 
 from recover_megatron.errors import UserError
-from recover_megatron.instep.gradients import alive
+from recover_megatron.instep.errors import Orphaned
 from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.parameters import Parameters
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.shards import Column, ElementRange
+from recover_megatron.instep.shards import Column
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.optimizer.host_shadows import HostShadows
+from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
+from recover_megatron.megatron_hooks.optimizer.layout_pieces import LayoutPieces
+from recover_megatron.megatron_hooks.optimizer.loss_scales import LossScales
+from recover_megatron.megatron_hooks.optimizer.norms import UnitNorms, UnitSums
+from recover_megatron.megatron_hooks.optimizer.repartition import Repartition
+from recover_megatron.megatron_hooks.optimizer.shadow_check import ShadowCheck
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
-from recover_megatron.megatron_hooks.optimizer.sharded_checkpoint import ShardedCheckpoint
 
 log = get_logger(__name__)
-
-REPARTITION_SECONDS = 600.0
-"""How long the state may take to change hands, beyond the hang timeout, before who makes no mark counts as hung."""
 
 _OVERRIDDEN = ("_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params", "get_parameter_state_dp_zero",
                "sharded_param_state_dp_reshardable", "sharded_param_state_fully_reshardable")  # fmt: skip
@@ -86,47 +86,46 @@ def groups_with_parameters(one: Any) -> list[dict[str, Any]]:
 class ShardedOptimizer:
     """The optimizer of one worker, all of Megatron's.  ``buckets``: with their shards.
 
-    ``shadows``: how many copies of each part there are beside the owner's; ``shadow_device``: where, None: as its own.
+    ``keeping``: how Megatron keeps their state.  ``shadows``: how many copies of each part there are beside the
+    owner's; ``shadow_device``: where, None: as its own.
     """
 
     def __init__(
-        self, optimizer: Any, buckets: Buckets, recovery: Recovery, shadows: int, shadow_device: torch.device | None
+        self,
+        optimizer: Any,
+        buckets: Buckets | FsdpBuckets,
+        keeping: Keeping,
+        recovery: Recovery,
+        shadows: int,
+        shadow_device: torch.device | None,
     ) -> None:
         assert buckets.shards is not None
         self._optimizer = optimizer
-        self._buckets = buckets
+        self._buckets, self._keeping = buckets, keeping
         self.shards = buckets.shards
         self._recovery, self._progress, self._assignment = recovery, recovery.progress, recovery.assignment
-        self._tail = buckets.tail
-        self._width = shadows + 1
+        self._pieces = LayoutPieces(buckets, self.shards, recovery.assignment)
         chained = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._fragments = [
-            ShardFragments(one, self._buckets_of(one), _groups_of[one], shadow_device)
-            for one in chained
-            if not one.is_stub_optimizer
-        ]
+        real = [one for one in chained if not one.is_stub_optimizer]
+        self._fragments = [keeping.fragments(one, _groups_of[one], shadow_device) for one in real]
         self._parameters = Parameters(buckets.parameters, self.shards)
         device = buckets.parameters[0][1].device
         self._updated = 0
         self._shadows_elsewhere = shadow_device is not None and shadow_device.type != device.type
+        self._repartition = Repartition(self._fragments, self._pieces, buckets, self.shards, recovery)
+        self._shadow_check = ShadowCheck(self._fragments, self._pieces, self.shards, buckets.tail, recovery)
         self._aside = HostShadows(self._fragments, float(optimizer.config.clip_grad))
         self._overlap: Overlap | None = None
         if self._fragments and buckets.overlaps and shadow_device is None:
             self._overlap = Overlap(buckets.parameters, self.shards, recovery, self._lose)
         buckets.overlap = self._overlap
-        self._zeros = bool(optimizer.config.log_num_zeros_in_grad)
-        for one, fragments in zip((one for one in chained if not one.is_stub_optimizer), self._fragments, strict=True):
-            one._copy_model_grads_to_main_grads = fragments.begin_update
-            one._copy_main_params_to_model_params = fragments.end_update
-            # Whoever is left writes; which instance it was in does not matter.
-            one.data_parallel_group, one.distributed_optimizer_instance_id = self._buckets.whole(one), 0
-            saved = ShardedCheckpoint(one, fragments, self._primary_fragments, self._primary_parts)
-            one.get_parameter_state_dp_zero = saved.whole
-            one.sharded_param_state_fully_reshardable = saved.in_model_space(one.sharded_param_state_fully_reshardable)
-            one.sharded_param_state_dp_reshardable = saved.by_bucket(one.sharded_param_state_dp_reshardable)
-
-    def _buckets_of(self, one: Any) -> dict[int, Any]:
-        return {self._buckets.number(bucket): bucket for buffer in one.buffers for bucket in buffer.buckets}
+        self._optimizers = real
+        zeros = bool(optimizer.config.log_num_zeros_in_grad)
+        self._norms = UnitNorms(self._fragments, buckets, keeping, recovery.assignment, shadows + 1, zeros=zeros)
+        places = [self.shards.columns.index(self._pieces.column(fragments)) for fragments in self._fragments]
+        self._scales = LossScales(real, self._fragments, places)
+        for one, fragments in zip(real, self._fragments, strict=True):
+            keeping.connect(one, fragments, self._primary_fragments, self._primary_parts)
 
     # ---- who holds what
 
@@ -134,17 +133,18 @@ class ShardedOptimizer:
         """At launch: the shards are as Megatron made them, or read them from a checkpoint.
 
         Where nothing has been updated yet all state follows from the parameters, which all have: then the shadows are
-        there at once.  What came from a checkpoint changes hands before the first step.
+        there at once.  What came from a checkpoint changes hands before the first step, unless all have all of it.
         """
         self.shards.adopt()
         for fragments in self._fragments:
-            (own,) = self.shards.held(self._column(fragments))
-            fragments.adopt(own, self._parts(fragments, own, {}))
-        if get_args().iteration > 0:  # the same on all, however little of the state one may have
+            (own,) = self.shards.held(self._pieces.column(fragments))
+            self._keeping.adopt(fragments, own, self._pieces.parts(fragments, own, {}))
+        if get_args().iteration > 0 and not self._keeping.has_all:  # the same on all, however little one may have
             return
-        layouts = {column: self.shards.wanted(column) for column in self.shards.columns}
+        layouts = self._pieces.wanted()
         for fragments in self._fragments:
-            fragments.install(self._make(fragments, layouts))
+            fragments.install(self._pieces.make(fragments, layouts))
+        self._keeping.adopted()
         self.shards.take_up(layouts)
 
     def forget(self) -> None:
@@ -153,18 +153,56 @@ class ShardedOptimizer:
         self._aside.join()
         for fragments in self._fragments:
             fragments.install({})
+        self._keeping.adopted()
         if self._overlap is not None:
             self._overlap.forget()
 
+    @contextmanager
+    def loading(self) -> Iterator[Callable[[], None]]:
+        """While a checkpoint is loaded for who is there now: each gets its own shard and its shadows.
+
+        The function is to be called when all have loaded it: from then on they are what is held.
+        """
+        self.forget()
+        layouts = self._pieces.wanted()
+        with ExitStack() as into:
+            for one, fragments in zip(self._optimizers, self._fragments, strict=True):
+                into.enter_context(self._keeping.loading(one, fragments, self._pieces.make(fragments, layouts)))
+            yield lambda: self.shards.take_up(layouts)
+
+    def made_anew(self, fill: Callable[[list[list[ShardFragment]]], None]) -> Callable[[], None]:
+        """Hold what those who are there now are to hold: pieces without a state, which ``fill`` gives them.
+
+        The function is to be called when all have done so: see ``loading``.
+        """
+        self.forget()
+        layouts = self._pieces.wanted()
+        held = [self._pieces.make(fragments, layouts) for fragments in self._fragments]
+        fill([[fragment for its in units.values() for fragment in its] for units in held])
+        for fragments, units in zip(self._fragments, held, strict=True):
+            fragments.install(units)
+        return lambda: self.shards.take_up(layouts)
+
+    def bucket(self, number: int) -> tuple[Column, int]:
+        """The column of a bucket, and its elements."""
+        return self._buckets.part(number)
+
     def check(self) -> None:
-        """Raise ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
+        """Raise ``StateLost``, for all, where nobody has a part of the optimizer's state any more.
+
+        ``Orphaned`` instead, on all, where there is a checkpoint to go back to.
+        """
         if units := self.shards.lost():
             self._lose(*units)
 
     def _lose(self, *units: int) -> None:
         names = ", ".join(map(str, units))
         whose = "workers" if self._buckets.instances == 1 else "shards"
-        self._recovery.planner.lose_state(f"the optimizer state of {whose} {names} had no other copy")
+        lost = f"the optimizer state of {whose} {names} had no other copy"
+        if self._recovery.planner.can_go_back:
+            self._recovery.orphan.leave(lost)
+            raise Orphaned(lost)
+        self._recovery.planner.lose_state(lost)
 
     def complete(self) -> None:
         """See to it that the model and the shadows are those of the last update: who reads them next does not ask."""
@@ -184,107 +222,17 @@ class ShardedOptimizer:
     def renew(self) -> None:
         """Have the state change hands, for who is there now; a section: all or nobody."""
         self.complete()
-        recovery, shards = self._recovery, self.shards
-        layouts: dict[Column, Any] = {}
-        held: list[dict[int, list[ShardFragment]]] = []
-        began, came = time.monotonic(), 0
-
-        def run() -> None:
-            nonlocal came
-            self._progress.inject("repartition")
-            self._progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
-            layouts.clear()
-            layouts.update({column: shards.wanted(column) for column in shards.columns})
-            held[:] = [self._make(fragments, layouts) for fragments in self._fragments]
-            came = shards.exchange(
-                self._assignment.epoch_groups,
-                self._element_ranges(layouts),
-                self._give,
-                lambda element_ranges, tree: self._take(element_ranges, tree, held),
-                lambda: self._progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS),
-            )
-            self._progress.inject("repartition")
-
-        recovery.sections.run("repartition", run)
-        for fragments, its in zip(self._fragments, held, strict=True):
-            fragments.install(its)
-        shards.take_up(layouts)
-        seconds, epoch = round(time.monotonic() - began, 6), self._assignment.decision.epoch
-        recovery.hooks.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
+        self._repartition.run()
         self.check()
 
     def verify(self) -> None:
         """Compare the shadows with what they are shadows of; where one differs, all are made anew, by all workers."""
-        recovery, shards = self._recovery, self.shards
         self._aside.join()
-        if self._shadows_elsewhere:
-            return  # another kind of processor rounds otherwise: they differ from the start
-        mine = [
-            number
-            for optimizer, fragments in enumerate(self._fragments)
-            for unit in shards.held(self._column(fragments))
-            for number in (optimizer, min(self._column(fragments)), unit, fragments.digest(unit).value)
-        ]
-
-        def run() -> tuple[list[int], bool]:
-            self._progress.mark("verify", waiting=True)
-            ring = self._assignment.epoch_groups.ring(alive(self._tail, self._assignment.live))
-            found = differing(ring.exchange(mine))
-            return found, self._assignment.epoch_groups.any(bool(found), tuple(sorted(self._assignment.live)))
-
-        different, anywhere = recovery.sections.run("verify shadows", run)
-        if different:
-            recovery.hooks.log("shadows differ", units=different)
-            log.info(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
-        if anywhere:
-            shards.distrust_shadows()
-
-    def _make(self, fragments: ShardFragments, layouts: Mapping[Column, Any]) -> dict[int, list[ShardFragment]]:
-        me, (column, _) = self._assignment.me, self._buckets.part(next(iter(fragments.buckets)))
-        return {
-            unit: fragments.make(unit, self._parts(fragments, unit, layouts), shadow=place > 0)
-            for place, unit in enumerate(layouts[column].held(me))
-        }
-
-    def _parts(
-        self, fragments: ShardFragments, unit: int, layouts: Mapping[Column, Any]
-    ) -> dict[int, Sequence[tuple[int, int]]]:
-        """What a unit owns of each bucket that these pieces are of."""
-        found = {}
-        for number in fragments.buckets:
-            column, numel = self._buckets.part(number)
-            found[number] = layouts.get(column, self.shards.layout(column)).parts(unit, numel)
-        return found
-
-    def _element_ranges(self, layouts: Mapping[Column, Any]) -> dict[tuple[int, int], list[ElementRange]]:
-        element_ranges: dict[tuple[int, int], list[ElementRange]] = {}
-        for fragments in self._fragments:
-            for number in fragments.buckets:
-                column, numel = self._buckets.part(number)
-                for move in self.shards.moves(column, layouts[column], numel):
-                    element_range = ElementRange(number, move.start, move.stop)
-                    element_ranges.setdefault((move.source, move.target), []).append(element_range)
-        return element_ranges
-
-    def _give(self, element_ranges: Sequence[ElementRange]) -> list[Any]:
-        return [self._fragments_of(element_range).give([element_range]) for element_range in element_ranges]
-
-    def _take(
-        self, element_ranges: Sequence[ElementRange], tree: list[Any], held: list[dict[int, list[ShardFragment]]]
-    ) -> None:
-        for element_range, its in zip(element_ranges, tree, strict=True):
-            for fragments, units in zip(self._fragments, held, strict=True):
-                if element_range.bucket in fragments.buckets:
-                    fragments.take([element_range], its, [fragment for unit in units.values() for fragment in unit])
-
-    def _fragments_of(self, element_range: ElementRange) -> ShardFragments:
-        return next(fragments for fragments in self._fragments if element_range.bucket in fragments.buckets)
-
-    def _column(self, fragments: ShardFragments) -> Column:
-        return self._buckets.part(next(iter(fragments.buckets)))[0]
+        if not self._shadows_elsewhere:  # another kind of processor rounds otherwise: they differ from the start
+            self._shadow_check.run()
 
     def _primary_fragments(self, fragments: ShardFragments) -> Iterator[ShardFragment]:
-        column = self._column(fragments)
+        column = self._pieces.column(fragments)
         return (p for unit, its in fragments.held.items() if self.shards.speaks_for(column, unit) for p in its)
 
     def primaries(self) -> Iterator[tuple[ShardFragments, Iterator[ShardFragment]]]:
@@ -298,12 +246,39 @@ class ShardedOptimizer:
         units = [unit for unit in self.shards.held(column) if self.shards.speaks_for(column, unit)]
         return sorted(part for unit in units for part in layout.parts(unit, numel))
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """While a checkpoint is written: where Megatron saves no pieces, it finds all that a column shares.
+
+        A section before that of the checkpoint: who is left when a worker is lost in the latter has everything already,
+        and nobody waits inside a replica for one who is told of a loss by its column.
+        """
+        progress, assignment = self._recovery.progress, self._assignment
+
+        def gather() -> None:
+            progress.mark("checkpoint", waiting=True)
+            found = [part for fragments in self._fragments for part in self._keeping.lend(fragments)]
+            whole = Parameters(found, self.shards)
+            whole.begin()
+            whole.gather(assignment.epoch_groups, assignment.live, again=False)
+
+        with ExitStack() as shown:
+            if self._keeping.has_all:
+                self._recovery.sections.run("state of checkpoint", gather)
+                for fragments in self._fragments:
+                    shown.enter_context(self._keeping.show(fragments))
+            yield
+
     # ---- the update
 
     def step(self, original: Callable[[], Any]) -> Any:
         """Megatron's ``optimizer.step()``, ``original``, within the section that makes it survive; what it returns."""
         recovery, parameters, overlap = self._recovery, self._parameters, self._overlap
-        sums = self._measure()
+        sums = self._norms.measure()
+        # Megatron asks the replica once which norms there are: not in the section, of whose end one column may hear
+        # while another one has passed it.
+        for group in getattr(optimizer_module, "SEPARATE_GRAD_NORM_GROUPS", ()):
+            self._optimizer.has_grad_norm_group(group)
         parameters.begin()
         self.complete()
         if overlap is not None:
@@ -315,10 +290,10 @@ class ShardedOptimizer:
             nonlocal begun
             self._progress.inject("norm")
             self._progress.mark("norm", waiting=True)
-            norm, zeros, again = self._exchange(sums, begun)
+            told, again = self._norms.exchange(sums, begun)
             if not done:
                 self._progress.inject("update")
-                done.append(self._update(original, norm, zeros))
+                done.append(self._update(original, told))
                 self._progress.inject("update")
             if overlap is not None:
                 overlap.publish(self._progress.at)
@@ -333,73 +308,27 @@ class ShardedOptimizer:
         if overlap is not None:
             with self._progress.waiting("param-gather"):
                 overlap.start(self._progress.at)
+        self._keeping.gathered()
         return done[0]
 
-    def _update(self, original: Callable[[], Any], norm: float, zeros: float) -> Any:
-        top = self._optimizer
-        self._aside.begin(norm)
+    def _update(self, original: Callable[[], Any], told: Sequence[UnitSums]) -> Any:
+        top, norm = self._optimizer, self._scales.norm(told)
+        zeros = math.fsum(its.zeros for its in told)
+        if not self._scales.skips(told):
+            self._aside.begin(norm, self._scales.now())
         with ExitStack() as replaced:
+            replaced.enter_context(self._scales.dividing(told))
             replaced.enter_context(monkeypatch.replaced(optimizer_module, "get_grad_norm_fp32", lambda *_, **__: norm))
             replaced.enter_context(monkeypatch.replaced(top, "get_grad_norm", lambda: norm))
             replaced.enter_context(monkeypatch.replaced(top, "count_zeros", lambda: zeros))
+            replaced.enter_context(self._keeping.updating())
             return original()
 
     def _speak_for_the_lost(self) -> None:
         """Where a shadow is the first live holder of a unit, its parameters are those that all will get."""
         for fragments in self._fragments:
-            column = self._column(fragments)
+            column = self._pieces.column(fragments)
             for unit in self.shards.held(column):
                 if any(fragment.aside for fragment in fragments.held[unit]) and self.shards.speaks_for(column, unit):
                     self._aside.join()
                     fragments.show_aside(unit)
-
-    def _measure(self) -> torch.Tensor:
-        """[column, place in what I hold of it, (sum of squares, zeros)] over the replica's model-parallel ranks."""
-        columns = self.shards.columns
-        device = self._buckets.parameters[0][1].device
-        sums = torch.zeros(len(columns), self._width, 2, dtype=torch.float64, device=device)
-        for at, column in enumerate(columns):
-            for place, unit in enumerate(self.shards.held(column)):
-                for fragments in self._fragments:
-                    if unit in fragments.held and self._column(fragments) == column:
-                        sums[at, place] += fragments.sums(unit, zeros=self._zeros)
-        group = parallel_state.get_model_parallel_group()
-        if group.size() > 1:
-            dist.all_reduce(sums, group=group)
-        return sums.cpu()
-
-    def _exchange(self, sums: torch.Tensor, begun: bool) -> tuple[float, float, bool]:
-        """(norm, zeros, whether anybody may hold gathered parameters), the same on all workers of all columns.
-
-        A row has for each held unit: the unit, whether this worker speaks for it, and its sums.
-        """
-        shards = self.shards
-        row = [float(begun)]
-        for at, column in enumerate(shards.columns):
-            held = shards.held(column)
-            for place in range(self._width):
-                unit = held[place] if place < len(held) else -1
-                speaks = unit >= 0 and shards.speaks_for(column, unit)
-                row += [float(unit), float(speaks), *sums[at, place].tolist()]
-        rows = self._assignment.epoch_groups.ring(alive(self._tail, self._assignment.live)).exchange_doubles(row)
-        found: list[tuple[float, float]] = []
-        for its in rows:
-            for at in range(1, len(its), 4):
-                if its[at + 1]:
-                    found.append((its[at + 2], its[at + 3]))
-        # Exactly rounded sums: they do not depend on who told what.
-        total, count = (math.fsum(numbers) for numbers in zip(*found, strict=True))
-        return math.sqrt(total), count, any(its[0] for its in rows)
-
-
-def differing(rows: Sequence[Sequence[int]]) -> list[int]:
-    """The units of which two holders tell different digests.
-
-    A row is what one worker holds, four numbers each: the optimizer, its column's first slot, the unit, the digest.  (A
-    worker need not be in the column of another one's experts.)
-    """
-    told: dict[tuple[int, int, int], set[int]] = {}
-    for row in rows:
-        for optimizer, column, unit, digest in zip(*(row[at::4] for at in range(4)), strict=True):
-            told.setdefault((optimizer, column, unit), set()).add(digest)
-    return sorted({unit for (_, _, unit), digests in told.items() if len(digests) > 1})

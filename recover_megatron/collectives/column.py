@@ -1,4 +1,4 @@
-"""Plain data parallelism: all workers of the run are one column, each holds the whole model.
+"""Data parallelism: all workers of the run are one column, each holds the whole model.
 
     while column.committed < iteration:
         try:
@@ -13,6 +13,10 @@
             pass
 
 The workers meet by the addresses that they join with, so no store is needed: a node may go with all that it hosts.
+
+With ``shards`` above 1 so many consecutive workers hold the model between them (`shard_group`), and a column is those
+with the same shard.  Their training loop must see to it that the workers of a shard group join, or go on, together:
+``opened`` is what they ask each other for.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.epoch import SessionEpoch
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
@@ -28,31 +34,50 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group, open_ring_listener
 from recover_megatron.collectives.rendezvous import Known
 from recover_megatron.collectives.ring.group import Tuning
+from recover_megatron.collectives.shard_group import ShardGroup, whole_shard_groups
 from recover_megatron.collectives.transport.listener import RingListener
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, CoordinatorLost
 from recover_megatron.membership.records import Json, Plan
 from recover_megatron.membership.session import Session
-from recover_megatron.membership.worker import HOST_VARIABLE, connect
+from recover_megatron.membership.worker import HOST_VARIABLE, connect, worker_id
 
 LOOPBACK = "127.0.0.1"
 MOST = 10
 """So many epochs of the same members with nothing done in between end the run."""
+NO_DRAIN = "workers of this run's loop cannot leave in order; if their launcher is stopped the others go on"
 _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 
-class ElasticDataParallel:
+class Column:
     """This worker's place in it.  The coordinators must have the default planner, as those of recover-run do."""
 
     def __init__(
-        self, session: Session, me: int, secret: bytes, *, host: str = LOOPBACK, tuning: Tuning | None = None
+        self,
+        session: Session,
+        me: int,
+        secret: bytes,
+        *,
+        shards: int = 1,
+        host: str = LOOPBACK,
+        tuning: Tuning | None = None,
+        device: torch.device | None = None,
+        timeout: float = 60.0,
     ) -> None:
-        """``me``: this worker's id.  ``secret``: the job's, for the ring.  ``host``: as for ``open_group``."""
+        """``me``: this worker's id.  ``secret``: the job's, for the ring.  ``host``: as for ``open_group``.
+
+        ``shards``: workers of a shard group.  ``device``: that of the buckets; those of a GPU go through host memory.
+        ``timeout``: seconds that members wait for each other with a new epoch's group.
+        """
         self.me = me
         self.session = session
+        self.shards = shards
+        self.shard_group = ShardGroup(session, me, shards)
         self._secret = secret
         self._host = host
         self._tuning = tuning
+        self._device = device or torch.device("cpu")
+        self._timeout = timeout
         self._plan: Plan | None = None
         self._ring_listener: RingListener | None = None
         self._group: Group | None = None
@@ -63,11 +88,18 @@ class ElasticDataParallel:
         self._tries = 0
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> ElasticDataParallel:
+    def from_environment(
+        cls,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        shards: int = 1,
+        device: torch.device | None = None,
+        timeout: float = 60.0,
+    ) -> Column:
         """That of a worker of recover-run; starts its session.  Raises as ``membership.worker.connect`` does."""
-        key = find_secret(environ).key("column")
+        key, host = find_secret(environ).key("column"), environ.get(HOST_VARIABLE, LOOPBACK)
         session = connect(environ=environ)
-        return cls(session, int(environ["RANK"]), key, host=environ.get(HOST_VARIABLE, LOOPBACK))
+        return cls(session, worker_id(environ), key, shards=shards, host=host, device=device, timeout=timeout)
 
     @property
     def over(self) -> bool:
@@ -84,6 +116,21 @@ class ElasticDataParallel:
     def members(self) -> list[int]:
         """Worker ids of the epoch, ascending; empty before the first."""
         return sorted(self._plan.members) if self._plan else []
+
+    @property
+    def begins_after(self) -> int:
+        """The last iteration that was committed when the epoch began: what all members of it know."""
+        return self._plan.committed if self._plan else 0
+
+    @property
+    def shard_groups(self) -> list[int]:
+        """The numbers of the epoch's whole shard groups, ascending; those of the members where ``shards`` is 1."""
+        return whole_shard_groups(self.members, self.shards)
+
+    @property
+    def column(self) -> list[int]:
+        """The members that hold the same shard as this one, of each whole shard group, ascending: who sums."""
+        return [number * self.shards + self.shard_group.shard for number in self.shard_groups]
 
     @property
     def statuses(self) -> dict[int, Json]:
@@ -103,6 +150,9 @@ class ElasticDataParallel:
             time.sleep(min(_PAUSE * 2**self._tries, _LONGEST_PAUSE))  # whatever it is, it may pass
         self._ring_listener = open_ring_listener(self._host, self._tuning)
         self._plan = self.session.join({"ring_listener": self._ring_listener.address, "status": status}, reason)
+        if self._plan.data.get("drain") and self.me == min(self._plan.members):
+            for node in self._plan.data["drain"]:
+                self.session.answer_drain(node, NO_DRAIN)
         self._failed = False
         now = self._plan.committed, self.members, self.statuses
         self._tries = self._tries + 1 if now == self._last else 0
@@ -114,7 +164,7 @@ class ElasticDataParallel:
 
     def _complain(self) -> str:
         """Say with whom this worker's connections have failed, if they have; the reason for another epoch."""
-        lost = self._lost if self._group is None else self._group.lost
+        lost = self._lost or (self._group.lost if self._group is not None else None)
         self._lost = None
         if lost is None:
             return ""
@@ -122,26 +172,39 @@ class ElasticDataParallel:
         self.session.ask(reason, lost.peer)
         return reason
 
-    def group(self, buckets: Sequence[Bucket]) -> Group:
-        """The epoch's group.  At its first use in the epoch it is opened, and ``buckets`` are pulled.
+    def fail(self, lost: PeerLost) -> None:
+        """A connection of the caller's to a member broke (``lost.peer``: the worker): a new epoch must be joined."""
+        self._failed, self._lost = True, lost
 
-        Every member must come with the same buckets at the same iteration.  Raises ``EpochRevoked``.
+    def opened(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether ``group`` can be used: False where a new epoch must be joined first.  Raises nothing of the run's."""
+        try:
+            return not self.over and bool(self.group(buckets))
+        except EpochRevoked:
+            return False
+
+    def group(self, buckets: Sequence[Bucket]) -> Group:
+        """The epoch's group of this worker's column.
+
+        At its first use in the epoch it is opened, and ``buckets`` are pulled.  Every member
+        must come with the same buckets at the same iteration.  Raises ``EpochRevoked``.
         """
         if self._group is None:
             assert self._plan is not None, "join first"
-            ring_listeners = [told["ring_listener"] for _, told in sorted(self._told().items())]
+            column, told = self.column, self._told()
             ring = f"ring/column/{self._plan.epoch}"
-            known = Known({f"{ring}/{rank}": ring_listener for rank, ring_listener in enumerate(ring_listeners)})
+            known = Known({f"{ring}/{rank}": told[member]["ring_listener"] for rank, member in enumerate(column)})
             try:
                 self._group = open_group(
-                    SessionEpoch(self.session, self._plan, self.me), known, name="column", secret=self._secret,
-                    host=self._host, tuning=self._tuning, ring_listener=self._ring_listener,
+                    SessionEpoch(self.session, self._plan, self.me, column), known, name="column", secret=self._secret,
+                    host=self._host, tuning=self._tuning, ring_listener=self._ring_listener, device=self._device,
+                    transport_kind="tcp", timeout=self._timeout,
                 )  # fmt: skip
                 self._group.pull(buckets)
             except EpochRevoked as over:
                 self._failed = True
                 if self._group is None and isinstance(lost := over.__cause__, PeerLost):
-                    peer = None if lost.peer is None else self.members[lost.peer]
+                    peer = None if lost.peer is None else column[lost.peer]
                     self._lost = PeerLost(str(lost), peer, road=lost.road)
                 raise
         return self._group

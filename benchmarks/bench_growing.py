@@ -1,0 +1,130 @@
+"""Tokens for the workers' time of a run that grows and shrinks, against runs of constant size.
+
+    python benchmarks/bench_growing.py
+
+    grown      2 replicas at the launch; 4 workers more come, and are taken as soon as they have built their models; in
+               iteration --shrink-at 3 of the 6 are killed
+    constant   the same launch with 2, 3 and 6 replicas from its first iteration to its last, nobody comes or goes
+
+All train the same iterations of the same batch, so the same tokens.  A worker's time counts while it has a place in the
+plan, from the begin of the first iteration on; so what forming the new replicas and losing some costs is in it, and the
+building of models, which goes on beside the training, is not.  Each worker plays a device of fixed speed
+(--microbatch-seconds): on a machine with fewer cores than workers more of them would be slower each.
+
+Prints a table; --json FILE writes every measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, SCRIPT, load_average  # noqa: E402
+from recover_megatron.run_log.audit import violations  # noqa: E402
+from recover_megatron.run_log.steps import read_steps  # noqa: E402
+from tests.harness.forkserver import ForkServer  # noqa: E402
+
+MICROBATCHES = 48
+"""Of an iteration, each of one sample: whole shares for 2, 3 and 6 replicas."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A whole run, without its start-up."""
+
+    name: str
+    replicas: list[int]
+    """Of each iteration."""
+    seconds: float
+    worker_seconds: float
+    tokens: int
+
+    @property
+    def per_worker_second(self) -> float:
+        return self.tokens / self.worker_seconds
+
+
+def measured(name: str, out: Path, tokens: int) -> Measured:
+    """Of the run in ``out``; ``tokens``: of an iteration."""
+    steps = sorted(read_steps(out / "steps.jsonl"), key=lambda step: step.iteration)
+    if found := violations(steps, MICROBATCHES):
+        raise RuntimeError(f"{name}: {found}")
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    plans = sorted((e for e in events if e["event"] == "plan"), key=lambda event: event["epoch"])
+    times = [step.time for step in steps if step.time is not None]
+    first, end = times[0] - steps[0].seconds, times[-1]
+    spent, at, workers = 0.0, first, 0
+    for plan in plans:
+        moment = min(max(plan["time"], at), end)
+        spent += workers * (moment - at)
+        at, workers = moment, sum(map(len, plan["grid"].values()))
+    spent += workers * (end - at)
+    return Measured(name, [step.replicas for step in steps], end - first, spent, tokens * len(steps))
+
+
+class Bench:
+    """Makes the runs."""
+
+    def __init__(self, server: ForkServer, folder: Path, options: Any) -> None:
+        self._server = server
+        self._folder = folder
+        self._options = options
+        self._model = MODELS["toy"]
+
+    def run(self, name: str, replicas: int, *flags: str, newcomers: int = 0) -> Measured:
+        """One run of ``replicas`` at its launch."""
+        out, options = self._folder / name.replace(" ", "-"), self._options
+        out.mkdir()
+        argv = [SCRIPT, *COMMON, *self._model.argv, "--global-batch-size", str(MICROBATCHES), "--log-interval", "10"]
+        argv += ["--train-iters", str(options.iterations), *RECOVER, "--recover-log-dir", str(out), *flags]
+        if options.sharded:
+            argv.append("--use-distributed-optimizer")
+        environment = {"BENCH_OUT": str(out), "BENCH_MICROBATCH": str(options.microbatch_seconds)}
+        ended = self._server.run(
+            replicas, argv, out, environment=environment, timeout=options.timeout, spares=newcomers
+        )
+        if any(code not in (0, -9) for code in [*ended.codes, *ended.more.values()]):
+            raise RuntimeError(ended.tail(40))
+        return measured(name, out, MICROBATCHES * self._model.sequence)
+
+
+def main() -> None:
+    """Make the runs and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=36)
+    parser.add_argument("--shrink-at", type=int, default=28)
+    parser.add_argument("--microbatch-seconds", type=float, default=0.25)
+    parser.add_argument("--constant", type=int, nargs="*", default=[2, 3, 6], help="sizes to compare with")
+    parser.add_argument("--sharded", action="store_true", help="with --use-distributed-optimizer")
+    parser.add_argument("--timeout", type=float, default=1200.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    kills = ",".join(f"{worker}@{options.shrink_at + n}:backward:kill" for n, worker in enumerate((0, 3, 5)))
+    with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
+        bench = Bench(server, Path(folder), options)
+        growing = ("--recover-max-replicas", "6", "--recover-inject", kills)
+        found = [bench.run("2, then 6, then 3", 2, *growing, newcomers=4)]
+        found += [bench.run(f"constantly {size}", size) for size in options.constant]
+    grown = found[0]
+    print("| replicas | iterations with 2 to 6 | wall, s | worker-seconds | tokens per worker-second | grown / it |")
+    print("|---|---|--:|--:|--:|--:|")
+    for its in found:
+        spent = ", ".join(str(its.replicas.count(size)) for size in range(2, 7))
+        ratio = grown.per_worker_second / its.per_worker_second
+        print(f"| {its.name} | {spent} | {its.seconds:.1f} | {its.worker_seconds:.1f} | "
+              f"{its.per_worker_second:.1f} | {ratio:.3f} |")  # fmt: skip
+    print(f"\n{load_average()}")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(its) for its in found], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What --recover costs with Megatron-FSDP when nobody dies: bytes on the wire and memory, against stock Megatron's.
+
+    python benchmarks/bench_hsdp.py
+
+Two shard groups of two workers train the same model with and without --recover, one run after the other.  What came
+over all connections of all workers in an iteration is counted by the kernel (``TCP_INFO``, message headers and all that
+is said besides included; no shared memory); memory is that of all of torch's tensors of a worker before the last
+iteration, and the most that a process had resident since the iteration before.  Counted, so other work on the machine
+changes nothing.
+
+The time of an iteration is measured by bench_overhead.py:
+
+    python benchmarks/bench_overhead.py --models small medium --layouts dp4 --overlap yes --flags "$FLAGS"
+
+with FLAGS as ``--flags`` prints them here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, SCRIPT, times  # noqa: E402
+from tests.harness.forkserver import ForkServer  # noqa: E402
+
+FSDP = (
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer "
+    "--ckpt-format fsdp_dtensor --num-distributed-optimizer-instances 2"
+).split()
+OUTER = ["--outer-dp-sharding-strategy", "optim"]
+SIDES: dict[str, list[str]] = {
+    "stock": [],
+    "--recover": RECOVER,
+    "stock, outer optim": OUTER,
+    "--recover, outer optim, no shadow": [*OUTER, *RECOVER, "--recover-shadow-shards", "0"],
+    "--recover, outer optim, 1 shadow": [*OUTER, *RECOVER],
+}
+WORKERS, ITERATIONS, COUNTED = 4, 8, 4
+KINDS = {"fp32": [], "bf16": ["--bf16", "--megatron-fsdp-main-grads-dtype", "fp32"]}
+
+
+def run(server: ForkServer, folder: Path, flags: list[str], options: Any) -> dict[str, Any]:
+    """Of one training: bytes an iteration, all workers together; of a worker, bytes of tensors and resident KiB."""
+    environment = {"BENCH_OUT": str(folder), "BENCH_TRAFFIC": "1", "BENCH_MEMORY": "1"}
+    argv = [SCRIPT, *COMMON, *MODELS[options.model].argv, *FSDP, "--overlap-grad-reduce", *flags]
+    argv += ["--train-iters", str(ITERATIONS)]
+    argv += ["--recover-log-dir", str(folder)] if "--recover" in flags else []
+    ended = server.run(WORKERS, argv, folder, environment=environment, timeout=options.timeout)
+    if not ended.ok:
+        raise RuntimeError(ended.tail(40))
+    rows = [times(folder, rank) for rank in range(WORKERS)]
+    counted = [(its[ITERATIONS - 1]["received"] - its[ITERATIONS - 1 - COUNTED]["received"]) / COUNTED for its in rows]
+    last = [its[ITERATIONS - 1] for its in rows]
+    return {
+        "received": sum(counted),
+        "tensors": statistics.mean(row["tensors"] for row in last),
+        "peak": statistics.mean(row["peak"] for row in last),
+    }
+
+
+def main() -> None:
+    """Count, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="medium", choices=MODELS)
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run")
+    parser.add_argument("--flags", action="store_true", help="print the flags for bench_overhead.py, and do nothing")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.flags:
+        print(" ".join(FSDP))
+        return
+    found = []
+    print(
+        "| | | received an iteration, MiB | over stock | tensors of a worker, MiB | over stock | peak resident, MiB |"
+    )
+    print("|---|---|--:|--:|--:|--:|--:|", flush=True)
+    with ForkServer() as server:
+        for kind, more in KINDS.items():
+            stock: dict[str, Any] = {}
+            for side, flags in SIDES.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    row = run(server, Path(folder), [*more, *flags], options)
+                stock = row if side.startswith("stock") else stock
+                ratios = [row[name] / stock[name] for name in ("received", "tensors")]
+                print(
+                    f"| {kind} | {side} | {row['received'] / 2**20:.3f} | {ratios[0]:.4f} "
+                    f"| {row['tensors'] / 2**20:.3f} | {ratios[1]:.4f} | {row['peak'] / 2**10:.0f} |",
+                    flush=True,
+                )
+                found.append({"kind": kind, "side": side, **row})
+    print(f"\n{options.model}, {WORKERS} workers, {COUNTED} iterations; {platform.machine()}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

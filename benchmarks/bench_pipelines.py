@@ -1,0 +1,88 @@
+"""What one lost replica costs a step of a pipeline, against the optimum of whole microbatches.
+
+    python benchmarks/bench_pipelines.py --runs 3
+
+Four replicas of two stages; one worker is killed (a real SIGKILL), and three replicas go on: with the plain schedule
+(1F1B), and with an interleaved one of two chunks of layers, by turns.  Every microbatch sleeps in each chunk's forward
+step as long as --seconds says, as a host waits for its GPU; what else it takes is the same before and after.
+
+    before, after   median seconds of an iteration (steps.jsonl), with four replicas and with three
+    optimum         before * passes(most) / passes(quota): the slots of time that a stage needs, with the pipeline's
+                    bubble, for the fewest microbatches that somebody must have, over those of before
+    ratio           after / optimum: at most 1.05 is wanted
+    multiples       optimum's slots with quotas that are multiples of the stages, over those of the optimum, as it was
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.megatron_runs import COMMON, MODELS, load_average  # noqa: E402
+from recover_megatron.run_log.steps import audit_problem, read_steps  # noqa: E402
+from recover_megatron.workload import quotas  # noqa: E402
+from tests.harness.forkserver import ForkServer  # noqa: E402
+
+REPLICAS, STAGES, MICROBATCHES, KILLED_AT, ITERATIONS = 4, 2, 8, 6, 14
+SCHEDULES = {"1f1b": (1, ""), "interleaved": (2, "--num-layers-per-virtual-pipeline-stage 1")}
+"""Name -> chunks of layers in a stage, flags."""
+
+
+def slots(quota: int, chunks: int) -> int:
+    """What a stage does one after the other, its bubble with it, in forward passes of one chunk."""
+    return quota * chunks + STAGES - 1
+
+
+def seconds(server: ForkServer, folder: Path, schedule: str, pace: float) -> tuple[float, float]:
+    """Before and after the loss."""
+    chunks, flags = SCHEDULES[schedule]
+    argv = [str(REPOSITORY / "benchmarks" / "paced_pretrain.py"), *COMMON, *MODELS["toy"].argv]
+    argv += ["--num-layers", "4", "--pipeline-model-parallel-size", str(STAGES), *flags.split()]
+    argv += ["--global-batch-size", str(MICROBATCHES), "--train-iters", str(ITERATIONS), "--log-interval", "100"]
+    argv += ["--recover", "--recover-log-dir", str(folder), "--recover-inject", f"2@{KILLED_AT}:forward"]
+    paces = ",".join([str(pace / chunks)] * REPLICAS * STAGES)
+    run = server.run(REPLICAS * STAGES, argv, folder, environment={"BENCH_PACES": paces}, timeout=400)
+    if sorted(run.codes) != [-9, *[0] * (REPLICAS * STAGES - 1)]:
+        raise RuntimeError(run.tail(40))
+    steps = list(read_steps(folder / "steps.jsonl"))
+    if problems := [problem for step in steps if (problem := audit_problem(step))]:
+        raise RuntimeError(str(problems))
+    before = [step.seconds for step in steps if 2 < step.iteration < KILLED_AT]
+    after = [step.seconds for step in steps if step.iteration > KILLED_AT + 1 and step.replicas == REPLICAS - 1]
+    return statistics.median(before), statistics.median(after)
+
+
+def main() -> None:
+    """Run it and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.2, metavar="S", help="of a microbatch; default: %(default)s")
+    options = parser.parse_args()
+    measured: dict[str, list[tuple[float, float]]] = {schedule: [] for schedule in SCHEDULES}
+    print(load_average())
+    with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
+        for number in range(options.runs):
+            for schedule in SCHEDULES:
+                out = Path(folder) / f"{schedule}-{number}"
+                out.mkdir()
+                measured[schedule].append(seconds(server, out, schedule, options.seconds))
+    print(f"{'schedule':12} {'before':>8} {'after':>8} {'optimum':>8} {'ratio':>6} {'multiples':>10}")
+    least = -(-MICROBATCHES // (REPLICAS - 1))
+    for schedule, runs in measured.items():
+        chunks = SCHEDULES[schedule][0]
+        before, after = (statistics.median(column) for column in zip(*runs, strict=True))
+        optimum = before * slots(least, chunks) / slots(MICROBATCHES // REPLICAS, chunks)
+        multiple = max(quotas(MICROBATCHES // STAGES, range(REPLICAS - 1)).values()) * STAGES
+        was = slots(multiple if chunks > 1 else least, chunks) / slots(least, chunks)
+        print(f"{schedule:12} {before:8.3f} {after:8.3f} {optimum:8.3f} {after / optimum:6.3f} {was:10.3f}")
+    print(load_average())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""From the death of a worker to full strength: with a hot spare, a worker started again, the job started again.
+
+    python benchmarks/bench_spares.py --runs 3
+
+recover-run trains on the host device, three data-parallel replicas of one worker each, that play devices which take
+--microbatch-seconds for a microbatch.  In the middle a worker gets SIGKILL (of the job that is started again: all of
+them, as a scheduler does).  In seconds from the kill:
+
+    next step       until the next iteration is committed
+    whole           until an iteration of three replicas begins: when the first one is committed, less what one took
+                    before the kill; in iterations of before, too
+    committed       until the first iteration is committed that three replicas have run
+    groups, state   of that, what the worker that takes the place says of itself
+    lost            iterations that are run again (--save-interval of the job that is started again: 10)
+
+The three ways take turns, so that a busy machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.megatron_runs import COMMON, MODELS, load_average  # noqa: E402
+from recover_megatron.run_log.steps import StepRecord, read_steps  # noqa: E402
+
+PACED = str(REPOSITORY / "benchmarks" / "paced_pretrain.py")
+WAYS = ("hot spare", "worker started again", "job started again")
+REPLICAS, STRIKE, GO_ON, SAVE = 3, 25, 5, 10
+"""The kill comes when iteration STRIKE is committed; the run is ended GO_ON iterations after it is whole again."""
+TAKES = re.compile(r"takes position .*: groups ([\d.]+) s, state ([\d.]+) s")
+PATIENCE = 300.0
+
+
+class Launch:
+    """One recover-run, in a session of its own."""
+
+    def __init__(self, folder: Path, argv: Sequence[str], pace: float) -> None:
+        self.logs = folder
+        command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(REPLICAS)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "BENCH_PACES": ",".join([str(pace)] * REPLICAS),
+        }
+        self._process = subprocess.Popen(
+            [*command, "--log-dir", str(folder), *argv],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
+        )  # fmt: skip
+
+    def steps(self) -> list[StepRecord]:
+        path = self.logs / "steps.jsonl"
+        return list(read_steps(path)) if path.exists() else []
+
+    def wait(self, what: Any) -> float:
+        """When ``what()`` is true."""
+        until = time.monotonic() + PATIENCE
+        while not what():
+            if time.monotonic() > until:
+                raise RuntimeError(f"nothing within {PATIENCE:.0f} s: {self.logs}")
+            time.sleep(0.005)
+        return time.monotonic()
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        self._process.send_signal(number)
+        self._process.wait()
+
+
+def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
+    """One kill."""
+    model = MODELS[options.model]
+    saves = ["--save", str(folder / "checkpoints"), "--save-interval", str(SAVE)]
+    training = [PACED, *COMMON, *model.argv, "--train-iters", "100000", "--log-interval", "1000", *saves, "--recover"]
+    training += ["--global-batch-size", str(12 * model.micro_batch)]
+    more = ["--recover-spares", "1"] if way == "hot spare" else []
+    launcher = ["--max-restarts", "1"] if way == "worker started again" else []
+    run = Launch(folder / "first", [*launcher, *training, *more], options.microbatch_seconds)
+    if way == "hot spare":
+        log = folder / "first" / f"worker-{REPLICAS}.log"
+        run.wait(lambda: log.exists() and "is ready for position" in log.read_text())
+    run.wait(lambda: len(run.steps()) >= STRIKE)
+    before = run.steps()
+    iteration = statistics.median(step.seconds for step in before[-10:])
+    done = before[-1].iteration
+    killed = time.monotonic()
+    if way == "job started again":
+        run.end(signal.SIGKILL)
+        run = Launch(folder / "second", [*training, "--load", str(folder / "checkpoints")], options.microbatch_seconds)
+        whole = next_step = run.wait(run.steps)
+        lost = done - run.steps()[0].iteration + 1
+    else:
+        victim = json.loads((folder / "first" / "workers.json").read_text())[1]["pid"]
+        os.kill(victim, signal.SIGKILL)
+        next_step = run.wait(lambda: run.steps()[-1].iteration > done)
+        run.wait(lambda: any(step.replicas < REPLICAS for step in run.steps()))
+        whole = run.wait(lambda: run.steps()[-1].replicas == REPLICAS)
+        lost = 0
+    run.wait(lambda: len(run.steps()) >= GO_ON)
+    took = [found for path in run.logs.glob("worker-*.log") for found in TAKES.finditer(path.read_text())]
+    run.end()
+    return {
+        "iteration": iteration,
+        "next step": next_step - killed,
+        "whole": whole - iteration - killed,
+        "iterations": (whole - iteration - killed) / iteration,
+        "committed": whole - killed,
+        "groups": float(took[-1][1]) if took else 0.0,
+        "state": float(took[-1][2]) if took else 0.0,
+        "lost": float(lost),
+    }
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--microbatch-seconds", type=float, default=0.1)
+    parser.add_argument("--runs", type=int, default=3, help="of each way; the table has their median")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(options.runs):
+        for way in WAYS:
+            with tempfile.TemporaryDirectory() as folder:
+                rows[way].append(measure(way, Path(folder), options))
+    names = list(rows[WAYS[0]][0])
+    print(f"| | {' | '.join(names)} |\n|---{'|--:' * len(names)}|")
+    for way, its in rows.items():
+        print(f"| {way} | {' | '.join(f'{statistics.median(row[name] for row in its):.2f}' for name in names)} |")
+    print(
+        f"\n{options.model}, {options.microbatch_seconds} s a microbatch, {options.runs} kills each; {load_average()}"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What the memory tier costs an iteration, and how long a lost node keeps a run from committing: memory against disk.
+
+    python benchmarks/bench_tiers.py --model medium --iterations 60
+
+Two "nodes" of two workers on one host, two pipelines of two stages in Megatron's default order: a node has a stage of
+both replicas.
+
+    cost     runs without failures, in turn: off, K = 1, 10, 100, as often as --rounds says; of each the median
+             iteration, the mean (a snapshot is in every K-th), the resident memory of a worker at its most; and what
+             the run has counted: how long training waited for a snapshot, and how long that took in the background
+    loss     both workers of the second node get SIGKILL in one iteration, nobody is started in their place: seconds
+             from the coordinator's first notice to the beginning of the iteration after the first one committed, those
+             that are run again, and how long the load took.  Memory (K = 10), and disk (--save-interval 10)
+
+--sharded: with the distributed optimizer, each worker's shards in a part of their own.
+
+Everything runs on one machine, so a snapshot travels over loopback and the disk is the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.megatron_runs import COMMON, LAYOUTS, MODELS, SCRIPT, load_average, times  # noqa: E402
+from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
+from tests.harness.forkserver import ForkServer  # noqa: E402
+
+NODES = ["a", "a", "b", "b"]
+WARM = 5
+"""Iterations at the start that are not counted: they have what happens once."""
+EVERY = 10
+"""Of the runs with a loss: iterations between two snapshots, and between two checkpoints."""
+CLOCK = time.time() - time.monotonic()
+"""What the notes of iterations are behind the events: of one host."""
+COUNTED = ("waited", "behind")
+INTERVALS = (0, 1, 10, 100)
+"""0: off."""
+
+
+def tier(every: int) -> list[str]:
+    return ["--recover-memory-tier", "auto", "--recover-memory-interval", str(every)] if every else (
+        ["--recover-memory-tier", "off"]
+    )  # fmt: skip
+
+
+def run(server: ForkServer, folder: Path, options: Any, iterations: int, flags: list[str], victims: set[int]) -> None:
+    """Train to the end; raises RuntimeError where a worker ends as it should not."""
+    workers, shape = LAYOUTS["pp2-dp2"]
+    argv = [SCRIPT, *COMMON, *MODELS[options.model].argv, *shape.split(), "--train-iters", str(iterations)]
+    argv += ["--log-interval", "1000", "--recover", "--recover-log-dir", str(folder), *flags]
+    argv += ["--use-distributed-optimizer"] * options.sharded
+    environment = {"BENCH_OUT": str(folder), "BENCH_MEMORY": "1"}
+    ended = server.run(workers, argv, folder, environment=environment, timeout=options.timeout, nodes=NODES)
+    if any(code != (-9 if worker in victims else 0) for worker, code in enumerate(ended.codes)):
+        raise RuntimeError(f"{flags}: {ended.tail(40)}")
+
+
+def cost(server: ForkServer, options: Any, every: int) -> dict[str, float]:
+    """Of one run: milliseconds of an iteration, and MiB."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run(server, folder, options, options.iterations, tier(every), set())
+        rows = times(folder, 0)
+        seconds = [after["at"] - row["at"] for row, after in zip(rows[WARM:], rows[WARM + 1 :], strict=False)]
+        told = [e["seconds"] for e in read_events(folder / EVENTS_FILE) if e["event"] == "snapshot"]
+        peak = max(row.get("peak", 0) for rank in range(len(NODES)) for row in times(folder, rank)) / 1024
+    counted = {name: 1e3 * statistics.median(one[name] for one in told) if told else 0.0 for name in COUNTED}
+    return {"median": 1e3 * statistics.median(seconds), "mean": 1e3 * statistics.mean(seconds), "peak": peak} | counted
+
+
+def loss(server: ForkServer, options: Any, memory: bool) -> dict[str, float]:
+    """Of one run that loses a node."""
+    strikes_at = 2 * EVERY + EVERY // 2
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        flags = tier(EVERY if memory else 0)
+        if not memory:
+            flags += ["--save", str(folder / "checkpoints"), "--save-interval", str(EVERY)]
+        flags += ["--recover-inject", f"2@{strikes_at}:forward,3@{strikes_at}:forward"]
+        run(server, folder, options, strikes_at + WARM, flags, {2, 3})
+        began = next(e["time"] for e in read_events(folder / "events-0.jsonl") if e["event"] == "fault")
+        (back,) = (event for event in read_events(folder / EVENTS_FILE) if event["event"] == "rolled back")
+        after = [row["at"] + CLOCK for row in times(folder, 0) if row["at"] + CLOCK > back["time"]]
+    return {
+        "to the next committed": after[1] - began,
+        "load": back["seconds"],
+        "run again": back["lost"],
+    }
+
+
+def main() -> None:
+    """Measure, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--iterations", type=int, default=60, help="of the runs without failures")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one run")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    costs: dict[int, list[dict[str, float]]] = {every: [] for every in INTERVALS}
+    losses: dict[str, list[dict[str, float]]] = {"memory": [], "disk": []}
+    with ForkServer() as server:
+        for _ in range(options.rounds):
+            for every in INTERVALS:
+                costs[every].append(cost(server, options, every))
+            for where, its in losses.items():
+                its.append(loss(server, options, where == "memory"))
+    print("| K | median, ms | mean, ms | mean over off | peak of a worker, MiB | waited for one, ms | of the time, % "
+          "| behind, ms |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+    for every, its in costs.items():
+        median, mean, peak, waited, behind = (
+            statistics.median(one[name] for one in its) for name in ("median", "mean", "peak", *COUNTED)
+        )
+        ratio = statistics.median(a["mean"] / b["mean"] for a, b in zip(its, costs[0], strict=True))
+        share = 100 * waited / (every * mean) if every else 0.0
+        counted = f"{waited:.2f} | {share:.2f} | {behind:.1f}" if waited else "| |"
+        print(f"| {every or 'off'} | {median:.1f} | {mean:.1f} | {ratio:.3f} | {peak:.0f} | {counted} |")
+    print("\n| tier | to the next committed, s | of these the load, s | run again |\n|---|---|---|---|")
+    for where, its in losses.items():
+        told = [statistics.median(one[name] for one in its) for name in ("to the next committed", "load", "run again")]
+        print(f"| {where} | {told[0]:.2f} | {told[1]:.2f} | {told[2]:.0f} |")
+    print(f"\n{options.model}, {options.rounds} rounds; {load_average()}")
+    if options.json:
+        options.json.write_text(json.dumps({"costs": costs, "losses": losses}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

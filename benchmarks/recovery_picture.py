@@ -1,0 +1,193 @@
+"""The picture of one recovery, of a real run: what each worker did around the moment when one of them was killed.
+
+    python benchmarks/recovery_picture.py run FOLDER              four workers, one gets SIGKILL in its backward pass
+    python benchmarks/recovery_picture.py draw FOLDER OUT.svg     what they did, a lane each
+
+Workers play devices of fixed speed (BENCH_MICROBATCH of timed_pretrain.py), so that it shows what a recovery is made
+of, on any machine; all else is as in any run.  Each notes the progress marks that it makes anyway, with the moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+WORKERS, KILLED, ITERATION = 4, 2, 5
+MICROBATCH = "0.4"
+FLAGS = "--train-iters 8 --log-interval 1 --lr-decay-iters 8"
+
+
+SHOWN = (ITERATION - 1, ITERATION, ITERATION + 1)
+
+STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #24292f } .small { font-size: 11px } .in { fill: #fff }
+  .run { fill: #3a78b5 } .again { fill: #c2541b } .wait { fill: #c9d6e3 } .gone { fill: none; stroke: #aaa;
+  stroke-dasharray: 4 3 } .step { stroke: #8a939c; stroke-dasharray: 2 3 } .death { fill: #b3261e; font-weight: 600 }
+  @media (prefers-color-scheme: dark) { text { fill: #d7dbe0 } .in { fill: #fff } .run { fill: #3f7fbd }
+  .again { fill: #d0652c } .wait { fill: #39434e } .gone { stroke: #666 } .death { fill: #ff8a80 } }
+"""
+"""An SVG in a page follows the reader's colours by itself."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a worker did from ``begin`` to ``end``, seconds: a microbatch, or (None) waiting for others."""
+
+    begin: float
+    end: float
+    iteration: int
+    microbatch: int | None
+
+
+def spans(marks: Sequence[dict[str, Any]], last: float) -> list[Span]:
+    """A worker's marks as spans, each up to the next mark, or ``last``; what belongs together is one."""
+    found: list[Span] = []
+    for mark, end in zip(marks, [*(mark["at"] for mark in marks[1:]), last], strict=True):
+        if mark["microbatch"] is None and not mark["waiting"]:
+            continue
+        before = found[-1] if found else None
+        now = Span(mark["at"], min(end, last), mark["iteration"], mark["microbatch"])
+        if before and (before.iteration, before.microbatch, before.end) == (now.iteration, now.microbatch, now.begin):
+            found[-1] = Span(before.begin, now.end, now.iteration, now.microbatch)
+        else:
+            found.append(now)
+    return [span for span in found if span.iteration in SHOWN]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def svg(folder: Path) -> str:
+    """The picture of what ``run`` has left in ``folder``."""
+    marks = [lines(folder / f"marks-{worker}.jsonl") for worker in range(WORKERS)]
+    faults = [event for path in sorted(folder.glob("events-?.jsonl")) for event in lines(path)]
+    death = min(event["mono"] for event in faults if event["event"] == "fault" and event["worker"] == KILLED)
+    (recovery,) = [event for event in lines(folder / "events.jsonl") if event["event"] == "recovery"]
+    again = {j for ids in recovery["reran"].values() for j in ids}
+    shown = [mark["at"] for told in marks for mark in told if mark["iteration"] in SHOWN]
+    begin, end = min(shown), max(shown)
+    left, scale, height, gap = 78, 800 / (end - begin), 30, 10
+
+    def x(at: float) -> float:
+        return left + (at - begin) * scale
+
+    parts = []
+    for worker, told in enumerate(marks):
+        top = 34 + worker * (height + gap)
+        parts.append(f'<text x="{left - 8}" y="{top + 20}" text-anchor="end">replica {worker}</text>')
+        for span in spans(told, death if worker == KILLED else end):
+            rerun = span.iteration == ITERATION and span.microbatch in again and worker != KILLED
+            kind = "wait" if span.microbatch is None else "again" if rerun else "run"
+            width = max((span.end - span.begin) * scale - 1, 1)
+            parts.append(
+                f'<rect class="{kind}" x="{x(span.begin):.1f}" y="{top}" width="{width:.1f}" height="{height}"/>'
+            )
+            if span.microbatch is not None:
+                at = x((span.begin + span.end) / 2)
+                parts.append(
+                    f'<text class="in" x="{at:.1f}" y="{top + 20}" text-anchor="middle">{span.microbatch}</text>'
+                )
+        if worker == KILLED:
+            width = (end - death) * scale
+            parts.append(f'<rect class="gone" x="{x(death):.1f}" y="{top}" width="{width:.1f}" height="{height}"/>')
+            parts.append(f'<text class="death" x="{x(death) + 8:.1f}" y="{top + 20}">SIGKILL</text>')
+    bottom = 34 + WORKERS * (height + gap)
+    for iteration in SHOWN:
+        at = max(m["at"] for told in marks for m in told if m["iteration"] == iteration and m["phase"] == "optimizer")
+        first = min(m["at"] for told in marks for m in told if m["iteration"] == iteration)
+        parts.append(f'<line class="step" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="24" y2="{bottom}"/>')
+        parts.append(f'<text x="{x((first + at) / 2):.1f}" y="18" text-anchor="middle">step {iteration}</text>')
+    beyond = 1000 * sum(s for phase, s in recovery["seconds"].items() if phase != "rerun")
+    words = [
+        "Blue: microbatches 0 to 7 of each step. Pale: waiting. Orange: the two that the dead worker had, run by",
+        f"others in the same step. All else that the death cost: {beyond:.0f} ms.",
+    ]
+    for row, line in enumerate(words):
+        parts.append(f'<text class="small" x="{left}" y="{bottom + 16 + 15 * row}">{line}</text>')
+    label = f"Four workers over three steps; worker {KILLED} is killed in step {ITERATION}. {' '.join(words)}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + 812} {bottom + 42}" role="img" '
+        f'aria-label="{label}">\n<style>{STYLE}</style>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def run(folder: Path) -> int:
+    """Train, with a death."""
+    from benchmarks.megatron_runs import COMMON, LAYOUTS, RECOVER, Model
+
+    folder.mkdir(parents=True, exist_ok=True)
+    workers, layout = LAYOUTS["dp4"]
+    model = Model(layers=2, hidden=32, sequence=32, vocabulary=127, micro_batch=1, global_batch=8)
+    command = [
+        sys.executable,
+        "-m",
+        "recover_megatron.launch",
+        "--nproc-per-node",
+        str(workers),
+        "--log-dir",
+        str(folder),
+    ]
+    script = [__file__, "--recover", *RECOVER[1:], *COMMON, *model.argv, *layout.split(), *FLAGS.split()]
+    environ = os.environ | {
+        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "BENCH_OUT": str(folder),
+        "BENCH_MICROBATCH": MICROBATCH, "BENCH_KILL": f"{KILLED}@{ITERATION}",
+    }  # fmt: skip
+    return subprocess.run([*command, *script], env=environ, check=False).returncode
+
+
+def work() -> None:
+    """A worker: notes its marks, and trains."""
+    from recover_megatron.membership.session import Session
+
+    out = open(f"{os.environ['BENCH_OUT']}/marks-{os.environ['RANK']}.jsonl", "w", buffering=1)  # noqa: SIM115
+    mark = Session.mark
+
+    def noted(
+        self: Session,
+        iteration: int,
+        phase: str,
+        microbatch: int | None = None,
+        waiting: bool = False,
+        allow: float = 0,
+    ) -> None:
+        told = {"at": time.monotonic(), "iteration": iteration, "phase": phase, "microbatch": microbatch}
+        print(json.dumps({**told, "waiting": waiting}), file=out)
+        mark(self, iteration, phase, microbatch, waiting, allow)
+
+    Session.mark = noted  # type: ignore[method-assign]
+    sys.argv[0] = str(REPOSITORY / "benchmarks" / "timed_pretrain.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run").add_argument("folder", type=Path)
+    draw = commands.add_parser("draw")
+    draw.add_argument("folder", type=Path)
+    draw.add_argument("out", type=Path)
+    args = parser.parse_args()
+    if args.command == "run":
+        return run(args.folder)
+    args.out.write_text(svg(args.folder), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    if "BENCH_OUT" in os.environ and "RANK" in os.environ:
+        work()
+    else:
+        sys.exit(main())

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# What a pod of the Job runs (docs/kubernetes.md): one recover-run, which launches the run with the other pods, or, where
+# the run goes on already and this pod comes in place of a lost one, joins it.
+#
+#   pod.sh [OPTIONS OF recover-run] SCRIPT [ITS ARGUMENTS]
+#
+# From the environment: JOB_COMPLETION_INDEX (this pod's place), POD_IP, PODS, WORKERS (of each pod), MASTER (the name of
+# pod 0), RUN_DIR (on storage that all pods share), RECOVER_SECRET.
+set -euo pipefail
+: "${JOB_COMPLETION_INDEX:?}" "${POD_IP:?}" "${PODS:?}" "${WORKERS:?}" "${MASTER:?}" "${RUN_DIR:?}" "${RECOVER_SECRET:?}"
+PORT=${PORT:-29500}
+PATIENCE=${PATIENCE:-30} # seconds to ask for a run of which the folder tells, where nobody answers
+export RECOVER_HOST=$POD_IP # the address at which the other pods reach this one
+
+say() { printf 'pod %s: %s\n' "$JOB_COMPLETION_INDEX" "$*" >&2; }
+
+# How to join the run that goes on; nothing where none does.  Each launcher says it once all have come, so where none has
+# said it there is nothing to ask; the last one's is that of the last launch.
+how_to_join() {
+    local answer coordinators second
+    for ((second = 0; second < PATIENCE; second += 2)); do
+        grep -qs 'recover-run --join ' "$RUN_DIR"/launcher-*.log || return 0
+        answer=$(recover-status "$RUN_DIR" --check 2>/dev/null || true)
+        case $answer in
+            HEALTHY* | DEGRADED* | RECOVERING* | STALLED*)
+                # Of the pods that the line names none may be left; those that joined tell of themselves in the folder.
+                coordinators=$(recover-status "$RUN_DIR" --coordinators) || return 0
+                grep -ho 'recover-run --join --recover-coordinator .*' "$RUN_DIR"/launcher-*.log | tail -n 1 |
+                    sed "s/--recover-coordinator [^ ]*/--recover-coordinator $coordinators/"
+                return
+                ;;
+            ENDED*) return 0 ;;
+            *) sleep 2 ;; # that run is over or makes its first step, or this pod's network is not there yet
+        esac
+    done
+}
+
+mkdir -p "$RUN_DIR"
+said=$RUN_DIR/launcher-$JOB_COMPLETION_INDEX.log
+read -ra join <<<"$(how_to_join)"
+if ((${#join[@]})); then
+    say 'the run goes on: this pod joins it'
+    exec "${join[@]}" --nproc-per-node "$WORKERS" --log-dir "$RUN_DIR" "$@"
+fi
+rm -f -- "$said"
+for ((second = 0; second < 300; second++)); do # the service may not know pod 0 yet
+    if getent hosts "$MASTER" >/dev/null; then break; fi
+    sleep 1
+done
+exec recover-run --nnodes "$PODS" --node-rank "$JOB_COMPLETION_INDEX" --master-addr "$MASTER" --master-port "$PORT" \
+    --nproc-per-node "$WORKERS" --log-dir "$RUN_DIR" "$@" > >(tee -- "$said") 2>&1

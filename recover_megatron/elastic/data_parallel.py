@@ -1,0 +1,305 @@
+"""A model and an optimizer whose steps are finished when workers die in them.
+
+    step(s)   JOIN --plan--> GROUP --> (fetch the state) --> run my share --> sum --> agree --> optimizer's step
+                ^                                                    |
+                '---- somebody died, or came: all join again --------'     what is finished stays, what is lost is run
+
+The words are those of docs/ring.md: an epoch is a membership of the run, a bucket the memory of the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from recover_megatron.arguments import COORDINATOR_VARIABLE
+from recover_megatron.collectives.column import LOOPBACK, Column
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.elastic.gradients import Gradients
+from recover_megatron.elastic.share import Standing, Status, shares, standing
+from recover_megatron.elastic.state import Exchange, State, Stateful
+from recover_megatron.errors import UserError
+from recover_megatron.logger import get_logger
+from recover_megatron.membership.auth import find_secret
+from recover_megatron.membership.errors import EXIT_STATE_LOST, CoordinatorLost
+from recover_megatron.membership.worker import HOST_VARIABLE, is_newcomer
+
+log = get_logger(__name__)
+
+OPENING_SECONDS = 600.0
+"""How long workers wait for each other at the beginning of an epoch: some may be between two steps."""
+
+Microbatch = Callable[[int, int], torch.Tensor]
+"""``microbatch(step, j)``: the loss of microbatch ``j`` (from 0) of ``step`` (from 1), a scalar with a gradient.
+
+It must be a function of the two numbers alone: whichever worker calls it, it feeds the same samples.
+"""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step that is finished: on all workers, or on none."""
+
+    step: int
+    """Its number, from 1."""
+    loss: float
+    """The mean over all microbatches of the step: the same on all workers."""
+    ran: tuple[int, ...]
+    """The microbatches that this worker ran."""
+    workers: tuple[int, ...]
+    """The ids of the workers that finished it, ascending."""
+    recovered: bool
+    """Whether workers were lost, or came, while this worker was in it."""
+    seconds: float
+    """From its begin on this worker to the end of the optimizer's step."""
+
+
+class ElasticDataParallel:
+    """Trains ``model`` with ``optimizer`` on all workers of the run, each of which holds the whole model.
+
+    Each step sums the gradients of the same ``microbatches`` microbatches, each exactly once, whichever workers die and
+    whenever: the parameters are those of a run without failures, but for the order of additions.
+
+    ``state``: what else changes from step to step (a scheduler): it is sent to workers that come, and saved.
+    ``before_update``: called when the gradients of the step are summed, before the optimizer's step, on all workers
+    with the same gradients: to clip them.  ``backward``: what is called with each loss, divided by ``microbatches``
+    (accelerate: ``accelerator.backward``).  ``seed``: torch's random numbers are seeded before each microbatch by it,
+    the step and the microbatch, so that dropout is the same whoever runs it; None: they are left alone.
+    ``allow_seconds``: so long beyond the hang timeout (60 s) may a microbatch take before its worker counts as hung.
+
+    Workers need not begin with equal parameters: who has completed most steps, and of these the lowest worker, gives
+    its state to all others.  A process that comes into the running job gets the state of those that train.
+
+    Raises ``UserError`` where ``recover-run`` did not start this process, or the model cannot be trained so: its
+    parameters are not on one device, or it has running statistics (BatchNorm), which a sum of gradients leaves out.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        microbatches: int,
+        state: Mapping[str, Stateful] | None = None,
+        before_update: Callable[[], Any] | None = None,
+        backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
+        seed: int | None = 0,
+        allow_seconds: float = 240.0,
+    ) -> None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        _check(model, parameters, microbatches, state or {})
+        self.microbatches = microbatches
+        self.completed = 0
+        """The last step that is finished."""
+        self._optimizer = optimizer
+        self._before_update, self._backward = before_update, backward
+        self._seed, self._allow = seed, allow_seconds
+        self._state = State({"model": model, "optimizer": optimizer, **(state or {})})
+        self._gradients = Gradients(parameters, microbatches)
+        self._column = Column.from_environment(device=parameters[0].device, timeout=OPENING_SECONDS)
+        self._session = self._column.session
+        secret = find_secret(os.environ).key("elastic state")
+        self._exchange = Exchange(os.environ.get(HOST_VARIABLE, LOOPBACK), secret)
+        self._holds = not is_newcomer()
+        self._changed = False
+        """Whether a step of this run has changed the state, or it was taken from another worker."""
+        self._standing: Standing | None = None
+        self._statuses: dict[int, Status] = {}
+        self._ran: list[int] = []
+        self._summed: frozenset[int] = frozenset()
+        """Who made the last sum with this worker."""
+
+    @property
+    def worker(self) -> int:
+        """This worker's id: at launch the rank; that of a process that takes the place of another is a new one."""
+        return self._column.me
+
+    @property
+    def workers(self) -> list[int]:
+        """The ids of the workers of the run, ascending, as of the last step; empty before the first."""
+        return self._column.members
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the lowest of them: who writes checkpoints and logs.  False before the first step."""
+        return self.workers[:1] == [self.worker]
+
+    def step(self, microbatch: Microbatch) -> StepResult:
+        """Finish the next step: returns when it is finished on all live workers, and applied on this one.
+
+        Raises what ``microbatch`` raises (the others go on, or end, too, if it is raised there for the same microbatch
+        or by the same error), ``Fenced`` where this worker was put out of the run, and ``CoordinatorLost`` where the
+        run ends, with the exit code in ``code``; 0: the others had finished it.
+        """
+        began, epochs = time.perf_counter(), self._session.epoch
+        self._gradients.clear()
+        self._ran = []
+        while not self._holds or self._column.committed <= self.completed:
+            with contextlib.suppress(EpochRevoked):  # somebody died, or came: join those that are there
+                if self._column.over:
+                    self._join()
+                else:
+                    self._finish(microbatch)
+        self._exchange.withdraw()
+        self._mark("update")
+        loss = self._gradients.loss()
+        if self._before_update is not None:
+            self._before_update()
+        self._optimizer.step()
+        self.completed += 1
+        self._changed = True
+        result = StepResult(
+            self.completed, loss, tuple(self._ran), tuple(worker for worker in self.workers if worker in self._summed),
+            self._session.epoch != epochs and epochs > 0,
+            time.perf_counter() - began,
+        )  # fmt: skip
+        self._session.mark(self.completed, "between steps", allow=self._session.settings.stall_timeout)
+        return result
+
+    def leave(self) -> None:
+        """The training is finished for this worker: the others do not wait for it any more.  ``run`` does it."""
+        self._column.leave()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: the steps that are completed, and the state of model, optimizer and ``state``."""
+        return {"completed": self.completed, "state": self._state.tree()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; before the first step.  Only one worker needs to have it."""
+        if self._column.members:
+            raise RuntimeError("load_state_dict is for before the first step: the other workers would not know of it")
+        self._state.load(state_dict["state"])
+        self.completed = int(state_dict["completed"])
+
+    # ---- one step
+
+    def _join(self) -> None:
+        """The next epoch, with whoever is there, and who of them has the state."""
+        self._mark("rendezvous", waiting=True)
+        digest = "" if self._changed or not self._holds else self._state.digest()
+        status = Status(self.completed, self._holds, digest, tuple(self._ran), self._exchange.address)
+        self._column.join(status.to_json())
+        self._statuses = {worker: Status.from_json(told) for worker, told in self._column.statuses.items()}
+        self._standing = standing(self._statuses, self._column.begins_after)
+        if self._standing is None:
+            raise self._nobody_holds()
+        if self._holds and self.worker not in self._standing.holders:
+            lead = self._standing.holders[0]
+            log.info(f"worker {self.worker} began with another state than worker {lead}, and takes that one")
+            self._holds = False
+        if not self._holds:
+            self._gradients.clear()
+
+    def _nobody_holds(self) -> CoordinatorLost:
+        """All that had the state have finished, or have died: the end of the run, for this worker or for all."""
+        if self._session.left:
+            return CoordinatorLost("the others have finished the run", 0)
+        why = "the workers that had the state of the run are lost"
+        self._session.give_up(EXIT_STATE_LOST, why)
+        return CoordinatorLost(why, EXIT_STATE_LOST)
+
+    def _finish(self, microbatch: Microbatch) -> None:
+        """This epoch's part of the step.  Raises EpochRevoked; returns, too, where the next epoch must be joined."""
+        at = self._standing
+        assert at is not None, "joined"
+        self._mark("rendezvous", waiting=True)
+        if self._holds and self.completed == at.completed and len(at.holders) < len(self._statuses):
+            self._exchange.put(self._session.epoch, self.completed, self._state)
+        # What is summed anywhere is final: here, too, from now on.
+        group = self._column.group(self._gradients.buckets)
+        if not self._holds and not self._fetch(at):
+            return
+        step = self.completed + 1
+        share = shares(self._statuses, at, self._column.members, step, self.microbatches)
+        if not self._run(microbatch, step, share.get(self.worker, [])):
+            return
+        self._mark("all-reduce", waiting=True)
+        for handle in [group.all_reduce(bucket) for bucket in self._gradients.buckets]:
+            handle.wait()
+        self._summed = frozenset(self._column.members)
+        self._mark("agree", waiting=True)
+        self._column.agree(step)
+
+    def _fetch(self, at: Standing) -> bool:
+        """Take the state from its holders; False: none of them could be reached, and a new epoch must be joined."""
+        self._mark("state", allow=self._allow)
+        holders = {worker: self._statuses[worker].address for worker in at.holders}
+        try:
+            self.completed = self._exchange.fetch(
+                self._session.epoch, holders, self._state,
+                stay=self._session.check, progress=lambda: self._mark("state", allow=self._allow),
+            )  # fmt: skip
+        except PeerLost as lost:
+            self._column.fail(lost)
+            return False
+        self._holds = self._changed = True
+        log.info(f"worker {self.worker} has the state after step {self.completed}, from worker {at.holders[0]}")
+        return True
+
+    def _run(self, microbatch: Microbatch, step: int, share: list[int]) -> bool:
+        """Add the gradients of these microbatches; False: the epoch has ended meanwhile."""
+        with self._gradients.kept():
+            for j in share:
+                if self._column.over:
+                    return False
+                self._mark("forward", j, allow=self._allow)
+                if self._seed is not None:
+                    torch.manual_seed(_mixed(self._seed, step, j))
+                try:
+                    loss = microbatch(step, j) / self.microbatches
+                    self._backward(loss)
+                    self._gradients.count(j, loss)
+                except Exception as error:
+                    self._report(step, j, error)
+                    raise
+                self._ran.append(j)
+        return True
+
+    def _report(self, step: int, j: int, error: Exception) -> None:
+        """Tell the coordinator why this worker ends: a fault of the work ends the run, before it has ended all."""
+        self._session.report_exception(
+            step, j, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), self.worker,
+            phase="forward", tried=[*self._ran, j],
+        )  # fmt: skip
+
+    def _mark(self, phase: str, j: int | None = None, *, waiting: bool = False, allow: float = 0.0) -> None:
+        self._session.mark(self.completed + 1, phase, j, waiting, allow)
+
+
+def _mixed(seed: int, step: int, j: int) -> int:
+    """A number of 63 bits for these three."""
+    told = hashlib.blake2b(f"{seed} {step} {j}".encode(), digest_size=8).digest()
+    return int.from_bytes(told) >> 1
+
+
+def _check(
+    model: torch.nn.Module, parameters: Sequence[torch.Tensor], microbatches: int, state: Mapping[str, Stateful]
+) -> None:
+    """Raise UserError with all reasons against training this."""
+    reasons = []
+    if COORDINATOR_VARIABLE not in os.environ:
+        reasons.append("this process has no coordinator: start it with recover-run --elastic SCRIPT (one worker, too)")
+    if microbatches < 1:
+        reasons.append(f"microbatches is {microbatches}: a step has at least one")
+    if not parameters:
+        reasons.append("the model has no parameter that is trained")
+    if len(devices := {str(parameter.device) for parameter in parameters}) > 1:
+        reasons.append(f"the parameters are on several devices ({', '.join(sorted(devices))}): put them on one")
+    running = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
+    if running:
+        reasons.append(
+            f"{', '.join(running[:5])}: running statistics change with each forward pass, on each worker by itself: "
+            "take another norm, or track_running_stats=False"
+        )
+    if taken := sorted({"model", "optimizer"} & set(state)):
+        reasons.append(f"state: the names {', '.join(taken)} are taken")
+    if reasons:
+        raise UserError(*reasons)

@@ -1,0 +1,227 @@
+"""Attention on torch's ``scaled_dot_product_attention``, for what Megatron's local attention refuses.
+
+    --context-parallel-size   keys and values are gathered over the context-parallel group; each worker has the queries
+                              of two of 2 * size chunks, an early one and a late one, as Megatron deals them out
+    --multi-latent-attention  keys and values differ in width
+    packed sequences          a token sees the earlier tokens of its own sequence
+
+With --qk-clip or --log-max-attention-logit the largest logit of each head is kept, as Transformer Engine's attention
+keeps it (``current_max_attn_logits``).  Everything else goes to Megatron's own ``DotProductAttention``, unchanged.
+Parameters and checkpoints are Megatron's.  Megatron is never imported here: ``for_class`` is given its module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+
+def dealt_positions(length: int, size: int) -> list[torch.Tensor]:
+    """For each context-parallel rank of ``size``, the positions [length / size] (int64) of its part of a sequence.
+
+    Rank r has the chunks r and 2 * size - 1 - r of 2 * size: with a causal mask all have about the same to compute.
+    ``length`` must be a multiple of 2 * size.
+
+    >>> [part.tolist() for part in dealt_positions(8, 2)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    if size == 1:
+        return [torch.arange(length)]
+    chunks = torch.arange(length).chunk(2 * size)
+    return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(size)]
+
+
+def sequences_of(boundaries: torch.Tensor, length: int) -> torch.Tensor:
+    """The number of the sequence of each token [length] (int64); ``boundaries``: [sequences + 1], from 0, ascending.
+
+    >>> sequences_of(torch.tensor([0, 3, 4]), 6).tolist()
+    [0, 0, 0, 1, 2, 2]
+    """
+    return torch.searchsorted(boundaries[1:].contiguous(), torch.arange(length), right=True)
+
+
+def visible(
+    queries: torch.Tensor,
+    keys: int,
+    *,
+    causal: bool,
+    window: Sequence[int] | None = None,
+    boundaries: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which keys each query sees: [queries, keys], bool.
+
+    Args:
+        queries: [queries], the position of each.
+        keys: how many there are; their positions are 0 .. keys - 1.
+        causal: whether a query sees no later key.
+        window: (before, after): how far it sees, instead of ``causal``; -1: without end.
+        boundaries: where packed sequences begin and end; None: it is one sequence.
+    """
+    mine, theirs = queries[:, None], torch.arange(keys)[None, :]
+    if window is not None:
+        before, after = (keys if far < 0 else far for far in window)
+        seen = (theirs >= mine - before) & (theirs <= mine + after)
+    else:
+        seen = theirs <= mine if causal else torch.ones(len(queries), keys, dtype=torch.bool)
+    if boundaries is not None:
+        number = sequences_of(boundaries, keys)
+        seen &= number[mine] == number[theirs]
+    return seen
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of all queries on all keys that they see.
+
+    Args:
+        query: [queries, batch, heads, width].
+        key: [keys, batch, groups, width]; ``heads`` is a multiple of ``groups``.
+        value: [keys, batch, groups, width of a value], which may be another one.
+        seen: bool, can be broadcast to [batch, heads, queries, keys]; a query that sees nothing gets zeros.
+        scale: by which the products of queries and keys are multiplied.
+        dropout: of the weights, drawn from torch's default generator.
+        sink: [heads], the logit of a key that everybody sees and whose value is zero.
+
+    Returns:
+        [queries, batch, heads * width of a value], in the type of ``query``.
+    """
+    heads, groups = query.shape[2], key.shape[2]
+    if groups != heads:
+        key, value = (tensor.repeat_interleave(heads // groups, dim=2) for tensor in (key, value))
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    mask = seen
+    if sink is not None:
+        hidden = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, -torch.inf)
+        hidden = hidden.expand(*torch.broadcast_shapes(seen.shape, (1, heads, 1, 1)))
+        column = sink.to(query.dtype).view(1, heads, 1, 1).expand(*hidden.shape[:-1], 1)
+        mask = torch.cat([hidden, column], dim=-1)
+        key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
+    weighted = scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scale)
+    return weighted.permute(2, 0, 1, 3).flatten(2)
+
+
+@torch.no_grad()
+def largest_logits(query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """The largest logit of each head [heads], float32, over all queries and the keys that they see; see ``attend``."""
+    heads, groups = query.shape[2], key.shape[2]
+    key = key.repeat_interleave(heads // groups, dim=2)
+    logits = torch.einsum("qbhw,kbhw->bhqk", query.float(), key.float()) * scale
+    return logits.masked_fill(~seen, -torch.inf).amax(dim=(0, 2, 3))
+
+
+def in_order(gathered: torch.Tensor, size: int) -> torch.Tensor:
+    """The parts of all ``size`` ranks, one after the other [length, ...], in the order of the sequence."""
+    if size == 1:
+        return gathered
+    return gathered[torch.cat(dealt_positions(gathered.shape[0], size)).argsort()]
+
+
+def for_class(original: Any, module: ModuleType) -> type:
+    """``original``, the ``DotProductAttention`` of Megatron's ``module``, that takes what this module is for, too."""
+
+    class DotProductAttention(original):
+        """Megatron's, or ours where Megatron's refuses."""
+
+        def __init__(
+            self, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+        ) -> None:
+            whole = copy.copy(config)
+            whole.context_parallel_size = 1  # what it asserts, and has no other use for
+            super().__init__(whole, *args, **kwargs)
+            self.config = config
+            self._splits = config.context_parallel_size > 1
+            self._own_widths = k_channels is not None or v_channels is not None
+            self._context = getattr(self.pg_collection, "cp", None) if self._splits else None
+            if self._splits and self._context is None:
+                self._context = module.parallel_state.get_context_parallel_group()
+            self._keeps_logits = bool(
+                getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
+            )
+            if self._keeps_logits:
+                self.current_max_attn_logits: torch.Tensor | None = None
+
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            attn_mask_type: Any = None,
+            attention_bias: torch.Tensor | None = None,
+            packed_seq_params: Any = None,
+        ) -> torch.Tensor:
+            """As Megatron's; with packed sequences query, key and value are [tokens, heads, width]."""
+            if not (self._splits or self._own_widths or packed_seq_params is not None):
+                if self._keeps_logits:
+                    positions = torch.arange(query.shape[0])
+                    seen = self._seen(positions, key.shape[0], attention_mask, attn_mask_type, None)
+                    self._keep_largest(query, key, seen)
+                return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias)
+            if attention_bias is not None:
+                raise NotImplementedError("the host device's attention takes no bias")
+            flat = query.dim() == 3
+            if flat:
+                query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+            size = 1
+            if self._context is not None:
+                size = self._context.size()
+                key, value = self._gathered(key, size), self._gathered(value, size)
+            mine = dealt_positions(key.shape[0], size)[self._context.rank() if self._context is not None else 0]
+            seen = self._seen(mine, key.shape[0], attention_mask, attn_mask_type, packed_seq_params)
+            if self._keeps_logits:
+                self._keep_largest(query, key, seen)
+            generators = module.tensor_parallel.get_cuda_rng_tracker()
+            settings = {
+                "scale": self._scale,
+                "dropout": self.attention_dropout.p if self.training else 0.0,
+                "sink": self.softmax_offset,
+            }
+            if self.config.sequence_parallel or not settings["dropout"]:
+                weighted = attend(query, key, value, seen, **settings)
+            else:
+                with generators.fork():
+                    weighted = attend(query, key, value, seen, **settings)
+            return weighted.squeeze(1) if flat else weighted
+
+        @property
+        def _scale(self) -> float:
+            return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1))
+
+        def _keep_largest(self, query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor) -> None:
+            largest, before = largest_logits(query, key, seen, scale=self._scale), self.current_max_attn_logits
+            self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
+
+        def _gathered(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+            gather = module.tensor_parallel.gather_from_sequence_parallel_region
+            return in_order(gather(tensor.contiguous(), tensor_parallel_output_grad=True, group=self._context), size)
+
+        def _seen(
+            self, mine: torch.Tensor, keys: int, mask: torch.Tensor | None, kind: Any, packed: Any
+        ) -> torch.Tensor:
+            softmax = self.scale_mask_softmax
+            causal = "causal" in (softmax.attn_mask_type if kind is None else kind).name
+            boundaries = None
+            if packed is not None:
+                padded = packed.cu_seqlens_q_padded
+                boundaries = packed.cu_seqlens_q if padded is None else padded
+            if mask is not None and softmax.window_size is None and packed is None:
+                return ~mask
+            seen = visible(mine, keys, causal=causal, window=softmax.window_size, boundaries=boundaries)
+            return seen.view(1, 1, *seen.shape)
+
+    DotProductAttention.__module__ = original.__module__
+    DotProductAttention.__qualname__ = DotProductAttention.__name__
+    return DotProductAttention

@@ -1,0 +1,107 @@
+"""Whom the epochs of a run have found missing: who they were, where they ran, what they were last seen doing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from recover_megatron.instep.decision import Decision, JoinStatus
+from recover_megatron.instep.grid import LaunchGrid
+
+READY = "is a spare, and ready"
+"""After a worker's name: why it asks for an epoch."""
+
+
+@dataclass(frozen=True)
+class LostWorker:
+    """A worker that is gone; what is not known is empty or None."""
+
+    worker: int
+    node: str = ""
+    device: int | None = None
+    """Number of its device on its node, from 0."""
+    phase: str = ""
+    """What it was doing in the iteration of its loss, by its last heartbeat, which is up to an interval old."""
+
+    def __str__(self) -> str:
+        places = [f"node {self.node}"] * bool(self.node) + [f"GPU {self.device}"] * (self.device is not None)
+        return f"worker {self.worker}" + (f" ({', '.join(places)})" if places else "")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Workers that an epoch found missing."""
+
+    iteration: int
+    lost: tuple[LostWorker, ...]
+    replicas: tuple[int, ...] = ()
+    """Those that they had a place in."""
+
+    @property
+    def workers(self) -> list[int]:
+        """Their ids."""
+        return [lost.worker for lost in self.lost]
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}: {', '.join(map(str, self.workers))}"
+
+
+class Failures:
+    """All losses of a run, as one worker has met them.  ``grid``: where everybody stands before the first decision."""
+
+    def __init__(self, grid: LaunchGrid) -> None:
+        self._every: list[Failure] = []
+        self._places = {slot: number for number, slots in enumerate(grid.replicas[: grid.launched]) for slot in slots}
+        self._known = set(self._places)
+        self.whereabouts: dict[int, LostWorker] = {}
+        """Where those run that were there when it was asked last."""
+
+    def note(
+        self,
+        decision: Decision,
+        before: Decision | None,
+        statuses: Mapping[int, JoinStatus] | None = None,
+        told: Mapping[str, Mapping[str, object]] | None = None,
+        left: Collection[int] = (),
+    ) -> Failure | None:
+        """Who is missing in ``decision`` and was not before; ``before``: the last one that this worker took up.
+
+        ``statuses``: with what those that are there have joined; ``told``: by worker id, what the coordinator says of
+        those that are gone, ``phase`` and ``iteration`` of their last heartbeat.  ``left``: who has gone in order, and
+        is no loss.
+        """
+        present = {*decision.workers, *decision.spares}
+        aside = {int(worker) for worker, last in (told or {}).items() if last.get("aside")}  # alive, and will be back
+        missing = sorted(self._known - present - set(left) - aside)
+        self._known = present
+        before_now = self.whereabouts
+        self.whereabouts = {
+            worker: LostWorker(worker, status.node, status.device) for worker, status in (statuses or {}).items()
+        }
+        if not missing:
+            return None
+        places = self._places
+        if before is not None:
+            places = {worker: replica for replica, workers in before.grid.items() for worker in workers}
+        iteration = decision.rollback.under_way if decision.rollback else decision.iteration
+        replicas = sorted({places[worker] for worker in missing if worker in places})
+        lost = []
+        for worker in missing:
+            last = (told or {}).get(str(worker), {})
+            phase = str(last.get("phase", "")) if last.get("iteration") == iteration else ""
+            known = before_now.get(worker, LostWorker(worker))
+            lost.append(LostWorker(worker, known.node, known.device, phase))
+        self._every.append(Failure(iteration, tuple(lost), tuple(replicas)))
+        return self._every[-1]
+
+    def report_exception(self, decision: Decision, wanted: int) -> str:
+        """Why a run ends that ``decision`` leaves fewer replicas than ``wanted``: who was lost, what is left."""
+        lost = "; ".join(map(str, self._every))
+        need = f"{wanted} are wanted" if wanted > 1 else "one is needed"
+        what = f"{len(decision.replicas)} complete replicas are left, {need}."
+        if decision.state_lost:
+            what = f"Workers enough for a replica live, but {decision.state_lost}."
+        return (
+            f"{what} Workers lost: {lost or 'none'}; alive without a place: {len(decision.spares)}. "
+            f"Last checkpoint: {decision.checkpoint}"
+        )

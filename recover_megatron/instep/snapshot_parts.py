@@ -1,0 +1,96 @@
+"""What a snapshot's part is made of: a tree that a thread copies while the training goes on, with its check sums.
+
+Copy(tree)   the plain values as they are now; the tensors are read later, by ``make``, and must not change until then
+checks_of    a check sum of each chunk, taken of the copy --> ``wrong_chunks``: what has changed since
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from recover_megatron.collectives.digest import bytes_of, check_sum
+from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.state_holder import chunks_of
+from recover_megatron.instep.state_receiver import Place
+from recover_megatron.instep.transfer import Path, at, flatten, new_memory, unflatten
+
+
+def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A check sum of each chunk of a state's tensors."""
+    parts = [bytes_of(tensor) for tensor in tensors]
+    chunks, _ = chunks_of([part.numel() for part in parts], 0)
+    return [check_sum([parts[tensor][start:stop] for tensor, start, stop in chunk]) for chunk in chunks]
+
+
+def wrong_chunks(tree: dict[str, Any]) -> list[int]:
+    """The numbers of those chunks of a snapshot that are not what was taken."""
+    found = checks_of(flatten(tree["state"])[1])
+    if len(found) != len(tree["checks"]):
+        raise Disagreement(f"a snapshot has {len(found)} chunks, and {len(tree['checks'])} check sums")
+    return [number for number, pair in enumerate(zip(found, tree["checks"], strict=True)) if pair[0] != pair[1]]
+
+
+class Copy:
+    """A tree that is to be copied: its plain values as they are now, its tensors as they are when they are copied."""
+
+    def __init__(self, tree: Any) -> None:
+        self._text, self.tensors = flatten(tree)
+
+    def make(self, place: Place, stay: Callable[[], None]) -> Any:
+        """The same tree on the host, in the tensors that ``place`` gives; ``stay`` raises to give up."""
+        copied, own = unflatten(self._text, place)
+        with torch.no_grad():
+            for mine, its in zip(own, self.tensors, strict=True):
+                stay()
+                mine.copy_(its)
+        return copied
+
+
+def made_so_far(copies: Iterable[Copy]) -> Callable[[], AbstractContextManager[None]]:
+    """For another thread: copies of what this one has put to its device's stream until now are right, and in order.
+
+    They are made on a stream of their own, beside what the training computes meanwhile.
+    """
+    gpu = next((tensor.device for copy in copies for tensor in copy.tensors if tensor.device.type == "cuda"), None)
+    if gpu is None:
+        return nullcontext
+    made = torch.cuda.current_stream(gpu).record_event()
+
+    @contextmanager
+    def beside() -> Iterator[None]:
+        stream = torch.cuda.Stream(gpu)
+        stream.wait_event(made)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
+
+    return beside
+
+
+def apart(tree: Any) -> Any:
+    """The same tree to be loaded from: what an optimizer may keep as it is (numbers in tensors) is a copy."""
+    text, tensors = flatten(tree)
+    left = iter(tensors)
+
+    def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        tensor = next(left)
+        return tensor.clone() if tensor.dim() == 0 else tensor
+
+    return unflatten(text, place)[0]
+
+
+def room(before: Any) -> Place:
+    """The memory of a tree that is of no use any more, where it fits: new memory takes longer to get than to fill."""
+
+    def place(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        used = at(before, path)
+        fits = isinstance(used, torch.Tensor) and (list(used.shape), used.dtype) == (list(shape), dtype)
+        return used if fits else new_memory(path, shape, dtype)
+
+    return place

@@ -1,0 +1,215 @@
+"""Who stands where in an epoch, of all who joined it: pure, the same answer on every worker (`plan` calls it).
+
+whole        the replicas that are complete
+candidates   who could take a place: orphans, spares, newcomers
+placement    new replicas made of them, at a boundary
+ahead        spares that build a model before anybody misses it
+orphans      no replica is whole: replicas of those who hold one version of the state
+held         that version is lost: replicas of those who hold one older version
+going_back   the state is lost, and kept elsewhere: replicas of those who wait, whatever they hold
+prospects    how many replicas there may be, and what forbids it
+mirrors      spares that keep the state of the last replica
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from recover_megatron.instep.decision import JoinStatus, Rules
+from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.grid import LaunchGrid
+from recover_megatron.workload import Candidate, Placement, Shape, assemble, openings
+from recover_megatron.workload.edges import Edge, edge
+from recover_megatron.workload.hot_spares import build_ahead
+from recover_megatron.workload.seating import can_join, free_of
+
+GONE = "nobody holds the state of one of its positions any more"
+
+Grid = dict[int, tuple[int, ...]]
+"""Replica -> its workers by position."""
+
+
+def whole_replicas(statuses: Mapping[int, JoinStatus], launch: LaunchGrid) -> Grid:
+    """The replicas that are complete among those who say that they have a place."""
+    places: dict[int, dict[int, int]] = {}
+    for worker, status in statuses.items():
+        if status.replica is not None and status.position is not None:
+            its = places.setdefault(status.replica, {})
+            if status.position in its:
+                raise Disagreement(f"workers {its[status.position]} and {worker} both say they are in one place")
+            its[status.position] = worker
+    return {
+        replica: tuple(its[position] for position in range(launch.size))
+        for replica, its in sorted(places.items())
+        if len(its) == launch.size
+    }
+
+
+def room(whole: int, waiting: int, launch: LaunchGrid, spares: int) -> int:
+    """How many new replicas a run may get that has ``whole`` ones; see ``workload.openings``."""
+    return openings(whole, waiting, launch.size, launched=launch.launched, most=len(launch.replicas), spares=spares)
+
+
+def most(values: Sequence[str]) -> str:
+    """What is there most often; of equally many the smallest."""
+    counts = Counter(values)
+    return min(counts, key=lambda value: (-counts[value], value))
+
+
+@dataclass(frozen=True)
+class Members:
+    """All who have joined, with their ``statuses``; ``whole``: the replicas that are complete.
+
+    ``broken``: pairs of whom one cannot reach the other.
+    """
+
+    statuses: Mapping[int, JoinStatus]
+    whole: Mapping[int, tuple[int, ...]]
+    launch: LaunchGrid
+    rules: Rules
+    broken: frozenset[Edge]
+    missed: int = 0
+    """So many decisions were committed after the newest that any of them has begun; none where a replica is whole."""
+
+    @property
+    def _shape(self) -> Shape:
+        return Shape(self.launch.size, self.launch.tensor_groups, self.rules.cross_node)
+
+    def _assembled(self, candidates: Mapping[int, Candidate], whole: Iterable[int] = ()) -> Placement:
+        """New replicas of these beside the ``whole`` ones, as many as there is room for."""
+        there = set(whole)
+        most = room(len(there), len(candidates), self.launch, self.rules.spares)
+        return assemble(there, candidates, self._shape, len(self.launch.replicas), most)
+
+    @property
+    def _working(self) -> set[int]:
+        return {worker for workers in self.whole.values() for worker in workers}
+
+    def candidates(self) -> dict[int, Candidate]:
+        """Everybody who could take a place: orphans on their way out of the training count as not ready yet.
+
+        Who is not ready and has no position is out for good: its training is over.
+        """
+        working = self._working
+        return {
+            worker: Candidate(status.position, status.node, fixed=not status.ready, ready=status.ready)
+            for worker, status in self.statuses.items()
+            if worker not in working and (status.ready or status.position is not None)
+        }
+
+    def usable(self) -> dict[int, Candidate]:
+        """Those of them that can talk to all who work, and to each other."""
+        return free_of(self.candidates(), self._working, self.broken)
+
+    def placement(self) -> Placement:
+        """New replicas; where edges are broken either such that an order of the ring does, or of others."""
+        placement = self._assembled(self.candidates(), self.whole)
+        if self.broken and not can_join(self.whole, placement, self.broken, self.rules.mesh):
+            placement = self._assembled(self.usable(), self.whole)
+        return placement
+
+    def ahead(self, grid: Mapping[int, Sequence[int]], placement: Placement) -> dict[int, int]:
+        """Spare -> position for which it builds a model though nobody misses it yet."""
+        working = {worker for workers in grid.values() for worker in workers}
+        taken = (
+            working | {worker for workers in placement.replicas.values() for worker in workers} | set(placement.rebuild)
+        )
+        spares = {worker: one for worker, one in self.candidates().items() if worker not in taken}
+        nodes = {worker: self.statuses[worker].node for worker in working}
+        return build_ahead(spares, list(grid.values()), nodes, self._shape)
+
+    def orphans(self) -> tuple[Grid, int | None]:
+        """Nobody's replica is whole: the replicas that the orphans make, and the version of their state.
+
+        The newest version that orphans in all positions hold: that after the last iteration, or that before it.  The
+        older one means that a step is made again from the very state that it began with; that is decided only when
+        everybody has told.  What is older still is for a rollback (``held``).
+        """
+        last = max((status.iteration for status in self.statuses.values()), default=0) - 1
+        versions = [version for version in self._versions() if version >= last and not self.missed]
+        return self._of_one(versions[:1] if self.on_their_way else versions)
+
+    def held(self) -> tuple[Grid, int | None]:
+        """The same of those that were set aside, where there are no ``orphans``: all go back to their older version."""
+        late = replace(self, statuses={worker: status for worker, status in self.statuses.items() if status.aside})
+        return late._of_one(late._versions())
+
+    @property
+    def on_their_way(self) -> bool:
+        """Whether somebody who had a place has not told yet what it holds."""
+        return any(not status.ready and status.position is not None for status in self.statuses.values())
+
+    def _versions(self) -> list[int]:
+        """Those that are held, newest first."""
+        held = {self.statuses[worker].version for worker, one in self.candidates().items() if one.ready}
+        return sorted((version for version in held if version is not None), reverse=True)
+
+    def _of_one(self, versions: Sequence[int]) -> tuple[Grid, int | None]:
+        """The replicas of the first of these versions of which there are any."""
+        candidates = {worker: one for worker, one in self.candidates().items() if one.ready}
+        for version in versions:
+            holders = {
+                worker: candidate
+                for worker, candidate in candidates.items()
+                if self.statuses[worker].version == version
+                and self.statuses[worker].digest in self._majority(worker, version)
+            }
+            usable = free_of(holders, set(), self.broken)
+            found = self._assembled(usable).replicas
+            if found:
+                return dict(sorted(found.items())), version
+        return {}, None
+
+    def going_back(self) -> Placement | None:
+        """The state is lost, and kept elsewhere: the replicas that those who wait make, whatever they hold.
+
+        None: not before those have come who are on their way out of the training.
+        """
+        if any(not s.ready and s.position is not None and not s.building for s in self.statuses.values()):
+            return None
+        ready = {worker: one for worker, one in self.usable().items() if one.ready}
+        return self._assembled(ready)
+
+    def _majority(self, worker: int, version: int) -> set[str]:
+        """The digest that most holders of a version have at this worker's position (of equally many the smallest)."""
+        position = self.statuses[worker].position
+        digests = [
+            s.digest for s in self.statuses.values() if (s.position, s.version, s.ready) == (position, version, True)
+        ]
+        return {most(digests)}
+
+    def prospects(self, grid: Mapping[int, Sequence[int]]) -> tuple[int, str]:
+        """How many replicas there may be when all have done what they are told; and what of the state forbids it."""
+        candidates = {
+            worker: Candidate(candidate.position, candidate.node) for worker, candidate in self.usable().items()
+        }
+        first = self._assembled(candidates, self.whole)
+        rebuilt = {
+            worker: Candidate(first.rebuild.get(worker, candidate.position), candidate.node)
+            for worker, candidate in candidates.items()
+        }
+        number = len(self.whole) + len(self._assembled(rebuilt, self.whole).replicas)
+        if self.whole or grid:
+            return max(number, len(grid)), ""
+        # Nobody computes: what counts is what the orphans hold between them, or may hold when they have come.
+        coming = {
+            s.position for s in self.statuses.values() if s.position is not None and not s.ready and not s.building
+        }
+        held = coming | {s.position for s in self.statuses.values() if s.ready and s.version is not None}
+        waited = bool(coming)
+        if waited and len(held) == self.launch.size and first.replicas:
+            return len(first.replicas), ""
+        return number, GONE if number > 0 else ""
+
+    def mirrors(self, grid: Mapping[int, tuple[int, ...]], placement: Placement) -> dict[int, int]:
+        """The last replica's state is nowhere else: a spare in each position keeps it, too."""
+        (workers,) = grid.values()
+        keepers: dict[int, int] = {}
+        for worker, status in sorted(self.statuses.items()):
+            if not status.ready or status.position is None or worker in (*workers, *placement.rebuild):
+                continue
+            if edge(worker, workers[status.position]) not in self.broken:
+                keepers.setdefault(status.position, worker)
+        return {worker: workers[position] for position, worker in sorted(keepers.items())}

@@ -1,0 +1,132 @@
+"""When a run goes back to a checkpoint, or to snapshots in memory: to which, and what is told of what it leaves behind.
+
+Pure, as `plan` is.
+
+    timeline 0    1  2  3  4  5  6  7  the state is lost
+                           |
+    timeline e                '-- 5  6  7  8 ...        e: the epoch that decided to go back to iteration 4
+
+A worker that slept through it may still offer a state of iteration 6.  It is of no use: the others have run 5 and 6
+again, and their sums differ from its by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from recover_megatron.instep.decision import HELD, MEMORY, Checkpoint, JoinStatus, Kept, Rollback, Timeline
+
+MOST = 4
+"""Checkpoints that are told of: the newest; an older one is there should one not be readable."""
+
+
+def newest(statuses: Mapping[int, JoinStatus]) -> Timeline:
+    """The timeline that the run is in."""
+    return max((status.timeline for status in statuses.values()), default=(0, 0))
+
+
+def same_as(statuses: Mapping[int, JoinStatus]) -> int:
+    """``Decision.same_as`` of the timeline that the run is in."""
+    return max((status.same_as for status in statuses.values() if status.timeline == newest(statuses)), default=-1)
+
+
+def of_timeline(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> dict[int, JoinStatus]:
+    """The same statuses; what they say of iterations and states of an earlier timeline is left out.
+
+    But for a state that this timeline began with: some may have had the plan that began it, and others not.
+    """
+    found, (epoch, begun_after), before = dict(statuses), timeline, same_as(statuses)
+    for worker, status in statuses.items():
+        if status.timeline != timeline:
+            found[worker] = replace(found[worker], iteration=begun_after + 1)
+        if status.state_of != epoch:
+            found[worker] = replace(found[worker], last_step=(0, 0))
+            if (status.state_of, status.version) != (before, begun_after):
+                found[worker] = replace(found[worker], version=None, digest="")
+    return found
+
+
+def not_told(statuses: Mapping[int, JoinStatus], version: int | None) -> Rollback | None:
+    """The rollback to ``version``, which workers hold, that the run's timeline began with and nobody has carried out
+    yet; None: there is none."""
+    _, begun_after = newest(statuses)
+    lost = undone(statuses) - 1 - begun_after
+    held = same_as(statuses) >= 0 and version == begun_after
+    return Rollback(begun_after, HELD, lost) if held and lost >= 0 else None
+
+
+def merged(*known: Iterable[Checkpoint]) -> tuple[Checkpoint, ...]:
+    """The newest of them, newest first."""
+    return tuple(sorted({checkpoint for its in known for checkpoint in its}, reverse=True)[:MOST])
+
+
+def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
+    """Which checkpoints could not be loaded, in words for people; empty: none was tried."""
+    found = sorted({iteration for status in statuses.values() for iteration in status.unreadable})
+    if not found:
+        return ""
+    return f", and the checkpoints of iterations {', '.join(map(str, found))} could not be loaded"
+
+
+def unseen(missed: int) -> str:
+    """What was committed that nobody who lives has seen, in words for people; empty: nothing."""
+    return "; iterations were committed that nobody who lives has seen" if missed else ""
+
+
+def kept(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> Kept | None:
+    """The newest snapshot of which all parts are there; of those that nobody failed to load.
+
+    Those of an earlier timeline do not count: workers that were there when the run went back have named theirs anew.
+    """
+    holders: dict[tuple[int, int, int], dict[int, dict[int, str]]] = {}
+    for worker, status in sorted(statuses.items()):
+        for part, iteration, of, taken, parts in status.snapshots:
+            if of == timeline[0]:
+                its = holders.setdefault((iteration, taken, parts), {})
+                its.setdefault(part, {})[worker] = status.peer_store
+    spoiled = {iteration for status in statuses.values() for iteration, of in status.spoiled if of == timeline[0]}
+    complete = (one for one, its in holders.items() if len(its) == one[2] and one[0] not in spoiled)
+    newest = max(complete, default=None)
+    return None if newest is None else Kept(newest[0], holders[newest], newest[1])
+
+
+def covered(kept: Kept | None, copies: Mapping[int, Sequence[int]]) -> bool:
+    """Whether everybody holds it who is to hold copies."""
+    if kept is None or not copies:
+        return not copies
+    if set(kept.holders) != set(copies):
+        return False  # taken by more workers, or by fewer
+    return all(worker in kept.holders[part] for part, its in copies.items() for worker in its)
+
+
+def undone(statuses: Mapping[int, JoinStatus]) -> int:
+    """``JoinStatus.undone`` of those that have met in the run's timeline: the least; 0: it was carried out."""
+    return min((status.undone for status in statuses.values() if status.timeline == newest(statuses)), default=0)
+
+
+def target(
+    statuses: Mapping[int, JoinStatus],
+    memory: Kept | None = None,
+    held: int | None = None,
+    seen: int = 0,
+    committed: int = 0,
+) -> Rollback | None:
+    """What to go back to: ``held``, ``memory``, or the newest complete checkpoint that nobody has failed to load.
+
+    Of these the newer one; None: there is none.  ``held``: the version of a state that workers hold.  ``seen``: an
+    iteration that was under way, and that ``statuses`` may not know of.  ``committed``: the last decision that is.
+    """
+    unreadable = {iteration for status in statuses.values() for iteration in status.unreadable}
+    every = merged(*(status.checkpoints for status in statuses.values()))
+    under_way = max([seen, undone(statuses), *(status.iteration for status in statuses.values())])
+    steps = (status.last_step for status in statuses.values())
+    last = max([under_way - 1, *(iteration for iteration, decision in steps if decision <= committed)])
+    found = [one for one in every if one[0] not in unreadable][:1]
+    if memory is not None and (not found or memory.iteration >= found[0][0]):
+        found = [(memory.iteration, MEMORY)]
+    if held is not None and (not found or held >= found[0][0]):
+        found = [(held, HELD)]
+    for iteration, source in found:
+        return Rollback(iteration, source, max(0, last - iteration), last >= under_way > iteration)
+    return None

@@ -1,0 +1,85 @@
+"""How a launch has ended, once none of its workers runs: its exit code, and the last lines for people.
+
+The first that there is decides::
+
+    what has stopped the launch (a signal, a refusal, a start that is made again)
+    what the coordinator says of the run, unless workers of this node have finished and it was not heard
+    what became of the workers, here and on other nodes (exit_codes.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from recover_megatron.launch import messages
+from recover_megatron.launch.control_plane import ControlPlane
+from recover_megatron.launch.exit_codes import LAUNCH_FAILED, run_exit_code, start_exit_code
+from recover_megatron.launch.last_checkpoint import last_checkpoint
+from recover_megatron.launch.peers import Peers
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.start_up import StartUp
+from recover_megatron.launch.states import WorkerState
+from recover_megatron.launch.worker_table import WorkerTable
+
+
+class Conclusion:
+    """Made once per launch."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        table: WorkerTable,
+        control: ControlPlane,
+        peers: Peers,
+        start_up: StartUp,
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._table = table
+        self._control = control
+        self._peers = peers
+        self._start_up = start_up
+        self._say = say
+
+    def verdict(self) -> int | None:
+        """How the coordinator says that the run has ended; None: it does not, or was not heard.
+
+        To be asked before the candidates of this launch are ended: the last worker may have told them something just
+        now.
+        """
+        verdict = self._control.verdict()
+        finished = any(worker.state is WorkerState.FINISHED for worker in self._table.all)
+        if verdict is not None and not self._control.told and finished:
+            self._say(
+                f"the end was not heard from the coordinator ({self._control.reason}); workers of this node have "
+                "finished the run"
+            )
+            return None
+        self._control.linger()
+        return verdict
+
+    def exit_code(self, stopped: int | None, verdict: int | None) -> int:
+        """The launcher's; ``stopped``: that of a launch that was stopped, None: it was not."""
+        if stopped is not None:
+            return stopped
+        if verdict is not None:
+            return verdict
+        outcomes = [*self._table.outcomes, *self._peers.outcomes]
+        if self._start_up.under_way and any(worker.outcome.code for worker in self._table.launched):
+            return start_exit_code(outcomes, self._plan.fault_tolerant)
+        code = run_exit_code(outcomes, self._plan.fault_tolerant)
+        if code == 0 and self._peers.any_lost and not self._plan.fault_tolerant:
+            return LAUNCH_FAILED
+        return code
+
+    def why(self, code: int, verdict: int | None) -> str:
+        """Of a launch that was not stopped: why it has ended, in one line."""
+        return self._control.reason if verdict == code else messages.ends(self._table.all)
+
+    def tell(self, code: int, verdict: int | None) -> None:
+        """Say how it has ended, with which exit code, and from where it can go on."""
+        self._say(messages.summary(self._table.all, code))
+        if verdict is not None and code == verdict != 0:
+            self._say(f"the run was ended: {self._control.reason}")
+        if code and self._plan.fault_tolerant and (last := last_checkpoint(self._plan.script_args)):
+            self._say(f"last checkpoint: {last}")

@@ -1,0 +1,131 @@
+"""Whether the candidates of a launch over several nodes share a lease (membership/lease.py), tried out at the start.
+
+Node 0 writes a random word to PATH.try, by the same call by which a lease is taken. A node with a candidate tries to
+write that file, too: it must be refused, read the word, and tell it to node 0 with what it says when it joins. So all
+of them see one folder, and of two hosts that want the same name there one gets it. Storage that hangs is no storage.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.membership.lease import publish
+
+AUTO, OFF = "auto", "off"
+TRY_SECONDS = 5.0
+
+
+def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
+    """The lease's files on this node are this path and a number; None: it has none, see ``why_none``."""
+    if plan.lease == OFF or (plan.lease == AUTO and plan.log_dir is None):
+        return None
+    place = plan.log_dir / "lease" if plan.lease == AUTO and plan.log_dir else Path(plan.lease)
+    return place.with_name(f"{place.name}-{run_id}")
+
+
+def slack_of(plan: LaunchPlan) -> int:
+    """By so many workers two nodes may differ, each of which has one left (``quorum.standing``)."""
+    return plan.nproc_per_node - 1 + plan.spares
+
+
+def look(plan: LaunchPlan, run_id: str) -> dict[str, str]:
+    """Another node's part of the trial, for node 0: the word, or why there is none."""
+    path = lease_path(plan, run_id)
+    if path is None:
+        return {"reason": why_none(plan)}
+    trial = _trial(path)
+
+    def attempt() -> dict[str, str]:
+        if publish(trial, "another folder"):
+            trial.unlink()
+            return {"reason": f"{trial.parent} is not the folder of node 0"}
+        return {"word": trial.read_text()}
+
+    return _within(attempt)
+
+
+def why_none(plan: LaunchPlan) -> str:
+    """Why there is no path."""
+    return "--lease off" if plan.lease == OFF else "no --log-dir"
+
+
+class Trial:
+    """Node 0's part of it."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        """Write the word; waits ``TRY_SECONDS`` for the storage."""
+        self._plan = plan
+        self._path = lease_path(plan, plan.run_id)
+        self._word = secrets.token_hex(16)
+        if self._path is None:
+            self._own = {"reason": why_none(plan)}
+            return
+        trial, word = _trial(self._path), self._word
+        self._own = _within(lambda: {"word": word} if publish(trial, word) else {"reason": f"{trial} is there already"})
+
+    def end(self, told: Mapping[int, Any]) -> str:
+        """Why there is no lease, by what the other nodes with candidates have told; empty: there is one."""
+        answers = {0: self._own, **told}
+        if self._path is not None:
+            _within(partial(_remove, _trial(self._path)))
+        for rank, answer in sorted(answers.items()):
+            if not isinstance(answer, dict) or answer.get("word") != self._word:
+                reason = answer.get("reason") if isinstance(answer, dict) else None
+                return f"node {rank}: {str(reason or 'it does not see the folder of node 0')[:300]}"
+        if self._path is not None:
+            _within(partial(_mark, self._path))
+        return ""
+
+    def in_words(self, why_not: str) -> str:
+        """The outcome, for people."""
+        if not why_not:
+            return f"either half of the workers may be lost: the lease is at {self._path}"
+        return (
+            f"no lease ({why_not}): the loss of half of the workers at once ends the run if the leading coordinator is "
+            "among them"
+        )
+
+
+def is_here(path: Path) -> str:
+    """Why a node that joins the run later cannot use the lease at ``path``; empty: it sees what node 0 has left."""
+    answer = _within(lambda: {} if path.exists() else {"reason": f"{path} is not there"})
+    return answer.get("reason", "")
+
+
+def _trial(path: Path | None) -> Path:
+    assert path is not None
+    return path.with_name(f"{path.name}.try")
+
+
+def _mark(path: Path) -> dict[str, str]:
+    """Leave a file by which a node that joins later knows that it sees the same folder."""
+    path.touch(mode=0o600)
+    return {}
+
+
+def _remove(trial: Path) -> dict[str, str]:
+    trial.unlink(missing_ok=True)
+    return {}
+
+
+def _within(attempt: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """What ``attempt`` returns, or the reason if it fails or takes too long."""
+    answer: dict[str, str] = {"reason": f"the storage has not answered for {TRY_SECONDS:g} s"}
+
+    def run() -> None:
+        nonlocal answer
+        try:
+            answer = attempt()
+        except OSError as error:
+            answer = {"reason": f"{error.filename or 'the storage'}: {error.strerror}"}
+
+    thread = threading.Thread(target=run, daemon=True, name="recover-launch-lease")
+    thread.start()
+    thread.join(TRY_SECONDS)
+    return answer

@@ -1,0 +1,104 @@
+"""Megatron-FSDP's part of a worker's state: its shards of the parameters, and what an iteration leaves half done.
+
+Between two iterations a worker's own shards are all that counts: whatever else of a parameter is in its memory was
+gathered from its mates, and is gathered again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.training import get_args
+from torch.distributed.tensor import DTensor
+
+from recover_megatron.megatron_hooks.layout import spreads_optimizer
+
+
+def is_fsdp(chunk: Any) -> bool:
+    """Whether a model chunk is wrapped in Megatron-FSDP."""
+    return hasattr(chunk, "megatron_fsdp_dist_index")
+
+
+def local(value: Any) -> Any:
+    """This worker's part of a distributed tensor; anything else as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def weights(chunk: Any) -> list[torch.Tensor]:
+    """What all workers of a column have equal of a chunk's parameters, in one order.
+
+    With Megatron-FSDP: the own shard of each parameter as the model computes with it, and as the optimizer updates it,
+    unless that is spread over the shard groups.  What lies between the parameters in the buffers, for the sake of equal
+    sizes, is left out.
+    """
+    if not is_fsdp(chunk):
+        return [parameter.data for parameter in chunk.parameters()]
+    spread = spreads_optimizer(get_args())
+    return [
+        buffer.get_item(item, only_shard=True)
+        for group in chunk.param_and_grad_buffer.parameter_groups
+        for buffer in (group.model_weight_buffer, None if spread else group.main_weight_buffer)
+        if buffer is not None
+        for item in range(len(buffer.params))
+    ]
+
+
+def tidy(chunk: Any) -> None:
+    """Forget what an exception in the middle of an iteration left: nothing is gathered, reduced or under way.
+
+    Operations of the broken shard group are not waited for: their groups have been ended.
+    """
+    fsdp = chunk.module
+    groups = fsdp.param_and_grad_buffer.parameter_groups
+    _tidy_reductions(fsdp.grad_reduce_pipeline, groups)
+    _tidy_gathering(fsdp.all_gather_pipeline, groups)
+    for parameter in fsdp.raw_param.values():
+        parameter.grad = None
+        parameter.grad_added_to_main_grad = False
+    idle = type(fsdp.module._training_state).IDLE
+    for module in fsdp.module.modules():
+        module._training_state = idle
+    fsdp._params_require_handle_grad = set()
+    fsdp._root_pre_backward_hook_issued = False
+    fsdp.is_last_microbatch = True
+    fsdp.microbatch_count = 0
+
+
+def _tidy_reductions(pipeline: Any, groups: Any) -> None:
+    pipeline.grad_reduce_queue.clear()
+    for number, status in list(pipeline.bucket_status.items()):
+        buffer = pipeline.get_fsdp_buffer(number)
+        _forget_coalesced(buffer.data_parallel_group)
+        abandon(buffer)
+        buffer.reset_param_main_grad()
+        pipeline.bucket_status[number] = type(status).EMPTY
+    pipeline.bucket_grad_ready_params = [set() for _ in groups]
+
+
+def _tidy_gathering(pipeline: Any, groups: Any) -> None:
+    """As ``AllGatherPipeline.reset``, which would wait for what is under way."""
+    pipeline.param_gather_event_map.clear()
+    for key, status in list(pipeline.bucket_status.items()):
+        group = groups[key[0]]
+        pipeline.bucket_can_be_released[key] = False
+        if group.model_weight_buffer is not None:
+            abandon(group.model_weight_buffer)
+        # Megatron keeps the memory of what is in no unit, and fills it again: ``PRESERVED``.
+        kept = group.fsdp_unit_id is None
+        pipeline.bucket_status[key] = type(status).PRESERVED if kept else type(status).EMPTY
+
+
+def abandon(buffer: Any) -> None:
+    """Have the bucket of ``buffer`` get new memory when it is used next, and leave alone what it has.
+
+    An operation that was left may still read and write there until gloo has seen that its connections are shut. It
+    holds its tensors; but Megatron frees a bucket by shrinking its storage to nothing, whoever holds it.
+    """
+    buffer.temporary_bucket_allocator.buckets.pop(buffer.bucket_index.bucket_id, None)
+
+
+def _forget_coalesced(group: Any) -> None:
+    """Torch keeps the operations of a batch that an exception has ended, and would refuse the next batch."""
+    dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)

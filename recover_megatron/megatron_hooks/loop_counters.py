@@ -1,0 +1,122 @@
+"""Megatron's counters: where in the run its loop is.
+
+They lie in its arguments, its scheduler, and the positions of what an evaluation reads.  The loop begins from those of
+the launch, also where this worker has entered it later, and counts by itself from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_current_running_global_batch_size,
+    update_num_microbatches,
+)
+from megatron.training import get_args
+
+from recover_megatron.megatron_hooks.data import source_of
+from recover_megatron.megatron_hooks.skipping import after, to_skip
+
+CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test")
+"""Megatron's arguments that say what the run has consumed, and what it will do at its end."""
+LAUNCH = ("iteration", "consumed_train_samples", "num_floating_point_operations_so_far")
+"""Megatron's arguments that say where the run began, which is what its loop begins from."""
+
+
+class LoopCounters:
+    """Of one worker.  ``validation``: Megatron's iterators, as train() gets them.
+
+    ``operations(samples)``: in floating point, of so many.
+    """
+
+    def __init__(self, scheduler: Any, validation: Any, operations: Callable[[int], float]) -> None:
+        self._scheduler = scheduler
+        self._operations = operations
+        several = validation if isinstance(validation, list) else [validation]
+        self._validation = [source for source in map(source_of, several) if source is not None]
+        self._launch = self._of_launch()
+        """Those of the whole run, also where this worker joined it later."""
+
+    @property
+    def first(self) -> int:
+        """The iteration with which the run began, whenever this worker came into it."""
+        return after(int(self._launch["iteration"]), to_skip()) + 1
+
+    def read(self, version: int | None) -> dict[str, Any]:
+        """The counters as they are, beside parameters that have seen ``version`` iterations."""
+        args = get_args()
+        return {
+            "version": version,
+            "args": {name: getattr(args, name, 0) for name in CONSUMED},
+            "launch": self._launch,
+            "scheduler": self._scheduler.num_steps,
+            "validation": [source.position for source in self._validation],
+            "batch": (running := get_current_running_global_batch_size()),
+            "dropped": get_current_global_batch_size() - running,  # --decrease-batch-size-if-needed
+        }
+
+    def show_launch(self) -> None:
+        """train() was entered with other ones, if it was not at launch; checkpoints hold those of the launch."""
+        args = get_args()
+        args.iteration = self._launch["iteration"]
+        args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
+
+    def restore(self, counters: dict[str, Any], *, iterations: int, skipped: bool) -> int:
+        """Set them to ``counters``, ``iterations`` later (0 or 1): the loop begins there.
+
+        ``skipped``: that iteration has made no step, for the sake of its loss scale.  Returns the iterations that the
+        parameters have seen then.
+        """
+        args = get_args()
+        for name, value in counters["args"].items():
+            setattr(args, name, value)
+        self._scheduler.num_steps = counters["scheduler"]
+        self._scheduler.step(increment=0)
+        for source, position in zip(self._validation, counters["validation"], strict=True):
+            source.position = position
+        for _ in range(iterations):
+            args.consumed_train_samples += counters["batch"]
+            args.skipped_train_samples += counters["dropped"]
+            if not skipped:
+                self._scheduler.step(increment=counters["batch"])
+        done = counters["version"] + iterations
+        version = args.iteration = args.curr_iteration = after(done, to_skip())
+        args.consumed_train_samples += counters["batch"] * (version - done)
+        args.skipped_train_samples += counters["batch"] * (version - done)
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        # What train() counts by itself from here on; exact unless the batch size is ramped up.
+        self._launch = counters["launch"]
+        samples = args.consumed_train_samples - self._launch["consumed_train_samples"]
+        samples -= counters["batch"] * sum(self._launch["iteration"] < left_out <= version for left_out in to_skip())
+        args.num_floating_point_operations_so_far = self._launch["num_floating_point_operations_so_far"]
+        if samples > 0:
+            args.num_floating_point_operations_so_far += self._operations(samples)
+        return int(version)
+
+    # ---- back to a checkpoint
+
+    def go_back(self, iteration: int) -> None:
+        """They are those of a worker that has not begun, as Megatron's load functions want them."""
+        args = get_args()
+        args.iteration = args.curr_iteration = iteration
+        args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
+        self._scheduler.num_steps = 0
+
+    def loaded(self, iteration: int, operations: int) -> None:
+        """Megatron has loaded a checkpoint of ``iteration``: as at a start from it.
+
+        ``operations``: in floating point, as the checkpoint has counted them.
+        """
+        args = get_args()
+        args.iteration = args.curr_iteration = iteration
+        args.num_floating_point_operations_so_far = operations
+        self._launch = self._of_launch()
+        for source in self._validation:
+            source.position = 0 if getattr(args, "full_validation", False) else args.consumed_valid_samples
+
+    @staticmethod
+    def _of_launch() -> dict[str, Any]:
+        args = get_args()
+        return {name: getattr(args, name) for name in LAUNCH}

@@ -1,0 +1,1 @@
+"""The training loops that this package knows, each as a ``recover_megatron.integrate.Loop``."""

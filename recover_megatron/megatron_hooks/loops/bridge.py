@@ -1,0 +1,382 @@
+"""Megatron-Bridge's training loop, ``megatron.bridge.training``: the second user of ``recover_megatron.integrate``.
+
+    from recover_megatron.megatron_hooks.loops import bridge
+    bridge.pretrain(config, forward_step)          # in place of megatron.bridge.training.pretrain.pretrain
+
+started with ``recover-run ... script.py --recover``.  What Bridge's functions take otherwise than Megatron-LM's is
+translated here (the ``adapt`` of a seam); its configuration and counters are seen through ``BridgeArguments``, which
+stands where ``megatron.training.get_args()`` looks.  What is refused: `bridge_refused`.
+
+The seams are those of the releases that ``SUPPORTED`` names; ``scripts/bridge_seams.py`` compares them with sources.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.training import global_vars
+
+from recover_megatron.arguments import RecoverConfig, config_from_argv
+from recover_megatron.arguments import problems as flag_problems
+from recover_megatron.errors import UserError, refuse
+from recover_megatron.instep.errors import Disagreement
+from recover_megatron.integrate import Loop, Seam, Wrapper
+from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
+from recover_megatron.megatron_hooks.loops.bridge_arguments import BridgeArguments
+from recover_megatron.megatron_hooks.loops.bridge_refused import problems
+
+SUPPORTED = "Megatron-Bridge 0.6; its seams are compared with those of 0.6.0 and 0.6.2"
+
+PRETRAIN = "megatron.bridge.training.pretrain"
+TRAIN = "megatron.bridge.training.train"
+EVAL = "megatron.bridge.training.eval"
+SETUP = "megatron.bridge.training.setup"
+CHECKPOINTING = "megatron.bridge.training.checkpointing"
+LOADERS = "megatron.bridge.data.loaders"
+FLOPS = "megatron.bridge.training.utils.flop_utils"
+CONFIG = "megatron.bridge.training.config"
+INITIALIZE = "megatron.bridge.training.initialize"
+
+
+def pretrain(config: Any, forward_step_func: Any, callbacks: Any = None, recover: RecoverConfig | None = None) -> None:
+    """Bridge's ``pretrain`` with the same arguments; with ``--recover`` deaths are survived.
+
+    ``recover``: by default what the ``--recover-*`` flags of the command line say.  Ends the process with exit code 2
+    and all reasons where the run cannot start, and with the codes of docs/launcher.md where the run ends otherwise than
+    by its last iteration.
+    """
+    try:
+        recover = config_from_argv(sys.argv[1:]) if recover is None else recover
+        if not recover.enabled:
+            _function(PRETRAIN, "pretrain")(config, forward_step_func, callbacks)
+            return
+        BridgeRun(config, forward_step_func, callbacks, recover).survive()
+    except UserError as error:
+        refuse(sys.argv[0], error.reasons)
+
+
+class BridgeRun:
+    """One worker's call of Bridge's ``pretrain``."""
+
+    def __init__(self, config: Any, forward_step_func: Any, callbacks: Any, recover: RecoverConfig) -> None:
+        self._call: tuple[Any, ...] = (config, forward_step_func, callbacks)
+        self._recover = recover
+        self.arguments: Any = BridgeArguments(config)
+        self._begun = False
+        self._kept: Any = None
+        """The configuration as it was given."""
+        self._groups: Any = None
+        """Bridge's collection of process groups, as it made it."""
+        self._consumed: int | None = None
+        """Samples before the next iteration."""
+        self.loop = Loop("Megatron-Bridge", SUPPORTED, self._seams(), self)
+
+    def survive(self) -> None:
+        """Train to the end.  Raises UserError, with all reasons, before any process group is made."""
+        self._kept = copy.deepcopy(self._call[0])
+        self.loop.check()
+        if reasons := [reason for seam in OWN_SEAMS if (reason := seam.misfit())]:
+            raise UserError(*(f"--recover: Megatron-Bridge: {reason} ({SUPPORTED})" for reason in reasons))
+        updated = copy.deepcopy(self._call[0])
+        _function(CONFIG, "runtime_config_update")(updated)
+        if reasons := [*flag_problems(self._recover), *problems(updated, self._recover)]:
+            raise UserError(*reasons)
+        self.arguments.attach(updated, None)
+        global_vars._GLOBAL_ARGS = self.arguments
+        setup, *ends = OWN_SEAMS
+        setup.wrap(self._setup, SUPPORTED)
+        for end in ends:
+            end.wrap(_left_to_us, SUPPORTED)
+        survive(self._recover, self._pretrain, lambda: self.arguments, self.loop)
+
+    def _pretrain(self) -> None:
+        self._begun = False
+        config, *others = self._call
+        # Bridge completes the configuration that it is given: one for each model that is built.
+        self._call = (copy.deepcopy(self._kept), *others)
+        _function(PRETRAIN, "pretrain")(config, *others)
+
+    # ---- what the recovery asks of the loop
+
+    def operations(self, samples: int) -> float:
+        """See ``recover_megatron.integrate.Services``."""
+        return float(_function(FLOPS, "num_floating_point_operations")(self.arguments.config, batch_size=samples))
+
+    def finish_saves(self) -> None:
+        """See ``recover_megatron.integrate.Services``: asynchronous ones are refused."""
+
+    def forget(self) -> None:
+        """See ``recover_megatron.integrate.Services``."""
+        _function(INITIALIZE, "destroy_global_state")()
+
+    # ---- where Bridge's functions take other arguments than the roles
+
+    def _seams(self) -> Mapping[str, Sequence[Seam]]:
+        data = ("train_data_iterator", "valid_data_iterator", "global_state", "checkpoint_manager", "pg_collection")
+        return {
+            "initialize": [Seam(INITIALIZE, "_initialize_distributed", ("model_config", "dist_config"))],
+            "loader": [Seam(LOADERS, "build_pretraining_data_loader", ("dataset", "consumed_samples"))],
+            "endless": [Seam(LOADERS, "cyclic_iter", ("iter",))],
+            "train": [
+                Seam(PRETRAIN, "train", (*LOOP_PARAMETERS, *data), adapt=self._around_train),
+            ],
+            "train_step": [Seam(TRAIN, "train_step", STEP_PARAMETERS, adapt=self._around_step)],
+            "schedule": [
+                Seam(TRAIN, "get_forward_backward_func", adapt=_with_new_ranks),
+                Seam(EVAL, "get_forward_backward_func", adapt=self._schedule_of_evaluation),
+            ],
+            "log": [Seam(TRAIN, "training_log", LOG_PARAMETERS, ("global_state",), self._around_log)],
+            "evaluate": [Seam(EVAL, "evaluate", EVAL_PARAMETERS, adapt=_without_state)],
+            "save": [Seam(CHECKPOINTING, "save_checkpoint", ("state", "model", "optimizer"), adapt=_with_iteration)],
+            "checkpoint_folder": [
+                Seam(CHECKPOINTING, "get_checkpoint_name", FOLDER_PARAMETERS, adapt=_without_parts),
+            ],
+            "written": [
+                Seam(CHECKPOINTING, "get_checkpoint_train_state_filename", ("checkpoints_path",)),
+                Seam(CHECKPOINTING, "get_checkpoint_run_config_filename", ("checkpoints_path",)),
+                Seam(CHECKPOINTING, "save_tokenizer_assets", TOKENIZER_PARAMETERS, adapt=_third_first),
+            ],
+            "saved": [
+                Seam(f"megatron.bridge.training.utils.{told}_utils", "on_save_checkpoint_success", SAVED_PARAMETERS)
+                for told in ("wandb", "mlflow", "comet")
+            ],
+            "load": [Seam(CHECKPOINTING, "load_checkpoint", ("state", "model", "optimizer"))],
+            "loaders": [Seam(LOADERS, "build_train_valid_test_data_loaders", ("cfg", "train_state"))],
+            "progress_log": [Seam(SETUP, "append_to_progress_log")],
+            "weight_hashes": [Seam(TRAIN, "check_param_hashes_across_dp_replicas", ("model", "cross_check"))],
+            "parameters_norm": [Seam(TRAIN, "calc_params_l2_norm", ("model", "model_config"))],
+        }
+
+    def _setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Before anything is made: the run's configuration and counters are those of its ``GlobalState``."""
+
+        def setup(state: Any, *args: Any, **kwargs: Any) -> Any:
+            self.arguments.attach(state.cfg, state.train_state)
+            global_vars._GLOBAL_ARGS, global_vars._GLOBAL_TIMERS = self.arguments, state.timers
+            made = original(state, *args, **kwargs)
+            self.arguments.attach(state.cfg, state.train_state)  # a checkpoint has brought its own
+            return made
+
+        return setup
+
+    def _around_train(self, wrapper: Wrapper) -> Wrapper:
+        def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
+            def enter(*args: Any, **kwargs: Any) -> Any:
+                self.arguments.entered()
+                self._consumed = None
+                call = inspect.signature(original).bind(*args, **kwargs)
+                self._groups = call.arguments["pg_collection"]
+                # Bridge counts samples by the replicas that there are when its loop is entered, perhaps once more.
+                if self._groups.dp.size() != (launched := self.arguments.data_parallel_size):
+                    call.arguments["pg_collection"] = as_launched = copy.copy(self._groups)
+                    as_launched.dp = _AsLaunched(self._groups.dp, launched)
+                return original(*call.args, **call.kwargs)
+
+            inner = wrapper(enter)
+
+            def train(*args: Any, **kwargs: Any) -> Any:
+                if not self._begun:
+                    self._begun = True
+                    self.arguments.loaded()
+                return inner(*args, **kwargs)
+
+            return train
+
+        return adapted
+
+    def _around_step(self, wrapper: Wrapper) -> Wrapper:
+        def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
+            inner = wrapper(original)
+
+            def train_step(*args: Any, **kwargs: Any) -> Any:
+                self._count()
+                call = inspect.signature(original).bind(*args, **kwargs)
+                call.arguments["pg_collection"] = self._groups
+                result = inner(*call.args, **call.kwargs)
+                state = call.arguments["global_state"]
+                if not getattr(state, "_flops_requires_global_reduce", False):
+                    # Counted over the microbatches that ran here, however many; without them Bridge takes the batch's.
+                    state._flops_seqlen_sum = state._flops_seqlen_sq_sum = 0
+                return result
+
+            return train_step
+
+        return adapted
+
+    def _count(self) -> None:
+        """An iteration begins.  Raises Disagreement where Bridge has counted other samples than those of a batch.
+
+        Then this worker would read other data than the others, unseen.
+        """
+        self.arguments.curr_iteration = self.arguments.step
+        consumed = self.arguments.consumed_train_samples
+        if self._consumed not in (None, consumed):
+            raise Disagreement(f"Bridge counts {consumed} samples before this iteration, they are {self._consumed}")
+        self._consumed = consumed + get_current_running_global_batch_size()
+
+    def _around_log(self, wrapper: Wrapper) -> Wrapper:
+        def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
+            def as_role(losses: Any, totals: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+                return original(losses, totals, rate, *args, **kwargs)
+
+            inner = wrapper(as_role)
+
+            def training_log(losses: Any, totals: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
+                if "pg_collection" in kwargs:
+                    kwargs["pg_collection"] = self._groups
+                return inner(losses, totals, rate, self.arguments.step, *args, **kwargs)
+
+            return training_log
+
+        return adapted
+
+    def _schedule_of_evaluation(self, wrapper: Wrapper) -> Wrapper:
+        """Bridge divides the batch of an evaluation by the replicas that are left; the launch's share is asked for."""
+
+        def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
+            inner = _with_new_ranks(wrapper)(original)
+
+            def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+                schedule = inner(*args, **kwargs)
+
+                def forward_backward_func(**call: Any) -> Any:
+                    config = self.arguments.config
+                    of_one = config.validation.eval_micro_batch_size * config.data_parallel_size
+                    call["num_microbatches"] = config.validation.eval_global_batch_size // of_one
+                    return schedule(**call)
+
+                return forward_backward_func
+
+            return get_forward_backward_func
+
+        return adapted
+
+
+LOOP_PARAMETERS = ("forward_step_func", "model", "optimizer", "scheduler")
+STEP_PARAMETERS = (
+    "forward_step_func", "data_iterator", "model", "optimizer", "scheduler", "global_state", "pg_collection",
+    "forward_backward_func",
+)  # fmt: skip
+LOG_PARAMETERS = ("loss_dict", "total_loss_dict", "learning_rate", "decoupled_learning_rate", "loss_scale")
+EVAL_PARAMETERS = ("state", "forward_step_func", "data_iterator", "model")
+FOLDER_PARAMETERS = ("checkpoints_path", "iteration", "release")
+TOKENIZER_PARAMETERS = ("tokenizer", "tokenizer_config", "checkpoint_path")
+SAVED_PARAMETERS = ("checkpoint_path", "save_dir", "iteration")
+
+OWN_SEAMS = (
+    Seam(PRETRAIN, "setup", ("state",)),
+    Seam(PRETRAIN, "_cleanup_after_pretrain_failure", ("state", "should_destroy_process_group")),
+    Seam(PRETRAIN, "_maybe_destroy_process_group", ("should_destroy",)),
+    Seam(TRAIN, "destroy_global_state"),
+)
+"""What is wrapped besides the roles: the beginning, and what ends or aborts process groups and global state."""
+
+
+def seams() -> list[Seam]:
+    """All that is wrapped in Bridge."""
+    roles = BridgeRun(None, None, None, RecoverConfig()).loop.seams
+    return [*OWN_SEAMS, *(seam for its in roles.values() for seam in its)]
+
+
+class _AsLaunched:
+    """A process group whose size is told as that of the launch."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group, self._size = group, size
+
+    def size(self) -> int:
+        return self._size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def _left_to_us(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave it out: what an end means is decided here (`fault_tolerance`), for which groups and state must be there."""
+
+    def left_out(*unused: Any, **unused_too: Any) -> None:
+        return None
+
+    return left_out
+
+
+def _with_new_ranks(wrapper: Wrapper) -> Wrapper:
+    """Bridge makes what sends messages in a pipeline once, and that keeps global ranks: here, for each pass."""
+
+    def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_schedule(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            schedule = original(*args, **kwargs)
+
+            def forward_backward_func(**call: Any) -> Any:
+                if isinstance(once := call.get("p2p_communicator"), P2PCommunicator):
+                    call["p2p_communicator"] = P2PCommunicator(pp_group=once.pp_group, config=once.config)
+                return schedule(**call)
+
+            return forward_backward_func
+
+        return wrapper(get_schedule)
+
+    return adapted
+
+
+def _without_state(wrapper: Wrapper) -> Wrapper:
+    """A wrapper of ``f(state, ...)`` from one of ``f(...)``."""
+
+    def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def function(state: Any, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(lambda *given, **named: original(state, *given, **named))(*args, **kwargs)
+
+        return function
+
+    return adapted
+
+
+def _with_iteration(wrapper: Wrapper) -> Wrapper:
+    """A wrapper of ``f(state, ...)`` from one of ``f(iteration, ...)``."""
+
+    def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(state: Any, *args: Any, **kwargs: Any) -> Any:
+            def as_role(iteration: int, *given: Any, **named: Any) -> Any:
+                return original(state, *given, **named)
+
+            return wrapper(as_role)(int(state.train_state.step), *args, **kwargs)
+
+        return save_checkpoint
+
+    return adapted
+
+
+def _without_parts(wrapper: Wrapper) -> Wrapper:
+    """A wrapper of a function whose folders have no parts, so that it takes no ``return_base_dir``."""
+
+    def adapted(original: Callable[..., str]) -> Callable[..., str]:
+        def as_role(*args: Any, return_base_dir: bool = True, **kwargs: Any) -> str:
+            return original(*args, **kwargs)
+
+        return wrapper(as_role)
+
+    return adapted
+
+
+def _third_first(wrapper: Wrapper) -> Wrapper:
+    """A wrapper of ``f(a, b, path)`` from one of ``f(path)``."""
+
+    def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def function(first: Any, second: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(lambda final: original(first, second, final, *args, **kwargs))(path)
+
+        return function
+
+    return adapted
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found

@@ -1,0 +1,115 @@
+"""Megatron-Bridge's configuration and counters under the names of Megatron's flags, which the hooks read and set.
+
+Bridge's configuration has a section per matter, whose fields have the names of Megatron's flags with few exceptions
+(``_OTHERWISE``); its counters are in the ``TrainState``.  Nothing is copied: whoever sets one sets Bridge's own, save
+three (``OWN``), which Megatron's loop reads when it is entered, and Bridge's goes on counting.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+SECTIONS = (
+    "model", "train", "validation", "optimizer", "ddp", "dist", "rng", "rerun_state_machine", "checkpoint", "dataset",
+    "scheduler", "logger", "tokenizer",
+)  # fmt: skip
+"""Of the configuration, in the order in which a name is looked for."""
+
+COUNTERS = (
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+    "do_train",
+    "do_valid",
+    "do_test",
+)
+"""What the ``TrainState`` has."""
+
+OWN = ("iteration", "curr_iteration", "num_floating_point_operations_so_far", "rank", "world_size")
+
+_OTHERWISE: dict[str, Callable[[Any], Any]] = {
+    "seed": lambda config: config.rng.seed,
+    "optimizer": lambda config: config.optimizer.optimizer,
+    "data_parallel_size": lambda config: config.data_parallel_size,
+    "num_experts": lambda config: getattr(config.model, "num_moe_experts", None),
+    "use_megatron_fsdp": lambda config: config.dist.use_megatron_fsdp or config.ddp.use_megatron_fsdp,
+    "use_torch_fsdp2": lambda config: config.dist.use_torch_fsdp2,
+    "inprocess_restart": lambda config: config.inprocess_restart is not None and config.inprocess_restart.enabled,
+    "enable_ft_package": lambda config: config.ft is not None and config.ft.enable_ft_package,
+    "no_load_optim": lambda config: not config.checkpoint.load_optim,
+    "no_save_optim": lambda config: True,  # no checkpoint is one to go back to in place: Bridge's load was not tried
+    "no_save_rng": lambda config: not config.checkpoint.save_rng,
+    "full_validation": lambda config: False,
+    "multiple_validation_sets": lambda config: False,
+    # Bridge opens its writers when the last rank asks for them, whoever that is: no stand-in is needed.
+    "tensorboard_dir": lambda config: None,
+    "wandb_project": lambda config: None,
+}
+
+
+class BridgeArguments:
+    """What ``megatron.training.get_args()`` returns under Bridge.  ``config``: its ``ConfigContainer``, up to date."""
+
+    def __init__(self, config: Any) -> None:
+        own = {"config": config, "train_state": None, "rank": int(os.environ.get("RANK", "0"))}
+        own |= {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+        own |= {"iteration": 0, "curr_iteration": 0, "num_floating_point_operations_so_far": 0}
+        object.__setattr__(self, "_own", own)
+
+    def attach(self, config: Any, train_state: Any) -> None:
+        """A run begins to be set up: this is its configuration, and these are its counters."""
+        self._own.update(config=config, train_state=train_state)
+
+    def loaded(self) -> None:
+        """The training is about to begin, from a checkpoint perhaps: take over where."""
+        state = self._own["train_state"]
+        self.iteration = self.curr_iteration = state.step
+        self.num_floating_point_operations_so_far = state.floating_point_operations_so_far
+
+    def entered(self) -> None:
+        """Bridge's loop is about to be entered: it begins where Megatron's would, which reads that here."""
+        state = self._own["train_state"]
+        state.step = self.curr_iteration = self.iteration
+        state.floating_point_operations_so_far = self.num_floating_point_operations_so_far
+
+    @property
+    def config(self) -> Any:
+        """Bridge's ``ConfigContainer``."""
+        return self._own["config"]
+
+    @property
+    def step(self) -> int:
+        """How many iterations Bridge has counted."""
+        return int(self._own["train_state"].step)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_own":  # a copy is being made
+            raise AttributeError(name)
+        own = self._own
+        if name in OWN:
+            return own[name]
+        if name in COUNTERS and own["train_state"] is not None:
+            return getattr(own["train_state"], name)
+        if name in _OTHERWISE:
+            return _OTHERWISE[name](own["config"])
+        return getattr(self._section(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self._own
+        if name in OWN:
+            own[name] = value
+        elif name in COUNTERS:
+            setattr(own["train_state"], name, value)
+        else:
+            setattr(self._section(name), name, value)
+
+    def _section(self, name: str) -> Any:
+        """That which has such a field.  Raises AttributeError where none has."""
+        config = self._own["config"]
+        for section in (getattr(config, each) for each in SECTIONS):
+            for holder in (section, getattr(section, "transformer", None)):
+                if holder is not None and hasattr(holder, name):
+                    return holder
+        raise AttributeError(f"Megatron-Bridge's configuration has nothing by the name of {name}")

@@ -1,0 +1,229 @@
+"""The memory tier: snapshots of what the loss of one failure domain would take, in the memory of workers of others.
+
+    boundary   every K iterations, and when other workers are to keep copies: a section, "snapshot"
+                   all have what was begun last?  --> that one is complete; K from what it has cost
+                   the step goes on; meanwhile `instep.snapshots` copies the state to the host, and does the rest
+    update     not before all is copied
+    rollback   the plan goes back to one: everybody loads its position's (`rollback`)
+
+The plan says who keeps what (``Decision.copies``, by ``workload.snapshots``), so nothing is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.errors import UserError
+from recover_megatron.instep.decision import Decision, Kept, Rollback
+from recover_megatron.instep.epoch_groups import Failure
+from recover_megatron.instep.host_memory import available
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.snapshots import Spoiled, Taking
+from recover_megatron.instep.transfer import flatten
+from recover_megatron.logger import get_logger
+from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
+from recover_megatron.megatron_hooks.optimizer.sharded_snapshot import pieces, restored
+from recover_megatron.megatron_hooks.state import TrainingState
+from recover_megatron.workload.snapshots import interval, needed, part_of
+
+log = get_logger(__name__)
+
+SNAPSHOT_SECONDS = 600.0
+"""What copying a state, and waiting for the one before, may take beyond the hang timeout."""
+
+
+class MemoryTier:
+    """Of one worker, with the model that it has; its main thread calls it.
+
+    ``wanted``: whether the user has not turned it off.  ``every``: iterations between snapshots as the user wants them;
+    0: by what they cost.
+    """
+
+    def __init__(
+        self, recovery: Recovery, state: TrainingState, sharded: ShardedOptimizer | None, *, wanted: bool, every: int
+    ) -> None:
+        self._recovery = recovery
+        self._state = state
+        self._sharded = sharded
+        self._wanted = wanted
+        self._every = every
+        self._taken = 0
+        """The epoch in which one was to be begun last."""
+        self._short = False
+        """Whether a host lacks the memory for it, in that epoch."""
+        self._last: tuple[float, int] | None = None
+        """When that was over, and after which iteration it was taken."""
+        self._met = 0.0
+        """When all had come to it."""
+        self._cost = 0.0
+        """Seconds that the training waited for it, from then on."""
+        self._size = 0
+        """Bytes of the largest state, once it was said what the tier costs."""
+        self._told = False
+        """Whether it was said what the tier costs, or why it is off."""
+
+    def at_boundary(self) -> None:
+        """Take a snapshot if one is due before the next step."""
+        decision = self._recovery.assignment.decision
+        if not self._told and not decision.copies:
+            self._say_off(decision)
+        if self._due(decision):
+            self._recovery.sections.run("snapshot", self._take)
+            self._cost = time.monotonic() - self._met
+
+    def _due(self, decision: Decision) -> bool:
+        """The same answer on all workers at this boundary, though some of them may be an epoch ahead of others."""
+        recovery, version = self._recovery, self._state.version
+        if recovery.boundary.joining_next:
+            return False
+        if recovery.snapshots.wanted and recovery.boundary.in_section_of_others:
+            return True
+        if not decision.copies or version is None:
+            return False
+        missing = not decision.covered and self._taken < decision.epoch
+        return missing or version % recovery.snapshots.interval == 0
+
+    # ---- a snapshot is taken
+
+    def _take(self) -> None:
+        """What all do in the section; again from the start, with whoever is left, if one is lost."""
+        recovery, version = self._recovery, self._state.version
+        decision, groups, store = recovery.assignment.decision, recovery.assignment.epoch_groups, recovery.snapshots
+        assert version is not None
+        recovery.progress.mark("snapshot", waiting=True, allow=SNAPSHOT_SECONDS)
+        came = time.monotonic()
+        each = (came - self._last[0]) / (version - self._last[1]) if self._last and version > self._last[1] else 0.0
+        whole, behind = store.finish(decision.epoch, groups.check)
+        missing, cost, behind, each = self._most(float(not whole), self._cost, behind, each)
+        self._met = time.monotonic()
+        if not missing:
+            store.settle()
+            seconds = {"waited": round(cost, 6), "behind": round(behind, 6)}
+            recovery.hooks.log("snapshot", epoch=decision.epoch, after=store.newest, seconds=seconds)
+            if not self._every and each > 0:
+                store.interval = interval(cost, behind, each, _nodes(decision))
+        if decision.copies and not (decision.leaving and self._sharded is not None):
+            # Else who leaves has shards for which there is no part: they change hands at the next boundary.
+            own, others = self._own(decision), self._others(decision)
+            if decision.epoch != self._taken:
+                self._short = self._too_large(decision, own)
+                self._taken = decision.epoch
+            if not self._short:
+                sharded = self._sharded is not None
+                store.begin(Taking(decision.epoch, version, len(decision.copies), together=sharded), own, others)
+        self._last = time.monotonic(), version
+
+    def _own(self, decision: Decision) -> dict[int, Any]:
+        """The parts of which this worker has the state: its position's, if it is to keep that, and its shards."""
+        me, position = self._recovery.assignment.me, self._recovery.assignment.position
+        assert position is not None
+        found: dict[int, Any] = {}
+        if self._sharded is not None:
+            self._sharded.complete()
+            found[self._shards_of(me, decision)] = pieces(self._sharded)
+        if me in decision.copies[position]:
+            found[position] = {**self._state.tree(), "workers": decision.workers}
+        return dict(sorted(found.items()))
+
+    def _others(self, decision: Decision) -> dict[int, tuple[int, str]]:
+        """The parts that this worker is to keep and gets from others: who gives them, and where."""
+        me, position = self._recovery.assignment.me, self._recovery.assignment.position
+        return {
+            part: (giver, decision.peer_stores[giver])
+            for part, (giver, keeper) in decision.copies.items()
+            if keeper == me and part != position
+        }
+
+    def _shards_of(self, worker: int, decision: Decision) -> int:
+        return part_of(worker, decision.workers, self._recovery.assignment.grid.size)
+
+    def before_update(self) -> None:
+        """The state is about to change: not before it is copied."""
+        began = time.monotonic()
+        self._recovery.snapshots.copied()
+        self._cost += time.monotonic() - began
+
+    def _most(self, *values: float) -> list[float]:
+        """Of each the largest that any worker says."""
+        mine = self._recovery.assignment
+        return mine.epoch_groups.most(values, tuple(sorted(mine.live)))
+
+    def _too_large(self, decision: Decision, own: Mapping[int, Any]) -> bool:
+        """Whether the hosts lack the memory, or one does; and what the tier costs is said, once."""
+        me, positions = self._recovery.assignment.me, self._recovery.assignment.grid.size
+        sizes = {part: sum(tensor.nbytes for tensor in flatten(tree)[1]) for part, tree in own.items()}
+        states = max((size for part, size in sizes.items() if part < positions), default=0)
+        shards = max((size for part, size in sizes.items() if part >= positions), default=0)
+        states, shards = map(int, self._most(float(states), float(shards)))
+        needs = dict.fromkeys(decision.workers, 0)
+        for part, keepers in decision.copies.items():
+            for worker in keepers:
+                needs[worker] += needed(1, states if part < positions else shards)
+        mine = needs[me] - self._recovery.snapshots.size
+        free = available()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        (short,) = self._most(float(free is not None and mine > free // here))
+        if me == min(decision.workers) and (short or self._size == 0):
+            self._say(max(needs.values()), bool(short))
+        if short and self._state.version == self._state.first - 1 and decision.timeline == (0, 0):
+            raise UserError(
+                "--recover-memory-tier: the hosts do not have the memory for it (see above); "
+                "turn it off (--recover-memory-tier off), or have fewer workers on a host"
+            )
+        self._told, self._size = True, max(states, shards)
+        return bool(short)
+
+    def _say_off(self, decision: Decision) -> None:
+        self._told = True
+        if self._wanted and _nodes(decision) > 1 and self._recovery.assignment.me == min(decision.workers):
+            log.info("memory tier: off: no node or other domain has all that hold a part of the state")
+
+    def _say(self, size: int, short: bool) -> None:
+        every = f"every {self._recovery.snapshots.interval} iterations"
+        first = "" if self._every else " at first, then as often as measured costs say"
+        told = f"memory tier: snapshots {every}{first}; up to {size / 2**30:.3f} GiB of host memory a worker"
+        log.info(told + (", which a host does not have: none is taken" if short else ""))
+
+    # ---- the run goes back to one
+
+    def load(self, target: Rollback) -> Callable[[], None]:
+        """Become what the snapshot of this worker's position says; to be called when all have done so.
+
+        Raises ``Spoiled`` where nobody has it as it was taken, ``EpochRevoked`` where nobody can be reached.
+        """
+        mine, kept = self._recovery.assignment, self._recovery.assignment.decision.kept
+        assert mine.position is not None
+        if kept is None or kept.iteration != target.iteration:
+            raise Spoiled("those who held it are lost")
+        if self._sharded is not None:
+            self._sharded.forget()
+        tree = self._part(mine.position, kept)
+        self._state.load(tree)
+        self._state.timeline = mine.decision.timeline[0]
+        if self._state.version != target.iteration:
+            raise ValueError(f"it is of iteration {self._state.version}")
+        if self._sharded is None:
+            return _nothing
+        told, workers = tree["own"]["shards"], tree["workers"]
+        return restored(self._sharded, told, workers, mine.grid.size, lambda part: self._part(part, kept))
+
+    def _part(self, part: int, kept: Kept) -> Any:
+        mine = self._recovery.assignment
+        try:
+            return self._recovery.snapshots.load(part, kept, mine.epoch_groups.check)[0]
+        except PeerLost as error:
+            mine.epoch_groups.fail(Failure(f"a snapshot could not be had: {error}"))
+            raise EpochRevoked(mine.epoch_groups.number, str(error)) from error
+
+
+def _nothing() -> None:
+    pass
+
+
+def _nodes(decision: Decision) -> int:
+    """On how many the replicas are."""
+    return len({name for its in decision.touched.values() for name in its if name.startswith("node ")})

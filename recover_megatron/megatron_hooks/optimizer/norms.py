@@ -1,0 +1,90 @@
+"""The norm of gradients whose sums lie at the holders of the units that they update: each unit counts once.
+
+measure     of each held unit, over the replica's workers that have a part of it; needs no other replica
+exchange    over a column, as far as it lives; again after a loss: the same bits come out, since units, not workers,
+            are summed up, and a shadow's sum is its owner's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from recover_megatron.instep.assignment import Assignment
+from recover_megatron.instep.gradients import alive
+from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
+from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragments
+
+
+@dataclass(frozen=True)
+class UnitSums:
+    """Of one unit: the place of its column among those of ``Shards``, and the sums of its gradients."""
+
+    column: int
+    squares: float
+    zeros: float
+
+
+class UnitNorms:
+    """Of what one worker holds, ``fragments``.  ``width``: units that it holds of a column, at most.
+
+    ``zeros``: whether zeros are counted, too.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[ShardFragments],
+        buckets: Buckets | FsdpBuckets,
+        keeping: Keeping,
+        assignment: Assignment,
+        width: int,
+        *,
+        zeros: bool,
+    ) -> None:
+        assert buckets.shards is not None
+        self._fragments, self._buckets, self._shards, self._keeping = fragments, buckets, buckets.shards, keeping
+        self._assignment, self._width, self._zeros = assignment, width, zeros
+        self._device = buckets.parameters[0][1].device
+
+    def measure(self) -> torch.Tensor:
+        """[column, place in what I hold of it, (sum of squares, zeros)] over the replica's model-parallel ranks."""
+        columns = self._shards.columns
+        device = self._device
+        sums = torch.zeros(len(columns), self._width, 2, dtype=torch.float64, device=device)
+        for at, column in enumerate(columns):
+            for place, unit in enumerate(self._shards.held(column)):
+                for fragments in self._fragments:
+                    if unit in fragments.held and self._buckets.part(next(iter(fragments.buckets)))[0] == column:
+                        sums[at, place] += fragments.sums(unit, zeros=self._zeros)
+        group = self._keeping.norm_group()
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+        return sums.cpu()
+
+    def exchange(self, sums: torch.Tensor, begun: bool) -> tuple[list[UnitSums], bool]:
+        """(the sums of all units, whether anybody may hold gathered parameters), the same on all of this position.
+
+        A row has for each held unit: the unit, whether this worker speaks for it, and its sums.
+        """
+        shards = self._shards
+        row = [float(begun)]
+        for at, column in enumerate(shards.columns):
+            held = shards.held(column)
+            for place in range(self._width):
+                unit = held[place] if place < len(held) else -1
+                speaks = unit >= 0 and shards.speaks_for(column, unit)
+                row += [float(unit), float(speaks), *sums[at, place].tolist()]
+        column = alive(self._keeping.tells_norms, self._assignment.live)
+        rows = self._assignment.epoch_groups.ring(column).exchange_doubles(row)
+        found = [
+            UnitSums(at // (4 * self._width), *its[at + 3 : at + 5])
+            for its in rows
+            for at in range(0, len(its) - 1, 4)
+            if its[at + 2]
+        ]
+        return found, any(its[0] for its in rows)

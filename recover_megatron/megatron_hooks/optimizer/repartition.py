@@ -1,0 +1,101 @@
+"""The optimizer's state changes hands: before a step whose members are not those of the layout that it is held by.
+
+section    the layout for who is there now; pieces for what this worker is to hold by it; what these lack is fetched
+   |         from whoever holds it (``instep.shards``).  A worker is lost: again, with whoever is left
+   v
+the new pieces are those of the optimizer, and the layout is what is held
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.shards import Column, ElementRange, Shards
+from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
+from recover_megatron.megatron_hooks.optimizer.layout_pieces import LayoutPieces, Layouts
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+
+REPARTITION_SECONDS = 600.0
+"""How long the state may take to change hands, beyond the hang timeout, before who makes no mark counts as hung."""
+
+Held = dict[int, list[ShardFragment]]
+"""The pieces of one of Megatron's optimizers, by unit."""
+
+
+class Repartition:
+    """Of one worker.  ``fragments``: those of each of Megatron's optimizers."""
+
+    def __init__(
+        self,
+        fragments: Sequence[ShardFragments],
+        pieces: LayoutPieces,
+        buckets: Buckets | FsdpBuckets,
+        shards: Shards,
+        recovery: Recovery,
+    ) -> None:
+        self._fragments = fragments
+        self._pieces = pieces
+        self._buckets = buckets
+        self._shards = shards
+        self._recovery = recovery
+
+    def run(self) -> None:
+        """Have it change hands, for who is there now; a section: all or nobody."""
+        recovery, progress = self._recovery, self._recovery.progress
+        layouts: dict[Column, Any] = {}
+        held: list[Held] = []
+        began, came = time.monotonic(), 0
+
+        def mark() -> None:
+            progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
+
+        def run() -> None:
+            nonlocal came
+            progress.inject("repartition")
+            mark()
+            layouts.clear()
+            layouts.update(self._pieces.wanted())
+            held[:] = [self._pieces.make(fragments, layouts) for fragments in self._fragments]
+            came = self._shards.exchange(
+                recovery.assignment.epoch_groups,
+                self._element_ranges(layouts),
+                self._give,
+                partial(self._take, held=held),
+                mark,
+            )
+            progress.inject("repartition")
+
+        recovery.sections.run("repartition", run)
+        for fragments, its in zip(self._fragments, held, strict=True):
+            fragments.install(its)
+        self._shards.take_up(layouts)
+        seconds, epoch = round(time.monotonic() - began, 6), recovery.assignment.decision.epoch
+        recovery.hooks.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
+
+    def _element_ranges(self, layouts: Layouts) -> dict[tuple[int, int], list[ElementRange]]:
+        """(who gives, who gets) -> what."""
+        element_ranges: dict[tuple[int, int], list[ElementRange]] = {}
+        for fragments in self._fragments:
+            for number in fragments.buckets:
+                column, numel = self._buckets.part(number)
+                for move in self._shards.moves(column, layouts[column], numel):
+                    element_range = ElementRange(number, move.start, move.stop)
+                    element_ranges.setdefault((move.source, move.target), []).append(element_range)
+        return element_ranges
+
+    def _give(self, element_ranges: Sequence[ElementRange]) -> list[Any]:
+        return [self._fragments_of(element_range).give([element_range]) for element_range in element_ranges]
+
+    def _take(self, element_ranges: Sequence[ElementRange], tree: list[Any], held: list[Held]) -> None:
+        for element_range, its in zip(element_ranges, tree, strict=True):
+            for fragments, units in zip(self._fragments, held, strict=True):
+                if element_range.bucket in fragments.buckets:
+                    fragments.take([element_range], its, [fragment for unit in units.values() for fragment in unit])
+
+    def _fragments_of(self, element_range: ElementRange) -> ShardFragments:
+        return next(fragments for fragments in self._fragments if element_range.bucket in fragments.buckets)

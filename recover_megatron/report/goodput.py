@@ -1,0 +1,179 @@
+"""Goodput over wall-clock time: where the time since the start has gone, after each committed iteration.
+
+    steps.jsonl, events.jsonl, events-<n>.jsonl --accounts--> seconds by use --svg--> shares of the time, stacked
+
+docs/report.md defines the five uses.  Pure; the iterations are those that count in the end, so what a rollback or a
+restart took back is not among them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import median
+
+from recover_megatron.report.axis import RIGHT, Key, since, ticks
+from recover_megatron.run_log.events import Event
+from recover_megatron.run_log.steps import StepRecord
+
+USES = {
+    "work": "work",
+    "below": "less than full strength",
+    "recovering": "recovering",
+    "waiting": "waiting",
+    "outside": "outside of committed iterations",
+}
+"""Name, which is the class of the page's style, and words; in the order in which they are stacked."""
+RECENT = 20
+"""Iterations before one that recovered, of which the median is what it would have taken."""
+_POINTS = 400
+_WIDTH, _LEFT, _HEIGHT, _FOOT = 960, 70, 160, 26
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the wall-clock time from the start to ``time`` (unix seconds) has gone."""
+
+    time: float
+    seconds: Mapping[str, float]
+    """Use -> seconds; together all that has passed."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Use -> share of the time, 0 to 1."""
+        passed = sum(self.seconds.values())
+        return {use: seconds / passed if passed > 0 else 0.0 for use, seconds in self.seconds.items()}
+
+
+def accounts(
+    steps: Sequence[StepRecord], workers: Sequence[Event], coordinators: Sequence[Event] = ()
+) -> list[Account]:
+    """After each committed iteration, and at the end; none where steps or the start have no time.
+
+    ``workers``, ``coordinators``: events, in the order of time.
+    """
+    starts = [event for event in workers if event["event"] == "start" and event.get("replicas")]
+    timed = [(step.time, step) for step in steps if step.time is not None]
+    if not starts or len(timed) < len(steps):  # an older version wrote the first of them
+        return []
+    costs, stalls = _recovering(workers), _stalls(coordinators)
+    launched = [start["time"] for start in starts]
+    spent = dict.fromkeys(USES, 0.0)
+    usual: deque[float] = deque(maxlen=RECENT)
+    at, found = launched[0], []
+    for time, step in sorted(timed, key=lambda pair: pair[0]):
+        if time <= at:
+            continue  # before the start, or clocks of two writers that disagree
+        began = max(at, time - step.seconds)
+        full = len(starts[bisect_right(launched, time) - 1]["replicas"])
+        cost = costs.get((step.iteration, step.epoch))
+        recovering = min(cost or 0.0, time - began)
+        rest = time - began - recovering
+        late = max(0.0, rest - median(usual)) if cost is not None and usual else 0.0
+        waiting = min(rest, max(late, sum(max(0.0, min(b, time) - max(a, began)) for a, b in stalls)))
+        strength = min(1.0, step.replicas / full)
+        spent["outside"] += began - at
+        spent["recovering"] += recovering
+        spent["waiting"] += waiting
+        spent["work"] += (rest - waiting) * strength
+        spent["below"] += (rest - waiting) * (1 - strength)
+        if cost is None:
+            usual.append(rest - waiting)
+        at = time
+        found.append(Account(at, dict(spent)))
+    last = workers[-1]["time"]
+    if workers[-1]["event"] != "end":  # workers that were killed tell none
+        last = max([last, *(event["time"] for event in coordinators if event["event"] == "stop")])
+    if found and last > at:
+        found.append(Account(last, {**spent, "outside": spent["outside"] + last - at}))
+    return found
+
+
+def _recovering(workers: Sequence[Event]) -> dict[tuple[int, int], float]:
+    """(iteration, epoch) -> seconds of its recoveries, of those that finished."""
+    found = {}
+    for event in workers:
+        if event["event"] == "recovery":
+            found[event["iteration"], event["epoch"]] = sum(event["seconds"].values())
+    return found
+
+
+def _stalls(coordinators: Sequence[Event]) -> list[tuple[float, float]]:
+    """When the run waited for many that were late: from, to; in order, and none within another."""
+    told = [event for event in coordinators if event["event"] in ("stalled", "stall_over")]
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted((event["time"] - event.get("seconds", 0.0), event["time"]) for event in told):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+
+def svg(found: Sequence[Account]) -> str:
+    """The picture; empty for nothing to show."""
+    if len(found) < 2:
+        return ""
+    start = found[0].time - sum(found[0].seconds.values())
+    end = found[-1].time
+    shown = [*found[:: -(-len(found) // _POINTS)], found[-1]]
+    scale = (_WIDTH - _LEFT - RIGHT) / max(end - start, 1e-9)
+
+    def x(time: float) -> float:
+        return _LEFT + (time - start) * scale
+
+    parts = []
+    below = [0.0] * len(shown)
+    for use, words in USES.items():
+        above = [y + account.shares[use] for y, account in zip(below, shown, strict=True)]
+        if any(account.seconds[use] for account in shown):
+            edge = [(x(a.time), y) for a, y in zip(shown, above, strict=True)]
+            edge += [(x(a.time), y) for a, y in zip(reversed(shown), reversed(below), strict=True)]
+            points = " ".join(f"{px:.1f},{_HEIGHT * (1 - py):.1f}" for px, py in edge)
+            tip = f"{words}: {found[-1].shares[use]:.1%} at the end"
+            parts.append(f'<polygon class="{use}" points="{points}"><title>{tip}</title></polygon>')
+        below = above
+    for share in (0, 50, 100):
+        y = _HEIGHT * (1 - share / 100)
+        parts.append(
+            f'<text x="{_LEFT - 6}" y="{y + (10 if share == 100 else 4):.0f}" text-anchor="end">{share} %</text>'
+        )
+    parts.append(ticks(start, end, x, _HEIGHT + 18))
+    label = escape(in_words(found), quote=True)
+    return (
+        f'<svg class="lanes goodput" role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT + _FOOT}">'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def legend(found: Sequence[Account]) -> list[Key]:
+    """What the picture's colours stand for, each with its share at the end."""
+    if not found:
+        return []
+    last = found[-1]
+    return [Key(use, f"{words} {last.shares[use]:.1%}") for use, words in USES.items() if last.seconds[use]]
+
+
+def in_short(account: Account) -> tuple[str, str]:
+    """The goodput, and what the rest of the time was."""
+    shares = account.shares
+    rest = [f"{words} {shares[use]:.1%}" for use, words in USES.items() if use != "work" and shares[use] > 0]
+    return f"{shares['work']:.1%}", f"of the time since the start; {', '.join(rest) or 'nothing else'}"
+
+
+def in_words(found: Sequence[Account]) -> str:
+    """What the picture says, for who does not see it."""
+    passed = sum(found[-1].seconds.values())
+    uses = ", ".join(key.text for key in legend(found))
+    middle = found[len(found) // 2]
+    return (
+        f"Where the {since(passed, passed)} since the start went, as shares of the time that had passed: "
+        f"at the end {uses}; work was {middle.shares['work']:.1%} in the middle"
+    )

@@ -1,0 +1,231 @@
+"""The timeline of a run: a lane per worker, what it was at each time, as an SVG that stands in the page.
+
+    plans, aside, back, left, fault --stretches--> training | spare | ... | gone --svg--> lanes of the last launch
+    recoveries, rollbacks, snapshots --marks--> lines across the lanes, and ticks below them
+
+Colours are classes of the page's style, so that they follow the reader's light or dark mode.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from recover_megatron.report.axis import RIGHT, Key, ticks
+from recover_megatron.run_log.events import Event
+
+MOST = 128
+"""Lanes; of more workers those that were ever not training come first."""
+MOST_TICKS = 300
+"""Snapshots; of more every n-th."""
+KINDS = {
+    "training": "in the training",
+    "spare": "spare: has no place any more",
+    "hot-spare": "hot spare: has come, and had no place yet",
+    "aside": "set aside: late, may come back",
+    "draining": "about to leave its node",
+    "left": "has left in order",
+    "gone": "gone",
+}
+"""What a worker can be, which is also a class of the page's style, and the words of the legend."""
+MARKS = {
+    "recovery": "recovery",
+    "from-memory": "rollback to a snapshot in memory",
+    "from-disk": "rollback to a checkpoint",
+    "snapshot": "snapshot in memory",
+}
+_ALWAYS = ("training", "spare", "gone")
+_WIDTH, _LEFT, _HEIGHT, _GAP, _FOOT = 960, 70, 14, 4, 26
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What a worker was from ``begin`` to ``end``, unix seconds."""
+
+    worker: int
+    begin: float
+    end: float
+    kind: str
+    """One of ``KINDS``."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment for all lanes, with what a reader is told of it."""
+
+    time: float
+    text: str
+    kind: str = "recovery"
+    """One of ``MARKS``."""
+
+
+def stretches(events: Sequence[Event], coordinators: Sequence[Event] = (), until: float = 0.0) -> list[Stretch]:
+    """Of each worker of the last launch, by worker and time; none where no plan was told.
+
+    ``events``, ``coordinators``: those of the training workers and of the coordinators, in the order of time.
+    ``until``: the run was seen to go on until then, at least.
+    """
+    began = max((n for n, event in enumerate(events) if event["event"] == "start"), default=0)
+    told = events[began:]
+    plans = [event for event in told if event["event"] == "plan" and event.get("grid")]
+    if not plans:
+        return []
+    end = max(until, *(event["time"] for event in told))
+    changes = [e for e in coordinators if e["event"] in _CHANGES and plans[0]["time"] <= e["time"] < end]
+    workers = _Workers()
+    for event in sorted([*plans, *changes], key=lambda event: event["time"]):
+        workers.hear(event)
+    return workers.until(end)
+
+
+_CHANGES = {"aside": "aside", "back": "spare", "left": "left", "fault": "gone"}
+"""Event of a coordinator -> what its worker is from then on."""
+
+
+class _Workers:
+    """What each worker has been so far."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, tuple[str, float]] = {}  # what it is, and since when
+        self._placed: set[int] = set()  # who has ever had a place
+        self._past: list[Stretch] = []
+
+    def hear(self, event: Event) -> None:
+        """A plan, or one of ``_CHANGES``; of workers that no plan has had a change says nothing."""
+        if event["event"] == "plan":
+            for worker, kind in self._by_plan(event).items():
+                self._is(worker, kind, event["time"])
+        elif event["worker"] in self._now:
+            finishes = event["event"] == "left" and self._now[event["worker"]][0] == "training"
+            if not finishes:  # who is to leave before the end has no place by then; the others do at the end
+                self._is(event["worker"], _CHANGES[event["event"]], event["time"])
+
+    def until(self, end: float) -> list[Stretch]:
+        """All, by worker and time."""
+        last = [Stretch(worker, since, end, kind) for worker, (kind, since) in self._now.items()]
+        return sorted([*self._past, *last], key=lambda s: (s.worker, s.begin))
+
+    def _by_plan(self, plan: Event) -> dict[int, str]:
+        """What each worker is from this plan on: who is in it no more is gone, unless something else is known."""
+        kinds = {worker: kind if kind in ("aside", "left") else "gone" for worker, (kind, _) in self._now.items()}
+        for worker in map(int, plan.get("spares", ())):
+            if kinds.get(worker) != "left":
+                kinds[worker] = "spare" if worker in self._placed else "hot-spare"
+        leaving = set(map(int, plan.get("leaving", ())))
+        for replica, workers in plan["grid"].items():
+            self._placed |= set(map(int, workers))
+            kinds |= {int(worker): "draining" if int(replica) in leaving else "training" for worker in workers}
+        return kinds
+
+    def _is(self, worker: int, kind: str, time: float) -> None:
+        before, since = self._now.get(worker, (kind, time))
+        if before != kind:
+            self._past.append(Stretch(worker, since, time, before))
+            since = time
+        self._now[worker] = kind, since
+
+
+def svg(found: Sequence[Stretch], marks: Sequence[Mark]) -> str:
+    """The picture; empty for nothing to show."""
+    if not found:
+        return ""
+    begin, end = _span(found)
+    scale = (_WIDTH - _LEFT - RIGHT) / max(end - begin, 1e-9)
+    lanes = _lanes(found)
+    bottom = len(lanes) * (_HEIGHT + _GAP)
+
+    def x(time: float) -> float:
+        return _LEFT + (time - begin) * scale
+
+    parts = []
+    for row, worker in enumerate(lanes):
+        top = row * (_HEIGHT + _GAP)
+        parts.append(_label(f"worker {worker}", top))
+        for s in (s for s in found if s.worker == worker):
+            tip = f"worker {worker}: {KINDS[s.kind]}, {s.begin - begin:.1f} s to {s.end - begin:.1f} s"
+            box = f'x="{x(s.begin):.1f}" y="{top}" width="{max((s.end - s.begin) * scale, 1):.1f}" height="{_HEIGHT}"'
+            parts.append(f'<rect class="{s.kind}" {box}><title>{tip}</title></rect>')
+    seen = _seen(found, marks)
+    snapshots = [mark for mark in seen if mark.kind == "snapshot"]
+    across = [mark for mark in seen if mark.kind != "snapshot"]
+    parts += [_line(mark, x(mark.time), 0, bottom) for mark in across]
+    if snapshots:
+        parts.append(_label("snapshots", bottom))
+        shown = snapshots[:: -(-len(snapshots) // MOST_TICKS)]
+        parts += [_line(mark, x(mark.time), bottom + 1, bottom + _HEIGHT) for mark in shown]
+        bottom += _HEIGHT + _GAP
+    parts.append(ticks(begin, end, x, bottom + 16))
+    label = escape(in_words(found, marks), quote=True)
+    return (
+        f'<svg class="lanes" role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {bottom + _FOOT}">'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def _label(text: str, top: float) -> str:
+    return f'<text x="{_LEFT - 6}" y="{top + 11}" text-anchor="end">{text}</text>'
+
+
+def _line(mark: Mark, x: float, top: float, bottom: float) -> str:
+    at = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"'
+    return f'<line class="mark {mark.kind}" {at}><title>{escape(mark.text)}</title></line>'
+
+
+def _span(found: Sequence[Stretch]) -> tuple[float, float]:
+    return min(stretch.begin for stretch in found), max(stretch.end for stretch in found)
+
+
+def _seen(found: Sequence[Stretch], marks: Sequence[Mark]) -> list[Mark]:
+    """The marks within the lanes' time."""
+    begin, end = _span(found)
+    return [mark for mark in marks if begin <= mark.time <= end]
+
+
+def _lanes(found: Sequence[Stretch]) -> list[int]:
+    """The workers to show, ascending."""
+    struck = {stretch.worker for stretch in found if stretch.kind != "training"}
+    first = sorted({stretch.worker for stretch in found}, key=lambda worker: (worker not in struck, worker))
+    return sorted(first[:MOST])
+
+
+def legend(found: Sequence[Stretch], marks: Sequence[Mark]) -> list[Key]:
+    """What the colours that the picture has stand for."""
+    kinds = {stretch.kind for stretch in found}
+    lines = {mark.kind for mark in _seen(found, marks)} if found else set()
+    return [Key(kind, text) for kind, text in KINDS.items() if kind in kinds] + [
+        Key(f"mark {kind}", text) for kind, text in MARKS.items() if kind in lines
+    ]
+
+
+def in_words(found: Sequence[Stretch], marks: Sequence[Mark]) -> str:
+    """What the picture says, for who does not see it."""
+    last = {stretch.worker: stretch.kind for stretch in found}
+    ends = Counter(last.values())
+    counts = [f"{ends[kind]} {_short(kind)}" for kind in KINDS if ends[kind] or kind in _ALWAYS]
+    more = f"; {len(last) - MOST} lanes are left out" if len(last) > MOST else ""
+    were = [_were(kind, found) for kind in KINDS if kind not in _ALWAYS]
+    others = Counter(mark.kind for mark in _seen(found, marks))
+    lines = [_count(others, kind) for kind in MARKS if others[kind] and kind != "recovery"]
+    recoveries = f"{others['recovery']} recover{'y' if others['recovery'] == 1 else 'ies'}"
+    told = [recoveries, *lines, *filter(None, were)]
+    lanes = f"A lane for each of {len(last)} workers over time"
+    return f"{lanes}; at the end {', '.join(counts)}; {'; '.join(told)}{more}"
+
+
+def _short(kind: str) -> str:
+    return {"hot-spare": "hot spare", "aside": "set aside"}.get(kind, kind)
+
+
+def _count(counts: Mapping[str, int], kind: str) -> str:
+    first, *more = MARKS[kind].split(" ")
+    return " ".join([str(counts[kind]), first if counts[kind] == 1 else f"{first}s", *more])
+
+
+def _were(kind: str, found: Sequence[Stretch]) -> str:
+    """Who was ever that."""
+    workers = sorted({stretch.worker for stretch in found if stretch.kind == kind})
+    more = f" and {len(workers) - 8} more" if len(workers) > 8 else ""
+    return f"{_short(kind)} at some time: workers {', '.join(map(str, workers[:8]))}{more}" if workers else ""

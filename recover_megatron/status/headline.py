@@ -1,0 +1,132 @@
+"""What a run does in one word, for people, monitoring (``recover-status --check``) and metrics: a pure judgement.
+
+STARTING     has made no plan yet                                      warning
+HEALTHY      as many replicas as at the launch, or more                ok
+DEGRADED     fewer; with how many of how many                          warning
+             (workers instead, where plans tell of no replicas)
+             (both also say who is set aside, and which nodes are being drained)
+RECOVERING   an epoch is being made, or no coordinator leads           warning
+STALLED      waits for workers that make no progress                   critical
+ENDED        with exit code 0                                          ok
+ENDED        with another one                                          critical
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from recover_megatron.status.model import RunStatus, WorkerStatus, of_launch
+
+HELD_UP_SECONDS = 20.0
+"""Whoever keeps others waiting for so long, and for several iterations' time, holds the run up."""
+HELD_UP_ITERATIONS = 5
+WRITES = ("checkpoint",)
+"""Phases that take their time."""
+
+
+class Level(IntEnum):
+    """The exit codes of ``--check``, which are those of Nagios and of all that came after it."""
+
+    OK = 0
+    WARNING = 1
+    CRITICAL = 2
+    UNKNOWN = 3
+
+
+@dataclass(frozen=True)
+class Headline:
+    """``word`` is one of those above; ``text`` begins with it."""
+
+    word: str
+    text: str
+    level: Level
+
+
+def headline(status: RunStatus) -> Headline:
+    """Of a run, as it is now."""
+    if status.code is not None:
+        verdict = "finished, " if status.code == 0 else ""
+        text = f"ENDED: {verdict}exit code {status.code}: {status.reason}"
+        return Headline("ENDED", text, Level.CRITICAL if status.code else Level.OK)
+    if status.stall is not None:
+        who = f"waits for workers {some(status.stall.workers)}" if len(status.stall.workers) > 1 else "waits"
+        return _stalled(f"for {span(status.stall.seconds)}: {who}{_where_all(status)}")
+    if status.state in ("standby", "gathering", "rendezvous"):
+        return _between(status)
+    if (culprit := held_up_by(status)) is not None:
+        since = max(culprit.marked or 0.0, 0.0)
+        return _stalled(f"{span(since)} in {culprit.phase or 'no phase'} at worker {culprit.worker} on {culprit.host}")
+    running, of = len(status.grid), status.replicas_of_launch
+    if of is None:
+        return _by_workers(status)
+    if running < of:
+        return Headline("DEGRADED", f"DEGRADED {running}/{of} replicas{_passing(status)}", Level.WARNING)
+    replicas = f"{running}/{of} replicas" if running == of else of_launch(running, of, "replicas")
+    return Headline("HEALTHY", f"HEALTHY {replicas}{_passing(status)}", Level.OK)
+
+
+def _by_workers(status: RunStatus) -> Headline:
+    """Of a run whose plans tell of no replicas, as those of the library: who has left in order is not missing."""
+    left = sum(gone.fate == "left" for gone in status.gone)
+    if status.live + left < (of := status.workers_of_launch or 0):
+        return Headline("DEGRADED", f"DEGRADED {status.live}/{of} workers", Level.WARNING)
+    return Headline("HEALTHY", "HEALTHY", Level.OK)
+
+
+def _passing(status: RunStatus) -> str:
+    """What is under way, and no loss."""
+    aside = [f"worker{'s' * (len(status.aside) > 1)} {some(status.aside)} set aside"] if status.aside else []
+    nodes = status.draining
+    drains = [f"node{'s' * (len(nodes) > 1)} {some(nodes)} being drained"] if nodes else []
+    return "".join(f", {text}" for text in (*aside, *drains))
+
+
+def held_up_by(status: RunStatus) -> WorkerStatus | None:
+    """The worker for which others with a place have waited for too long; None: there is none."""
+    placed = [worker for replica in status.grid for worker in replica.workers]
+    usual = status.training.seconds_per_iteration if status.training is not None else None
+    limit = max(HELD_UP_SECONDS, HELD_UP_ITERATIONS * (usual or 0.0))
+    if not any((worker.waiting or 0.0) > limit for worker in placed):
+        return None
+    late = [w for w in placed if w.waiting is None and (w.marked or 0.0) > limit and w.phase not in WRITES]
+    return max(late, key=lambda worker: worker.marked or 0.0, default=None)
+
+
+def span(seconds: float | None) -> str:
+    """A time span in a few characters; empty for None."""
+    if seconds is None:
+        return ""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def some(things: Sequence[object], most: int = 8) -> str:
+    """The first of them, and how many more there are."""
+    shown = ", ".join(map(str, things[:most]))
+    return f"{shown} and {len(things) - most} more" if len(things) > most else shown
+
+
+def _stalled(text: str) -> Headline:
+    return Headline("STALLED", f"STALLED {text}", Level.CRITICAL)
+
+
+def _where_all(status: RunStatus) -> str:
+    assert status.stall is not None
+    return f", {status.stall.where[0]}" if len(status.stall.workers) == 1 and status.stall.where else ""
+
+
+def _between(status: RunStatus) -> Headline:
+    word = "RECOVERING" if status.epoch else "STARTING"
+    if status.state == "standby":
+        text = f"no coordinator leads: {status.attached} of {status.world} workers have come"
+    elif status.state == "gathering":
+        text = "a new coordinator waits for all to come to it"
+    else:
+        text = f"opens epoch {status.opened}" if status.epoch else "the workers build their models"
+        text += f", waits for {some(status.awaited)}" if status.awaited else ""
+    return Headline(word, f"{word}: {text}", Level.WARNING)

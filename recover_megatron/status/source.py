@@ -1,0 +1,84 @@
+"""A run as its user names it, by addresses or by its log folder: who is asked, and which files tell more.
+
+addresses          the coordinator's view
+folder, running    the same, and what the folder's files tell of the training
+folder, ended      the files alone
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from recover_megatron.arguments import parse_addresses
+from recover_megatron.membership.auth import find_secret
+from recover_megatron.membership.observer import NoAnswer, OtherVersion
+from recover_megatron.status.folder import candidates, ending, has_begun, last_written, may_go_on, secret_file
+from recover_megatron.status.history import History, worker_processes
+from recover_megatron.status.model import RunStatus
+from recover_megatron.status.watch import Watch
+
+
+class Source(Protocol):
+    """Whatever can be looked at again and again."""
+
+    def look(self, drain: str | None = None) -> RunStatus:
+        """The run now, after ``drain``, a node or host, was asked to be drained.
+
+        Raises ``NoAnswer`` and ``AuthenticationError``.
+        """
+
+    def close(self) -> None:
+        """End the connection."""
+
+
+class FolderSource:
+    """The last launch into ``folder``.  Raises ValueError, OSError and SecretError where it cannot be asked."""
+
+    def __init__(self, folder: Path, secret: Path | None) -> None:
+        """``secret``: the file that the user names; else that of the folder, or of the environment."""
+        self._folder = folder
+        self.history = History(folder)
+        self._watch: Watch | None = None
+        if ending(folder) is None or may_go_on(folder):
+            addresses = parse_addresses(candidates(folder))
+            self._watch = Watch(addresses, find_secret(path=secret or secret_file(folder)))
+
+    def look(self, drain: str | None = None) -> RunStatus:
+        """See ``Source``."""
+        status = ending(self._folder) if self._watch is None else None
+        if status is None:
+            assert self._watch is not None
+            try:
+                status = self._watch.look(drain)
+            except OtherVersion:
+                raise
+            except NoAnswer as error:
+                status = ending(self._folder)
+                if status is None:
+                    raise NoAnswer(f"{error}; {last_written(self._folder)}") from error
+            if status.code is not None:
+                status = ending(self._folder) or status
+        self.history.read()
+        now = time.time()
+        training = None
+        if status.epoch or has_begun(self._folder):  # else the files tell of an earlier launch
+            training = self.history.training(now, now if status.code is None else self.history.last_time)
+        return status.with_files(training, worker_processes(self._folder))
+
+    def close(self) -> None:
+        """See ``Source``."""
+        if self._watch is not None:
+            self._watch.close()
+
+
+def source_of(where: str, secret: Path | None) -> Source:
+    """For a log folder, or ``HOST:PORT,...``.  Raises as ``FolderSource`` does."""
+    if Path(where).is_dir():
+        return FolderSource(Path(where), secret)
+    try:
+        addresses = parse_addresses(where)
+    except ValueError as error:
+        raise ValueError(f"{error}, and there is no such folder here") from None
+    return Watch(addresses, find_secret(path=secret))

@@ -1,0 +1,95 @@
+"""The command ``recover-tools``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from recover_megatron import __version__, tools
+
+PACKAGE = Path(__file__).resolve().parents[1]
+COPIED = {"slurm": "scripts/slurm", "examples": "examples", "patches": "patches", "docs": "docs"}
+"""What ``copy`` knows, and where it lies below ``root``."""
+RUN = {
+    "corpus": [sys.executable, "scripts/prepare_corpus.py"],
+    "patch": ["bash", "scripts/apply_patches.sh"],
+    "gpu-checks": ["bash", "scripts/gpu_checks.sh"],
+}
+"""The interpreter and the script of each command that is run."""
+
+
+def root(package: Path = PACKAGE) -> Path:
+    """Where the files lie: in the installed package, or the source tree of which ``package`` is a part."""
+    shipped = package / "shipped"
+    return shipped if shipped.is_dir() else package.parent
+
+
+def words_of(command: str, arguments: Sequence[str], files: Path) -> list[str]:
+    """The words to execute.  Raises FileNotFoundError, which says what to do, for what is in the source tree alone."""
+    interpreter, script = RUN[command]
+    if not (files / script).is_file():
+        raise FileNotFoundError(
+            f"{command} needs the source tree, with its tests: unpack it, and there type bash {script}"
+        )
+    given = list(arguments)
+    asks = {"-h", "--help", "--version"} & set(given)
+    if command == "corpus" and not asks and not any(word.split("=")[0] == "--out" for word in given):
+        given += ["--out", "data/corpus"]  # its own default is a folder of the source tree
+    return [interpreter, str(files / script), *given]
+
+
+def listed(files: Path) -> str:
+    """What there is, for people."""
+    lines = [f"{name:<12}{files / place}" for name, place in COPIED.items() if (files / place).is_dir()]
+    return "\n".join(["recover-tools copy NAME FOLDER copies one of these:", *lines, "", str(tools.__doc__).strip()])
+
+
+def _copy(name: str, folder: Path, files: Path) -> int:
+    if (folder / name).exists():
+        print(f"recover-tools: error: {folder / name} is there already: name another folder", file=sys.stderr)
+        return 2
+    try:
+        shutil.copytree(files / COPIED[name], folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:  # shutil's own has a list of all that failed
+        why = error.strerror or error.args[0][0][2]
+        print(f"recover-tools: error: {folder / name} cannot be written: {why}", file=sys.stderr)
+        return 2
+    print(folder / name)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status: 0; 2 for what cannot be done here; that of what was run."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    files = root()
+    if given and given[0] in RUN:
+        try:
+            words = words_of(given[0], given[1:], files)
+        except FileNotFoundError as error:
+            print(f"recover-tools: error: {error}", file=sys.stderr)
+            return 2
+        sys.stdout.flush()
+        os.execvp(words[0], words)
+    parser = argparse.ArgumentParser(
+        prog="recover-tools", description=listed(files), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name in RUN:
+        commands.add_parser(name, add_help=False)
+    copy = commands.add_parser("copy")
+    copy.add_argument("name", choices=sorted(COPIED))
+    copy.add_argument("folder", type=Path)
+    args = parser.parse_args(given)
+    if args.command == "copy":
+        return _copy(args.name, args.folder, files)
+    print(listed(files))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

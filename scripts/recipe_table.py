@@ -1,0 +1,176 @@
+"""Writes into docs/compatibility.md which of NVIDIA's training configurations run with --recover.
+
+    python scripts/recipe_table.py            writes the table where it is out of date
+    python scripts/recipe_table.py --check    exit status 1 where it is
+    python scripts/recipe_table.py --all      prints what is said of each configuration
+
+Each line of scripts/recipes/VERSION.tsv goes through Megatron's own parser and through what --recover refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from recover_megatron import __version__  # noqa: E402
+from recover_megatron.arguments import RecoverConfig, add_recover_arguments  # noqa: E402
+
+PAGE = ROOT / "docs" / "compatibility.md"
+BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
+FOLDER = ROOT / "scripts" / "recipes"
+WORLD = 16
+"""Workers of a run, which no configuration says: enough for Megatron-FSDP to have two shard groups of experts, too."""
+KINDS = {
+    "release": "release tests: GPT, Mixtral, DeepSeek-V3 (proxy), Nemotron",
+    "tests": "functional tests: GPT, experts, hybrid",
+    "examples": "examples",
+}
+
+
+class Answer(Enum):
+    """What becomes of a configuration to which --recover is added."""
+
+    TAKEN = "taken"
+    SWITCHED = "taken, something off"
+    UNTESTED = "with `--recover-untested`"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One configuration."""
+
+    version: str
+    name: str
+    argv: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        return self.name.split("/")[0]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``reasons``: what is refused, also with --recover-untested; else without it; else what is switched off."""
+
+    recipe: Recipe
+    answer: Answer
+    reasons: tuple[str, ...]
+
+
+def recipes() -> Iterator[Recipe]:
+    """All that are in the repository."""
+    for path in sorted(FOLDER.glob("*.tsv")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if not line.startswith("#"):
+                name, _, flags = line.partition("\t")
+                words = [word for flag in flags.split() for word in _words(flag)]
+                yield Recipe(path.stem, name, tuple(words))
+
+
+def _words(flag: str) -> list[str]:
+    name, _, values = flag.partition("=")
+    return [f"--{name}", *filter(None, values.split(","))]
+
+
+def verdicts() -> list[Verdict]:
+    """What is said of each, in order.  Imports Megatron."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from recover_megatron.megatron_hooks.entry.settled import settle
+    from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
+    from recover_megatron.megatron_hooks.refused import cannot_recover, cannot_shard
+
+    plain, untested = RecoverConfig(enabled=True), RecoverConfig(enabled=True, untested=True)
+    parser = add_recover_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    parser.set_defaults(rerun_mode="disabled")
+
+    def refusals(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
+        found = [*cannot_recover(args, config), *cannot_shard(args, config), *cannot_shard_model(args, config, WORLD)]
+        return list(dict.fromkeys(found))
+
+    def judge(recipe: Recipe) -> Verdict:
+        args = parser.parse_args(list(recipe.argv))
+        switched = [its.flag for its in settle(args) if its.off]
+        anyway, unless = refusals(args, untested), refusals(args, plain)
+        if refused := anyway or unless:
+            answer = Answer.REFUSED if anyway else Answer.UNTESTED
+            return Verdict(recipe, answer, tuple(map(_flag, refused)))
+        return Verdict(recipe, Answer.SWITCHED if switched else Answer.TAKEN, tuple(switched))
+
+    return [judge(recipe) for recipe in recipes()]
+
+
+def _flag(message: str) -> str:
+    """The flag that a refusal names, with what it is refused without."""
+    words = message.split(": ")[0].removeprefix("--recover ")
+    words = words.removeprefix("with --use-distributed-optimizer ").removeprefix("with --use-megatron-fsdp ")
+    for before in ("cannot be combined with ", "takes ", "needs "):
+        words = words.removeprefix(before)
+    return words.removesuffix(" yet").removesuffix(" only with --recover-untested")
+
+
+def tables(found: list[Verdict]) -> str:
+    """The generated part of the page."""
+    answers = {kind: Counter(its.answer for its in found if its.recipe.kind == kind) for kind in KINDS}
+    lines = [
+        "| configurations | " + " | ".join(answer.value for answer in Answer) + " |",
+        "| --- |" + " --- |" * len(Answer),
+    ]
+    for kind, title in KINDS.items():
+        numbers = " | ".join(str(answers[kind][answer]) for answer in Answer)
+        lines.append(f"| {title} ({answers[kind].total()}) | {numbers} |")
+    for title, among in (("not taken", (Answer.UNTESTED, Answer.REFUSED)), ("switched off", (Answer.SWITCHED,))):
+        these = [its for its in found if its.answer in among]
+        alone = Counter(its.reasons[0] for its in these if len(its.reasons) == 1)
+        named = Counter(reason for its in these for reason in its.reasons)
+        lines += ["", f"| {title} | in how many | of these it alone |", "| --- | --- | --- |"]
+        for reason, number in sorted(named.items(), key=lambda item: (-item[1], item[0])):
+            lines.append(f"| `{reason}` | {number} | {alone[reason]} |")
+    lines += ["", "| release and example | |", "| --- | --- |"]
+    for its in found:
+        if its.recipe.kind != "tests":
+            name = its.recipe.name.removeprefix("release/")
+            reasons = ", ".join(f"`{reason}`" for reason in its.reasons)
+            lines.append(f"| {name} | {its.answer.value}{': ' if reasons else ''}{reasons} |")
+    return "\n".join(lines) + "\n"
+
+
+def updated() -> tuple[str, str]:
+    """The page's text, and the text as it should be."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, found, rest = text.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise SystemExit(f"{PAGE}: no {BEGIN.strip()} followed by {END}")
+    return text, f"{before}{BEGIN}{tables(verdicts())}{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--all", action="store_true", help="print what is said of each, and write nothing")
+    args = parser.parse_args()
+    if args.all:
+        for its in verdicts():
+            print(its.answer.value, its.recipe.name, ", ".join(its.reasons), sep="\t")
+        return 0
+    old, new = updated()
+    if old != new:
+        print(f"{PAGE}: {'out of date: python scripts/recipe_table.py writes it' if args.check else 'written'}")
+        if not args.check:
+            PAGE.write_text(new, encoding="utf-8")
+    return 1 if old != new and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

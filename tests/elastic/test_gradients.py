@@ -1,0 +1,82 @@
+"""The gradients' memory: counted where it is, in one type or several, and told when somebody has taken it away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recover_megatron.collectives.ledger import Span
+from recover_megatron.elastic.gradients import Gradients
+from recover_megatron.elastic.state import State
+from recover_megatron.instep.errors import Disagreement
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1).to(torch.bfloat16))
+
+
+def test_each_type_has_a_bucket_and_the_loss_a_wide_one() -> None:
+    gradients = Gradients(list(model().parameters()), 5)
+    assert [(bucket.flat.dtype, bucket.flat.numel()) for bucket in gradients.buckets] == [
+        (torch.float32, 16), (torch.bfloat16, 5), (torch.float32, 6)
+    ]  # fmt: skip
+
+
+def test_a_microbatch_that_is_counted_twice_or_not_at_all_is_no_step() -> None:
+    gradients = Gradients([torch.nn.Parameter(torch.zeros(2))], 2)
+    gradients.count(0, torch.tensor(1.5))
+    with pytest.raises(Disagreement, match=r"\[1, 0\] times"):
+        gradients.loss()
+    gradients.count(1, torch.tensor(1.0))
+    assert gradients.loss() == 2.5
+    gradients.count(1, torch.tensor(1.0))
+    with pytest.raises(Disagreement, match=r"\[1, 2\] times"):
+        gradients.loss()
+
+
+def test_a_gradient_that_was_taken_away_is_told_and_is_back_in_the_next_step() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    gradients = Gradients([parameter], 1)
+    parameter.grad = None
+    parameter.sum().backward()
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        gradients.count(0, torch.tensor(1.0))
+    gradients.clear()
+    parameter.sum().backward()
+    gradients.count(0, torch.tensor(1.0))
+    assert gradients.buckets[0].flat.tolist() == [1, 1]
+
+
+def test_what_is_summed_stays_in_all_buckets() -> None:
+    gradients = Gradients(list(model().parameters()), 3)
+    for bucket in gradients.buckets:
+        bucket.flat.fill_(1)
+        bucket.ledger.mark(Span(0, 2), 1)
+    with gradients.kept():
+        for bucket in gradients.buckets:
+            bucket.flat += 1
+    assert [bucket.flat[:3].tolist() for bucket in gradients.buckets] == [[1, 1, 2]] * 3
+
+
+def test_states_are_equal_where_their_digests_are() -> None:
+    one, other = model(), model()
+    digests = [
+        State({"model": each, "optimizer": torch.optim.AdamW(each.parameters())}).digest() for each in (one, other)
+    ]
+    assert digests[0] == digests[1]
+    with torch.no_grad():
+        next(other.parameters())[0, 0] += 1e-3
+    assert State({"model": other, "optimizer": torch.optim.AdamW(other.parameters())}).digest() != digests[0]
+
+
+def test_a_state_that_arrives_goes_into_the_models_own_memory() -> None:
+    here = model()
+    state = State({"model": here, "optimizer": torch.optim.SGD(here.parameters(), momentum=0.9)})
+    weight = here[0].weight
+    place = state.place()
+    assert place(("state", "model", "0.weight"), [4, 3], torch.float32).data_ptr() == weight.data_ptr()
+    assert place(("state", "model", "0.weight"), [4, 4], torch.float32).data_ptr() != weight.data_ptr()
+    assert place(("state", "optimizer", "0.weight"), [4, 3], torch.float32).data_ptr() != weight.data_ptr()
+    with pytest.raises(ValueError, match="has the parts"):
+        state.load({"model": {}})

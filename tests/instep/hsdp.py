@@ -1,0 +1,121 @@
+"""Layouts of Megatron-FSDP: shard groups of two workers or more, each of them a replica; and their table of faults.
+
+A cell is a layout, a phase, a position, one of the first, a later and the last iteration, and what happens to the
+worker; what a phase means is said in `cells`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tests.drawn import SEED, some
+from tests.instep.cells import (
+    BEFORE_THE_COMMIT,
+    PHASES,
+    SHARDED_PHASES,
+    WHEN,
+    before_recovery,
+    most_visits,
+)
+from tests.instep.runs import Case, Layout, Strike
+
+FSDP = (
+    "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor --overlap-grad-reduce "
+    "--no-gradient-reduce-div-fusion --optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear"
+)
+OUTER = "--outer-dp-sharding-strategy optim"
+MIXED = "--bf16 --megatron-fsdp-main-grads-dtype fp32"
+
+
+def hsdp(groups: int, strategy: str = "optim_grads_params", more: str = "") -> Layout:
+    """``groups`` shard groups of two workers each."""
+    flags = f"{FSDP} --data-parallel-sharding-strategy {strategy} --num-distributed-optimizer-instances {groups} {more}"
+    return Layout(f"hsdp-{strategy}-{groups}{more}", groups, inner_ranks=2, flags=flags.strip())
+
+
+def with_flags(layout: Layout, name: str, flags: str) -> Layout:
+    return replace(layout, name=f"{layout.name}-{name}", flags=f"{layout.flags} {flags}")
+
+
+TWO, THREE = hsdp(2), hsdp(3)
+GRADIENTS, OPTIMIZER, OPTIMIZER_THREE = hsdp(2, "optim_grads"), hsdp(2, "optim"), hsdp(3, "optim")
+TENSOR = replace(TWO, name="hsdp-tp2", tensor=2)
+EXPERTS = Layout(
+    "hsdp-ep2", 2, inner_ranks=4, samples=16,
+    flags=f"{TWO.flags} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
+)  # fmt: skip
+ASKED_FOR_ONE = Layout(
+    "hsdp-asked-for-one", 2, inner_ranks=2,
+    flags=f"{FSDP} --data-parallel-sharding-strategy optim_grads_params --fsdp-double-buffer --fp8-param-gather "
+    "--megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype fp32 --overlap-param-gather",
+)  # fmt: skip
+"""As in most of NVIDIA's configurations."""
+BIASES = replace(
+    EXPERTS, name="hsdp-biases",
+    flags=f"{EXPERTS.flags.replace(' aux_loss', ' seq_aux_loss')} --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02",
+)  # fmt: skip
+FOUR = Layout("hsdp-of-four", 2, inner_ranks=4, samples=16, flags=TWO.flags)
+TENSOR_EXPERTS = Layout(
+    "hsdp-tp2-ep2", 2, tensor=2, inner_ranks=2,
+    flags=f"{EXPERTS.flags} --expert-tensor-parallel-size 1 --sequence-parallel",
+)  # fmt: skip
+CONTEXT = replace(TWO, name="hsdp-cp2", context=2, inner_ranks=1)
+"""The context is split among the two workers of a shard group."""
+CONTEXT_FOUR = replace(FOUR, name="hsdp-cp2-of-four", context=2, inner_ranks=2)
+SIXTEEN_BITS = hsdp(2, more=MIXED)
+NEAR = {SIXTEEN_BITS: 100.0}
+"""A last bit of a parameter of 16 bits is more than one of 32."""
+OUTER_TWO, OUTER_THREE = (with_flags(layout, "outer", OUTER) for layout in (TWO, THREE))
+OUTER_TENSOR, OUTER_EXPERTS = (with_flags(layout, "outer", OUTER) for layout in (TENSOR, EXPERTS))
+OUTER_CONTEXT = with_flags(CONTEXT, "outer", OUTER)
+OUTER_SIXTEEN = with_flags(SIXTEEN_BITS, "outer", OUTER)
+NEAR |= {OUTER_SIXTEEN: 100.0}
+
+LAYOUTS = [TWO, THREE, GRADIENTS, OPTIMIZER, TENSOR, EXPERTS, CONTEXT, SIXTEEN_BITS]
+UNSHARDED = {
+    OUTER_TWO: TWO, OUTER_THREE: THREE, OUTER_TENSOR: TENSOR, OUTER_EXPERTS: EXPERTS, OUTER_CONTEXT: CONTEXT,
+    OUTER_SIXTEEN: SIXTEEN_BITS,
+}  # fmt: skip
+"""Where the optimizer's state is spread over the shard groups -> the same where each has all of it."""
+ITERATIONS = 8
+Fault = tuple[Layout, str, int, str, str]
+"""Layout, phase, position, when, kind."""
+
+
+def faults(layouts: Sequence[Layout], phases: Sequence[str]) -> list[Fault]:
+    """The whole table: kills in each phase; of two groups hangs and exceptions, too, before the step is committed."""
+    found = []
+    for layout in layouts:
+        for phase in phases:
+            if phase == "recovery" and layout.replicas == 2:
+                continue  # nobody would be left
+            places = [place for place in range(layout.positions) if phase != "data" or place % layout.tensor == 0]
+            found += [(layout, phase, place, when, "kill") for place in places for when in WHEN]
+            if phase in BEFORE_THE_COMMIT and layout in (TWO, OUTER_TWO):
+                found += [(layout, phase, place, "later", kind) for place in places for kind in ("stop", "raise")]
+    return found
+
+
+def drawn(family: str, layouts: Sequence[Layout], phases: Sequence[str], count: int) -> list[Case]:
+    """``count`` cases of the table, or all of them."""
+    return [case_of(fault) for fault in some(family, faults(layouts, phases), count)]
+
+
+def case_of(fault: Fault) -> Case:
+    """What the cell leaves open (which replica, which visit, which iteration a later one is) is drawn."""
+    layout, phase, position, when, kind = fault
+    source = random.Random(f"{layout.name} {phase} {position} {when} {kind} {SEED}")
+    replica = source.randrange(layout.replicas)
+    iteration = {"first": 1, "last": ITERATIONS, "later": source.randrange(2, ITERATIONS)}[when]
+    most = 1 if phase == "all-gather" and layout in UNSHARDED else most_visits(layout, phase, layout.replicas)
+    strikes = [Strike(replica, position, iteration, phase, kind, source.randint(1, most))]
+    if phase == "recovery":
+        strikes = before_recovery(source, layout, strikes[0])
+    return Case(layout, tuple(strikes), ITERATIONS, dropout=source.random() < 0.5)
+
+
+ALL_PHASES = (*PHASES, *SHARDED_PHASES)

@@ -1,0 +1,141 @@
+"""Asynchronous checkpoints: whoever comes or goes while one is written, nobody waits for ever, and none is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from recover_megatron.membership.errors import EXIT_SAME_FAULT
+from tests.harness.forkserver import ForkServer
+from tests.instep.conftest import Reference
+from tests.instep.logged import checkpoint
+from tests.instep.runs import LAYOUTS, PARAMETERS, Case, Result, Strike, check, check_steps
+from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
+
+pytestmark = pytest.mark.slow
+
+DP4 = LAYOUTS[0]
+HELD = str(Path(__file__).with_name("held_writers.py"))
+
+
+def saving(case: Case, how: str, out: Path, interval: int) -> Case:
+    """``how``: as for held_writers.py; empty: without it."""
+    flags = ("--save", str(out / "saved"), "--save-interval", str(interval), *ASYNCHRONOUSLY.split())
+    script = case.train_with or (case.script,)
+    return replace(case, train_with=(HELD, how, *script) if how else script, flags=(*case.flags, *flags))
+
+
+def abandoned(result: Result) -> bool:
+    return '"event":"checkpoint abandoned"' in (result.out / "events.jsonl").read_text()
+
+
+def check_saved(result: Result, iterations: list[int]) -> dict[str, torch.Tensor]:
+    """That these are complete and no others, and the last one is told; its tensors."""
+    saved = result.out / "saved"
+    assert sorted(path.name for path in saved.glob("iter_*")) == [f"iter_{n:07d}" for n in iterations], result.told()
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(iterations[-1])
+    return checkpoint(saved, iterations[-1])
+
+
+def test_a_replica_that_comes_while_a_checkpoint_is_written_costs_neither_that_nor_a_hang(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """It comes while all but one look whether that of iteration 5 is written, and it is when the newcomer is ready."""
+    out = tmp_path / "out"
+    case = Case(DP4, (Strike(0, 0, 2, "backward"),), 12, restarts=1).patient(f"6-:{DP4.replicas}")
+    result = saving(case, f"{out / 'events-0.jsonl'}=is a spare, and ready", out, 5).run(forkserver, out)
+    check(result, reference(case))
+    assert result.replicas[-1] == DP4.replicas
+    assert not abandoned(result)
+    check_saved(result, [5, 10, 12])
+
+
+def saved_arguments(folder: Path, iteration: int) -> Any:
+    """Megatron's arguments, of a checkpoint."""
+    found: dict[str, Any] = {}
+    reader = FileSystemReader(folder / f"iter_{iteration:07d}")
+    _load_state_dict(found, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return found["common_state/shard_0_1"][0]["args"]
+
+
+@pytest.mark.parametrize("how", ["enter", "told"])
+def test_the_last_checkpoint_is_saved_again_by_who_is_left_if_a_writer_dies_before_it_is_complete(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, how: str
+) -> None:
+    case = Case(DP4, ())
+    expected = saving(case, "", tmp_path / "whole", 8).run(forkserver, tmp_path / "whole")
+    out = tmp_path / "out"
+    result = saving(replace(case, doomed=(1 if how == "enter" else 0,)), how, out, 8).run(forkserver, out)
+    check(result, reference(case))
+    assert abandoned(result)
+    mine, its = check_saved(result, [8]), check_saved(expected, [8])
+    assert mine.keys() == its.keys()
+    assert all(torch.allclose(mine[name].double(), its[name].double(), atol=PARAMETERS) for name in mine)
+
+
+def test_what_is_saved_again_counts_no_samples_that_were_left_out_since(forkserver: ForkServer, tmp_path: Path) -> None:
+    """Iteration 8 is left out: it makes no step, but its samples count as consumed."""
+    out = tmp_path / "out"
+    case = Case(DP4, doomed=(1,), model=("--iterations-to-skip", "8"))
+    result = saving(case, "enter", out, 7).run(forkserver, out)
+    assert list(result.ended.codes) == [0, -9, 0, 0], result.told()
+    assert abandoned(result)
+    check_saved(result, [7, 8])
+    consumed = {n: saved_arguments(out / "saved", n).consumed_train_samples for n in (7, 8)}
+    assert consumed == {n: n * DP4.samples for n in (7, 8)}
+
+
+def test_a_spare_that_comes_while_the_last_checkpoint_is_written_does_not_cost_it(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    case = Case(DP4, (Strike(0, 0, 8, "backward"),), restarts=1)
+    result = saving(case, f"{out / 'events-0.jsonl'}=is admitted", out, 8).run(forkserver, out)
+    check(result, reference(case))
+    assert not abandoned(result)
+    check_saved(result, [8])
+
+
+@pytest.mark.parametrize("how", ["write", "copy"])
+def test_a_worker_ends_with_its_writer_and_the_others_save_again(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, how: str
+) -> None:
+    out = tmp_path / "out"
+    case = Case(DP4)
+    result = saving(case, how, out, 8).run(forkserver, out)
+    assert list(result.ended.codes) == [0, 1, 0, 0], result.told()
+    assert "the process that writes checkpoints for this worker was killed by signal 9" in result.log(1)
+    check_steps(result, reference(case))
+    check_saved(result, [8])
+
+
+def test_a_part_that_cannot_be_written_in_the_background_ends_the_run_with_the_reason(
+    forkserver: ForkServer, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = saving(Case(DP4), "fail", out, 8).run(forkserver, out)
+    assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
+    (stop,) = [event for event in result.events if event["event"] == "stop"]
+    assert "the process that writes checkpoints for this worker ended with exit code 1" in str(stop["reason"])
+    assert not list((out / "saved").glob("iter_*"))
+    assert not (out / "saved" / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_a_worker_without_a_part_in_a_checkpoint_is_waited_for_by_nobody(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """Rank 0 writes everything.  That was worker 1, until a newcomer stood before it."""
+    out = tmp_path / "out"
+    case = Case(DP4, (Strike(0, 0, 2, "backward"),), 8, restarts=1).patient(f"5-:{DP4.replicas}")
+    case = replace(case, flags=(*case.flags, "--no-ckpt-fully-parallel-save"))
+    result = saving(case, "", out, 4).run(forkserver, out)
+    check(result, reference(case))
+    assert sorted(result.grid.items()) == [(0, [4]), (1, [1]), (2, [2]), (3, [3])]
+    check_saved(result, [4, 8])

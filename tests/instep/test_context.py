@@ -1,0 +1,95 @@
+"""Context parallelism and multi-latent attention: what the host device computes, and replicas put together again.
+
+Deaths at each phase of these layouts are cells of ``test_equality.py``; what is logged of them is in ``layouts.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.drawn import some
+from tests.harness.forkserver import ForkServer
+from tests.instep.conftest import Reference
+from tests.instep.runs import (
+    CONTEXT_LAYOUTS,
+    DEEPSEEK,
+    LATENT,
+    MODEL,
+    NO_EVALUATION,
+    Case,
+    Layout,
+    Strike,
+    check,
+)
+from tests.megatron_hooks.tiny import NO_DROPOUT, losses
+
+pytestmark = pytest.mark.slow
+
+ROPE = "--position-embedding-type rope --no-rope-fusion"
+SPLIT = {
+    "learned positions": "",
+    "rope": ROPE,
+    "grouped queries": f"{ROPE} --num-attention-heads 4 --group-query-attention --num-query-groups 2",
+    "window": f"{ROPE} --window-size 3,0",
+    "sink": f"{ROPE} --softmax-type learnable",
+    "recomputation": f"{ROPE} --recompute-granularity selective --recompute-modules core_attn",
+    "further tokens": f"{ROPE} --mtp-num-layers 1",
+    "latent": LATENT,
+    "yarn": f"{LATENT} --rope-type yarn --rotary-scaling-factor 4",
+    "no mask from the loader": "--no-create-attention-mask-in-dataloader",
+    "deepseek": DEEPSEEK.replace("--mtp-num-layers 1", ""),
+    "documents": "--dataloader-inter-document-masking",
+}
+"""What goes with --context-parallel-size, and must not see it."""
+NEAR = {"further tokens": 1e-3}
+"""Megatron takes the mean of their losses over the ranks' means, and one of the ranks has a token less."""
+SCRIPT = str(Path(__file__).with_name("unwarmed.py"))
+
+
+@pytest.mark.parametrize("name", some("split", list(SPLIT), 1))
+def test_a_split_context_changes_nothing_but_rounding(forkserver: ForkServer, tmp_path: Path, name: str) -> None:
+    found = {}
+    for size in (1, 2, 4):
+        out = tmp_path / str(size)
+        argv = [*MODEL, *Layout(name, 1, context=size, samples=4, flags=SPLIT[name]).argv, *NO_DROPOUT, *NO_EVALUATION]
+        run = forkserver.run(size, [SCRIPT, *argv, "--train-iters", "4"], out, losses=out / "losses.jsonl", timeout=240)
+        assert run.ok, run.tail()
+        found[size] = losses(out / "losses.jsonl")
+    assert len(found[1]) == 4
+    near = NEAR.get(name, 1e-6)
+    for size in (2, 4):
+        for split, whole in zip(found[size], found[1], strict=True):
+            assert split["loss"] == pytest.approx(whole["loss"], rel=near)
+            assert split["grad_norm"] == pytest.approx(whole["grad_norm"], rel=10 * near)
+
+
+CP2_PP2 = replace(CONTEXT_LAYOUTS[2], name="cp2-pp2-dp3", replicas=3)
+REGROUPED = [
+    Case(CONTEXT_LAYOUTS[0], (Strike(0, 0, 3, "backward"), Strike(1, 1, 3, "forward"))),
+    Case(replace(CONTEXT_LAYOUTS[1], name="cp2-tp2-dp3", replicas=3),
+         (Strike(0, 1, 3, "backward"), Strike(2, 2, 5, "agree"))),
+    Case(CP2_PP2, (Strike(0, 1, 3, "reduce-scatter"), Strike(1, 2, 3, "forward"))),
+    Case(CONTEXT_LAYOUTS[3], (Strike(0, 0, 3, "agree"), Strike(1, 1, 4, "backward"))),
+]  # fmt: skip
+
+LONG = 10
+BUILT = [
+    Case(CONTEXT_LAYOUTS[0], (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), LONG),
+    Case(CONTEXT_LAYOUTS[0], (Strike(1, 0, 3, "backward"),), LONG, restarts=1),
+    Case(CONTEXT_LAYOUTS[3], (Strike(1, 1, 3, "backward"),), LONG, restarts=1),
+]
+"""Somebody builds the model of a position: of a context rank, of a stage with the further tokens."""
+
+
+@pytest.mark.parametrize("case", some("contexts put together", [*REGROUPED, *BUILT], 1), ids=str)
+def test_replicas_that_split_the_context_are_put_together_again(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
+) -> None:
+    replicas = 3 if case.restarts else 2
+    case = replace(case, model=(*NO_EVALUATION, "--clip-grad", "0.2"))
+    result = case.patient(f"5-:{replicas}" if case.iterations == LONG else f"7-:{replicas}").run(forkserver, tmp_path)
+    check(result, reference(case))
+    assert result.replicas[-1] == replicas, result.replicas

@@ -1,0 +1,191 @@
+"""--recover-grace: a replica that is late is left out of its iteration, lives, and comes back: never counted twice.
+
+Workers are stopped (SIGSTOP) at a phase of an iteration, are set aside by the coordinator, and go on (SIGCONT) when the
+others have come so far as the test says, so in the middle of the take-over or after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.run_log.steps import read_steps
+from tests.drawn import some
+from tests.harness.forkserver import ForkServer
+from tests.instep.conftest import Reference
+from tests.instep.runs import LAYOUTS, SECONDS, Case, Layout, Result, Strike, check, check_audit, check_steps, placed
+
+pytestmark = pytest.mark.slow
+
+GRACE = "--recover-heartbeat-interval 0.05 --recover-heartbeat-timeout 30 --recover-hang-timeout 60 --recover-grace 1.5"
+DP4, OVERLAP, TP2, PP2, _ = LAYOUTS
+VPP = Layout("vpp2-pp2-dp4", 4, pipeline=2, samples=16,
+             flags="--num-layers 4 --num-layers-per-virtual-pipeline-stage 1")  # fmt: skip
+ADAM = ("--use-distributed-optimizer", *"--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4".split())
+
+
+@dataclass(frozen=True)
+class Late:
+    """A worker that stops in an iteration, and goes on when the coordinator has told ``woken`` for the ``nth`` time
+    after it was set aside."""
+
+    layout: Layout
+    strike: Strike
+    woken: str
+    nth: int = 1
+    model: tuple[str, ...] = ()
+    others: tuple[Strike, ...] = ()
+    """Who is killed besides."""
+
+    def __str__(self) -> str:
+        struck = ",".join(strike.spec(self.layout) for strike in (self.strike, *self.others))
+        return f"{self.layout.name} {struck} until {self.woken}#{self.nth}{' adam' * bool(self.model)}"
+
+
+@contextmanager
+def woken(out: Path, late: Late) -> Iterator[None]:
+    """While the block runs the worker is let go on, when it is time."""
+    worker, path = late.strike.worker(late.layout), out / "events-0.jsonl"
+    over = threading.Event()
+
+    def watch() -> None:
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline and not over.wait(0.02):
+            lines = path.read_text().splitlines() if path.exists() else []
+            events = [json.loads(line) for line in lines if line.endswith("}")]
+            at = next((n for n, e in enumerate(events) if e["event"] == "aside" and e["worker"] == worker), None)
+            if at is not None and sum(e["event"] == late.woken for e in events[at:]) >= late.nth:
+                pid = next(e["pid"] for e in events if e["event"] == "attached" and e["worker"] == worker)
+                os.kill(pid, signal.SIGCONT)
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def run(server: ForkServer, out: Path, late: Late) -> Result:
+    """With training that waits, from two iterations after the last strike on, for all that may come back."""
+    layout, last = late.layout, max(strike.iteration for strike in (late.strike, *late.others))
+    spec = ",".join([replace(late.strike, kind="stop").spec(layout), *(each.spec(layout) for each in late.others)])
+    whole = layout.replicas - len(late.others)
+    # Whoever stops takes its time before: the coordinator must have heard by a heartbeat that it is in a step.
+    pace = (str(Path(__file__).with_name("slow.py")), f"forward@{late.strike.worker(layout)}=0.1")
+    doomed = tuple(each.worker(layout) for each in late.others)
+    case = Case(layout, iterations=10, model=late.model, doomed=doomed, train_with=pace)
+    case = case.patient(f"{last + 2}-:{whole}")
+    case = replace(case, flags=(*case.flags, *GRACE.split(), "--recover-inject", spec))
+    with woken(out, late):
+        return case.run(server, out)
+
+
+CASES = [
+    Late(layout, Strike(replica, position, 3, phase, visit=visit), wake, nth)
+    for layout, replica, position in ((DP4, 1, 0), (OVERLAP, 0, 0), (TP2, 1, 1), (PP2, 2, 0), (PP2, 0, 1))
+    for phase, visit in (("forward", 2), ("backward", 1), ("reduce-scatter", 1), ("all-gather", 1), ("agree", 1))
+    for wake, nth in (("aside", 1), ("plan", 1), ("commit", 1), ("commit", 3))
+] + [
+    Late(DP4, Strike(2, 0, 3, "data", visit=2), "plan"),
+    Late(VPP, Strike(3, 1, 3, "forward", visit=3), "plan"),
+    Late(DP4, Strike(1, 0, 3, "forward"), "plan", 2, others=(Strike(0, 0, 3, "recovery", visit=2),)),
+    Late(DP4, Strike(1, 0, 3, "forward"), "commit", 1, model=ADAM),
+    Late(PP2, Strike(1, 1, 3, "backward"), "aside", 1, model=ADAM),
+    Late(DP4, Strike(0, 0, 3, "backward"), "plan", 1, model=ADAM),
+]
+
+
+@pytest.mark.parametrize("late", some("late replicas", CASES, 2), ids=str)
+def test_a_late_replicas_work_is_taken_over_it_comes_back_and_nothing_is_counted_twice(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, late: Late
+) -> None:
+    result = run(forkserver, tmp_path, late)
+    check(result, reference(result.case))
+    layout, replica = late.layout, late.strike.replica
+    aside, back = (
+        Counter(event["worker"] for event in result.events if event["event"] == what) for what in ("aside", "back")
+    )
+    # The host may keep any other worker from running for as long: then that one's replica is late, too.
+    its = layout.grid.replicas[replica]
+    assert all(aside[worker] > 0 for worker in its), result.told()
+    assert all(back[worker] > 0 for worker in its), result.told()
+    assert not back - aside
+    assert [e["worker"] for e in result.events if e["event"] == "fault"] == list(result.case.doomed)
+    whole = layout.replicas - len(late.others)
+    after = [step for step in result.steps if step.iteration > late.strike.iteration and step.replicas == whole]
+    assert any(set(its) <= set(placed(result.plans[step.epoch]["grid"])) for step in after), result.replicas
+
+
+def all_others(layout: Layout, replica: int, iteration: int, phase: str, visit: int = 1) -> tuple[Strike, ...]:
+    """The deaths of the first worker of every other replica."""
+    return tuple(
+        Strike(other, 0, iteration, phase, visit=visit) for other in range(layout.replicas) if other != replica
+    )
+
+
+ALONE = [
+    # What was committed last is what it holds: the others die in the iteration in which it was late.
+    (Late(DP4, Strike(1, 0, 3, "forward"), "fault", 3, others=all_others(DP4, 1, 3, "recovery", visit=2)), None),
+    (Late(PP2, Strike(0, 1, 3, "backward"), "fault", 2, others=all_others(PP2, 0, 3, "recovery", visit=2)), None),
+    # They have committed iterations that nobody else has seen.
+    (Late(DP4, Strike(1, 0, 3, "forward", visit=2), "fault", 3, others=all_others(DP4, 1, 5, "forward")), 2),
+    (Late(TP2, Strike(1, 1, 3, "backward"), "fault", 2, others=all_others(TP2, 1, 5, "backward")), 2),
+    (Late(PP2, Strike(2, 0, 3, "agree"), "fault", 2, others=all_others(PP2, 2, 6, "all-gather")), 3),
+]
+
+
+@pytest.mark.parametrize(("late", "lost"), some("replicas left alone", ALONE, 2), ids=str)
+def test_a_late_replica_goes_on_when_all_others_are_lost_from_the_newest_state_that_is_left(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, late: Late, lost: int | None
+) -> None:
+    """``lost``: iterations that the others have committed without it, and that are run again; None: no rollback."""
+    result = run(forkserver, tmp_path, late)
+    check(result, reference(result.case))
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    backs = [event for event in lines if event["event"] == "rolled back"]
+    assert [(back["to"], back["tier"]) for back in backs] == [(2, "memory")] * (lost is not None), result.told()
+    # What the lost did after their last heartbeat nobody knows.  Their mates live, and may have committed with each
+    # other the iteration in which the lost had summed already.
+    most = (lost or 0) + any(strike.phase == "all-gather" for strike in late.others)
+    assert all(1 <= back["lost"] <= most for back in backs), (backs, result.told())
+    assert result.replicas[-1] == 1
+    superseded = tmp_path / "steps.jsonl.1"
+    assert superseded.exists() == (lost is not None)
+    if lost is not None:
+        assert [step.iteration for step in read_steps(superseded)] == list(range(1, 3 + lost))
+
+
+def test_a_replica_that_is_slow_and_never_stops_is_taken_over_again_and_again(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    """Worker 1 takes a second for each microbatch; it hears that it is aside while it computes.
+
+    The others take 0.3 s, or their iterations would all be over before it has heard of it.
+    """
+    slow = "forward@1=1,forward@0=0.3,forward@2=0.3,forward@3=0.3"
+    script = (str(Path(__file__).with_name("slow.py")), slow)
+    case = Case(DP4, iterations=4, train_with=script, flags=tuple(GRACE.split()))
+    result = case.run(forkserver, tmp_path)
+    check_audit(result, case.iterations)
+    check_steps(result, reference(case))
+    assert list(result.ended.codes) == [0] * 4, result.told()
+    events = [event["event"] for event in result.events]
+    assert "fault" not in events
+    assert events.count("back") >= 1
+    for worker in range(4):
+        changes = [e["event"] for e in result.events if e["event"] in ("aside", "back") and e["worker"] == worker]
+        assert changes == ["aside", "back"] * (len(changes) // 2) + ["aside"] * (len(changes) % 2), result.told()
+    assert min(result.replicas) < 4  # in an iteration at least it has counted nothing

@@ -1,0 +1,213 @@
+"""Megatron-FSDP: a shard group is a replica, and a death in one changes nothing but rounding.
+
+As in the rest of the matrix a kill is a signal to a real process, and the whole trajectory is compared with the
+failure-free run's: losses, norms, every worker's shards of the parameters, the audit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.arguments import RecoverConfig
+from recover_megatron.errors import UserError
+from recover_megatron.megatron_hooks.fsdp import mesh
+from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
+from tests.drawn import some
+from tests.harness.forkserver import ForkServer
+from tests.instep.cells import PHASES
+from tests.instep.conftest import Reference
+from tests.instep.hsdp import (
+    ASKED_FOR_ONE,
+    BIASES,
+    CONTEXT_FOUR,
+    FOUR,
+    GRADIENTS,
+    LAYOUTS,
+    NEAR,
+    OPTIMIZER,
+    OPTIMIZER_THREE,
+    TENSOR,
+    TENSOR_EXPERTS,
+    THREE,
+    TWO,
+    drawn,
+    with_flags,
+)
+from tests.instep.runs import GRAD_NORM, LOSS, Case, Layout, Strike, check
+from tests.instep.test_routers import check_biases
+from tests.megatron_hooks.tiny import OURS, STOCK, losses
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+MTP = "--mtp-num-layers 1 --position-embedding-type rope"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", some("hsdp parity", LAYOUTS, 1), ids=lambda layout: layout.name)
+def test_without_a_death_every_number_is_that_of_megatron_alone(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
+) -> None:
+    case = Case(layout)
+    argv = case.argv(tmp_path)
+    # The plain script does not split a context.
+    argv = [OURS if layout.context > 1 else STOCK, *argv[1 : argv.index("--recover")]]
+    run = forkserver.run(layout.grid.world, argv, tmp_path, losses=tmp_path / "losses.jsonl")
+    assert run.ok, run.tail()
+    rows = losses(tmp_path / "losses.jsonl")
+    for step, row in zip(reference(case).steps, rows, strict=True):
+        assert math.isclose(step.loss, row["loss"], rel_tol=1e-6), (step, row)
+        assert math.isclose(step.grad_norm, row["grad_norm"], rel_tol=1e-5), (step, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", drawn("hsdp faults", LAYOUTS, PHASES, 2), ids=str)
+def test_a_fault_in_a_shard_group_changes_nothing_but_rounding(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
+) -> None:
+    check(case.run(forkserver, tmp_path), reference(case), NEAR.get(case.layout, 1.0))
+
+
+WITH_FLAGS = {
+    "sequence-parallel": Case(with_flags(TENSOR, "sp", "--sequence-parallel"), (Strike(1, 1, 3, "backward"),)),
+    "tensor and expert parallelism": Case(TENSOR_EXPERTS, (Strike(1, 2, 3, "backward"),)),
+    "a context split in two in shard groups of four": Case(CONTEXT_FOUR, (Strike(1, 2, 3, "backward"),)),
+    "shard groups of four": Case(FOUR, (Strike(1, 2, 3, "backward"),)),
+    "recomputation": Case(with_flags(TWO, "recompute", RECOMPUTE), (Strike(1, 1, 3, "backward"),)),
+    "per-token loss": Case(with_flags(TWO, "per-token", "--calculate-per-token-loss"), (Strike(1, 1, 3, "backward"),)),
+    "multi-token prediction": Case(with_flags(TWO, "mtp", MTP), (Strike(1, 1, 3, "backward"),)),
+    "norm of the parameters": Case(with_flags(TWO, "norm", "--log-params-norm"), (Strike(1, 1, 3, "backward"),)),
+    "a death in a checkpoint": Case(TWO, (Strike(1, 1, 4, "checkpoint"),)),
+    "one shard group that was asked for": Case(ASKED_FOR_ONE, (Strike(1, 1, 3, "backward"),)),
+    "weights that are made shard by shard": Case(
+        with_flags(TWO, "meta", "--init-model-with-meta-device"), (Strike(1, 1, 3, "backward"),), 30, restarts=1
+    ),
+    "biases of routers": Case(BIASES, (Strike(1, 2, 3, "reduce-scatter"),), 7),
+    "native collective": Case(TWO, (Strike(1, 1, 3, "backward"),), flags=("--recover-collective", "native")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", some("hsdp flags", list(WITH_FLAGS), 1))
+def test_with_what_else_is_taken_a_death_changes_nothing_but_rounding(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
+) -> None:
+    case = WITH_FLAGS[name]
+    result, expected = case.run(forkserver, tmp_path), reference(case)
+    check(result, expected)
+    if case.layout is ASKED_FOR_ONE:
+        assert "--use-megatron-fsdp with one shard group: there are two" in result.log(0)
+    if case.layout is BIASES:
+        check_biases(result, expected)
+
+
+ROWS = {
+    "down-to-one-shard-group": (Strike(0, 1, 2, "backward", visit=2), Strike(2, 1, 4, "reduce-scatter")),
+    "both-at-once": (Strike(0, 1, 3, "backward"), Strike(1, 0, 3, "forward")),
+    "in-the-recovery-of-another": (Strike(0, 1, 2, "forward"), Strike(2, 1, 2, "recovery", visit=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", some("hsdp rows", list(ROWS), 1))
+@pytest.mark.parametrize("layout", some("hsdp row layouts", [THREE, OPTIMIZER_THREE], 1), ids=lambda its: its.name)
+def test_two_deaths_change_nothing_but_rounding(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, row: str
+) -> None:
+    case = Case(layout, ROWS[row])
+    check(case.run(forkserver, tmp_path), reference(case))
+
+
+@pytest.mark.slow
+def test_the_workers_left_of_two_shard_groups_make_a_whole_one(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    case = Case(THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10)
+    result = case.patient("5-:2").run(forkserver, tmp_path)
+    check(result, reference(case))
+    assert result.replicas[-1] == 2, result.replicas
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", some("hsdp checkpoints", [TWO, GRADIENTS, OPTIMIZER], 1), ids=lambda its: its.name)
+def test_a_checkpoint_that_is_written_after_a_death_loads_in_megatron_alone(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
+) -> None:
+    folder = tmp_path / "checkpoints"
+    saving = ("--save", str(folder), "--save-interval", "4")
+    case = Case(layout, (Strike(1, 1, 3, "backward"),), flags=saving)
+    check(case.run(forkserver, tmp_path / "dying"), reference(case))
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    argv = Case(layout).argv(tmp_path)
+    argv = [STOCK, *argv[1 : argv.index("--recover")], "--load", str(folder)]
+    run = forkserver.run(layout.grid.world, argv, tmp_path / "stock", losses=tmp_path / "losses.jsonl")
+    assert run.ok, run.tail()
+    for step, row in zip(reference(case).steps[4:], losses(tmp_path / "losses.jsonl"), strict=True):
+        assert math.isclose(step.loss, row["loss"], rel_tol=LOSS), (step, row)
+        assert math.isclose(step.grad_norm, row["grad_norm"], rel_tol=GRAD_NORM), (step, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", some("hsdp newcomers", ["restart", "spare", "other position"], 1))
+def test_a_worker_that_had_no_model_of_its_position_takes_a_place_in_a_shard_group(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, way: str
+) -> None:
+    case = Case(TWO, (Strike(1, 1, 3, "backward"),), 10, spares=int(way == "spare"), restarts=int(way == "restart"))
+    if way == "other position":
+        case = Case(THREE, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), 10)
+    result = case.patient("5-:2").run(forkserver, tmp_path)
+    check(result, reference(case))
+    assert result.replicas[-1] == 2, result.replicas
+
+
+def flags(**changed: object) -> argparse.Namespace:
+    plain = {
+        "use_megatron_fsdp": True,
+        "num_distributed_optimizer_instances": 2,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "tensor_model_parallel_size": 1,
+    }
+    return argparse.Namespace(**(plain | changed))
+
+
+def test_a_torch_whose_meshes_take_no_groups_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.10, with which all else works."""
+    monkeypatch.delattr(mesh.device_mesh, "_get_pg_from_name")
+    with pytest.raises(UserError, match=r"--use-megatron-fsdp with --recover needs torch 2\.11 or later"):
+        mesh.install(argparse.Namespace())
+
+
+def test_what_was_tried_with_megatron_fsdp_is_taken() -> None:
+    assert cannot_shard_model(flags(), RecoverConfig(), 4) == []
+    assert cannot_shard_model(flags(outer_dp_sharding_strategy="optim"), RecoverConfig(), 4) == []
+    assert cannot_shard_model(flags(context_parallel_size=2), RecoverConfig(), 4) == []
+    assert cannot_shard_model(flags(num_experts=4, expert_model_parallel_size=2), RecoverConfig(), 8) == []
+    sums = flags(megatron_fsdp_main_grads_dtype="bf16", megatron_fsdp_grad_comm_dtype="bf16")
+    assert cannot_shard_model(sums, RecoverConfig(), 4) == []
+    assert cannot_shard_model(argparse.Namespace(), RecoverConfig(), 4) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_distributed_optimizer_instances": 1}, "--num-distributed-optimizer-instances 2 or more"),
+        ({"data_parallel_sharding_strategy": "no_shard"}, "plain data parallelism"),
+        ({"outer_dp_sharding_strategy": "optim_grads"}, "take no_shard or optim"),
+        ({"outer_dp_sharding_strategy": "optim", "data_parallel_sharding_strategy": "optim"}, "optim_grads_params"),
+        ({"outer_dp_sharding_strategy": "optim", "megatron_fsdp_main_params_dtype": "auto"}, "main-params-dtype fp32"),
+        ({"outer_dp_sharding_strategy": "optim", "async_save": True}, "--async-save"),
+        ({"outer_dp_sharding_strategy": "optim", "log_params_norm": True}, "--log-params-norm"),
+        ({"megatron_fsdp_grad_comm_dtype": "bf16"}, "--megatron-fsdp-grad-comm-dtype auto"),
+        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size yet: Megatron 0.19.2 makes its mesh"),
+        ({"fp16": True}, "--fp16"),
+        ({"num_distributed_optimizer_instances": 3}, "does not divide the 4 data-parallel ranks"),
+        ({"num_distributed_optimizer_instances": 4}, "shard groups of two workers or more"),
+        ({"num_experts": 4, "expert_model_parallel_size": 2}, "lower --expert-model-parallel-size"),
+    ],
+)
+def test_what_was_not_tried_is_refused_with_its_flag(changed: dict[str, object], said: str) -> None:
+    found = cannot_shard_model(flags(**changed), RecoverConfig(), 4)
+    assert len(found) == 1
+    assert said in found[0]

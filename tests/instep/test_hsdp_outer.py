@@ -1,0 +1,102 @@
+"""--outer-dp-sharding-strategy optim: the optimizer's state is spread over the shard groups and survives by shadows.
+
+As in the rest of the matrix a kill is a signal to a real process, and the whole trajectory is compared with the
+failure-free run's; and all holders of a part of the state have the same bits at the end.  What Megatron 0.19.2 itself
+does with this flag is not what plain data parallelism does, so the numbers are those of ``no_shard``.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.membership.errors import EXIT_STATE_LOST
+from tests.drawn import some
+from tests.harness.forkserver import ForkServer
+from tests.instep.conftest import Reference
+from tests.instep.hsdp import ALL_PHASES, NEAR, OUTER_SIXTEEN, OUTER_THREE, OUTER_TWO, UNSHARDED, drawn
+from tests.instep.runs import GRAD_NORM, LOSS, Case, Layout, Strike
+from tests.instep.units import check_sharded
+from tests.megatron_hooks.tiny import STOCK, losses
+
+pytestmark = pytest.mark.slow
+
+TWO_SHADOWS = ("--recover-shadow-shards", "2")
+
+
+@pytest.mark.parametrize("layout", some("outer parity", list(UNSHARDED), 1), ids=lambda layout: layout.name)
+def test_without_a_death_every_number_is_that_of_shard_groups_that_have_all_of_the_state(
+    reference: Reference, layout: Layout
+) -> None:
+    pairs = zip(reference(Case(layout)).steps, reference(Case(UNSHARDED[layout])).steps, strict=True)
+    for ours, its in pairs:
+        assert math.isclose(ours.loss, its.loss, rel_tol=1e-6 * NEAR.get(layout, 1.0)), (ours, its)
+        assert math.isclose(ours.grad_norm, its.grad_norm, rel_tol=1e-5 * NEAR.get(layout, 1.0)), (ours, its)
+
+
+CELLS = drawn("outer faults", list(UNSHARDED), ALL_PHASES, 1)
+ROWS = [
+    Case(OUTER_THREE, (Strike(0, 1, 2, "backward"), Strike(2, 1, 4, "param-gather"))),
+    Case(OUTER_THREE, (Strike(0, 1, 3, "forward"), Strike(2, 0, 4, "repartition")), flags=TWO_SHADOWS),
+    Case(OUTER_THREE, (Strike(1, 1, 3, "update", visit=2), Strike(2, 0, 3, "update")), flags=TWO_SHADOWS),
+    Case(OUTER_TWO, (Strike(1, 1, 3, "backward"),), flags=("--recover-collective", "native")),
+    Case(OUTER_TWO, (Strike(1, 1, 3, "param-gather"),), flags=("--recover-shadow-device", "cpu")),
+]
+
+
+@pytest.mark.parametrize("case", [*CELLS, *some("outer rows", ROWS, 1)], ids=str)
+def test_a_fault_at_any_point_changes_nothing_but_rounding(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
+) -> None:
+    check_sharded(case.run(forkserver, tmp_path), reference(case), NEAR.get(case.layout, 1.0))
+
+
+def test_when_the_last_copy_goes_the_run_ends_and_says_so(forkserver: ForkServer, tmp_path: Path) -> None:
+    case = Case(OUTER_TWO, (Strike(1, 1, 3, "backward"),), 4, flags=("--recover-shadow-shards", "0"))
+    result = case.run(forkserver, tmp_path)
+    assert result.ended.codes == [EXIT_STATE_LOST, EXIT_STATE_LOST, EXIT_STATE_LOST, -9], result.told()
+    assert "had no other copy" in result.log(0)
+
+
+TOGETHER = {
+    "orphans": Case(OUTER_THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10, flags=TWO_SHADOWS),
+    "spare": Case(OUTER_TWO, (Strike(1, 1, 3, "backward"),), 10, spares=1),
+    "restart in 16 bits": Case(OUTER_SIXTEEN, (Strike(1, 1, 3, "backward"),), 10, restarts=1),
+}
+
+
+@pytest.mark.parametrize("way", some("outer places", list(TOGETHER), 1))
+def test_who_takes_a_place_in_a_shard_group_gets_its_part_of_the_state(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, way: str
+) -> None:
+    case = TOGETHER[way]
+    result = case.patient("5-:2").run(forkserver, tmp_path)
+    check_sharded(result, reference(case), NEAR.get(case.layout, 1.0))
+    assert result.replicas[-1] == 2, result.replicas
+
+
+@pytest.mark.parametrize("layout", some("outer saved", [OUTER_TWO, OUTER_SIXTEEN], 1), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("reader", some("outer readers", ["megatron alone", "spread again"], 1))
+def test_a_checkpoint_that_is_written_after_a_death_goes_on_as_the_failure_free_run_did(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, reader: str
+) -> None:
+    folder, near = tmp_path / "checkpoints", NEAR.get(layout, 1.0)
+    case = Case(layout, (Strike(1, 1, 3, "backward"),), flags=("--save", str(folder), "--save-interval", "4"))
+    check_sharded(case.run(forkserver, tmp_path / "dying"), reference(case), near)
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    if reader == "spread again":
+        again = Case(layout, (Strike(0, 0, 7, "update"),), flags=("--load", str(folder))).run(
+            forkserver, tmp_path / "again"
+        )
+        rows = [{"loss": step.loss, "grad_norm": step.grad_norm} for step in again.steps]
+    else:
+        argv = Case(UNSHARDED[layout]).argv(tmp_path)
+        argv = [STOCK, *argv[1 : argv.index("--recover")], "--load", str(folder)]
+        run = forkserver.run(layout.grid.world, argv, tmp_path / "stock", losses=tmp_path / "losses.jsonl")
+        assert run.ok, run.tail()
+        rows = losses(tmp_path / "losses.jsonl")
+    for step, row in zip(reference(case).steps[4:], rows, strict=True):
+        assert math.isclose(step.loss, row["loss"], rel_tol=near * LOSS), (step, row)
+        assert math.isclose(step.grad_norm, row["grad_norm"], rel_tol=near * GRAD_NORM), (step, row)

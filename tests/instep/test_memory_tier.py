@@ -1,0 +1,223 @@
+"""A node is lost with all that hold a pipeline stage: the run goes back to snapshots in the other node's memory.
+
+Two nodes of two workers in Megatron's default order: position 0 of both replicas is on node a, position 1 on node b.
+There is no disk: no checkpoint is written.  From the snapshot on the run is the failure-free one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recover_megatron.workload.snapshots import Spread, copies, part_of
+from tests.drawn import some
+from tests.harness.forkserver import ForkServer
+from tests.instep import hsdp
+from tests.instep.conftest import Reference
+from tests.instep.runs import NO_EVALUATION, Case, Layout, Result, Strike, check
+from tests.instep.units import check_sharded
+
+pytestmark = pytest.mark.slow
+
+PP2 = Layout("pp2-dp2", 2, pipeline=2)
+ALONE = Layout("pp2-dp1", 1, pipeline=2)
+NODES = ("a", "a", "b", "b")
+EVERY_2 = ("--recover-memory-tier", "auto", "--recover-memory-interval", "2")
+MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
+ADAM = tuple("--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear".split())
+"""As in test_sharded.py."""
+SHARDED = (*MODEL, *ADAM, "--use-distributed-optimizer")
+NODE_B = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
+"""All that hold the state of position 1, at once."""
+TRAVELLING = (Strike(0, 1, 5, "backward"), Strike(1, 1, 5, "snapshot"))
+"""Who gives the snapshot of position 1 has copied it, and nobody has got it."""
+AT_ONCE = (Strike(0, 1, 3, "backward"), Strike(1, 1, 3, "snapshot"))
+"""The same, where the one that has arrived is that of before the first step."""
+IN_THE_UPDATE = (Strike(0, 1, 6, "optimizer"), Strike(1, 1, 6, "optimizer"))
+"""All of position 1 once more: the step is committed, so it is lost, too."""
+COPIES = copies(PP2.grid.replicas, {worker: (node,) for worker, node in enumerate(NODES)}, "auto", Spread(2))
+SHARDS = part_of(PP2.grid.replicas[1][1], range(4), 2)
+"""The part of a snapshot that has a shard of position 1."""
+
+
+def corrupted(part: int) -> tuple[str, ...]:
+    """Of a part that a worker of node b gives, the copy on node a."""
+    (keeper,) = (worker for worker in COPIES[part] if NODES[worker] == "a")
+    return str(Path(__file__).with_name("corrupt_snapshot.py")), str(keeper), "6", str(part)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The loss of a node, and what it must lead to."""
+
+    name: str
+    case: Case
+    replicas: int
+    """That end the run."""
+    to: tuple[int, ...]
+    """The iterations one of which the run goes back to."""
+    when: str = ""
+    """See ``Case.patient``."""
+    said: str = ""
+    """By one of those who live."""
+    near: float = 1.0
+    """See ``check``."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LOST = Case(PP2, NODE_B, 8, flags=EVERY_2, nodes=NODES, model=MODEL)
+SCENARIOS = [
+    # What was taken before iteration 5 may be on its way still.
+    Scenario("replaced", replace(LOST, restarts=2, iterations=12), 2, (2, 4), when="9-:2"),
+    # 4: where the section in which it was begun was made again, by those who then give it.
+    Scenario("while a snapshot travels", replace(LOST, strikes=TRAVELLING), 1, (2, 4)),
+    Scenario("after the step", replace(LOST, strikes=IN_THE_UPDATE), 1, (2, 4)),
+    Scenario("in the first iterations", replace(LOST, strikes=AT_ONCE, model=(*MODEL, *ADAM)), 1, (0, 2)),
+    Scenario(
+        "a corrupted chunk", replace(LOST, train_with=corrupted(1), model=(*MODEL, *ADAM)), 1, (2,),
+        said="chunks [0] of the own copy of part 1 of the snapshot after iteration 4 are corrupted",
+    ),
+    Scenario(
+        "the only replica", replace(LOST, layout=ALONE, strikes=(Strike(0, 1, 6, "forward"),), restarts=1,
+                                    nodes=("a", "b")), 1, (2, 4),
+        said="waits up to 300 s for other workers",
+    ),
+    Scenario(
+        "copied when the update waits for it",
+        replace(LOST, train_with=(str(Path(__file__).with_name("late_copy.py")),)), 1, (2, 4),
+    ),
+]  # fmt: skip
+SPREAD = replace(LOST, model=SHARDED)
+DP4, EP2 = Layout("sharded-dp4", 4), "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+
+
+def at_once(layout: Layout, *workers: int) -> tuple[Strike, ...]:
+    """The loss of these workers in iteration 6."""
+    return tuple(Strike(*layout.grid.place(worker), 6, "forward") for worker in workers)
+
+
+def spread(name: str, layout: Layout, nodes: str, lost: tuple[int, ...], replicas: int, **more: Any) -> Scenario:
+    near = more.pop("near", 10.0)
+    case = replace(SPREAD, layout=layout, strikes=at_once(layout, *lost), nodes=tuple(nodes), **more)
+    return Scenario(name, case, replicas, (2, 4), near=near)
+
+
+SHARD_SCENARIOS = [
+    Scenario("after the step", replace(SPREAD, strikes=IN_THE_UPDATE), 1, (2, 4)),
+    Scenario("in the first iterations", replace(SPREAD, strikes=AT_ONCE), 1, (0, 2)),
+    Scenario("replaced", replace(SPREAD, restarts=2, iterations=12), 2, (2, 4), when="9-:2"),
+    Scenario("nobody comes", SPREAD, 1, (2, 4)),
+    Scenario("while a snapshot travels", replace(SPREAD, strikes=TRAVELLING), 1, (2, 4)),
+    Scenario(
+        "a corrupted chunk", replace(SPREAD, train_with=corrupted(SHARDS)), 1, (2,),
+        said=f"copy of part {SHARDS} of the snapshot after iteration 4 are corrupted",
+    ),
+    Scenario(
+        "the only replica", replace(SPREAD, layout=ALONE, strikes=(Strike(0, 1, 6, "forward"),), restarts=1,
+                                    nodes=("a", "b")), 1, (2, 4),
+        said="waits up to 300 s for other workers",
+    ),
+    spread("three replicas", Layout("sharded-pp2-dp3", 3, pipeline=2), "aaabbb", (3, 4, 5), 1),
+    spread("16 bits, parameters arrive later", Layout("sharded-bf16", 2, pipeline=2, flags=f"--bf16 {OVERLAP}"),
+           "aabb", (2, 3), 1, near=300.0),
+    spread("shadows in host memory", Layout("sharded-host", 2, pipeline=2,
+                                            flags=f"--bf16 {OVERLAP} --recover-shadow-device cpu"),
+           "aabb", (0, 1), 1, near=300.0),
+    spread("instances", Layout("sharded-instances", 4, flags="--num-distributed-optimizer-instances 2"),
+           "abab", (0, 2), 2),
+    spread("experts", Layout("sharded-experts", 3, inner_ranks=2, flags=EP2), "ababab", (1, 3, 5), 1),
+    spread("experts over all, replaced", Layout("sharded-experts-wide", 1, inner_ranks=2, flags=EP2), "ab", (1,), 1,
+           restarts=1),
+    spread("without shadows", replace(DP4, name="sharded-alone", flags="--recover-shadow-shards 0"), "abcd", (2,), 3),
+    spread("interleaved", Layout("sharded-interleaved", 2, pipeline=2,
+                                 flags=f"--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 {OVERLAP}"),
+           "aabb", (2, 3), 1),
+]  # fmt: skip
+
+
+def shard_groups(layout: Layout) -> Scenario:
+    """Node b has the second worker of every shard group of Megatron-FSDP."""
+    lost = tuple(Strike(replica, 1, 6, "backward") for replica in range(layout.replicas))
+    case = replace(LOST, layout=layout, strikes=lost, nodes=("a", "b") * layout.replicas, model=tuple(NO_EVALUATION))
+    return Scenario(layout.name, case, 1, (2, 4), near=hsdp.NEAR.get(layout, 10.0))
+
+
+GROUPS_OF_TWO = [hsdp.TWO, hsdp.OPTIMIZER, hsdp.SIXTEEN_BITS, hsdp.OUTER_TWO, hsdp.OUTER_THREE, hsdp.OUTER_SIXTEEN]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_a_lost_node_is_that_of_the_newest_snapshot(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, scenario: Scenario
+) -> None:
+    goes_back(forkserver, reference, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("scenario", some("shards in snapshots", SHARD_SCENARIOS, 2), ids=str)
+def test_so_is_one_with_shards_of_the_optimizer_and_all_their_shadows(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, scenario: Scenario
+) -> None:
+    goes_back(forkserver, reference, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("layout", some("shard groups in snapshots", GROUPS_OF_TWO, 1), ids=lambda its: its.name)
+def test_so_is_one_with_a_shard_of_every_shard_group(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
+) -> None:
+    goes_back(forkserver, reference, tmp_path, shard_groups(layout))
+
+
+def goes_back(forkserver: ForkServer, reference: Reference, tmp_path: Path, scenario: Scenario) -> None:
+    """Run it; it must be the failure-free run, by workers that stay the same processes, from a snapshot on."""
+    case = scenario.case
+    result = case.patient(scenario.when).run(forkserver, tmp_path) if scenario.when else case.run(forkserver, tmp_path)
+    near = 10.0 if "adam" in case.model else 1.0
+    same = check_sharded if case.model == SHARDED else check
+    same(result, reference(replace(case, nodes=())), max(near, scenario.near))
+    struck = {strike.worker(case.layout) for strike in case.strikes}
+    assert {result.ended.codes[w] for w in range(case.layout.grid.world) if w not in struck} == {0}, (
+        "the same processes"
+    )
+    assert result.replicas[-1] == scenario.replicas, result.told()
+    logs = "".join(path.read_text() for path in tmp_path.glob("worker-*.log"))
+    assert scenario.said in logs, result.told()
+    assert "memory tier: snapshots every 2 iterations; up to 0.000 GiB of host memory a worker" in logs, result.told()
+    (back,) = rollbacks(tmp_path)
+    assert back["to"] in scenario.to, result.told()
+    assert (back["tier"], back["folder"]) == ("memory", "")
+    committed = case.strikes[0].iteration - (case.strikes != IN_THE_UPDATE)
+    assert back["lost"] == committed - back["to"], result.told()
+    assert f"rolled back to iteration {back['to']} (from memory)" in logs, result.told()
+
+
+def rollbacks(out: Path) -> list[dict[str, Any]]:
+    """Their events."""
+    lines = (out / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "rolled back"]
+
+
+def test_where_no_node_has_all_of_a_position_nothing_is_kept(
+    forkserver: ForkServer, reference: Reference, tmp_path: Path
+) -> None:
+    case = replace(LOST, strikes=(), iterations=3, nodes=("a", "b", "a", "b"))
+    result: Result = case.run(forkserver, tmp_path)
+    check(result, reference(replace(case, nodes=())))
+    logs = "".join(path.read_text() for path in tmp_path.glob("worker-*.log"))
+    assert logs.count("memory tier: off: no node or other domain has all that hold a part of the state") == 1
+    assert "memory tier: snapshots" not in logs
+
+
+def test_a_host_without_the_memory_for_it_is_refused_at_the_start(forkserver: ForkServer, tmp_path: Path) -> None:
+    poor = (str(Path(__file__).with_name("poor_host.py")), "2")
+    result = replace(LOST, strikes=(), iterations=3, train_with=poor).run(forkserver, tmp_path)
+    logs = "".join(path.read_text() for path in tmp_path.glob("worker-*.log"))
+    assert 0 not in result.ended.codes, result.told()
+    assert result.steps == []
+    assert "GiB of host memory a worker, which a host does not have: none is taken" in logs
+    assert "--recover-memory-tier: the hosts do not have the memory for it" in logs

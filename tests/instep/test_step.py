@@ -1,0 +1,140 @@
+"""The step's state machine alone: what follows what. All that it calls is a record of having been called."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.instep.step import Outcome, Step
+
+NUMBER, TOTAL = 7, 4
+
+
+class Parts:
+    """Everything that a step needs, for a worker of replica 0 of two.
+
+    ``revoked``: which of its sums (1: the first) are revoked. ``committed``: what the plan after it says is over.
+    """
+
+    def __init__(self, revoked: Collection[int] = (), committed: int = NUMBER - 1) -> None:
+        self.calls: list[str] = []
+        self._revoked, self._committed, self._sums = revoked, committed, 0
+        self.gradients = self
+        self.columns: list[Any] = []
+        self.column: tuple[int, ...] = (0, 1)
+        self.replica, self.inner_rank, self.live = 0, 0, frozenset({0, 1})
+        self.epoch_groups = SimpleNamespace(over=False, open_rings=lambda rings: None, ring=lambda ring: None)
+        self.tried: set[int] = set()
+        self.decision = SimpleNamespace(rerun={0: [[2, 3]]})
+        self.extras_of_all, self.seconds = torch.zeros(1), dict[int, float]()
+        self.over = NUMBER - 1
+
+    # progress, assignment, orphan
+    def begin(self) -> int:
+        return NUMBER
+
+    def pending(self, number: int) -> None: ...
+
+    def share(self, total: int) -> list[list[int]]:
+        return [list(range(total // 2))]
+
+    def committed(self, number: int) -> bool:
+        return self.over >= number
+
+    def mark(self, phase: str, *, waiting: bool = False) -> None: ...
+
+    def inject(self, phase: str) -> None: ...
+
+    def check(self) -> None: ...
+
+    def agree(self, number: int) -> None:
+        self.calls.append(f"agree {number}")
+
+    # rendezvous
+    def committed_before_the_end(self, number: int) -> bool:
+        return False
+
+    def in_step(self, number: int, total: int, ran: list[int]) -> None:
+        self.calls.append(f"meet holding {ran}")
+        self.over = self._committed
+
+    # trainer
+    def compute(self, ids: list[int], *, again: bool) -> None:
+        self.calls.append(f"compute {ids}" + " again" * again)
+
+    def settle(self) -> None: ...
+
+    def extras(self) -> torch.Tensor:
+        return torch.zeros(1)
+
+    # gradients and the tail
+    def stream(self, groups: object, live: object) -> None: ...
+
+    def hold(self) -> None: ...
+
+    def pull(self, groups: object, live: object, tail: object) -> None:
+        self.calls.append("pull")
+
+    def set_aside(self) -> list[Any]:
+        return []
+
+    def reduce(self, groups: object, live: object, tail: object) -> None:
+        self._sums += 1
+        self.calls.append("sum")
+        if self._sums in self._revoked:
+            raise EpochRevoked("worker 1 died")
+
+    def fill(self, replica: int, ran: list[int], extras: object, share: float, pace: float) -> None: ...
+
+    def verify(self) -> dict[int, list[int]]:
+        return {0: [0, 1], 1: [2, 3]}
+
+
+def step(parts: Parts) -> Outcome:
+    recovery: Any = SimpleNamespace(progress=parts, assignment=parts, orphan=parts, rendezvous=parts)
+    tail: Any = SimpleNamespace(
+        column=(0, 1), fill=parts.fill, verify=parts.verify, extras=parts.extras_of_all, seconds={}
+    )
+    trainer: Any = parts
+    return Step(recovery, trainer, TOTAL, tail, 1.0).run()
+
+
+def test_without_a_death_it_computes_sums_and_agrees() -> None:
+    parts = Parts()
+    outcome = step(parts)
+    assert parts.calls == ["compute [0, 1]", "sum", "agree 7"]
+    assert outcome.counted == {0: [0, 1], 1: [2, 3]}
+    assert not outcome.reran
+    assert not outcome.seconds
+
+
+def test_after_a_death_the_lost_microbatches_alone_are_run_and_all_is_summed_and_agreed_again() -> None:
+    parts = Parts(revoked={1})
+    outcome = step(parts)
+    assert parts.calls == [
+        "compute [0, 1]", "sum", "meet holding [0, 1]", "pull", "compute [2, 3] again", "sum", "agree 7"
+    ]  # fmt: skip
+    assert outcome.reran == {0: [2, 3]}
+    assert not outcome.by_plan
+    assert set(outcome.seconds) == {"rendezvous", "regroup", "pull", "rerun", "reduce", "agree"}
+
+
+def test_what_the_plan_says_is_committed_is_not_made_again() -> None:
+    parts = Parts(revoked={1}, committed=NUMBER)
+    outcome = step(parts)
+    assert parts.calls == ["compute [0, 1]", "sum", "meet holding [0, 1]"]
+    assert outcome.by_plan
+    assert not outcome.reran
+
+
+def test_a_second_death_in_the_recovery_is_met_as_the_first_was() -> None:
+    parts = Parts(revoked={1, 2})
+    step(parts)
+    met = ["meet holding [0, 1]", "pull", "compute [2, 3] again", "sum"]
+    assert parts.calls[:6] == ["compute [0, 1]", "sum", *met]
+    assert parts.calls[6] == "meet holding [0, 1, 2, 3]"
+    assert parts.calls[-2:] == ["sum", "agree 7"]

@@ -1,0 +1,198 @@
+"""When nobody holds the state any more: what the plan goes back to, and with whom; what is left behind.  Pure."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recover_megatron.instep.decision import Beyond, JoinStatus, Rollback, Rules
+from recover_megatron.instep.grid import launch_grid
+from recover_megatron.instep.plan import decide
+from recover_megatron.instep.planner import Planner
+from recover_megatron.instep.timelines import MOST, merged
+
+TWO = launch_grid(4, tensor=2, context=1, pipeline=1, inner_ranks=1)
+THREE = launch_grid(6, tensor=2, context=1, pipeline=1, inner_ranks=1)
+KEPT = ((4, "save"), (2, "save"))
+
+
+def orphan(position: int | None, **fields: Any) -> JoinStatus:
+    """One that the loss of iteration 7 has left, in the first timeline."""
+    told = {"ready": True, "iteration": 7, "version": 6, "at": 7, "checkpoints": KEPT}
+    return JoinStatus(None, position, **{**told, **fields})
+
+
+ONLY_FIRST = {0: orphan(0), 2: orphan(0, version=7)}
+
+
+def test_without_a_checkpoint_the_state_is_lost() -> None:
+    decision = decide(5, {worker: replace(one, checkpoints=()) for worker, one in ONLY_FIRST.items()}, TWO)
+    assert (decision.grid, decision.rollback, decision.enough) == ({}, None, 0)
+    assert "nobody holds the state" in decision.state_lost
+
+
+def test_who_is_there_twice_builds_the_position_that_is_missing_and_then_all_go_back() -> None:
+    decision = decide(5, ONLY_FIRST, TWO)
+    assert (decision.grid, decision.rollback, decision.state_lost) == ({}, None, "")
+    (worker,) = decision.rebuild
+    assert (decision.rebuild, decision.enough) == ({worker: 1}, 1)
+    building = replace(ONLY_FIRST[worker], position=1, ready=False, building=True, version=None)
+    waiting = decide(6, {**ONLY_FIRST, worker: building}, TWO)
+    assert (waiting.grid, waiting.rollback, waiting.enough, waiting.state_lost) == ({}, None, 1, "")
+    built = decide(7, {**ONLY_FIRST, worker: replace(building, ready=True, building=False)}, TWO)
+    assert built.rollback == Rollback(4, "save", lost=2)
+    assert (built.iteration, built.version, built.timeline, built.at) == (5, 4, (7, 4), 8)
+    assert (list(built.grid.values()), built.fresh) == ([(({*ONLY_FIRST} - {worker}).pop(), worker)], (0,))
+
+
+def test_newcomers_that_have_the_position_are_taken() -> None:
+    newcomers = {4: JoinStatus(None, 1, ready=True), 5: JoinStatus(None, 1, ready=True)}
+    decision = decide(5, ONLY_FIRST | newcomers, TWO)
+    assert decision.rollback == Rollback(4, "save", lost=2)
+    assert decision.grid == {0: (0, 4), 1: (2, 5)}
+
+
+def test_nobody_goes_back_before_those_are_out_of_the_training_who_may_hold_the_state() -> None:
+    coming = orphan(1, ready=False, version=None)
+    decision = decide(5, {**ONLY_FIRST, 4: JoinStatus(None, 1, ready=True), 3: coming}, TWO)
+    assert (decision.grid, decision.rollback, decision.state_lost) == ({}, None, "")
+    assert decide(6, {**ONLY_FIRST, 3: orphan(1)}, TWO).rollback is None, "it has come, and holds it"
+
+
+def test_a_checkpoint_that_somebody_could_not_read_is_not_tried_again() -> None:
+    there = {**ONLY_FIRST, 4: JoinStatus(None, 1, ready=True)}
+    decision = decide(5, {**there, 2: replace(there[2], unreadable=(4,))}, TWO)
+    assert decision.rollback == Rollback(2, "save", lost=4)
+    decision = decide(5, {**there, 2: replace(there[2], unreadable=(4, 2))}, TWO)
+    assert decision.state_lost, "there is no other"
+    assert decision.enough == 0
+
+
+def test_what_a_worker_holds_of_what_was_left_behind_is_of_no_use() -> None:
+    """Both positions are there in iteration 6, but not of one timeline."""
+    back = (9, 4)
+    now = {"timeline": back, "state_of": 9, "iteration": 7, "version": 6}
+    statuses = {0: orphan(0, **now), 1: orphan(1), 3: orphan(1, timeline=back)}
+    decision = decide(12, statuses, TWO)
+    assert decision.rollback == Rollback(4, "save", lost=2)
+    assert decision.timeline == (12, 4)
+    both = decide(12, {**statuses, 5: orphan(1, **now)}, TWO)
+    assert (both.rollback, both.version, both.timeline, list(both.grid.values())) == (None, 6, back, [(0, 5)])
+
+
+def test_an_iteration_of_before_does_not_count() -> None:
+    """A spare that has not heard of it says iteration 70; the run is at 6, and 5 of it is held."""
+    now = {"timeline": (9, 4), "state_of": 9, "iteration": 6, "version": 5}
+    decision = decide(12, {0: orphan(0, **now), 1: orphan(1, **now), 2: orphan(0, iteration=70)}, TWO)
+    assert (decision.rollback, decision.version, decision.iteration) == (None, 5, 6)
+
+
+def test_while_a_replica_is_whole_nobody_goes_back() -> None:
+    whole = {4: JoinStatus(2, 0, 7, True, total=6), 5: JoinStatus(2, 1, 7, True, total=6)}
+    decision = decide(5, {**ONLY_FIRST, **whole}, THREE)
+    assert (decision.rollback, decision.grid) == (None, {2: (4, 5)})
+
+
+checkpoints = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["save", "load"])), max_size=5).map(tuple)
+
+
+@given(st.lists(checkpoints, min_size=2, max_size=2), st.lists(st.sets(st.integers(1, 9)), min_size=2, max_size=2))
+def test_all_go_back_to_the_newest_that_anybody_knows_and_everybody_could_read(
+    known: list[tuple[tuple[int, str], ...]], unreadable: list[set[int]]
+) -> None:
+    statuses = {
+        worker: orphan(worker, version=None, checkpoints=merged(its), unreadable=tuple(bad))
+        for worker, (its, bad) in enumerate(zip(known, unreadable, strict=True))
+    }
+    told = {checkpoint for status in statuses.values() for checkpoint in status.checkpoints}
+    readable = sorted(one for one in sorted(told)[-MOST:] if one[0] not in unreadable[0] | unreadable[1])
+    decision = decide(5, statuses, TWO)
+    if readable:
+        assert decision.rollback is not None
+        assert (decision.rollback.iteration, decision.rollback.source) == readable[-1]
+        assert decision.timeline == (5, readable[-1][0])
+    else:
+        assert decision.rollback is None
+        assert decision.state_lost
+
+
+@given(st.builds(orphan, st.none(), checkpoints=checkpoints, unreadable=st.tuples(st.integers(1, 9))))
+def test_a_status_is_the_same_after_its_way(status: JoinStatus) -> None:
+    assert JoinStatus.from_json(json.loads(json.dumps(status.to_json()))) == status
+
+
+def test_what_a_rollback_loses_is_told_by_the_next_one_if_it_was_not_carried_out() -> None:
+    """Another epoch came before anybody stood where the first one had placed it; nothing was committed since."""
+    first = decide(12, ONLY_FIRST | {4: JoinStatus(None, 1, ready=True), 5: JoinStatus(None, 1, ready=True)}, TWO)
+    assert first.rollback == Rollback(4, "save", lost=2)
+    now = {"timeline": first.timeline, "iteration": 5, "version": None, "state_of": 12, "undone": 7}
+    heard = {0: orphan(0, **now), 4: orphan(1, **now)}
+    assert decide(13, heard, TWO).rollback == Rollback(4, "save", lost=2)
+    still = {worker: replace(status, iteration=7) for worker, status in heard.items()}
+    assert decide(13, still, TWO).rollback == Rollback(4, "save", lost=2), "nobody had carried it out"
+    late = {7: JoinStatus(None, 1, ready=True)}
+    assert decide(13, heard | late, TWO).rollback == Rollback(4, "save", lost=2), "who was not there knows nothing"
+    over = {**heard, 4: replace(heard[4], undone=0)}
+    assert decide(13, over, TWO).rollback == Rollback(4, "save", lost=0), "one knows that it was: it is told of once"
+
+
+def test_a_rollback_is_undone_until_it_is_committed_whoever_has_logged_its_plan() -> None:
+    """Another epoch may come before all have loaded, and what this one goes back to may not be readable."""
+    told: list[JoinStatus] = []
+
+    def join(status: Mapping[str, Any], reason: str) -> Any:
+        told.append(JoinStatus.from_json(status))
+        every = {str(worker): its.to_json() for worker, its in joined.items()}
+        return SimpleNamespace(epoch=12, data={"statuses": every}, committed=session.committed)
+
+    session: Any = SimpleNamespace(opened_members=frozenset(), left=frozenset(), note=print, committed=6, join=join)
+    hooks: Any = SimpleNamespace(checkpoints=lambda: ((), ()), log=lambda *_, **__: None, describe=lambda decision: {})
+    mine: Any = SimpleNamespace(me=4, grid=TWO, replica=0, placed=True, lock=threading.Lock(), taken_up=None)
+    edges: Any = SimpleNamespace(look=lambda *_: (), told=lambda *_: None)
+    snapshots: Any = SimpleNamespace(told=dict, follow=lambda decision: None)
+    where: Any = {"node": "a", "domains": (), "device": None, "peer_store": "", "min_replicas": 1}
+    planner = Planner(session, hooks, mine, edges, Rules(), snapshots=snapshots, **where)
+
+    joined = ONLY_FIRST | {4: JoinStatus(None, 1, ready=True), 5: JoinStatus(None, 1, ready=True)}
+    for _ in range(3):
+        decision, _lost = planner.meet(orphan(4), "asked for")
+        assert decision.rollback == Rollback(4, "save", lost=2)
+        planner.log(decision, None, 0.0)
+    session.committed = decision.at
+    planner.meet(orphan(4), "asked for")
+    assert [status.undone for status in told] == [0, 7, 7, 0]
+
+
+def test_an_iteration_whose_step_was_committed_is_lost_too_whatever_of_it_was_still_to_be_done() -> None:
+    """An evaluation, a checkpoint, the update: the iteration under way is still 7, whose step is decision 21."""
+    there = {**ONLY_FIRST, 4: JoinStatus(None, 1, ready=True)}
+    there[2] = replace(there[2], last_step=(7, 21))
+    before, after = (decide(5, there, TWO, beyond=Beyond(committed)).rollback for committed in (20, 21))
+    assert before == Rollback(4, "save", lost=2)
+    assert after == Rollback(4, "save", lost=3, committed=True)
+    assert (before and before.under_way, after and after.under_way) == (7, 7)
+    again = {w: replace(s, timeline=(5, 4), undone=after.next if after else 0) for w, s in there.items()}
+    assert decide(6, again, TWO, beyond=Beyond(21)).rollback == Rollback(4, "save", lost=3), "it was not carried out"
+
+
+def test_a_step_of_what_was_left_behind_is_not_counted_once_more() -> None:
+    """Worker 0 has slept through a rollback from iteration 7 to 4."""
+    now = {"timeline": (9, 4), "state_of": 9, "iteration": 6, "version": 5, "last_step": (6, 30)}
+    statuses = {0: orphan(0, last_step=(7, 21)), 2: orphan(0, **now), 4: JoinStatus(None, 1, ready=True)}
+    assert decide(12, statuses, TWO, beyond=Beyond(29)).rollback == Rollback(4, "save", lost=1)
+
+
+def test_who_came_between_a_rollback_and_its_commit_knows_of_it_too() -> None:
+    """It is in the timeline then, and joins the next epoch with what it was told."""
+    now = {"timeline": (12, 4), "iteration": 5, "version": None, "state_of": 12, "undone": 7}
+    decision = decide(13, {0: orphan(0, **now), 4: JoinStatus(None, 0, ready=True)}, TWO)
+    assert (decision.rollback, decision.undone) == (None, 7), "position 1 is missing"
+    both = {worker: orphan(worker, **{**now, "undone": decision.undone}) for worker in (0, 1)}
+    assert decide(14, both, TWO).rollback == Rollback(4, "save", lost=2)

@@ -1,0 +1,108 @@
+"""What is wrong with a training's own flags is said by the launcher, before anything is imported or started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.launch import arguments, devices, preflight
+
+TRAINING = "pretrain_gpt_recover.py"
+GOOD = ["--recover", "--mock-data", "--tensor-model-parallel-size", "2"]
+
+
+def found(*script_args: str, world: int = 8) -> list[str]:
+    return preflight.check(TRAINING, script_args, world)
+
+
+def test_a_good_command_line_is_let_through() -> None:
+    assert found(*GOOD) == []
+    assert found("--help") == []
+
+
+@pytest.mark.parametrize(
+    ("script_args", "world", "words"),
+    [
+        (["--recover-hangtimeout", "5", *GOOD], 8, "unknown flag --recover-hangtimeout: did you mean --recover-hang-"),
+        (["--recover-hang-timeout", "soon", *GOOD], 8, "--recover-hang-timeout: invalid float value: 'soon'"),
+        (["--recover-heartbeat-timeout", "1", *GOOD], 8, "--recover-heartbeat-timeout 1 must be at least twice"),
+        (["--recover-inject", "1@2:backward", "--mock-data"], 8, "--recover-inject needs --recover"),
+        (["--recover-inject", "1@x:backward", *GOOD], 8, "--recover-inject: fault '1@x:backward': not of the form"),
+        (["--recover-inject", "8@1:backward", *GOOD], 8, "there is no worker 8, only 0 to 7"),
+        (["--recover-min-replicas", "5", *GOOD], 8, "this run has 4 at its launch (8 workers, 2 to a replica)"),
+        (["--pipeline-model-parallel-size=3", *GOOD], 8, "8 workers cannot hold whole replicas of 6"),
+        (["--expert-model-parallel-size", "8", *GOOD], 8, "cannot hold whole sets of experts, of 16 workers (EP 8)"),
+        (["--recover", "--micro-batch-size", "1"], 8, "no training data"),
+        (["--recover", "--data-path", "0.5", "here/x"], 8, "--data-path here/x: no here/x.bin and here/x.idx"),
+        (["--vocab-file", "none.json", *GOOD], 8, "--vocab-file none.json: no such file"),
+    ],
+)
+def test_each_mistake_is_one_line_with_what_to_change(script_args: list[str], world: int, words: str) -> None:
+    reasons = found(*script_args, world=world)
+    assert len(reasons) == 1, reasons
+    assert words in reasons[0]
+
+
+def test_a_fault_may_strike_a_worker_that_comes_to_a_run_that_may_grow() -> None:
+    assert found("--recover-inject", "8@1:backward", "--recover-max-replicas", "8", *GOOD) == []
+
+
+def test_data_that_is_there_or_elsewhere_is_no_mistake(tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"text{suffix}").touch()
+    assert found("--data-path", str(tmp_path / "text")) == []
+    assert found("--data-path", "s3://bucket/text") == []
+    assert found("--yaml-cfg", "all.yaml", "--tensor-model-parallel-size", "3") == []
+
+
+def test_of_a_script_that_is_not_megatrons_only_our_own_flags_are_looked_at() -> None:
+    assert preflight.check("mine.py", ["--recover", "--tensor-model-parallel-size", "3"], 8) == []
+    assert len(preflight.check("mine.py", ["--recover", "--recover-spare", "3"], 8)) == 1
+    assert preflight.check("mine.py", ["--recover-spare", "3"], 8) == []
+
+
+def test_the_words_of_torchrun_for_the_number_of_processes_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        (tmp_path / f"0000:0{number}:00.0").mkdir()
+    assert devices.processes("gpu", {}, tmp_path) == devices.processes("auto", {}, tmp_path) == 4
+    assert devices.processes("gpu", {"CUDA_VISIBLE_DEVICES": "2,3"}, tmp_path) == 2
+    assert devices.gpus({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, tmp_path) == 1
+    assert devices.gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    none = tmp_path / "no driver"
+    assert devices.processes("auto", {}, none) == devices.processes("cpu", {}, none) >= 1
+    assert devices.processes("8", {}, none) is None
+    with pytest.raises(ValueError, match="no GPU"):
+        devices.processes("gpu", {}, none)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    options, reasons = arguments.parse(["--nproc-per-node", "gpu", "train.py"])
+    assert (options.nproc_per_node, reasons) == (3, [])
+
+
+def test_a_range_of_nodes_is_refused_with_what_does_its_work() -> None:
+    assert arguments.parse(["--nnodes", "2:2", "--node-rank", "1", "train.py"])[0].nnodes == 2
+    _, reasons = arguments.parse(["--nnodes", "1:4", "train.py"])
+    assert len(reasons) == 1
+    assert "give --nnodes 4" in reasons[0]
+    assert "recover-run --join" in reasons[0]
+
+
+def test_check_says_what_it_finds_and_starts_nothing_and_imports_no_torch(tmp_path: Path) -> None:
+    probe = (
+        "import sys; from recover_megatron.launch import command; code = command.run(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    line = [sys.executable, "-c", probe, "--check", "--nnodes", "2", "--nproc-per-node", "4", TRAINING]
+    good = subprocess.run([*line, *GOOD], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    assert good.returncode == 0, good.stderr
+    assert "all checks have passed; without --check this would start 4 workers on this node, 8 on all" in good.stderr
+    bad = subprocess.run(
+        [*line, *GOOD, "--recover-min-replicas", "9"], capture_output=True, text=True, cwd=tmp_path, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert bad.returncode == 2
+    assert "--recover-min-replicas 9: this run has 4" in bad.stderr

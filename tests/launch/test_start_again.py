@@ -1,0 +1,195 @@
+"""Workers die before the training has begun: with --max-restarts or spares the start is made again, at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+
+from recover_megatron.launch import guest
+from recover_megatron.membership.errors import EXIT_NO_REPLICA
+from recover_megatron.run_log.steps import audit_problem, read_steps
+from tests.drawn import some
+from tests.harness.processes import free_port
+from tests.harness.waiting import eventually, written_lines
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE
+
+from .conftest import Bench, Launch
+from .pretrain_struck import POINTS
+from .test_start_up import SECRET
+
+pytestmark = pytest.mark.slow
+PATIENCE = 300
+"""Seconds for a training: a loaded machine imports torch for minutes."""
+
+STRUCK = Path(__file__).with_name("pretrain_struck.py")
+DIES = """
+    import os, signal, sys, time
+    from pathlib import Path
+
+    rank, times = os.environ["RECOVER_WORKER_ID"], int(sys.argv[1])  # a spare has the rank of another one
+    ups = Path(f"ups-{rank}")
+    with ups.open("a") as file:
+        file.write(f"{os.getpid()}\\n")
+    tries = len(ups.read_text().split())
+    print("UP", rank, flush=True)
+    if rank in sys.argv[2].split(",") and tries <= times:
+        all_ups = [Path(f"ups-{r}") for r in range(int(os.environ["WORLD_SIZE"]))]
+        while not all(other.exists() and len(other.read_text().split()) >= tries for other in all_ups):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if tries <= times:
+        time.sleep(1000)
+    """
+
+
+def ups(bench: Bench, rank: int) -> list[str]:
+    return written_lines(bench.folder / f"ups-{rank}")
+
+
+@pytest.mark.parametrize("again", [["--max-restarts", 2], []])
+@pytest.mark.parametrize("victims", some("start again", ["1", "0,2"], 1))
+def test_a_launch_whose_workers_are_killed_starts_again_as_often_as_it_may(
+    bench: Bench, victims: str, again: list[object]
+) -> None:
+    spares = [] if again else ["--recover-spares", 1]
+    argv = [*again, "--nproc-per-node", 3, "--log-dir", "logs", bench.script(DIES), 1, victims, "--recover", *spares]
+    launch = bench.start(*argv)
+    assert launch.wait() == 0, launch.err
+    most = 2 if again else 1
+    said = [line for line in launch.err.splitlines() if "the start is made again" in line]
+    assert len(said) == 1
+    assert (
+        f"the training has not begun, and needs all workers: the start is made again (1 of at most {most})" in said[0]
+    )
+    pids = {pid for rank in range(3) for pid in ups(bench, rank)}
+    assert len(pids) == 6
+    assert launch.left() == []
+
+
+def test_the_last_start_that_fails_ends_the_launch_with_a_code_that_is_requeued(bench: Bench) -> None:
+    script = bench.script(DIES)
+    launch = bench.start("--max-restarts", 2, "--nproc-per-node", 2, script, 1000, "1", "--recover")
+    assert launch.wait() == 10, launch.err
+    assert launch.err.count("the start is made again") == 2
+    assert launch.err.count("the launch ends with exit code 10") == 1
+    assert len(ups(bench, 1)) == 3
+
+
+def test_a_fault_of_the_work_is_not_tried_again(bench: Bench) -> None:
+    script = bench.script("raise ValueError('no such token')")
+    launch = bench.start("--max-restarts", 2, "--nproc-per-node", 2, script, "--recover")
+    assert launch.wait() == 1, launch.err
+    assert "the start is made again" not in launch.err
+
+
+def test_a_signal_ends_a_launch_that_is_about_to_start_again(bench: Bench) -> None:
+    script = bench.script(DIES)
+    launch = bench.start("--max-restarts", 100_000, "--nproc-per-node", 2, script, 100_000, "0", "--recover")
+    launch.wait_for("the start is made again", times=2)
+    launch.send(signal.SIGTERM)
+    assert launch.wait() in (143, -signal.SIGTERM)
+    assert launch.left() == []
+
+
+def nodes(bench: Bench, *argv: object, per_node: int = 2, environment: dict[str, str] | None = None) -> list[Launch]:
+    options = ["--nnodes", 2, "--nproc-per-node", per_node, "--master-port", free_port(), "--log-dir", "logs"]
+    options += ["--max-restarts", 2]
+    return [
+        bench.start(*options, "--node-rank", node, *argv, environment={**SECRET, **(environment or {})})
+        for node in (0, 1)
+    ]
+
+
+@pytest.mark.xdist_group("several nodes")
+@pytest.mark.parametrize("victims", some("start again nodes", ["0", "3", "1,2"], 1))
+def test_all_launchers_of_a_launch_start_again_together(bench: Bench, victims: str) -> None:
+    started = nodes(bench, bench.script(DIES), 2, victims, "--recover")
+    began = time.monotonic()
+    assert [launch.wait() for launch in started] == [0, 0], [launch.err for launch in started]
+    print(f"{time.monotonic() - began:.1f} s for three starts")
+    assert [len(ups(bench, rank)) for rank in range(4)] == [3] * 4
+    for launch in started:
+        assert launch.left() == []
+
+
+@pytest.mark.xdist_group("several nodes")
+@pytest.mark.parametrize("victim", some("launcher at the start", [0, 1], 1))
+def test_without_a_launcher_the_start_is_not_made_again(bench: Bench, victim: int) -> None:
+    started = nodes(bench, bench.script(DIES), 1, "none", "--recover")
+    eventually(lambda: all((bench.folder / f"ups-{rank}").exists() for rank in range(4)), "all are up")
+    os.kill(started[victim].pid, signal.SIGKILL)
+    other = started[1 - victim]
+    assert other.wait() == 10, other.err
+    assert "the start is made again" not in other.err
+
+
+def trained(bench: Bench, runs: list[Launch]) -> dict[int, float]:
+    for launch in runs:
+        launch.process.wait(PATIENCE)
+    assert [launch.wait() for launch in runs] == [0] * len(runs), [launch.err[-3000:] for launch in runs]
+    steps = list(read_steps(bench.folder / "logs" / "steps.jsonl"))
+    assert [audit_problem(step) for step in steps] == [None] * len(steps)
+    return {step.iteration: step.loss for step in steps}
+
+
+def training(point: str, victims: str, folder: Path) -> tuple[list[object], dict[str, str]]:
+    argv = [STRUCK, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", 6, "--recover", "--load", folder / "none"]
+    struck = {"STRUCK_AT": point, "STRUCK_RANKS": victims, "STRUCK_FOLDER": str(folder)}
+    return argv, struck
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    bench = Bench(tmp_path_factory.mktemp("undisturbed"))
+    argv, struck = training("join", "none", bench.folder)
+    try:
+        launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *argv, environment=struck)
+        losses = trained(bench, [launch])
+        assert sorted(losses) == list(range(1, 7))
+        return losses
+    finally:
+        for launch in bench.launches:
+            launch.clean_up()
+
+
+CELLS = [(point, victims, several) for point in POINTS for victims in ("0", "1", "0,1") for several in (False, True)]
+
+
+@pytest.mark.xdist_group("several nodes")
+@pytest.mark.parametrize(("point", "victims", "several"), some("struck at the start", CELLS, 1))
+def test_a_training_whose_workers_died_at_the_start_is_the_undisturbed_one(
+    bench: Bench, undisturbed: dict[int, float], point: str, victims: str, several: bool
+) -> None:
+    """Of two workers, on one node or two."""
+    argv, struck = training(point, victims, bench.folder)
+    if several:
+        runs = nodes(bench, *argv, per_node=1, environment=struck)
+    else:
+        options = ["--nproc-per-node", 2, "--max-restarts", 2, "--log-dir", "logs"]
+        runs = [bench.start(*options, *argv, environment=struck)]
+    assert trained(bench, runs) == undisturbed
+    assert "the start is made again" in "".join(launch.err for launch in runs)
+    assert (bench.folder / f"struck-{victims[0]}").exists()
+
+
+def test_a_node_whose_node_0_does_not_make_the_start_again_waits_no_longer_than_for_the_others(monkeypatch) -> None:
+    told: list[tuple] = []
+    plan = SimpleNamespace(
+        attempt=1, rendezvous_timeout=0.5, master_addr="127.0.0.1", master_port=1, node_rank=1, host="b"
+    )
+    monkeypatch.setattr(guest, "join_store", lambda *_: object())
+    monkeypatch.setattr(guest.Guest, "_look", lambda *_: {"attempt": 0})  # the store of the start before stays up
+    events = SimpleNamespace(failed="failed")
+    thread = Thread(target=guest.Guest(plan, None, events, lambda *words: told.append(words)).run, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    ((event, reason, code),) = told
+    assert (event, code) == ("failed", EXIT_NO_REPLICA)
+    assert "has not made the start again within 0.5 s" in reason

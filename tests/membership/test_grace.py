@@ -1,0 +1,456 @@
+"""A replica that is late is set aside, and comes back: who is (pure), and what becomes of it (a simulated network)."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cluster import check_one_lineage, cluster
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulation import SETTINGS as SHORT
+from simulation import World
+from test_protocol_properties import every_wait_ends
+
+from recover_megatron.membership.coordinator import State
+from recover_megatron.membership.detect import STEP_PHASES, WorkerProgress, behind
+from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA
+from recover_megatron.membership.records import to_runs
+from recover_megatron.membership.roster import Fate
+
+SETTINGS = replace(SHORT, grace=4.0)
+PAIRS = {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
+
+
+def waits(worker: int, since: float = 1.0, heard: float = 100.0) -> WorkerProgress:
+    return WorkerProgress(worker, waiting_since=since, heard=heard, phase="reduce-scatter")
+
+
+def works(worker: int, phase: str = "forward", allow: float = 0.0) -> WorkerProgress:
+    return WorkerProgress(worker, phase=phase, allow=allow, heard=100.0)
+
+
+def late(*group: WorkerProgress, now: float = 100.0, **settings: float) -> set[int]:
+    return set(behind(group, PAIRS, now, replace(SETTINGS, **settings)))  # type: ignore[arg-type]
+
+
+def test_the_one_replica_for_which_all_others_have_waited_for_the_grace_is_late() -> None:
+    others = [waits(worker) for worker in (2, 3, 4)]
+    assert late(works(0), works(1), *others, waits(5, since=95.9)) == {0, 1}
+    assert late(works(0), waits(1), *others, waits(5, since=95.9)) == {0, 1}  # a replica computes as a whole
+    assert late(works(0), works(1), *others, waits(5, since=96.1)) == set()  # the last of them has just come
+    assert late(works(0), works(1), *others, works(5)) == set()  # two are late
+    assert late(*[waits(worker) for worker in PAIRS]) == set()  # nobody is
+    assert late(works(0), works(1), *others, waits(5), grace=0.0) == set()
+    assert late(works(0), works(1), *others, waits(5), min_replicas=3) == set()
+
+
+def test_who_waits_and_is_not_heard_any_more_is_late_and_who_does_something_else_is_not() -> None:
+    others = [waits(worker) for worker in (1, 2, 3, 4, 5)]
+    assert late(waits(0, heard=95.0), *others) == {0, 1}
+    assert late(waits(0, heard=97.0), *others) == set()
+    assert late(works(0, "optimizer"), *others) == {0, 1}  # stopped in the next step, before its next heartbeat
+    assert late(works(0, "checkpoint"), *others) == set()
+    assert late(works(0, allow=600.0), *others) == set()  # compiles
+    assert late(works(0, "data", allow=SETTINGS.stall_timeout), *others) == {0, 1}
+    assert late(works(9), *others[1:]) == set()  # a spare
+
+
+@given(st.lists(st.tuples(st.sampled_from([*STEP_PHASES, "eval"]), st.booleans()), min_size=6, max_size=6))
+def test_never_two_replicas_and_never_a_part_of_one(workers: list[tuple[str, bool]]) -> None:
+    group = [WorkerProgress(n, phase=p, waiting_since=1.0 if w else None) for n, (p, w) in enumerate(workers)]
+    found = late(*group)
+    assert found in (set(), {0, 1}, {2, 3}, {4, 5})
+    assert not any(workers[n][1] and workers[n ^ 1][1] for n in found)
+
+
+# -- the state machines over a simulated network -----------------------------------------------------------------------
+
+
+def running(workers: int = 4, node_agents: bool = True) -> World:
+    world = World(workers, node_agents=node_agents, settings=SETTINGS)
+    world.run_fairly(10)
+    assert world.commits
+    return world
+
+
+def fates(world: World) -> list[str]:
+    return [worker.fate.value for _, worker in sorted(world.coordinators[0].roster.workers.items())]
+
+
+def goes_on(world: World, seconds: float = 20) -> None:
+    before = max(world.commits)
+    world.run_fairly(seconds)
+    assert max(world.commits) > before
+
+
+def be_late(world: World, number: int, also_busy: int | None = None) -> None:
+    """It computes, and the others wait for it; ``also_busy`` does not join the epoch that leaves it out."""
+    world.worker(number).mark(99, "forward", None, False, 0.0)
+    world.busy.add(number)
+    while fates(world)[number] != "aside":
+        world.run_fairly(0.25, step=0.25)
+        if also_busy is not None and world.worker(also_busy).done > world.worker(also_busy).committed:
+            world.busy.add(also_busy)
+    if also_busy is None:
+        world.run_fairly(4)
+    assert fates(world)[number] == "aside"
+
+
+def test_who_is_late_is_set_aside_the_others_commit_and_it_is_back_when_it_asks() -> None:
+    world = running()
+    be_late(world, 1)
+    goes_on(world, 5)
+    (row,) = [row for row in world.coordinators[0].view(world.now)["workers"] if row["fate"] != "live"]
+    assert row["fate"] == "aside"
+    assert "late by more than 4 s" in row["why"]
+    assert 1 not in world.coordinators[0].epochs.formed.members
+    world.busy.clear()
+    world.run_fairly(5)
+    assert fates(world) == ["live"] * 4
+    assert 1 in world.coordinators[0].epochs.formed.members
+    goes_on(world)
+    assert not [record for record in world.log if record["event"] == "fault"]
+
+
+def test_who_was_stopped_comes_back_too_and_who_stays_away_is_put_out() -> None:
+    world = running()
+    world.worker(1).mark(99, "forward", None, False, 0.0)
+    world.busy.add(1)
+    world.run_fairly(2)
+    world.frozen.add("w1")
+    world.run_fairly(SETTINGS.grace + 4)
+    assert fates(world)[1] == "aside"
+    world.frozen.clear()
+    world.busy.clear()
+    world.run_fairly(8)
+    assert fates(world) == ["live"] * 4
+    be_late(world, 2)
+    world.frozen.add("w2")
+    world.run_fairly(SETTINGS.hang_timeout + 4)
+    assert fates(world)[2] in ("out", "dead")
+    goes_on(world)
+
+
+@pytest.mark.parametrize("other", [0, 3])
+def test_a_death_while_one_is_aside_and_the_death_of_that_one_are_survived(other: int) -> None:
+    world = running()
+    be_late(world, 1)
+    world.kill_worker(other)
+    world.run_fairly(5)
+    goes_on(world)
+    world.kill_worker(1)
+    world.run_fairly(5)
+    assert fates(world)[1] == "dead"
+    goes_on(world)
+
+
+def stop(world: World, number: int) -> None:
+    """It is stopped in the middle of a step: it hears nothing, and the others wait for it."""
+    world.worker(number).mark(99, "forward", None, False, 0.0)
+    world.busy.add(number)
+    world.run_fairly(2)
+    world.frozen.add(f"w{number}")
+    world.run_fairly(SETTINGS.grace + 4)
+    assert fates(world)[number] == "aside"
+
+
+def comes_back(world: World, number: int, candidate: int) -> None:
+    """It moves again, has a place, nothing is committed twice, and nobody was lost."""
+    world.frozen.clear()
+    world.busy.clear()
+    world.run_fairly(2 * SETTINGS.heartbeat_timeout + 5)
+    coordinator = world.coordinators[candidate]
+    assert number in coordinator.epochs.formed.members
+    assert coordinator.roster.workers[number].fate is Fate.LIVE
+    assert world.worker(number).plan.epoch == coordinator.epochs.formed.epoch
+    goes_on(world)
+    assert not [record for record in world.log if record["event"] == "fault"]
+
+
+@pytest.mark.parametrize("wakes", ["at once", "later"])
+@pytest.mark.parametrize(("knows", "node_agents"), [(True, True), (True, False), (False, True)])
+def test_who_is_aside_outlives_the_coordinator_whether_it_has_heard_that_it_is_aside(
+    knows: bool, node_agents: bool, wakes: str
+) -> None:
+    """What the lost coordinator had sent to a worker that was stopped may be lost with it: the others tell the next."""
+    world = running(node_agents=node_agents)
+    if knows:
+        be_late(world, 1)
+        assert world.worker(1).presentation.aside == {1}
+    else:
+        stop(world, 1)
+    world.kill_coordinator(0, lose=True)
+    if wakes == "later":
+        world.run_fairly(3 * SETTINGS.heartbeat_timeout)
+        assert world.coordinators[1].roster.workers[1].fate is Fate.ASIDE
+        goes_on(world, 5)
+    comes_back(world, 1, candidate=1)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_who_is_aside_and_loses_its_connection_makes_another(stopped: bool) -> None:
+    world = running()
+    (stop if stopped else be_late)(world, 1)
+    connection = world.current["w1"]
+    assert connection is not None
+    world.break_up(connection)
+    goes_on(world, 5)
+    assert fates(world)[1] == "aside"
+    comes_back(world, 1, candidate=0)
+
+
+@pytest.mark.parametrize("formed", [True, False])
+@pytest.mark.parametrize("lost", ["connection", "coordinator"])
+def test_who_has_asked_for_its_place_and_loses_its_connection_or_its_coordinator_has_the_place(
+    lost: str, formed: bool
+) -> None:
+    """Whether the epoch that leaves it out was formed before that, or one of its members has not joined it yet."""
+    world = running()
+    if formed:
+        be_late(world, 1)
+    else:
+        be_late(world, 1, also_busy=0)
+    world.busy.discard(1)
+    while not [record for record in world.log if record["event"] == "back"]:
+        world.act(1)
+        number, _ = next(pair for pair in world.deliverable() if world.connections[pair[0]].owner == "w1")
+        world.deliver(number, "up" if world.connections[number].up else "down")
+    if lost == "connection":
+        connection = world.current["w1"]
+        assert connection is not None
+        world.break_up(connection)
+    else:
+        world.kill_coordinator(0, lose=True)
+    comes_back(world, 1, candidate=0 if lost == "connection" else 1)
+
+
+def test_who_was_put_out_while_it_was_aside_stays_out_under_the_next_coordinator() -> None:
+    world = running()
+    stop(world, 1)
+    world.run_fairly(SETTINGS.hang_timeout + 4)
+    world.kill_coordinator(0)
+    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
+    world.frozen.clear()
+    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
+    assert 1 not in world.coordinators[1].epochs.formed.members
+    goes_on(world)
+
+
+def stops(world: World) -> list[tuple[int, str]]:
+    return [(record["code"], record["reason"]) for record in world.log if record["event"] == "stop"]
+
+
+@pytest.mark.parametrize("node_agents", [True, False])
+@pytest.mark.parametrize("woken", ["before", "after"])
+@pytest.mark.parametrize("spares", [set(), {0}])
+def test_who_is_aside_goes_on_alone_when_all_others_are_lost(spares: set[int], woken: str, node_agents: bool) -> None:
+    """Whether it asks for its place before or after they are; a spare that is left has nothing to go on from.
+
+    Its first plan tells what was committed without it, and nothing does before.
+    """
+    world = World(4, node_agents=node_agents, settings=SETTINGS)
+    world.spares = spares
+    world.run_fairly(10)
+    be_late(world, 1)
+    goes_on(world, 5)
+    newest, before = max(world.commits), world.worker(1).committed
+    assert newest > before
+    if woken == "before":  # nobody has heard of it yet
+        world.busy.clear()
+        world.act(1)
+    for worker in {0, 2, 3} - spares:
+        world.kill_worker(worker)
+    world.run_fairly(2)
+    if woken == "after":
+        assert not stops(world)
+        assert world.worker(1).committed == before
+        world.busy.clear()
+    world.run_fairly(4)
+    alone = [record for record in world.log if record["event"] == "plan" and record["members"] == to_runs({1} | spares)]
+    (epoch,) = alone
+    assert epoch["committed"] >= newest
+    goes_on(world)
+    assert not stops(world)
+
+
+def test_all_workers_of_a_replica_that_is_aside_are_waited_for_and_one_that_stays_away_is_put_out() -> None:
+    world = running(6)
+    for worker in range(6):
+        world.worker(worker).place = (worker // 2, worker % 2, 1)
+    for worker in (2, 3):
+        world.worker(worker).mark(99, "forward", None, False, 0.0)
+        world.busy.add(worker)
+    world.run_fairly(SETTINGS.grace + 6)
+    assert fates(world)[2:4] == ["aside", "aside"]
+    for worker in (0, 1, 4, 5):
+        world.kill_worker(worker)
+    world.busy.discard(2)
+    world.run_fairly(SETTINGS.hang_timeout / 2)
+    assert (world.coordinators[0].state, fates(world)[2:4]) == (State.RENDEZVOUS, ["live", "aside"])
+    world.run_fairly(SETTINGS.hang_timeout)
+    assert world.coordinators[0].epochs.formed.members == {2}
+    assert fates(world)[3] in ("out", "dead")
+
+
+def test_an_heir_that_dies_too_ends_the_run() -> None:
+    world = running()
+    be_late(world, 1)
+    for worker in (0, 2, 3):
+        world.kill_worker(worker)
+    world.run_fairly(2)
+    assert not stops(world)
+    world.kill_worker(1)
+    world.run_fairly(2)
+    assert stops(world) == [(EXIT_NO_REPLICA, "no live worker is left")]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_who_is_aside_goes_on_alone_only_when_the_others_are_gone_for_certain(told: bool) -> None:
+    """``told``: their launchers see them end. Else they may be running where nobody reaches them."""
+    world = running()
+    be_late(world, 1)
+    world.busy.clear()
+    world.act(1)
+    for worker in (0, 2, 3):
+        world.kill_worker(worker, silently=True)
+    if not told:
+        world.unreported.clear()
+        world.frozen |= {"node0", "node1"}
+    world.run_fairly(SETTINGS.stall_timeout + 8 * SETTINGS.heartbeat_timeout)
+    if told:
+        goes_on(world)
+    else:
+        ((code, reason),) = stops(world)
+        assert code == EXIT_LOST_MAJORITY, reason
+
+
+def test_others_that_have_finished_while_one_was_aside_leave_nothing_to_do() -> None:
+    world = running()
+    world.members_finish = True
+    be_late(world, 1)
+    for worker in (0, 2, 3):
+        world._member_effects(f"w{worker}", world.worker(worker).leave())
+        world.busy.add(worker)
+    world.run_fairly(2)
+    assert [code for code, _ in stops(world)] == [0]
+
+
+AROUND = st.lists(
+    st.one_of(
+        st.tuples(st.just("deliver"), st.integers(0, 30)),
+        st.tuples(st.just("act"), st.integers(0, 3)),
+        st.tuples(st.just("run"), st.sampled_from([1, 1, 2, 6, 12])),
+        st.tuples(st.just("kill"), st.integers(0, 3)),
+        st.tuples(st.just("kill coordinator"), st.integers(0, 2)),
+        st.tuples(st.just("restart coordinator"), st.integers(0, 2)),
+        st.tuples(st.just("break"), st.integers(0, 3)),
+        st.tuples(st.sampled_from(["stop", "busy", "wake"]), st.integers(0, 3)),
+    ),
+    min_size=4,
+    max_size=30,
+)
+
+
+def around(world: World, move: tuple[str, int]) -> None:
+    kind, a = move
+    match kind:
+        case "deliver":
+            if pairs := world.deliverable():
+                world.deliver(*pairs[a % len(pairs)])
+        case "act":
+            world.act(a)
+        case "run":
+            world.run_fairly(a)
+        case "kill":
+            if world.running(f"w{a}"):
+                world.kill_worker(a)
+        case "kill coordinator":
+            if len(world.coordinators) > 1:
+                world.kill_coordinator(a, lose=True)
+        case "restart coordinator":
+            world.start_coordinator(a)
+        case "break":
+            connection = world.current[f"w{a}"]
+            if connection is not None and connection.candidate in world.coordinators:
+                world.break_up(connection)
+        case "stop" | "busy":
+            if world.running(f"w{a}"):
+                world.worker(a).mark(99, "forward", None, False, 0.0)
+                world.busy.add(a)
+                if kind == "stop":
+                    world.frozen.add(f"w{a}")
+        case "wake":
+            world.busy.discard(a)
+            world.frozen.discard(f"w{a}")
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(AROUND, st.booleans(), st.booleans(), st.sets(st.sampled_from([0, 3])))
+def test_one_lineage_and_every_wait_ends_whatever_happens_while_one_is_aside(
+    moves: list[tuple[str, int]], node_agents: bool, stopped: bool, spares: set[int]
+) -> None:
+    world = World(4, candidates=3, node_agents=node_agents, settings=SETTINGS)
+    world.spares = spares
+    world.run_fairly(10)
+    (stop if stopped and node_agents else be_late)(world, 1)
+    for move in moves:
+        around(world, move)
+    world.frozen.clear()
+    every_wait_ends(world)
+
+
+def test_a_node_with_a_replica_aside_is_not_drained_before_that_is_back_and_has_left() -> None:
+    world = running()
+    world.drains_nodes = True
+    be_late(world, 2)
+    world.drain(0, 1)
+    world.run_fairly(4)
+
+    def row() -> tuple[str, list[list[int]]]:
+        (row,) = world.coordinators[0].view(world.now)["drains"]
+        return row["state"], row["workers"]
+
+    assert (fates(world)[2:], row()) == (["aside", "left"], ("moving", [[2, 2]]))
+    world.busy.clear()
+    world.run_fairly(8)
+    assert (fates(world)[2:], row()) == (["left", "left"], ("drained", []))
+    assert world.coordinators[0].epochs.formed.members == {0, 1}
+    goes_on(world)
+
+
+# -- real processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["coordinator", "others"])
+def test_a_stopped_process_that_is_aside_comes_back_whoever_is_killed_meanwhile(tmp_path: Path, lost: str) -> None:
+    """The coordinator, whose next one it turns to when it goes on; or all other workers: then it goes on alone."""
+    with cluster(tmp_path, heartbeat_interval=0.2, heartbeat_timeout=5.0, grace=1.0) as run:
+        run.start_coordinators(3, 2, (), (), "--grace", "1")
+        run.start_node_agent()
+        run.start_workers(3, phase="forward", step=0.05)
+        # By then its heartbeats, five times a second, have told that it is in a step.
+        run.workers[1].wait_for(lambda line: line["event"] == "commit" and line["iteration"] >= 20)
+        run.workers[1].kill(signal.SIGSTOP)
+        run.wait_event("aside", worker=1)
+        run.go_on_without(1)
+        if lost == "coordinator":
+            run.coordinators[0].kill()
+            run.wait_event("lead", candidate=1)
+            run.go_on_without(1)
+        else:
+            for other in (0, 2):
+                run.workers[other].kill()
+            run.wait_event("waits", workers=[[1, 1]])
+        start = run.workers[1].says()
+        run.workers[1].kill(signal.SIGCONT)
+        members = [1] if lost == "others" else [0, 1, 2]
+        run.workers[1].wait_for(lambda line: line["event"] == "plan" and line["members"] == members)
+        run.workers[1].event("commit", start=start + 1)
+        check_one_lineage(run)
+        faults = {e["worker"] for candidate in range(2) for e in run.events(candidate) if e["event"] == "fault"}
+        assert faults == ({0, 2} if lost == "others" else set())

@@ -1,0 +1,381 @@
+"""A witness tells which nodes are off: who is left goes on, however few they are, and nobody else ever does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulation import SETTINGS, PropertyViolated, World
+from test_protocol_properties import MOVES, Moves, explore, members_out, world_of
+
+from recover_megatron.membership import witness
+from recover_megatron.membership.candidates import AddedCandidates
+from recover_megatron.membership.events import Outbox, Send, Statement
+from recover_megatron.membership.records import JOINED_FROM
+from recover_megatron.membership.roster import NodeAgentStatus, Roster
+from recover_megatron.membership.wire import TO_MEMBER, encode, parse
+from recover_megatron.membership.witness import Witness, alone
+
+NODES = frozenset({"a", "b", "c"})
+NOBODY: frozenset[int] = frozenset()
+
+
+def rests(
+    off: str = "bc",
+    here: Mapping[str, set[int]] | None = None,
+    missing: set[int] | None = None,
+    gone: set[int] | None = None,
+) -> bool:
+    """Workers 0 and 1 are left, on node a, of six on three nodes."""
+    here = {"a": {0, 1}} if here is None else here
+    missing = {2, 3, 4, 5} if missing is None else missing
+    return alone(frozenset({0, 1}), frozenset(missing), frozenset(gone or ()), NODES, frozenset(off), here)
+
+
+def test_whoever_is_left_is_alone_when_every_other_node_is_off() -> None:
+    assert rests()
+    assert rests(missing={2}, gone={3, 4, 5})
+    assert not rests(off="")
+    assert not rests(off="b")
+
+
+def test_a_node_that_is_reached_hides_nobody_by_what_its_launcher_runs() -> None:
+    """A worker there that is no member may follow another coordinator."""
+    assert not rests(here={"a": {0, 1, 7}})
+    assert rests(here={"a": {0, 1, 7}}, gone={7})
+    assert rests(off="b", here={"a": {0, 1}, "c": set()})
+    assert not rests(off="b", here={"a": {0, 1}, "c": {4}})
+
+
+def test_a_witness_that_calls_a_node_off_that_is_reached_is_none() -> None:
+    assert not rests(off="bc", here={"a": {0, 1}, "c": set()})
+
+
+def test_of_workers_that_joined_no_node_of_the_launch_tells_anything() -> None:
+    assert not rests(missing={2, JOINED_FROM})
+
+
+def test_a_launcher_is_here_when_it_has_acknowledged_the_rendezvous_that_was_opened_after_the_word_of_the_witness() -> (
+    None
+):
+    """What it runs was told before that, so a worker that it starts later can be in no other side's epoch."""
+    out = Outbox()
+    roster = Roster(4, SETTINGS, out)
+    word = Witness(roster, out, frozenset({"a", "b"}))
+    launcher = NodeAgentStatus("a", None, 0.0, running={0, 1})
+    roster.node_agents["a"] = launcher
+    members, missing = frozenset({0, 1}), frozenset({2, 3})
+
+    def leaves_alone(epoch: int | None) -> bool:
+        return word.leaves_alone(members, missing, epoch)
+
+    assert word.hear(Statement(frozenset({"b", "another"}), "b is off")) == {"b"}
+    assert not leaves_alone(None)
+    roster.bind(launcher, 1, 0.0)
+    assert leaves_alone(None)
+    launcher.acknowledged = 5
+    assert not leaves_alone(5), "it was opened before"
+    word.opened()
+    assert leaves_alone(5)
+    assert not leaves_alone(6)
+
+
+def thirds(witness: bool = True, nodes: int = 3) -> World:
+    """Two workers and a candidate on each node; the first leads; a lease, and a witness."""
+    return world_of(2 * nodes, True, True, nodes=nodes, slack=1, witness=witness)
+
+
+def lose(world: World, *nodes: int) -> None:
+    for node in nodes:
+        world.power_off(node, node)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_single_node_of_three_goes_on_when_the_witness_says_that_the_others_are_off(left: int) -> None:
+    """Whether it has the coordinator that led, or another candidate."""
+    world = thirds()
+    committed = max(world.commits)
+    lose(world, *{0, 1, 2} - {left})
+    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
+    its = {w for w, node in world.node_of.items() if node == left}
+    assert world.formed[world.order[-1]][1] == its
+    assert max(world.commits) > committed
+    assert not members_out(world) & its
+
+
+def test_without_a_witness_it_ends() -> None:
+    world = thirds(witness=False)
+    lose(world, 0, 1)
+    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
+    assert {4, 5} <= members_out(world)
+
+
+def test_a_node_that_is_lost_but_not_off_is_no_news_and_the_rest_ends() -> None:
+    """As one behind a cut cable."""
+    world = thirds()
+    lose(world, 0, 1)
+    world.off.discard("node1")
+    world.blocked |= {("node1", candidate) for candidate in range(3)}
+    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
+    assert {4, 5} <= members_out(world)
+
+
+def test_a_witness_is_asked_only_when_members_are_not_reached_and_the_count_does_not_decide() -> None:
+    world = thirds()
+    lose(world, 2)
+    world.run_fairly(4 * SETTINGS.heartbeat_timeout)
+    assert world.formed[world.order[-1]][1] == {0, 1, 2, 3}
+    assert not [record for record in world.log if record["event"] == "testimony"]
+
+
+def test_launchers_are_told_that_there_is_a_witness_and_workers_need_not_know() -> None:
+    """The candidate of one that joins keeps to what follows from that."""
+    out = Outbox()
+    roster = Roster(1, SETTINGS, out)
+    roster.bind(NodeAgentStatus("node0", None, 0.0), 1, 0.0)
+    roster.bind(roster.workers[0], 2, 0.0)
+    AddedCandidates(roster, out, "/lease", 1, witnessed=True).lead()
+    told = {session: effect.message for effect in out.take() if isinstance(effect, Send) for session in effect.sessions}
+    assert told[1]["witnessed"] is True
+    assert "witnessed" not in told[2]
+    assert parse(encode(told[1])[4:], TO_MEMBER) == told[1]
+
+
+def cut_off(world: World, node: int) -> None:
+    """The candidates of other nodes are not reached from this one, nor its own from others."""
+    for other in range(3):
+        if other != node:
+            world.blocked |= {(f"node{node}", other), (f"node{other}", node)}
+
+
+def split(world: World) -> None:
+    """The third node is cut off, the others go on, without a word in the lease; then the first loses its power."""
+    world.no_storage = {0}
+    cut_off(world, 2)
+    while len(world.order) == 1:
+        world.run_fairly(0.5, step=0.25)
+    assert world.formed[world.order[-1]][1] == {0, 1, 2, 3}
+    lose(world, 0)
+
+
+def test_a_node_that_was_left_out_stays_out_as_long_as_anybody_is_left_of_those_that_went_on() -> None:
+    world = thirds()
+    split(world)
+    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
+    assert world.formed[world.order[-1]][1] == {2, 3}
+    assert members_out(world) >= {4, 5}
+
+
+def test_the_lease_names_who_went_on_so_that_a_witness_that_is_wrong_ends_nothing_but_those_that_were_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls_the_silent_off(monkeypatch)
+    world = thirds()
+    cut_off(world, 2)
+    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
+    assert world.holders[-1].members == {0, 1, 2, 3}
+    assert members_out(world) == {4, 5}
+
+
+def test_a_newcomer_that_joined_waits_until_the_lease_says_who_went_on() -> None:
+    """Then who was left out is refused, although all nodes of the launch that it does not reach are off."""
+    world = thirds()
+    world.no_storage = {0}
+    cut_off(world, 2)
+    while len(world.order) == 1:
+        world.run_fairly(0.5, step=0.25)
+    node = world.add_node()
+    world.blocked |= {(f"node{node}", 2)}
+    world.add_newcomer(node)
+    newcomer = max(world.node_of)
+    world.run_fairly(2.0)
+    assert newcomer not in world.formed[world.order[-1]][1]
+    world.no_storage = set()
+    world.run_fairly(2.0)
+    assert newcomer in world.formed[world.order[-1]][1]
+
+
+def join_and_lose_the_launch(world: World) -> None:
+    """Those that go on without the third node take in a newcomer, if they may, and lose all nodes of the launch."""
+    world.no_storage = {0}
+    cut_off(world, 2)
+    while len(world.order) == 1:
+        world.run_fairly(0.5, step=0.25)
+    node = world.add_node()
+    world.blocked |= {(f"node{node}", 2)}
+    world.add_newcomer(node)
+    world.run_fairly(2.0)
+    for lost in (0, 1):
+        for w, where in world.node_of.items():
+            if where == lost:
+                world.kill_worker(w)
+        world.power_off(lost)
+    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
+
+
+def test_a_newcomer_that_waits_goes_on_nowhere_and_those_that_were_left_out_do() -> None:
+    world = thirds()
+    join_and_lose_the_launch(world)
+    assert world.formed[world.order[-1]][1] == {4, 5}
+    assert not members_out(world) & {4, 5}
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("seconds"), st.sampled_from([1, 3, 7, 12])),
+        st.tuples(st.just("cut"), st.integers(0, 3)),
+        st.tuples(st.just("cut"), st.integers(0, 2)),
+        st.tuples(st.just("heal"), st.integers(0, 3)),
+        st.tuples(st.just("power off"), st.integers(0, 2)),
+        st.tuples(st.just("power off but for the candidate"), st.integers(0, 2)),
+        st.tuples(st.just("join"), st.integers(0, 3)),
+        st.tuples(st.just("replace"), st.integers(0, 2)),
+        st.tuples(st.just("kill"), st.integers(0, 5)),
+        st.tuples(st.just("idle"), st.integers(0, 5)),
+        st.tuples(st.just("storage"), st.integers(0, 3)),
+        st.tuples(st.just("freeze"), st.integers(0, 2)),
+        st.tuples(st.just("thaw"), st.just(0)),
+        st.tuples(st.just("restart"), st.integers(0, 2)),
+    ),
+    min_size=3,
+    max_size=14,
+)
+"""What befalls whole nodes, at times between which much happens."""
+
+
+def befall(world: World, event: str, which: int) -> None:
+    """One of them."""
+    name = f"node{which}"
+    match event:
+        case "seconds":
+            world.run_fairly(which, step=0.5)
+        case "cut" if name in world.members:
+            cut_off(world, which)
+        case "heal":
+            world.blocked = {link for link in world.blocked if link[0] != name and link[1] != which}
+        case "power off" if len(world.coordinators) > 1:
+            world.power_off(which, which)
+        case "power off but for the candidate":
+            world.power_off(which)
+        case "join":  # beside the node: it reaches what that one does
+            if len(world.node_of) < 10:
+                node = world.add_node()
+                world.blocked |= {(f"node{node}", c) for other, c in world.blocked if other == name}
+                world.add_newcomer(node)
+        case "replace":
+            if len(world.node_of) < 10 and name not in world.off:
+                world.add_newcomer(which)
+        case "kill":
+            if world.running(f"w{which}"):
+                world.kill_worker(which)
+        case "idle":
+            world.spares ^= {which}
+        case "storage":
+            world.no_storage = {which} if which < 3 else set()
+        case "freeze":
+            world.frozen |= {name, f"c{which}", *(f"w{w}" for w, node in world.node_of.items() if node == which)}
+            world.frozen -= world.dead
+        case "thaw":
+            world.frozen.clear()
+        case "restart" if name not in world.off:
+            world.start_coordinator(which)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(EVENTS, st.integers(0, 1))
+def test_one_lineage_whatever_befalls_the_nodes(events: list[tuple[str, int]], slack: int) -> None:
+    """The witness tells the truth."""
+    world = world_of(6, True, True, slack=slack, witness=True)
+    for event, which in events:
+        befall(world, event, which)
+    world.run_fairly(6 * SETTINGS.heartbeat_timeout)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(MOVES, st.integers(3, 6), st.booleans(), st.sets(st.integers(0, 4)), st.integers(2, 3), st.integers(0, 2))
+def test_one_lineage_with_a_witness_that_tells_the_truth_whatever_happens(
+    moves: Moves, workers: int, started: bool, spares: set[int], nodes: int, slack: int
+) -> None:
+    explore(moves, world_of(workers, started, True, spares, nodes, slack, witness=True), to_the_end=False)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(MOVES, st.integers(3, 6), st.sets(st.integers(0, 4)), st.integers(2, 3), st.integers(0, 2))
+def test_every_wait_ends_with_a_witness(moves: Moves, workers: int, spares: set[int], nodes: int, slack: int) -> None:
+    explore(moves, world_of(workers, True, True, spares, nodes, slack, witness=True), to_the_end=True)
+
+
+def any_node_will_do(patch: pytest.MonkeyPatch) -> None:
+    """One node that is off makes whoever hears of it the only ones."""
+    patch.setattr(witness, "alone", lambda members, missing, gone, nodes, off, here: bool(off))
+
+
+def nobody_hides(patch: pytest.MonkeyPatch) -> None:
+    """Whatever the launchers that are reached run."""
+
+    def blind(
+        members: frozenset[int],
+        missing: frozenset[int],
+        gone: frozenset[int],
+        nodes: frozenset[str],
+        off: frozenset[str],
+        here: Mapping[str, set[int]],
+    ) -> bool:
+        return alone(members, missing, gone, nodes, off, dict.fromkeys(here, ()))
+
+    patch.setattr(witness, "alone", blind)
+
+
+def lets_all_in(patch: pytest.MonkeyPatch) -> None:
+    """Newcomers that joined come in whoever is left out, and whatever the lease says."""
+    patch.setattr(Witness, "lets_in", lambda self, number, formed: True)
+
+
+def calls_the_silent_off(patch: pytest.MonkeyPatch) -> None:
+    """As a controller that does not tell a node which it does not reach from one without power."""
+    patch.setattr(World, "off_for", lambda self, nodes: nodes)
+
+
+def hide(world: World) -> None:
+    """A worker that is started on the node that is cut off reaches those that go on, and is the last one left."""
+    world.no_storage = {0}
+    cut_off(world, 2)
+    while len(world.order) == 1:
+        world.run_fairly(0.5, step=0.25)
+    world.add_newcomer(2)
+    newcomer, is_blocked = max(world.node_of), world.is_blocked
+    world.is_blocked = lambda c: c.owner != f"w{newcomer}" and is_blocked(c)  # type: ignore[method-assign]
+    while newcomer not in world.formed[world.order[-1]][1]:
+        world.run_fairly(0.5, step=0.25)
+    for w in range(4):
+        world.kill_worker(w)
+    world.run_fairly(1.0)
+    world.power_off(0)
+    world.power_off(1, 1)
+    assert world.formed[world.order[-1]][1] == {newcomer}
+
+
+def go_on_after(scenario: Callable[[World], None], world: World) -> None:
+    scenario(world)
+    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
+
+
+@pytest.mark.parametrize(
+    ("bug", "scenario"),
+    [
+        (any_node_will_do, split),
+        (lets_all_in, join_and_lose_the_launch),
+        (nobody_hides, hide),
+        (calls_the_silent_off, split),
+    ],
+)
+def test_a_deliberate_bug_in_the_use_of_the_witness_is_caught(
+    bug: Callable[[pytest.MonkeyPatch], None], scenario: Callable[[World], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on_after(scenario, thirds())
+    bug(monkeypatch)
+    with pytest.raises(PropertyViolated, match="two lineages"):
+        go_on_after(scenario, thirds())

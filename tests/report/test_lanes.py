@@ -1,0 +1,183 @@
+"""The lanes of the report's page: what a worker was when, from plans and from what the coordinators tell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from recover_megatron.report import lanes
+from recover_megatron.report.axis import round_times, since
+from recover_megatron.report.full import main
+from recover_megatron.report.goodput import USES
+from recover_megatron.report.history import history
+from recover_megatron.report.lanes import KINDS, MARKS, Mark, Stretch, in_words, legend, stretches, svg
+from recover_megatron.report.page import marks
+from recover_megatron.run_log.events import Event
+from tests.report.synthetic import T0, coordinator_events, worker_events, write_lines, write_run
+
+PAGE = Path(lanes.__file__).with_name("page.html").read_text()
+END: Event = {"event": "end", "time": 20.0}
+
+
+def plan(time: float, grid: dict[str, list[int]], **more: object) -> Event:
+    return {"event": "plan", "time": time, "grid": grid, **more}
+
+
+def told(event: str, time: float, worker: int) -> Event:
+    return {"event": event, "time": time, "worker": worker}
+
+
+def of(worker: int, found: list[Stretch]) -> list[tuple[float, float, str]]:
+    return [(s.begin, s.end, s.kind) for s in found if s.worker == worker]
+
+
+def test_a_replica_that_is_set_aside_is_no_loss_and_comes_back() -> None:
+    plans = [plan(1, {"0": [0], "1": [1]}), plan(5.1, {"0": [0]}), plan(8.1, {"0": [0]}, spares=[1])]
+    events = [*plans, plan(9, {"0": [0], "1": [1]}), END]
+    found = stretches(events, [told("aside", 5, 1), told("back", 8, 1)])
+    assert of(1, found) == [(1, 5, "training"), (5, 8, "aside"), (8, 9, "spare"), (9, 20, "training")]
+    assert of(0, found) == [(1, 20, "training")]
+    assert "1 set aside" not in in_words(found, [])
+    assert "set aside at some time: workers 1" in in_words(found, [])
+
+
+def test_who_was_aside_and_is_put_out_or_dies_is_gone() -> None:
+    events = [plan(1, {"0": [0], "1": [1]}), plan(5.1, {"0": [0]}), plan(12.1, {"0": [0]}), END]
+    found = stretches(events, [told("aside", 5, 1), told("fault", 12, 1)])
+    assert of(1, found) == [(1, 5, "training"), (5, 12, "aside"), (12, 20, "gone")]
+    still = stretches(events, [told("aside", 5, 1)])
+    assert of(1, still) == [(1, 5, "training"), (5, 20, "aside")]
+    assert "at the end 1 training, 0 spare, 1 set aside, 0 gone" in in_words(still, [])
+
+
+def test_workers_of_a_drained_node_are_about_to_leave_and_have_left() -> None:
+    events = [
+        plan(1, {"0": [0, 3], "1": [1, 4]}, draining=[], leaving=[]),
+        plan(4, {"0": [0, 3], "1": [1, 4]}, draining=["b"], leaving=[1]),
+        plan(5, {"0": [0, 3]}, spares=[1, 4], draining=["b"], leaving=[]),
+        plan(7, {"0": [0, 3]}, spares=[4], draining=["b"], leaving=[]),
+        END,
+    ]
+    ends = [told("left", 6, 1), told("left", 19.5, 0), told("left", 20.5, 3)]  # two finish
+    found = stretches(events, ends)
+    assert of(1, found) == [(1, 4, "training"), (4, 5, "draining"), (5, 6, "spare"), (6, 20, "left")]
+    assert of(4, found) == [(1, 4, "training"), (4, 5, "draining"), (5, 20, "spare")]
+    assert of(0, found) == [(1, 20, "training")]
+    assert "at the end 2 training, 1 spare, 1 left, 0 gone" in in_words(found, [])
+    assert "draining at some time: workers 1, 4" in in_words(found, [])
+
+
+def test_a_hot_spare_is_told_from_one_that_lost_its_place() -> None:
+    events = [
+        plan(1, {"0": [0], "1": [1]}, spares=[2]),
+        plan(5, {"0": [0]}, spares=[1, 2]),
+        plan(6, {"0": [0], "1": [2]}, spares=[1]),
+        plan(8, {"0": [0]}, spares=[1, 2]),
+        END,
+    ]
+    found = stretches(events)
+    assert of(1, found) == [(1, 5, "training"), (5, 20, "spare")]
+    assert of(2, found) == [(1, 6, "hot-spare"), (6, 8, "training"), (8, 20, "spare")]
+
+
+def test_only_the_last_launch_counts_and_a_run_that_goes_on_reaches_to_its_last_step() -> None:
+    events = [plan(1, {"0": [7]}), {"event": "start", "time": 10.0}, plan(10, {"0": [0]})]
+    found = stretches(events, [told("left", 3, 0), told("aside", 4, 0), told("left", 99, 0), told("left", 50, 5)], 60)
+    assert found == [Stretch(0, 10, 60, "training")]
+
+
+def test_rollbacks_and_snapshots_are_marks_with_a_key_and_words() -> None:
+    back = {"event": "rolled back", "time": T0 + 34, "worker": 0, "iteration": 34, "epoch": 3, "lost": 3, "to": 30}
+    events = [
+        *worker_events(),
+        {**back, "tier": "memory"},
+        {**back, "tier": "disk", "time": T0 + 35},
+        {"event": "snapshot", "time": T0 + 31, "worker": 0, "after": 30, "iteration": 31, "epoch": 2},
+    ]
+    events.sort(key=lambda event: event["time"])
+    made = marks(history(events, [], []), events)
+    assert [(mark.time - T0, mark.kind) for mark in made][-3:] == [
+        (34, "from-memory"), (35, "from-disk"), (31, "snapshot"),
+    ]  # fmt: skip
+    assert made[-3].text == "rolled back to iteration 30 from memory, 3 iterations lost"
+    found = [Stretch(0, T0, T0 + 50, "training")]
+    drawn = svg(found, made)
+    assert [drawn.count(f'class="mark {kind}"') for kind in MARKS] == [2, 1, 1, 1]
+    assert ">snapshots</text>" in drawn
+    assert [key.css for key in legend(found, made)] == ["training", *(f"mark {kind}" for kind in MARKS)]
+    words = "2 recoveries; 1 rollback to a snapshot in memory; 1 rollback to a checkpoint; 1 snapshot in memory"
+    assert words in in_words(found, made)
+    many = [Mark(T0 + n / 100, "", "snapshot") for n in range(1, 5000)]
+    assert svg(found, many).count('class="mark snapshot"') <= lanes.MOST_TICKS
+
+
+def test_who_comes_is_no_loss_and_who_ends_with_the_run_or_before_it_is_no_recovery(tmp_path: Path) -> None:
+    """A launch that could not start; then one of two losses, a newcomer, and a worker that the run's end ended."""
+    fault = {"event": "fault", "kind": "dead", "host": "n", "reason": "its process has ended"}
+    listening = {"event": "listening", "address": "127.0.0.1:1", "world": 8}
+    refused = [{**listening, "time": T0 - 90}, {**fault, "time": T0 - 80, "worker": 0}]
+    came = {"event": "plan", "time": T0 + 44, "epoch": 4, "members": [], "committed": 43, "seconds": {}}
+    told = [event for event in coordinator_events() if event["event"] != "stop"]
+    stop = {"event": "stop", "time": T0 + 49.2, "code": 143, "reason": "ended by SIGTERM"}
+    told += [came, {**fault, "time": T0 + 49, "worker": 2}, stop]
+    events = worker_events()
+    made = history(events, [*refused, *told], [])
+    assert (made.launches, made.workers_lost, made.losses, len(made.recoveries)) == (2, 2, 2, 5)
+    assert [mark.time - T0 for mark in marks(made, events)] == [20, 33, 44]
+    found = [Stretch(0, T0 + 30, T0 + 50, "training")]
+    assert "; 2 recoveries" in in_words(found, marks(made, events)), "of those that the picture shows"
+    folder = write_run(tmp_path / "run")
+    write_lines(folder / "events-0.jsonl", [*refused, *told])
+    main([str(folder)])
+    page = re.sub(r"<[^>]+>|\s+", " ", (folder / "report.html").read_text())
+    assert re.search(r"2 workers lost +in 2 recoveries", page)
+
+
+@pytest.mark.parametrize("name", [*KINDS, *MARKS, *USES])
+def test_each_has_a_colour_of_its_own_for_light_and_for_dark(name: str) -> None:
+    rule = re.search(rf"\.{name}\b[^{{}}]*{{ --is: var\((--[\w-]+)\)", PAGE)
+    assert rule is not None
+    light, dark = PAGE.split("@media screen and (prefers-color-scheme: dark)", 1)
+    colours = [re.search(rf"{rule[1]}: (#\w+)", part) for part in (light, dark.split("}", 1)[0])]
+    assert all(colours)
+    assert colours[0][1] != colours[1][1]  # type: ignore[index]
+
+
+def test_no_two_kinds_look_the_same() -> None:
+    light, dark = PAGE.split("@media screen and (prefers-color-scheme: dark)")
+    for part in (light, dark):
+        colours = {name: re.search(rf"--{name}: (#\w+)", part)[1] for name in KINDS}  # type: ignore[index]
+        assert len(set(colours.values())) == len(KINDS), colours
+
+
+def test_the_page_has_lanes_with_a_legend(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    events = worker_events()
+    for event in events:
+        if event["event"] == "plan":
+            event["grid"] = {str(replica): [2 * replica, 2 * replica + 1] for replica in event["replicas"]}
+    first = {**plan(T0 + 0.1, {str(r): [2 * r, 2 * r + 1] for r in range(4)}), "worker": 0, "iteration": 1, "epoch": 1}
+    write_lines(run / "events.jsonl", [events[0], {**first, "replicas": [0, 1, 2, 3]}, *events[1:]])
+    assert main([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert '<span class="key training"></span>in the training' in page
+    assert '<span class="key mark recovery"></span>recovery' in page
+    assert 'class="key aside"' not in page
+
+
+@pytest.mark.parametrize(
+    ("of", "told"),
+    [
+        (0.4, ["0.0 s", "0.1 s", "0.2 s", "0.3 s", "0.4 s"]),
+        (17, ["0 s", "5 s", "10 s", "15 s"]),
+        (599, ["0 s", "100 s", "200 s", "300 s", "400 s", "500 s"]),
+        (601, ["0 min", "2 min", "4 min", "6 min", "8 min", "10 min"]),
+        (18000, ["0.0 h", "1.0 h", "2.0 h", "3.0 h", "4.0 h", "5.0 h"]),
+        (86400 * 7, ["0 h", "50 h", "100 h", "150 h"]),
+    ],
+)
+def test_the_times_below_a_picture_are_round(of: float, told: list[str]) -> None:
+    assert [since(time, of) for time in round_times(of)] == told
+    assert round_times(0) == [0]

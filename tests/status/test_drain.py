@@ -1,0 +1,127 @@
+"""``recover-status ... drain NODE``: what it says and how it ends, for what a coordinator answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from recover_megatron.membership.observer import NoAnswer
+from recover_megatron.status import drain as command
+from recover_megatron.status.__main__ import main
+from recover_megatron.status.drain import DrainExit, drain
+from recover_megatron.status.model import RunStatus
+from recover_megatron.status.screen import render
+from recover_megatron.status.view_reader import read
+
+ASKED = {"node": "b", "state": "asked", "workers": [[2, 3]], "names": ["b", "host"]}
+MOVING = {**ASKED, "state": "moving"}
+DRAINED = {"node": "b", "state": "drained", "workers": [], "names": ["b", "host"]}
+REFUSED = {"node": "b", "state": "refused", "workers": [], "reason": "nothing would be left"}
+ENDED = {"type": "stop", "code": 0, "reason": "all workers have left", "epoch": 3}
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "PAUSE_SECONDS", 0.0)
+
+
+class Run:
+    """Answers with one view after the other; None: nobody answers."""
+
+    def __init__(self, *answers: list[dict[str, object]] | dict[str, object] | None) -> None:
+        self._answers: Iterator[object] = iter(answers)
+        self.asked: list[str | None] = []
+
+    def look(self, node: str | None) -> RunStatus:
+        self.asked.append(node)
+        answer = next(self._answers)
+        if answer is None:
+            raise NoAnswer("it has just died")
+        return read(answer if isinstance(answer, dict) else {"type": "view", "drains": answer}, "h:1")
+
+
+def drained(run: Run, node: str = "b", patience: float = 60.0) -> tuple[list[str], DrainExit]:
+    said: list[str] = []
+    return said, drain(node, run.look, patience, said.append)
+
+
+def test_each_change_is_a_line_and_it_ends_when_the_node_may_be_switched_off() -> None:
+    run = Run([ASKED], [ASKED], [MOVING], [DRAINED])
+    said, code = drained(run)
+    assert said == [
+        "b: is asked for; workers there: 2-3",
+        "b: leaves at the next iteration; workers there: 2-3",
+        "b is drained: it may be switched off",
+    ]
+    assert (code, run.asked) == (DrainExit.DRAINED, ["b", None, None, None])
+
+
+def test_a_host_is_drained_when_all_its_nodes_are() -> None:
+    other = {**MOVING, "node": "c", "workers": [[5, 5]]}
+    said, code = drained(Run([DRAINED, other], [DRAINED, {**other, "state": "drained"}]), "host")
+    assert said == ["host: leaves at the next iteration; workers there: 5", "host is drained: it may be switched off"]
+    assert code == DrainExit.DRAINED
+
+
+def test_a_refusal_is_told_with_its_reason() -> None:
+    said, code = drained(Run([REFUSED]))
+    assert (said, code) == (["b is not drained, and nothing has changed: nothing would be left"], DrainExit.REFUSED)
+
+
+def test_of_a_host_with_several_nodes_it_is_told_which_may_be_switched_off_and_which_not() -> None:
+    other = {**REFUSED, "node": "c", "names": ["c", "host"]}
+    said, code = drained(Run([MOVING, other], [DRAINED, other]), "host")
+    assert said[-1] == "host is not drained as a whole. c stays: nothing would be left. b is drained"
+    assert code == DrainExit.REFUSED
+
+
+def test_the_next_coordinator_is_asked_again_if_it_knows_nothing_of_it() -> None:
+    run = Run([ASKED], None, [], [ASKED], [DRAINED])
+    assert drained(run)[1] == DrainExit.DRAINED
+    assert run.asked == ["b", None, None, "b", None]
+
+
+def test_when_nobody_answers_any_more_it_says_so() -> None:
+    with pytest.raises(NoAnswer):
+        drained(Run([ASKED], *[None] * 3), patience=0.0)
+
+
+def test_a_run_that_has_ended_needs_no_node() -> None:
+    said, code = drained(Run([ASKED], ENDED))
+    assert (said[-1], code) == ("the run has ended (all workers have left): nothing of it runs on b", DrainExit.DRAINED)
+
+
+@pytest.mark.parametrize(
+    "more", [["drain"], ["drain", ""], ["drain", "a", "b"], ["stop", "a"], ["drain", "a", "--json"]]
+)
+def test_a_mistyped_order_is_refused(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["127.0.0.1:9", *more])
+    assert ended.value.code == 2
+    assert "drain NODE" in capsys.readouterr().err
+
+
+def test_the_view_names_drained_nodes() -> None:
+    console = Console(width=120, record=True)
+    console.print(render(read({"type": "view", "drains": [DRAINED, {**MOVING, "node": "c"}, REFUSED]}, "h:1")))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert "b drained: it may be switched off" in lines
+    assert "c being drained 2-3" in lines
+    assert "b refused nothing would be left" in lines
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 1)])
+def test_who_stops_looking_is_not_told_that_the_node_may_be_switched_off(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    """A script that is interrupted goes on with its next command if this one ends with exit code 0."""
+
+    def stopped(*_: object) -> DrainExit:
+        raise error
+
+    monkeypatch.setenv("RECOVER_SECRET", "a secret of many bytes")
+    monkeypatch.setattr("recover_megatron.status.__main__.drain", stopped)
+    monkeypatch.setattr("recover_megatron.status.__main__._print_no_more", lambda: None)
+    assert main(["h:1", "drain", "b"]) == code

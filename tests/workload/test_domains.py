@@ -1,0 +1,124 @@
+"""No single loss takes all copies of anything, wherever copies can be placed so."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recover_megatron.instep.grid import LaunchGrid, launch_grid
+from recover_megatron.workload.domains import names, stride_of, touched_by
+from recover_megatron.workload.shards import Layout
+
+GPUS = 8
+
+
+def touched_in(grid: LaunchGrid, gpus: int = GPUS, nodes_of_a_rack: int = 0) -> dict[int, frozenset[str]]:
+    """Of a launch in rank order on nodes of ``gpus``."""
+
+    def domains(slot: int) -> list[str]:
+        node = slot // gpus
+        return [f"node {node}", *([f"rack {node // nodes_of_a_rack}"] if nodes_of_a_rack else [])]
+
+    return touched_by(grid.replicas, {slot: domains(slot) for replica in grid.replicas for slot in replica})
+
+
+def columns(grid: LaunchGrid) -> list[tuple[int, ...]]:
+    """Of each position: one worker a replica."""
+    return [tuple(replica[position] for replica in grid.replicas) for position in range(grid.size)]
+
+
+def survives_any(column: Sequence[int], touched: Mapping[int, frozenset[str]], copies: int, stride: int) -> bool:
+    """After the loss of any domain a holder of each unit is left in a replica that is whole: none touches it."""
+    layout = Layout(tuple(column), tuple(column), copies - 1, stride)
+    return not any(frozenset.intersection(*map(touched.__getitem__, layout.holders(unit))) for unit in layout.units)
+
+
+LAYOUTS = list(itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2), (1, 2)))
+NODES = (2, 3, 4, 6, 8, 16, 33, 64, 512)
+
+
+@pytest.mark.parametrize("shadows", [1, 2])
+@pytest.mark.parametrize("pipeline_first", [False, True])
+def test_no_single_node_takes_all_copies_of_a_shard_where_the_column_spans_nodes(
+    shadows: int, pipeline_first: bool
+) -> None:
+    """All TP, PP, CP, EP over both orders of ranks, 2 to 512 nodes of 8."""
+    seen = 0
+    for (tensor, pipeline, context, inner), nodes in itertools.product(LAYOUTS, NODES):
+        world, size = nodes * GPUS, tensor * pipeline * context * inner
+        if world % size or world // size < 2 or (nodes > 64 and size < 32):
+            continue
+        grid = launch_grid(
+            world, tensor=tensor, context=context, pipeline=pipeline, inner_ranks=inner,
+            pipeline_before_data=pipeline_first,
+        )  # fmt: skip
+        touched = touched_in(grid)
+        column = columns(grid)[0]
+        stride = stride_of(column, touched, shadows + 1)
+        survives = survives_any(column, touched, shadows + 1, stride)
+        most = max(sum(node in touched[slot] for slot in column) for node in frozenset().union(*touched.values()))
+        if 2 * most <= len(column):  # else some two holders need one node, whatever is done
+            seen += 1
+            assert survives, (tensor, pipeline, context, inner, nodes, stride)
+            assert stride <= most
+    assert seen > 100
+
+
+def test_who_follows_keeps_the_copy_where_that_is_good_enough_or_nothing_better_is_to_be_had() -> None:
+    apart = {worker: frozenset({f"node {worker % 2}"}) for worker in range(6)}
+    assert stride_of(range(6), apart, 2) == 1
+    assert stride_of(range(6), dict.fromkeys(range(6), frozenset()), 2) == 1
+    assert stride_of(range(6), dict.fromkeys(range(6), frozenset({"node a"})), 2) == 1
+    assert stride_of([0], {0: frozenset()}, 2) == 1
+
+
+def test_where_racks_can_be_kept_apart_they_are_and_else_nodes() -> None:
+    grid = launch_grid(8 * GPUS, tensor=2, context=1, pipeline=1, inner_ranks=1)
+    column = columns(grid)[0]
+    two_racks = touched_in(grid, nodes_of_a_rack=4)
+    assert stride_of(column, two_racks, 2) == 16
+    assert survives_any(column, two_racks, 2, 16)
+    one_rack = touched_in(grid, nodes_of_a_rack=8)
+    assert stride_of(column, one_rack, 2) == 4
+    assert survives_any(column, touched_in(grid), 2, 4)
+
+
+def test_a_present_stride_stays_as_long_as_no_other_is_better() -> None:
+    touched = {worker: frozenset({f"node {worker // 2}"}) for worker in range(8)}
+    assert stride_of(range(8), touched, 2, before=3) == 3
+    assert stride_of(range(8), touched, 2, before=1) == 2
+    assert stride_of(range(8), touched, 3, before=4) != 4  # two hops lead back to where they began
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=14), st.integers(1, 3), st.integers(1, 13))
+def test_the_copies_of_a_unit_are_on_different_workers_and_asking_again_changes_nothing(
+    nodes: list[int], copies: int, before: int
+) -> None:
+    touched = {worker: frozenset({f"node {node}"}) for worker, node in enumerate(nodes)}
+    ring = tuple(range(len(nodes)))
+    stride = stride_of(ring, touched, copies, before)
+    assert stride_of(ring, touched, copies, stride) == stride
+    layout = Layout(ring, ring, copies - 1, stride)
+    for unit in layout.units:
+        assert len(set(layout.holders(unit))) == len(layout.holders(unit)) == min(copies, len(ring))
+        assert all(unit in layout.held(worker) for worker in layout.holders(unit))
+
+
+def test_a_worker_is_lost_with_its_node_and_with_what_the_user_or_slurm_says() -> None:
+    assert names("tux3", "", {}) == ("node tux3",)
+    assert names("tux3", "rack 7, hall b", {}) == ("node tux3", "domain rack 7", "domain hall b")
+    slurm = {"SLURM_TOPOLOGY_ADDR": "s0.s4.tux3", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
+    assert names("tux3-0", "", slurm) == ("node tux3-0", "switch s0", "switch s0.s4")
+    assert names("tux3-0", "r7", slurm) == ("node tux3-0", "domain r7")
+    assert names("tux3", "", {"SLURM_TOPOLOGY_ADDR": "tux3", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}) == ("node tux3",)
+
+
+def test_a_replica_touches_what_any_of_its_workers_stands_in() -> None:
+    touched = touched_by([(0, 1), (2, 3)], {0: ["node a"], 1: ["node b"], 2: ["node b"]})
+    assert touched[0] == touched[1] == {"node a", "node b"}
+    assert touched[2] == touched[3] == {"node b"}
