@@ -1,9 +1,11 @@
-"""Long families of tests: all of them on demand, some of them, drawn by a seed, in an ordinary run.
+"""What a run of the tests chooses: CI's list with one seed, all tests with a seed of their own, or every case.
 
-``RECOVER_MATRIX=all`` runs every case; otherwise ``RECOVER_SEED`` draws (pytest prints it at the start and at the end,
-and each run by hand has another one), so that what one run leaves out another one takes.  CI has one seed (.ci/run):
-a change is judged by the cells that the change before it passed.  No case is skipped for any other reason.  All
-processes of a run (pytest -n) draw by the seed of the first one.
+    scripts/test.sh                      what CI runs: tests/ci.toml; long families are drawn by ``CI_SEED``, always alike
+    scripts/test.sh --all                all tests; long families are drawn by ``RECOVER_SEED``, another one each time
+    RECOVER_MATRIX=all, with --all       every case of every family: hours
+
+So a change is judged by the cells that the change before it passed, and a run by hand looks for more.  The seed is
+printed at the start and at the end.  All processes of a run (pytest -n) draw by the seed of the first one.
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ import os
 import random
 from collections.abc import Sequence
 
+CI_SEED = 971314
+"""Changed by a commit alone."""
 EVERYTHING = os.environ.get("RECOVER_MATRIX") == "all"
-SEED = int(os.environ.get("RECOVER_SEED") or random.SystemRandom().randrange(1_000_000))
+ALL = EVERYTHING or os.environ.get("RECOVER_TESTS") == "all"
+"""Whether tests that CI's list does not have run, too."""
+SEED = int(os.environ.get("RECOVER_SEED") or random.SystemRandom().randrange(1_000_000)) if ALL else CI_SEED
 os.environ["RECOVER_SEED"] = str(SEED)
 
 
