@@ -40,8 +40,6 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = Path("tests/mutations/mutations.toml")
 PRODUCT = "recover_megatron"
-SEED = "1"
-"""RECOVER_SEED of every run: names of drawn tests depend on it, and so may what they catch."""
 _running: set[subprocess.Popen[bytes]] = set()
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
@@ -171,12 +169,9 @@ def pytest(arguments: Sequence[str], tree: Path, limit: float) -> tuple[int | No
     """Exit status (None: it took longer than ``limit`` seconds and was ended) and output of pytest in ``tree``."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-n", "0", "--hypothesis-seed=0", f"--basetemp={tree.parent / 'base'}", *arguments]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tree),
-        "RECOVER_SEED": SEED,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }
+    # Names of drawn tests, and what they catch, depend on the seed: CI's (tests/drawn.py).
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RECOVER_TESTS", "RECOVER_MATRIX")}
+    environment = {"OMP_NUM_THREADS": "1", **inherited, "PYTHONPATH": str(tree)}
     with (tree.parent / "output").open("w+") as file:
         process = subprocess.Popen(
             command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Set-up, lint and tests.  Exit status 0: all of them passed.
 #
-#   scripts/test.sh                     everything
-#   scripts/test.sh --fast              without the tests marked slow
+#   scripts/test.sh                     what CI runs: the fast tests, and the slow ones of tests/ci.toml; always the same
+#   scripts/test.sh --fast              the fast tests alone
+#   scripts/test.sh --all [PLACE ...]   all tests, of tests/instep or the like; what is drawn is drawn anew, and printed
 #   scripts/test.sh --version           the version of this project
 #   scripts/test.sh [--fast] ARGS...    ARGS go to pytest: tests/scripts, -k NAME, -x, ...
 #
@@ -18,11 +19,17 @@ export PATH=$root/.venv/bin:$PATH
 # The tests start small processes by the dozen: one thread each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-arguments=(-n "${RECOVER_TEST_PROCESSES:-2}" --dist loadgroup)
-if [[ ${1:-} == --fast ]]; then
+arguments=(-n "${RECOVER_TEST_PROCESSES:-2}" --dist loadgroup --durations=20)
+case ${1:-} in
+--fast)
     shift
     arguments+=(-m 'not slow')
-fi
+    ;;
+--all)
+    shift
+    export RECOVER_TESTS=all
+    ;;
+esac
 
 failed=()
 lint() {

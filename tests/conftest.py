@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-from tests.drawn import SEED
+from tests.drawn import ALL
+from tests.harness import ci_list
 from tests.harness.forkserver import ForkServer
 from tests.harness.xdist_groups import pytest_collection_modifyitems, pytest_xdist_auto_num_workers
 
 __all__ = ["pytest_collection_modifyitems", "pytest_xdist_auto_num_workers"]  # hooks
 
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")  # no test asserts a time: how long an example takes says how busy the machine is
+# No test asserts a time: how long an example takes says how busy the machine is.  What CI tries is always the same.
+# Fixtures of functions that examples share are the crew's: started once, of no example.
+settings.register_profile(
+    "ours",
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    **({} if ALL else {"derandomize": True, "database": None}),
+)
+settings.load_profile("ours")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ci_list, "ci-list")
 
 
 @pytest.fixture(scope="session")
@@ -22,14 +34,3 @@ def forkserver() -> Iterator[ForkServer]:
     """Megatron imported once for all runs of the session; see tests/harness/forkserver.py."""
     with ForkServer() as server:
         yield server
-
-
-DRAWN = f"RECOVER_SEED={SEED} draws from the long families; RECOVER_MATRIX=all runs all of them"
-
-
-def pytest_report_header() -> str:
-    return DRAWN
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line(DRAWN)

@@ -1,6 +1,6 @@
 """What a run of the tests chooses: CI's list with one seed, all tests with a seed of their own, or every case.
 
-    scripts/test.sh                      what CI runs: tests/ci.toml; long families are drawn by ``CI_SEED``, always alike
+    scripts/test.sh                      what CI runs (tests/ci.toml); long families are drawn by ``CI_SEED``
     scripts/test.sh --all                all tests; long families are drawn by ``RECOVER_SEED``, another one each time
     RECOVER_MATRIX=all, with --all       every case of every family: hours
 

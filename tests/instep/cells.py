@@ -77,22 +77,20 @@ def cells() -> list[Cell]:
 
 
 def drawn(seed: int) -> list[Cell]:
-    """Every phase in one of three layouts, each of them with dropout or without: so few failure-free runs do."""
+    """Every phase once, so laid over the layouts that each of them comes at least once, with dropout or without."""
     source = random.Random(f"cells {seed}")
     every = cells()
-    having = [list(dict.fromkeys(cell.layout for cell in every if cell.phase == phase)) for phase in PHASES]
-    layouts = source.sample([*LAYOUTS, *CONTEXT_LAYOUTS], 3)
-    while not all(set(layouts) & set(those) for those in having):
-        layouts = source.sample([*LAYOUTS, *CONTEXT_LAYOUTS], 3)
+    layouts = [*LAYOUTS, *CONTEXT_LAYOUTS]
+    having = {phase: {cell.layout for cell in every if cell.phase == phase} for phase in PHASES}
+    while True:
+        dealt = source.sample([*layouts, *source.sample(layouts, len(PHASES) - len(layouts))], len(PHASES))
+        if all(layout in having[phase] for phase, layout in zip(PHASES, dealt, strict=True)):
+            break
     dropout = {layout: source.random() < 0.5 for layout in layouts}
-    chosen = []
-    for phase, those in zip(PHASES, having, strict=True):
-        layout = source.choice([layout for layout in layouts if layout in those])
-        fitting = [
-            cell for cell in every if (cell.layout, cell.phase, cell.dropout) == (layout, phase, dropout[layout])
-        ]
-        chosen.append(source.choice(fitting))
-    return chosen
+    return [
+        source.choice([cell for cell in every if (cell.layout, cell.phase, cell.dropout) == (at, phase, dropout[at])])
+        for phase, at in zip(PHASES, dealt, strict=True)
+    ]
 
 
 def case_of(cell: Cell, seed: int, iterations: int = ITERATIONS) -> Case:
