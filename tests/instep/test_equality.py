@@ -30,7 +30,8 @@ KINDS = [
     for layout in (DP4, PP2)
     for phase in PHASES
 ]
-ROWS = list(itertools.islice(rows(SEED), 100 if EVERYTHING else 3))
+AT_ONCE = Case(TP2, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "backward")))
+ROWS = [AT_ONCE, *itertools.islice(rows(SEED), 100 if EVERYTHING else 3)]
 
 
 def equal(forkserver: ForkServer, reference: Reference, case: Case, out: Path) -> None:
