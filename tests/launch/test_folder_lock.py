@@ -15,7 +15,7 @@ import pytest
 from recover_megatron.launch import folder_lock
 from recover_megatron.launch.folder_lock import Claim, FolderLock
 from tests.harness.processes import free_port
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 
 MINE = Claim(100, "here", 1.0, "first", nnodes=2, master_addr="a", master_port=29500, world_size=4)
 OTHER = replace(MINE, pid=200, run_id="second")
@@ -92,7 +92,7 @@ def test_a_node_that_comes_while_node_0_makes_its_claim_waits_until_that_is_writ
 
     monkeypatch.setattr(FolderLock, "_write", write_while_asked)
     assert first.take() is None
-    asking.join(10)
+    asking.join(DEADLINE)
     assert answers == [None]
 
 

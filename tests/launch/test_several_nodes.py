@@ -10,6 +10,7 @@ import pytest
 
 from tests.drawn import some
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 from tests.harness.processes import alive, command_line, free_port, processes_with, stopped
 from tests.harness.waiting import eventually
 
@@ -198,7 +199,7 @@ def test_a_secret_that_cannot_be_used_is_refused_on_several_nodes_too(bench: Ben
 @pytest.mark.slow
 def test_a_node_without_the_secret_that_node_0_has_is_refused(bench: Bench) -> None:
     script = bench.script(UNTIL_TOLD)
-    nodes = ["--nnodes", 2, "--master-port", free_port(), "--rendezvous-timeout", 120]
+    nodes = ["--nnodes", 2, "--master-port", free_port(), "--rendezvous-timeout", patient(120)]
     first = bench.start(*nodes, "--node-rank", 0, script, environment=SECRET)
     second = bench.start(*nodes, "--node-rank", 1, script)
     assert second.wait() == 2

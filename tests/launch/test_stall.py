@@ -7,9 +7,12 @@ import signal
 
 import pytest
 
+from tests.harness.patience import patient
+
 from .test_newcomers import AGREEING, HELD, let_end
 
-TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", 2, "--recover-hang-timeout", 2]
+TIMES = ["--recover-heartbeat-interval", 0.5]
+TIMES += ["--recover-heartbeat-timeout", patient(3), "--recover-hang-timeout", patient(3)]
 
 pytestmark = pytest.mark.slow
 

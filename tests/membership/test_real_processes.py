@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from cluster import HERE, Cluster, check_one_lineage, cluster
 
+from tests.harness.patience import patient
+from tests.harness.waiting import DEADLINE
+
 pytestmark = pytest.mark.slow
 
 QUICK = {
@@ -137,8 +140,8 @@ def test_a_call_that_holds_the_interpreter_and_a_long_checkpoint_are_no_faults(t
     with cluster(tmp_path, **{**QUICK, "hang_timeout": 6.0}) as run:
         run.start_coordinators(3)
         run.start_node_agent()
-        run.start_worker(0, iterations=30, hold_at=5, hold_seconds=3, step=0.01)
-        run.start_worker(1, iterations=30, checkpoint_at=10, checkpoint_seconds=7, step=0.01)
+        run.start_worker(0, iterations=30, hold_at=5, hold_seconds=patient(3), step=0.01)
+        run.start_worker(1, iterations=30, checkpoint_at=10, checkpoint_seconds=patient(7), step=0.01)
         run.start_worker(2, iterations=30, step=0.01)
         for process in run.workers.values():
             assert process.exit_code() == 0
@@ -164,7 +167,7 @@ def test_eight_busy_workers_on_few_cores_raise_no_alarm(tmp_path: Path) -> None:
         for number in range(8):
             run.start_worker(number, iterations=20, step=0.2, busy=True)
         for process in run.workers.values():
-            assert process.exit_code(timeout=180) == 0
+            assert process.exit_code(timeout=DEADLINE) == 0
         assert not [e for e in run.events() if e["event"] in ("fault", "stuck")]
 
 

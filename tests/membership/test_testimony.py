@@ -33,6 +33,7 @@ from recover_megatron.membership.testimony import (
     pod_has_ended,
     slurm_states,
 )
+from tests.harness.waiting import DEADLINE
 
 LINE = (
     "NodeName={name} Arch=x86_64 CoresPerSocket=4 CPUAlloc=0 NodeAddr=10.0.0.1 Version=22.05.8 "
@@ -324,8 +325,8 @@ def test_news_is_told_and_that_there_is_no_answer_once() -> None:
     thread = WitnessThread(Scope(SLURM, {"host-0": "n1", "host-1": "n2", "host-2": "n3"}), told.put, source)
     for _ in range(5):
         thread.ask(frozenset({"host-0", "host-1"}))
-        assert source.asked.get(timeout=60) == ["n1", "n2"]
-    assert [told.get(timeout=60) for _ in range(3)] == [
+        assert source.asked.get(timeout=DEADLINE) == ["n1", "n2"]
+    assert [told.get(timeout=DEADLINE) for _ in range(3)] == [
         Statement(frozenset(), "nothing is heard of Somebody: no"),
         Statement(frozenset({"host-1"}), "Somebody says of n2: powered off"),
         Statement(frozenset(), "nothing is heard of Somebody: again"),

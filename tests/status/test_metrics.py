@@ -21,6 +21,7 @@ from recover_megatron.status.metrics import RunCollector
 from recover_megatron.status.screen import render
 from recover_megatron.status.view_reader import read
 from tests.harness import REPOSITORY
+from tests.harness.waiting import DEADLINE
 from tests.status.test_history import BEGUN, event, start, steps
 from tests.status.test_status_model import GRID, VIEW
 
@@ -176,7 +177,7 @@ def test_a_command_that_hangs_is_killed_with_its_children_and_one_that_fails_is_
 
     hook = EventHook("sleep 1000", say, seconds=0.2)
     hook.put({"event": "recovery"})
-    assert said.wait(60)
+    assert said.wait(DEADLINE)
     assert "sleep took longer than 0.2 s and was killed" in complaints[0]
     hook.close(60)
     failing = EventHook("false", complaints.append)
