@@ -11,13 +11,14 @@ import pytest
 
 from recover_megatron.membership.testimony import Slurm
 from recover_megatron.run_log.steps import audit_problem
+from tests.harness.patience import patient
 from tests.slurm.cluster import Cluster, wait_until, why_not
 from tests.slurm.demo import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 ITERATIONS = 30
-PATIENT = "--recover-heartbeat-timeout 30"
+PATIENT = f"--recover-heartbeat-timeout {patient(30):g}"
 """Four of these are waited for the witness: enough for a controller on a busy machine."""
 
 
@@ -26,7 +27,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     if reason := why_not():
         warnings.warn(f"SKIPPED: nothing is tested on a real SLURM: {reason}", stacklevel=1)
         pytest.skip(reason)
-    with contextlib.closing(Cluster(timeout=5, power_saving=True)) as cluster:
+    with contextlib.closing(Cluster(timeout=10, power_saving=True)) as cluster:
         monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
         cluster.start()
         yield cluster
