@@ -178,7 +178,7 @@ def test_a_replica_that_is_slow_and_never_stops_is_taken_over_again_and_again(
     The others take 0.3 s, or their iterations would all be over before it has heard of it.  They wait for it to come
     back before the last one.
     """
-    slow = ",".join(f"forward@{worker}={patient(1 if worker == 1 else 0.3):g}" for worker in range(4))
+    slow = ",".join(f"forward@{worker}={1 if worker == 1 else 0.3}" for worker in range(4))
     script = (str(Path(__file__).with_name("slow.py")), slow)
     case = Case(DP4, iterations=4, train_with=script).patient("4-:4")
     case = replace(case, flags=(*case.flags, *GRACE.split()))

@@ -14,7 +14,7 @@ import pytest
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
-from tests.instep.runs import LAYOUTS, NO_EVALUATION, Case, Layout, Strike, check
+from tests.instep.runs import LAYOUTS, NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike, check
 from tests.instep.test_sharded import SHARDED
 from tests.instep.units import check_sharded
 

@@ -15,7 +15,7 @@ from tests.drawn import EVERYTHING, SEED, some
 from tests.harness.forkserver import ForkServer
 from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, row, visits
 from tests.instep.conftest import Reference
-from tests.instep.runs import NO_EVALUATION, Case, Layout, Strike, check
+from tests.instep.runs import NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike, check
 from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
