@@ -18,7 +18,7 @@ from tests.slurm.demo import Job
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 ITERATIONS = 30
-PATIENT = f"--recover-heartbeat-timeout {patient(30):g}"
+PATIENT = f"--recover-heartbeat-timeout {patient(30):g} --recover-hang-timeout {patient(60):g}"
 """Four of these are waited for the witness: enough for a controller on a busy machine."""
 
 
