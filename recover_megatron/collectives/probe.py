@@ -59,8 +59,10 @@ def _try(addresses: Mapping[int, str], deadline: float, gone: Callable[[], Colle
             else:
                 sock.close()
                 reached |= {worker} if code == 0 else set()
-        while trying and (left := deadline - time.monotonic()) > 0:
-            for number, _ in poll.poll(min(left, _PAUSE) * 1000):
+        left = 1.0
+        while trying and left > 0:  # the last look is behind the deadline: this process, too, may have been held up
+            left = deadline - time.monotonic()
+            for number, _ in poll.poll(max(0.0, min(left, _PAUSE)) * 1000):
                 worker, sock = trying.pop(number)
                 poll.unregister(number)
                 reached |= {worker} if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0 else set()

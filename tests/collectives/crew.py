@@ -45,6 +45,7 @@ from recover_megatron.collectives.ring.group import RingGroup, Tuning
 from recover_megatron.collectives.ring.progress import Handle
 from tests.collectives.transports import open_group
 from tests.doubles.nccl import library as nccl_double
+from tests.harness.patience import patient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -82,7 +83,7 @@ class Scenario:
     """Whether each worker has a child, forked with its connections open, that outlives it."""
     faults: list[Fault] = field(default_factory=list)
     seed: int = 0
-    timeout: float = 60.0
+    timeout: float = patient(60)
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Crew:
     def __exit__(self, *exception: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(patient(60))
 
 
 # ---- a worker ----------------------------------------------------------------------------------------------------

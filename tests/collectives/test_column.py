@@ -26,7 +26,6 @@ from recover_megatron.membership import Session
 from recover_megatron.membership.auth import read_secret_file
 from recover_megatron.membership.errors import CoordinatorLost
 from tests.collectives.together import DEADLINE, PlainEpoch
-from tests.harness.processes import free_port
 from tests.membership.cluster import Cluster, cluster
 
 SECRET = b"the secret of a test"
@@ -188,7 +187,9 @@ def test_a_member_that_lives_and_cannot_be_reached_ends_the_run_after_some_epoch
     control: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(column_module, "_LONGEST_PAUSE", 0.01)
-    nowhere = f"127.0.0.1 {free_port()} -"
+    closed = socket.socket()  # bound, and nobody listens: no other process gets the port meanwhile
+    closed.bind(("127.0.0.1", 0))
+    nowhere = f"127.0.0.1 {closed.getsockname()[1]} -"
     epochs: list[int] = []
 
     def work(column: Column) -> str:
@@ -213,7 +214,8 @@ def test_a_member_that_lives_and_cannot_be_reached_ends_the_run_after_some_epoch
         assert ended.value.code == 11
         return str(ended.value)
 
-    said = columns(control, 2, work)
+    with closed:
+        said = columns(control, 2, work)
     assert any("nobody was lost" in text for text in said)
     assert len(set(epochs)) <= column_module.MOST + 2
     complaints = [event for event in control.events() if event["event"] == "complaint"]

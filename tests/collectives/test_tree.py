@@ -19,9 +19,9 @@ from recover_megatron.collectives.tree.connections import FAN, Tree, parents
 from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep.epoch_groups import PeerStores
 from recover_megatron.network.peer_store import PeerStoreServer
+from tests.harness.waiting import DEADLINE
 
 SECRET = b"what the workers of the test share"
-DEADLINE = 60.0
 
 
 class Workers:

@@ -9,9 +9,10 @@ from typing import Any
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.group import Group
 from tests.collectives.transports import open_group
+from tests.harness.patience import patient
 
 SECRET = b"the secret of a test"
-DEADLINE = 60.0
+DEADLINE = patient(60)
 
 
 class Dictionary:

@@ -25,6 +25,7 @@ from recover_megatron.collectives.ring.scratch import Scratch
 from recover_megatron.collectives.transport.host_staged import StagedNative, StagedTransport
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 from recover_megatron.collectives.transport.tcp import TcpTransport
+from tests.harness.patience import patient
 
 CPU = torch.device("cpu")
 
@@ -65,7 +66,7 @@ def _open(
     *,
     name: str,
     secret: bytes,
-    timeout: float = 60.0,
+    timeout: float = patient(60),
     device: torch.device = CPU,
     tuning: Tuning | None = None,
     hook: Any = None,

@@ -14,11 +14,12 @@ import torch
 from examples import hsdp_pytorch as example
 from tests.drawn import some
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hsdp pytorch")]
 
 ITERATIONS = 9
-PATIENCE = 180
+PATIENCE = patient(180)
 STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
 Losses = dict[int, float]
 

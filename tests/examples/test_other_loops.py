@@ -16,13 +16,14 @@ import pytest
 
 from tests.examples.test_plain_pytorch import losses
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 from tests.harness.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain pytorch")]
 
 DOUBLES = Path(__file__).parent / "doubles"
 STEPS = 400
-PATIENCE = 180
+PATIENCE = patient(180)
 
 
 def launch(out: Path, example: str, workers: int) -> subprocess.Popen[str]:

@@ -18,12 +18,13 @@ import torch
 from examples import plain_pytorch as example
 from tests.drawn import some
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 from tests.harness.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain pytorch")]
 
 STEPS = 9
-PATIENCE = 180
+PATIENCE = patient(180)
 STEP = re.compile(r"^iteration (\d+) loss (\S+)$", re.MULTILINE)
 
 

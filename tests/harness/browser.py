@@ -23,8 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.harness.patience import patient
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SECONDS = 60.0
+SECONDS = patient(60)
 """After which an answer that has not come is an error: of a machine that is busy with much else."""
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 
 
 @dataclass
@@ -83,6 +84,8 @@ class ForkServer:
         When one fails the others are killed, unless ``together`` is False: then each ends as it will.  A run with
         ``--recover`` among its arguments gets a coordinator, and its workers end as they will.
 
+        ``timeout``: in seconds of an idle machine; then all that is left is killed.
+
         With ``losses`` the last rank writes what its train_step returned, one JSON line an iteration, to that file.
         With ``training`` every worker that trains to the end writes its parameters, and the losses of its evaluations,
         to WORKER.pt in that folder.
@@ -112,7 +115,7 @@ class ForkServer:
             "environment": environment or {},
             "losses": str(losses) if losses else None,
             "training": str(training) if training else None,
-            "timeout": timeout,
+            "timeout": patient(timeout),
             "together": together,
             "spares": spares,
             "restarts": restarts,
@@ -134,4 +137,4 @@ class ForkServer:
     def __exit__(self, *exception: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(patient(60))

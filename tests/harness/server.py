@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron import orderly_end
+from tests.harness.patience import patient
 from tests.harness.processes import ends_within
 from tests.harness.recording import record_losses, record_training, write_before_kills
 
@@ -190,7 +191,7 @@ def _wait_for_all(
         if (not ready and time.monotonic() >= deadline) or (together and any(codes.values())):
             for pid in handles.values():
                 os.kill(pid, signal.SIGKILL)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + patient(60)
     return codes
 
 
@@ -282,9 +283,9 @@ class _Recovering:
         That of a run that has not begun waits for workers: it is told to end.  ``begun``: whether it has for certain.
         """
         begun = begun or bool(self._node_agent.planned) or self._node_agent.out is not None
-        if not (begun and ends_within(coordinator, 60)):
+        if not (begun and ends_within(coordinator, patient(60))):
             os.kill(coordinator, signal.SIGTERM)
-            ends_within(coordinator, 60)
+            ends_within(coordinator, patient(60))
 
     def late(self, who: _Worker) -> bool:
         """Whether the run is over before this one was in any plan: nobody will tell it."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.patience import patient
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -24,7 +26,7 @@ def _zygote():
     ) as process:
         yield process
         process.stdin.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=patient(60)) == 0
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def fresh_python(tmp_path):
             start_new_session=True,
         ) as process:
             try:
-                out, err = process.communicate(timeout=timeout)
+                out, err = process.communicate(timeout=patient(timeout))
             finally:  # whatever it started ends with it
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

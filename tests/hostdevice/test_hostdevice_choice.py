@@ -7,6 +7,7 @@ import pytest
 
 from recover_megatron import hostdevice
 from recover_megatron.hostdevice import detect
+from tests.harness.patience import patient
 
 DRIVER = """
 int cuInit(unsigned flags) { return INIT; }
@@ -25,7 +26,7 @@ def driver(tmp_path, monkeypatch):
         source = tmp_path / "driver.c"
         source.write_text(DRIVER.replace("INIT", init))
         library = tmp_path / "libcuda.so.1"
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=patient(60))
         monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
 
     return install

@@ -5,13 +5,15 @@ import sys
 
 import pytest
 
+from tests.harness.patience import patient
 from tests.harness.processes import free_port
 
 pytestmark = pytest.mark.slow
 
 # Rank 0 leaves its tensor to the thread that sums it, which gives it up while the process ends: that takes a second.
+# Rank 1 sums with it only after rank 0 has let go of the tensor: else rank 0's main thread could be the one to do so.
 SCRIPT = """
-import atexit, os, threading, time
+import atexit, sys, threading, time
 import torch
 import torch.distributed as dist
 
@@ -24,22 +26,23 @@ class Kept(torch.Tensor):
 given_up = threading.Event()
 atexit.register(print, "what is registered is called", flush=True)
 dist.init_process_group("gloo")
+store = dist.distributed_c10d._get_default_store()
 tensor = torch.ones(1).as_subclass(Kept)
 if dist.get_rank() == 1:
-    dist.barrier()  # rank 0 has none of it any more
+    store.wait(["rank 0 has let go"])
     dist.all_reduce(tensor)
 else:
-    dist.barrier(async_op=True)
     work = dist.all_reduce(tensor, async_op=True)
     del tensor, work
-    assert given_up.wait(60)
+    store.set("rank 0 has let go", "")
+    assert given_up.wait(float(sys.argv[1]))
 """
 
 
 def test_a_thread_of_gloos_that_gives_up_a_tensor_at_the_end_does_not_end_the_process_by_a_signal(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     port = free_port()
-    command = [sys.executable, "-m", "recover_megatron.hostdevice", str(tmp_path / "script.py")]
+    command = [sys.executable, "-m", "recover_megatron.hostdevice", str(tmp_path / "script.py"), f"{patient(60):g}"]
     ranks = [
         subprocess.Popen(
             command,
@@ -51,6 +54,6 @@ def test_a_thread_of_gloos_that_gives_up_a_tensor_at_the_end_does_not_end_the_pr
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    said = [rank.communicate(timeout=patient(120))[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert all("what is registered is called" in each for each in said), said

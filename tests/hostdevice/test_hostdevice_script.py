@@ -25,7 +25,7 @@ if __name__ == "__main__":
     queue = context.SimpleQueue()
     child = context.Process(target=work, args=(Task(), queue))
     child.start()
-    child.join(60)
+    child.join()
     assert child.exitcode == 0, child.exitcode
     print("child", queue.get())
     sys.exit(7)

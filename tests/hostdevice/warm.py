@@ -13,9 +13,10 @@ from pathlib import Path
 
 from recover_megatron import hostdevice
 from recover_megatron.orderly_end import end_process
+from tests.harness.patience import patient
 from tests.harness.processes import free_port
 
-DEADLINE_S = 240
+DEADLINE_S = round(patient(240))
 
 hostdevice.activate()  # not in main(): processes that the checkpoint writer spawns import this file
 

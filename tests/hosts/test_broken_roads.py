@@ -30,6 +30,8 @@ AT = 5
 """After so many iterations roads break."""
 HELD_AT = 20
 """Not begun before they have broken."""
+SLOW_TO_SEE_SILENCE = "--recover-heartbeat-timeout 30 --recover-hang-timeout 60".split()
+"""For an outage that is to cost nobody its place, however late the test ends it."""
 EPOCHS = 12
 """More than any of these runs may need; without a bound there were thousands."""
 
@@ -39,7 +41,8 @@ def run(hosts: Hosts, each: int, case: Case, server: ForkServer, out: Path, spoi
 
     The last iterations are made when that is done, however late ``steps.jsonl`` is or the thread that looks at it.
     """
-    held = (str(REPOSITORY / "tests" / "instep" / "awaiting.py"), f"{HELD_AT}:spoilt:yes", case.script)
+    script = case.train_with or (case.script,)
+    held = (str(REPOSITORY / "tests" / "instep" / "awaiting.py"), f"{HELD_AT}:spoilt:yes", *script)
     case = replace(case, train_with=held)
     ranks = [1 + rank // each for rank in range(case.layout.grid.world)]
     networks = [(hosts.network(host), hosts.address(host)) for host in [*ranks, SWITCH]]
@@ -118,6 +121,7 @@ def test_a_road_that_comes_back_costs_nobody_its_place(
     three_hosts: Hosts, forkserver: ForkServer, reference: Reference, tmp_path: Path, how: str
 ) -> None:
     hosts, case = three_hosts, Case(LAYOUT["dp3"], iterations=ITERATIONS, evaluated=True)
+    case = case.with_flags(*SLOW_TO_SEE_SILENCE)
 
     def spoil() -> None:
         if how == "refuse":
@@ -127,7 +131,8 @@ def test_a_road_that_comes_back_costs_nobody_its_place(
         time.sleep(1)  # the length of the outage
         hosts.mend()
 
-    result = run(hosts, 1, case, forkserver, tmp_path, spoil)
+    trying = (str(REPOSITORY / "tests" / "hosts" / "trying.py"), case.script)
+    result = run(hosts, 1, replace(case, train_with=trying), forkserver, tmp_path, spoil)
     check(result, reference(case))
     assert set(result.replicas) == {3}
     assert len(result.plans) <= EPOCHS

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.waiting import DEADLINE
+
 from .hosts import SWITCH, Hosts
 
 LISTEN = "import socket; s = socket.create_server(('', 4000)); print('listening', flush=True)\nwhile True: s.accept()"
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 4000), float(sys.argv[2]))"
-LONG, SHORT = 60, 1
+LONG, SHORT = DEADLINE, 1
 
 
 def connects(hosts: Hosts, host: int, other: int, folder: Path, seconds: float) -> bool:
@@ -57,7 +59,7 @@ def test_a_host_has_its_own_name_shared_memory_and_processes(three_hosts: Hosts,
     script = "hostname; ls /dev/shm | wc -l; cat /etc/hosts; touch /dev/shm/mine; ls /proc | grep -c '^[0-9]'"
     told = []
     for host in hosts:
-        assert hosts.start(host, ["bash", "-c", script], tmp_path / "out").wait(60) == 0
+        assert hosts.start(host, ["bash", "-c", script], tmp_path / "out").wait(DEADLINE) == 0
         told.append((tmp_path / "out").read_text().split("\n"))
     assert [lines[0] for lines in told] == [hosts.name(host) for host in hosts]
     assert all(lines[1] == "0" for lines in told)

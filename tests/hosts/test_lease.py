@@ -6,17 +6,16 @@ import json
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.drawn import some
-from tests.harness.waiting import eventually, written_lines
+from tests.harness.waiting import DEADLINE, eventually, written_lines
 
 from .hosts import Hosts
-from .test_lost_host import DEADLINE, REPOSITORY, STEPS
+from .test_lost_host import REPOSITORY, STEPS
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +38,7 @@ class Run:
         for host in hosts:
             command = [sys.executable, "-m", "recover_megatron.launch", "--nnodes", 2, "--node-rank", host - 1]
             command += ["--nproc-per-node", 2, "--master-addr", hosts.address(1), "--master-port", 29400]
-            command += ["--log-dir", "logs", "steps.py"]
+            command += ["--log-dir", "logs", "steps.py", "--recover-hang-timeout", "3600"]
             out = folder / f"host{host}.out"
             self.launchers[host] = hosts.start(host, command, out, environment=environment, cwd=folder)
         eventually(lambda: all(self.plans(rank) for rank in range(4)), "the run starts")
@@ -63,12 +62,8 @@ def test_either_host_of_two_may_lose_its_power(two_hosts: Hosts, tmp_path: Path,
     """Host 1 has the coordinator that leads, and the store."""
     run = Run(two_hosts, tmp_path)
     two_hosts.power_off(lost)
-    lost_at = time.monotonic()
     other = 3 - lost
-    eventually(lambda: run.alone(other), "the other host goes on")
-    took = max(run.plans(rank)[-1]["mono"] for rank in (2 * other - 2, 2 * other - 1)) - lost_at
-    print(f"host {lost}: {took:.1f} s")
-    assert took < 30.0, "it does not wait for the hang timeout"
+    eventually(lambda: run.alone(other), "the other host goes on, without waiting for the hang timeout")
     (tmp_path / "over").touch()
     assert run.launchers[other].wait(DEADLINE) == 42
     assert run.holders == [[[2 * other - 2, 2 * other - 1]]]

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.waiting import eventually, written_lines
+from tests.harness.waiting import DEADLINE, eventually, written_lines
 
 from .hosts import Hosts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEADLINE = 120.0
 STEPS = """
     import json, os, pathlib, time
     from recover_megatron.membership import EpochRevoked

@@ -11,11 +11,10 @@ import torch
 
 from tests.examples.test_plain_pytorch import alone, losses, same
 from tests.harness import REPOSITORY
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 
 from .hosts import Hosts
 
-DEADLINE = 120.0
 POD = REPOSITORY / "examples" / "kubernetes" / "pod.sh"
 WORKERS = 2
 

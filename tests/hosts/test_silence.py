@@ -11,11 +11,12 @@ import pytest
 
 from recover_megatron.collectives.probe import unreached
 from recover_megatron.network.silence import Watch
+from tests.harness.patience import patient
+from tests.harness.waiting import DEADLINE
 
 from .hosts import Hosts
 
 pytestmark = pytest.mark.slow
-DEADLINE = 120.0
 
 
 def on[T](hosts: Hosts, host: int, do: Callable[[], T]) -> T:
@@ -41,7 +42,7 @@ def connection(hosts: Hosts, one: int, other: int) -> tuple[socket.socket, socke
     """The ends of one between two hosts."""
     with listener(hosts, other) as ring_listener:
         address = ring_listener.getsockname()
-        here = on(hosts, one, lambda: socket.create_connection(address, 30))
+        here = on(hosts, one, lambda: socket.create_connection(address, DEADLINE))
         there, _ = ring_listener.accept()
     for sock in (here, there):
         sock.settimeout(DEADLINE)
@@ -104,11 +105,11 @@ def test_trying_tells_the_roads_that_stay_broken_from_those_that_come_back(three
     }
     try:
         hosts.refuse(2, 3)
-        assert on(hosts, 3, lambda: unreached(addresses, 1.0)) == {2}
-        assert on(hosts, 3, lambda: unreached(addresses, 60.0, gone=lambda: [2])) == set()
+        assert on(hosts, 3, lambda: unreached(addresses, patient(2))) == {2}
+        assert on(hosts, 3, lambda: unreached(addresses, DEADLINE, gone=lambda: [2])) == set()
         back = threading.Timer(1.0, hosts.mend)
         back.start()
-        assert on(hosts, 3, lambda: unreached(addresses, 60.0)) == set()
+        assert on(hosts, 3, lambda: unreached(addresses, DEADLINE)) == set()
         back.join()
     finally:
         for ring_listener in listeners.values():

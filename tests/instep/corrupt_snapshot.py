@@ -14,6 +14,7 @@ from megatron.training import get_args, training
 import pretrain_gpt_recover
 from recover_megatron.instep.snapshots import SnapshotStore
 from recover_megatron.instep.transfer import flatten
+from tests.harness.patience import patient
 
 worker, iteration, part = sys.argv.pop(1), int(sys.argv.pop(1)), int(sys.argv.pop(1))
 train_step = training.train_step
@@ -22,7 +23,7 @@ train_step = training.train_step
 def corrupting_train_step(*args: Any, **kwargs: Any) -> Any:
     if get_args().curr_iteration + 1 == iteration:
         (store,) = (one for one in gc.get_objects() if isinstance(one, SnapshotStore))
-        assert store._job.over.wait(60)
+        assert store._job.over.wait(patient(60))
         newest = max(one.iteration for one in store._held)
         (held,) = (one for one in store._held if (one.part, one.iteration) == (part, newest))
         with torch.no_grad():

@@ -6,8 +6,9 @@ from typing import Any
 import pretrain_gpt_recover
 from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 from recover_megatron.membership.client import Client
+from tests.harness.patience import patient
 
-SECONDS = 20.0
+SECONDS = patient(60)
 making, attached = threading.Event(), threading.Event()
 dial, connected, make = Client._dial, Client._connected, ModelParallelGroups.make
 

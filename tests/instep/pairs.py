@@ -23,9 +23,10 @@ import torch.distributed as dist
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
+from tests.harness.patience import patient
 
 ROUNDS = 24
-SECONDS = 40.0
+SECONDS = patient(60)
 """After which a worker counts as stuck: without the guard it is for good."""
 
 

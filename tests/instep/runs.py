@@ -27,6 +27,7 @@ from recover_megatron.run_log.audit import violations
 from recover_megatron.run_log.steps import StepRecord, read_steps
 from tests.harness.forkserver import ForkServer
 from tests.harness.forkserver import Run as Ended
+from tests.harness.patience import patient
 from tests.megatron_hooks.tiny import OURS
 
 SAMPLES = 12
@@ -41,7 +42,10 @@ MODEL = (
 ).split()
 EVALUATE = "--eval-interval 1 --eval-iters 2".split()
 NO_EVALUATION = "--eval-interval 1000 --eval-iters 0".split()
-QUICK_TO_SEE_A_HANG = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 6 --recover-hang-timeout 6".split()
+QUICK_TO_SEE_A_HANG = ["--recover-heartbeat-interval", "0.5", "--recover-heartbeat-timeout", f"{patient(6):g}"]
+QUICK_TO_SEE_A_HANG += ["--recover-hang-timeout", f"{patient(6):g}"]
+SLOW_TO_SEE_A_HANG = ("--recover-hang-timeout", f"{patient(200):g}")
+"""For those that wait until replicas are put together."""
 
 LOSS, GRAD_NORM, PARAMETERS = 1e-5, 1e-4, 1e-5
 """How far a run may be from the failure-free one, relative."""
@@ -171,7 +175,7 @@ class Case:
         return replace(
             self,
             train_with=(str(Path(__file__).with_name("patient.py")), when, *script),
-            flags=(*self.flags, "--recover-hang-timeout", "200"),
+            flags=(*self.flags, *SLOW_TO_SEE_A_HANG),
         )
 
     def until_struck(self, iteration: int, *workers: int) -> Case:

@@ -2,7 +2,7 @@
 
 PLACE: ``joined``, when the first epoch has begun, ``met``, after a rendezvous, ``again``, before sums are made in a
 later epoch than the first, or a phase: before a fault may strike in it.  So that what is a race of milliseconds between
-workers otherwise is decided.
+workers otherwise is decided.  The seconds are those of an idle machine.
 """
 
 import os
@@ -15,13 +15,14 @@ from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.instep.rendezvous import Rendezvous
 from recover_megatron.membership.session import Session
+from tests.harness.patience import patient
 
 pauses: dict[str, float] = {}
 for part in sys.argv.pop(1).split(","):
     where, seconds = part.split("=")
     place, worker = where.split("@")
     if worker == os.environ["RANK"]:
-        pauses[place] = float(seconds)
+        pauses[place] = patient(float(seconds))
 assignments: list[Assignment] = []
 join, meet, strike, mark = Session.join, Rendezvous.meet, ProgressReports.inject, ProgressReports.mark
 make = Assignment.__init__

@@ -9,6 +9,7 @@ import pytest
 from recover_megatron.membership.errors import EXIT_FENCED
 from recover_megatron.run_log.steps import read_steps
 from tests.harness.forkserver import ForkServer
+from tests.harness.patience import patient
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, losses
 
 pytestmark = pytest.mark.slow
@@ -49,7 +50,8 @@ def test_stock_megatron_resumes_where_a_run_with_a_death_saved(
     assert [step["loss"] for step in losses(resumed / "losses.jsonl")] == pytest.approx(expected[4:], rel=1e-5)
 
 
-QUICK = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 3 --recover-hang-timeout 20".split()
+QUICK = f"--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout {patient(5):g}".split()
+QUICK += ["--recover-hang-timeout", f"{patient(20):g}"]
 
 
 @pytest.mark.parametrize(

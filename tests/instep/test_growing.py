@@ -18,7 +18,7 @@ from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.layouts import ADAM, INTERLEAVED, ROPE, SPREAD
-from tests.instep.runs import NO_EVALUATION, Case, Layout, Result, check, check_evaluations
+from tests.instep.runs import NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Result, check, check_evaluations
 from tests.instep.test_drain import said
 from tests.instep.units import check_sharded
 from tests.megatron_hooks.tiny import MOCK, NO_DROPOUT, OURS, SCHEDULE, losses
@@ -230,7 +230,7 @@ def test_stock_megatron_resumes_at_the_launchs_size_what_a_grown_run_saved(
     training += ["--save", str(tmp_path / "checkpoints"), "--save-interval", "12"]
     patient = str(Path(__file__).with_name("patient.py"))
     recover = ["--recover", "--recover-log-dir", str(tmp_path), "--recover-max-replicas", "4"]
-    recover += ["--recover-hang-timeout", "200"]
+    recover += SLOW_TO_SEE_A_HANG
     assert forkserver.run(2, [patient, "3-11:4", *training, *recover], tmp_path, spares=2).ok
     steps = list(read_steps(tmp_path / "steps.jsonl"))
     assert [audit_problem(step) for step in steps] == [None] * 16

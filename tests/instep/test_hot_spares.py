@@ -14,7 +14,7 @@ import pytest
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
-from tests.instep.runs import LAYOUTS, NO_EVALUATION, Case, Layout, Strike, check
+from tests.instep.runs import LAYOUTS, NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike, check
 from tests.instep.test_sharded import SHARDED
 from tests.instep.units import check_sharded
 
@@ -28,7 +28,7 @@ STRUCK = 5
 
 
 def hot(layout: Layout, spares: int, *strikes: Strike, model: tuple[str, ...] = MODEL) -> Case:
-    case = Case(layout, strikes, spares=spares, model=model, flags=("--recover-hang-timeout", "200"))
+    case = Case(layout, strikes, spares=spares, model=model, flags=SLOW_TO_SEE_A_HANG)
     workers = range(layout.grid.world, layout.grid.world + spares)
     ready = ";".join(f"worker-{worker}.log:worker {worker} is ready for position" for worker in workers)
     when = f"2-{STRUCK}:{ready}"

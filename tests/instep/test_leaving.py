@@ -21,6 +21,7 @@ from recover_megatron.instep.leaving import Calls, Leaving
 from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
 
 LOOKS = round(leaving.LEAVE_SECONDS / leaving._LOOK)
@@ -58,6 +59,17 @@ def doubles(count: int) -> list[ProcessGroupNcclDouble]:
     return [ProcessGroupNcclDouble(Fabric(), 0, 2, f"group {n}", environment(60)) for n in range(count)]
 
 
+def leaving_group(group: ProcessGroupNcclDouble, ended: Ended, main: MainThread) -> Leaving:
+    """That of one group: it looks often, but only once the abort is over, which takes what the machine takes."""
+
+    def where() -> Calls:
+        out._look = 0.0001
+        return main()
+
+    out = Leaving([group], end=ended, where=where)
+    return out
+
+
 def test_all_groups_are_aborted_at_once_and_a_main_thread_that_comes_out_ends_nothing() -> None:
     """One abort waits for a call that the abort of another one ends: in a row they would wait for ever."""
     groups, ended = doubles(3), Ended()
@@ -69,7 +81,7 @@ def test_all_groups_are_aborted_at_once_and_a_main_thread_that_comes_out_ends_no
         groups[0].hold_communicator().release()
 
     groups[1].abort = abort  # type: ignore[method-assign]
-    out = Leaving(groups, end=ended, where=MainThread(COMPUTING), look=0.01)
+    out = Leaving(groups, end=ended, where=MainThread(COMPUTING))
     out.begin()
     out.left()
     out.join()
@@ -80,7 +92,7 @@ def test_all_groups_are_aborted_at_once_and_a_main_thread_that_comes_out_ends_no
 def test_an_abort_that_does_not_return_ends_the_worker() -> None:
     groups, ended = doubles(2), Ended()
     groups[0].hold_communicator().acquire()  # by a call that waits for a dead member to connect
-    Leaving(groups, end=ended, look=0.001).begin()
+    Leaving(groups, end=ended, look=patient(0.05)).begin()  # the other abort returns before it has looked so often
     assert ended.came.wait(DEADLINE)
     assert ended.reasons == ["1 of its communicators are still being aborted"]
     groups[0].hold_communicator().release()
@@ -102,7 +114,7 @@ def test_a_main_thread_that_stays_in_one_call_after_the_abort_ends_the_worker() 
     (group,), ended = doubles(1), Ended()
     one, other = (1, 10), (1, 20)
     where = MainThread(Calls([one]), Calls([other]), Calls([other, one]))
-    out = Leaving([group], end=ended, where=where, look=0.001)
+    out = leaving_group(group, ended, where)
     out.begin()
     assert ended.came.wait(DEADLINE)
     assert ended.reasons == ["its main thread does not come out of a call"]
@@ -115,7 +127,7 @@ def test_a_main_thread_that_goes_on_is_waited_for(where: str) -> None:
     ended = Ended()
     calls = [COMPUTING] if where == "computes" else [Calls([(1, 10 + look % 2)]) for look in range(4 * LOOKS)]
     main = MainThread(*calls)
-    out = Leaving(doubles(1), end=ended, where=main, look=0.0001)
+    out = leaving_group(*doubles(1), ended, main)
     out.begin()
     assert main.seen.wait(DEADLINE)
     out.left()
@@ -177,7 +189,7 @@ class Inside:
         return self.made[-1]
 
     def _leaving(self, groups: Any) -> Leaving:
-        self.leavings.append(Leaving(groups, end=self.ended, look=0.01))
+        self.leavings.append(Leaving(groups, end=self.ended))
         return self.leavings[-1]
 
     def rebuild(self, *, over: bool = False) -> None:

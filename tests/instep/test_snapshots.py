@@ -25,10 +25,10 @@ from recover_megatron.instep.timelines import covered, kept
 from recover_megatron.instep.transfer import flatten
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.workload.snapshots import FIRST_INTERVAL
+from tests.harness.waiting import DEADLINE
 from tests.instep.test_transfer import same
 
 SECRET = b"what the workers of the test share"
-DEADLINE = 60
 STAGES = launch_grid(4, tensor=1, context=1, pipeline=2, inner_ranks=1)
 """Two replicas; workers 0 and 1 have position 0."""
 NODES = ("a", "a", "b", "b")
@@ -37,7 +37,7 @@ NODES = ("a", "a", "b", "b")
 @pytest.fixture(autouse=True)
 def _deadline() -> Iterator[None]:
     """What hangs is ended."""
-    signal.alarm(DEADLINE)
+    signal.alarm(round(DEADLINE))
     yield
     signal.alarm(0)
 

@@ -15,7 +15,7 @@ from tests.drawn import EVERYTHING, SEED, some
 from tests.harness.forkserver import ForkServer
 from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, row, visits
 from tests.instep.conftest import Reference
-from tests.instep.runs import NO_EVALUATION, Case, Layout, Strike, check
+from tests.instep.runs import NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike, check
 from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
@@ -41,9 +41,6 @@ if EVERYTHING:  # A long run at the others' pace amplifies any rounding differen
     MODEL, SCRIPT = (*NO_EVALUATION, "--lr", "0.03", "--min-lr", "0.01"), str(Path(__file__).with_name("double.py"))
 
 
-PATIENT = ("--recover-hang-timeout", "200")
-
-
 def deaths(source: random.Random, layout: Layout) -> Case:
     """Kills one after another, in positions that differ from kill to kill, each when the run is whole again.
 
@@ -64,7 +61,9 @@ def deaths(source: random.Random, layout: Layout) -> Case:
         gap = source.randrange(1, iterations // count - 10)  # at least, from the last one
         iteration = (strikes[-1].iteration if strikes else 1) + gap
         strikes.append(Strike(*victim, iteration, source.choice(phases), until=iterations - 12))
-    return Case(layout, tuple(strikes), iterations, restarts=len(strikes), model=MODEL, script=SCRIPT, flags=PATIENT)
+    return Case(
+        layout, tuple(strikes), iterations, restarts=len(strikes), model=MODEL, script=SCRIPT, flags=SLOW_TO_SEE_A_HANG
+    )
 
 
 @pytest.mark.parametrize("seed", REJOINED_SEEDS)

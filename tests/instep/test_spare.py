@@ -11,6 +11,7 @@ import pytest
 from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.spare import Over, Spare
 from recover_megatron.membership.errors import CoordinatorLost, EpochRevoked
+from tests.harness.waiting import DEADLINE
 
 FRESH = Decision(5, {0: (0, 1), 1: (2, 3)}, (4,), at=7, fresh=(1,), version=6, transfers={2: 0, 3: 1})
 
@@ -32,13 +33,13 @@ class Session:
         self.said.append("leave")
 
     def wait_revoked(self, timeout: float | None = None) -> bool:
-        assert self.asked.wait(30)
+        assert self.asked.wait(DEADLINE)
         raise CoordinatorLost("the end of the test", 0)
 
     def wait_committed(self, iteration: int, epoch: int) -> None:
         self.said.append(f"wait for {iteration} in {epoch}")
         self.waited.set()
-        assert self.settled.wait(30)
+        assert self.settled.wait(DEADLINE)
         if self.over:
             raise EpochRevoked(epoch)
 
@@ -61,14 +62,14 @@ def test_news_are_told_when_the_first_step_of_the_fresh_replicas_is_over(revoked
     played: Any = session
     spare = Spare(planner, played, 4, JoinStatus(None, position=0))
     spare.start()
-    assert session.idled.wait(30)
+    assert session.idled.wait(DEADLINE)
     outcomes: list[Any] = []
     main = threading.Thread(target=lambda: outcomes.append(spare.arrive(version=6)))
     main.start()
-    assert session.waited.wait(30)
+    assert session.waited.wait(DEADLINE)
     assert session.said == ["wait for 7 in 5"], "not asked yet: it would end the epoch in which states are given"
     session.settled.set()
-    main.join(30)
+    main.join(DEADLINE)
     assert session.said == ["wait for 7 in 5", "ask"]
     assert outcomes == [Over(0, "the end of the test")]
 
@@ -85,7 +86,7 @@ def test_who_is_ready_while_all_places_are_taken_asks_for_no_epoch() -> None:
     played: Any = session
     spare = Spare(planner, played, 4, JoinStatus(None, position=0))
     spare.start()
-    assert session.idled.wait(30)
+    assert session.idled.wait(DEADLINE)
     session.asked.set()  # the run ends
     assert spare.arrive(version=None) == Over(0, "the end of the test")
     assert session.said == []

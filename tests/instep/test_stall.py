@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ import pytest
 from tests.drawn import EVERYTHING
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
-from tests.instep.runs import LAYOUTS, QUICK_TO_SEE_A_HANG, SECONDS, Case, Layout, Strike, check
+from tests.instep.runs import LAYOUTS, QUICK_TO_SEE_A_HANG, Case, Layout, Strike, check
 from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
@@ -39,19 +38,22 @@ def when_stalled(out: Path, then: Callable[[list[dict[str, Any]]], None]) -> Ite
     """Call ``then`` with the coordinator's events once it tells of a stall, while the block runs."""
 
     def watch() -> None:
-        deadline, path = time.monotonic() + SECONDS, out / "events-0.jsonl"
-        while time.monotonic() < deadline:
+        path = out / "events-0.jsonl"
+        while not over.wait(0.05):
             lines = path.read_text().splitlines() if path.exists() else []
             events = [json.loads(line) for line in lines if line.endswith("}")]
             if any(event["event"] == "stalled" for event in events):
                 then(events)
                 return
-            time.sleep(0.05)
 
+    over = threading.Event()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    yield
-    watcher.join()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 @pytest.mark.parametrize(("layout", "stopped"), STALLS if EVERYTHING else STALLS[:2], ids=lambda part: str(part)[:60])

@@ -26,11 +26,11 @@ from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer
 from recover_megatron.network.proof import Challenge
 from recover_megatron.network.streams import Streams, open_stream
 from tests.harness import REPOSITORY
+from tests.harness.waiting import DEADLINE
 from tests.instep.states import KEY, state_of
 from tests.instep.test_transfer import same
 
 SECRET = b"what the workers of the test share"
-DEADLINE = 60.0
 
 STATE = {
     "weights": [torch.arange(2000.0), torch.ones(7, 3, dtype=torch.bfloat16), torch.tensor(5)],

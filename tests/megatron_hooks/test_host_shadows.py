@@ -12,6 +12,7 @@ import torch
 from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.megatron_hooks.optimizer.host_shadows import HostShadows
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
+from tests.harness.waiting import DEADLINE
 
 CLIP = 0.5
 SIZES = (5, 3, 1)
@@ -93,7 +94,7 @@ def test_the_training_goes_on_while_shadows_are_updated_and_the_next_update_wait
     class Slow(FusedAdam):
         def step(self, closure: None = None) -> None:
             if threading.current_thread() is not threading.main_thread():
-                assert go.wait(60)
+                assert go.wait(DEADLINE)
             super().step(closure)
 
     two = Two(Slow)

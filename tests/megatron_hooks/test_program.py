@@ -15,6 +15,7 @@ from recover_megatron.errors import UserError, refuse
 from recover_megatron.megatron_hooks.entry import flags as flag_checks
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
+from tests.harness.waiting import DEADLINE
 from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 
 GOOD = [*MODEL, *SCHEDULE, *MOCK]
@@ -299,7 +300,9 @@ def start_with(path: Path) -> subprocess.CompletedProcess[str]:
         "import pretrain_gpt_recover\n"
         "pretrain_gpt_recover.main()\n"
     )
-    return subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE
+    )
 
 
 def fake_megatron(root: Path, minor: int, *, training: bool = True, script: bool = False) -> Path:

@@ -10,6 +10,7 @@ import torch
 
 from recover_megatron.megatron_hooks import writers
 from recover_megatron.megatron_hooks.writers import Stub
+from tests.harness.waiting import DEADLINE
 
 
 class Board:
@@ -95,7 +96,7 @@ def test_a_writer_that_does_not_answer_holds_nobody_up_and_hears_everything_late
 
     class Slow(Board):
         def add_scalar(self, name: str, value: Any, step: int) -> None:
-            assert answers.wait(60)
+            assert answers.wait(DEADLINE)
             super().add_scalar(name, value, step)
 
     board = Slow()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.patience import patient
+
 WHEELS = {"0.17.1": "core_v0.17.1", "0.18.2": "core_v0.18.2", "0.19.0": "core_v0.19.0", "0.19.2": "core_v0.19.0"}
 """Version -> the patch that is its."""
 
@@ -18,7 +20,7 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """(version, unpacked wheel); nobody may change it."""
     version, out = request.param, tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(out)]
-    done = subprocess.run([*command, f"megatron-core=={version}"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, f"megatron-core=={version}"], capture_output=True, text=True, timeout=patient(300))
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1:]
         pytest.skip(f"NOT TESTED: Megatron {version}: pip could not download its wheel: {reason}")

@@ -25,6 +25,7 @@ import pytest
 
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 from tests.instep.runs import GRAD_NORM, LAYOUTS, LOSS, MODEL, NO_EVALUATION
 from tests.megatron_hooks.tiny import NO_DROPOUT, OURS
 from tests.patches.trees import apply, copy_of
@@ -67,7 +68,8 @@ def launch(tree: Path, out: Path, options: Sequence[str], script: str, *flags: s
     command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(LAYOUT.grid.world)]
     done = subprocess.run(
         [*command, "--log-dir", str(out), *options, script, *FLAGS, *flags],
-        env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
+        env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=patient(600),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout

@@ -20,6 +20,7 @@ from recover_megatron.megatron_hooks.entry import program
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
+from tests.harness.patience import patient
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE, losses
 from tests.patches.trees import apply, copy_of
 
@@ -44,7 +45,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Python with the tree's Megatron first on its path."""
     environment = os.environ | {"PYTHONPATH": f"{tree}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=patient(300)
+    )
 
 
 @pytest.mark.slow

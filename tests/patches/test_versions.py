@@ -16,6 +16,7 @@ import pytest
 
 from recover_megatron.run_log.steps import StepRecord, audit_problem, read_steps
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 from tests.patches.conftest import WHEELS
 from tests.patches.trees import apply, copy_of
@@ -40,7 +41,7 @@ def test_a_step_in_which_a_worker_is_killed_is_that_of_the_undisturbed_run(
     script = OURS
     if version < "0.19":
         installed = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tree), "PyYAML"]
-        done = subprocess.run(installed, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(installed, capture_output=True, text=True, timeout=patient(300))
         if done.returncode != 0:  # what these wheels import and the newest does not
             reason = done.stderr.strip().splitlines()[-1:]
             pytest.skip(f"NOT TESTED: Megatron {version}: pip could not install PyYAML: {reason}")
@@ -63,7 +64,7 @@ def train(tree: Path, out: Path, script: str, *flags: str) -> list[StepRecord]:
     command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", "2", "--log-dir", str(out)]
     environment = os.environ | {"PYTHONPATH": f"{tree}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, script, *FLAGS, *flags], env=environment, capture_output=True, text=True, timeout=400
+        [*command, script, *FLAGS, *flags], env=environment, capture_output=True, text=True, timeout=patient(400)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return list(read_steps(out / "steps.jsonl"))

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 
 SCRIPT = REPOSITORY / "scripts" / "apply_patches.sh"
 FILES = ("megatron/core/__init__.py", "megatron/training/arguments.py", "megatron/training/training.py")
@@ -17,7 +18,7 @@ FILES = ("megatron/core/__init__.py", "megatron/training/arguments.py", "megatro
 def apply(*arguments: str | Path, **options: str | Path) -> subprocess.CompletedProcess[str]:
     """Run scripts/apply_patches.sh; ``options``: those of subprocess.run."""
     command = ["bash", str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+    return subprocess.run(command, capture_output=True, text=True, timeout=patient(60), **options)  # type: ignore[call-overload]
 
 
 def copy_of(tree: Path, out: Path) -> Path:

@@ -22,11 +22,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.harness.patience import patient
 from tests.harness.processes import free_ports
 from tests.harness.waiting import eventually
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
-PATIENCE = 240.0
+PATIENCE = patient(240)
 """Seconds after which something that should have happened counts as stuck (a loaded machine, two cores)."""
 MUNGE_USER = "munge"
 NODE_MARK = "RECOVER_TEST_NODE"
@@ -38,7 +39,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire={credentials}
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -48,7 +49,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdParameters=config_overrides
 SlurmdTimeout={timeout}
 SchedulerParameters=batch_sched_delay=1,sched_interval=5
-KillWait=5
+KillWait={kill_wait}
 ReturnToService=2
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -81,7 +82,7 @@ def why_not() -> str:
 class Cluster:
     """A running cluster of ``nodes`` nodes n1, n2, ...; ``close`` leaves nothing of it."""
 
-    def __init__(self, nodes: int = 3, timeout: int = 20, power_saving: bool = False) -> None:
+    def __init__(self, nodes: int = 3, timeout: float = 20, power_saving: bool = False) -> None:
         """``timeout``: seconds after which the controller gives up a node that does not answer.
 
         ``power_saving``: it may power nodes down; its program notes their names in ``powered`` and does nothing else.
@@ -98,7 +99,9 @@ class Cluster:
             first=ports[1],
             last=ports[-1],
             nodes=nodes,
-            timeout=timeout,
+            timeout=round(patient(timeout)),
+            credentials=round(patient(10)),
+            kill_wait=round(patient(5)),
         )
         if power_saving:
             (program := self.folder / "power").write_text(f'#!/bin/sh\necho "$1" >>{self.folder}/powered\n')

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from recover_megatron.run_log.steps import StepRecord, read_steps
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT
 from tests.slurm.cluster import Cluster, wait_until
 
 SCRIPTS = REPOSITORY / "scripts" / "slurm"
-COORDINATOR_TIMES = "--heartbeat-interval 0.5 --heartbeat-timeout 5"
-TIMES = "--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout 5"
+COORDINATOR_TIMES = f"--heartbeat-interval 0.5 --heartbeat-timeout {patient(5):g}"
+TIMES = f"--recover-heartbeat-interval 0.5 --recover-heartbeat-timeout {patient(5):g}"
 SCHEDULE = "--global-batch-size 12 --lr-decay-iters 100 --lr-warmup-iters 2 --save-interval 1000000 --ckpt-format torch"
 EDITS = {
     1: "#SBATCH --nodes={nodes}",

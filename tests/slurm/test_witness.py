@@ -26,7 +26,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     if reason := why_not():
         warnings.warn(f"SKIPPED: nothing is tested on a real SLURM: {reason}", stacklevel=1)
         pytest.skip(reason)
-    with contextlib.closing(Cluster(timeout=5, power_saving=True)) as cluster:
+    with contextlib.closing(Cluster(timeout=10, power_saving=True)) as cluster:
         monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
         cluster.start()
         yield cluster

@@ -38,6 +38,7 @@ from recover_megatron.run_log.steps import read_steps
 from recover_megatron.status.model import RunStatus
 from recover_megatron.status.view_reader import read
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 from tests.instep.runs import GRAD_NORM, LOSS, MODEL
 from tests.soak.processes import Sample, descendants, growth, sample
 
@@ -46,7 +47,7 @@ HEARTBEAT_TIMEOUT = 5.0
 ITERATIONS_PER_KILL = 30
 """Enough: a kill and the rejoin of a worker take some ten, on a busy machine twenty."""
 ASK_SECONDS = 0.5
-STUCK_SECONDS = 300.0
+STUCK_SECONDS = patient(300)
 SCRIPT = str(REPOSITORY / "tests" / "soak" / "paced.py")
 FLAGS = [*MODEL, "--log-interval", "100", "--eval-interval", "1000000", "--eval-iters", "0"]
 FLAGS += ["--lr", "0.001", "--min-lr", "0.001", "--hidden-dropout", "0", "--attention-dropout", "0"]
@@ -126,7 +127,7 @@ class Launch:
         """Leave nothing behind."""
         if self.process.poll() is None:
             self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(patient(60))
         self._template.communicate()  # it ends with its stdin
 
 
@@ -185,14 +186,14 @@ class Soak:
         try:
             self._strike_all(launch)
             (launch.folder / "hurry").touch()
-            if launch.process.wait(3600) != 0:
+            if launch.process.wait(patient(3600)) != 0:
                 raise Stuck(f"exit code {launch.process.returncode}\n{launch.console[-3000:]}")
         finally:
             launch.end()
         reference = Launch(self._folder / "reference", self._iterations, 0, secret)
         try:
             (reference.folder / "hurry").touch()
-            assert reference.process.wait(3600) == 0, reference.console[-3000:]
+            assert reference.process.wait(patient(3600)) == 0, reference.console[-3000:]
         finally:
             reference.end()
         self._judge(launch.folder, reference.folder)
