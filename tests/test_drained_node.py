@@ -16,6 +16,7 @@ from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.folder import candidates
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
+from tests.harness.patience import patient
 from tests.harness.processes import free_port
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 from tests.test_end_to_end import PATIENCE, launch, wait_until_iteration, workers
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.slow
 
 ITERATIONS = 16
 TRAINING = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", str(ITERATIONS), "--global-batch-size", "12"]
-TIMES = ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", "3", "--recover-hang-timeout", "200"]
+TIMES = ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", f"{patient(4):g}"]
+TIMES += ["--recover-hang-timeout", f"{patient(200):g}"]
 PATIENT = [str(REPOSITORY / "tests" / "instep" / "patient.py"), "5-5:over,9-:3"]
 """Iteration 5 begins when an epoch is over, by the order, and the ninth when there are three replicas."""
 SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}

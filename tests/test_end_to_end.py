@@ -16,13 +16,15 @@ import pytest
 
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 from tests.harness.processes import free_port
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 pytestmark = pytest.mark.slow
 
-PATIENCE = 240
+PATIENCE = patient(240)
 """Seconds after which a run that should have moved counts as stuck (a loaded machine, two cores)."""
+TIMEOUT = ["--recover-heartbeat-timeout", f"{patient(4):g}"]
 
 
 def launch(out: Path, *argv: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
@@ -104,7 +106,7 @@ def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(
 ) -> None:
     """Two pipelines of two stages: the leading coordinator first, then, when another one leads, a worker."""
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--pipeline-model-parallel-size", "2", "--recover"]
-    argv += ["--train-iters", "120", "--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", "2"]
+    argv += ["--train-iters", "120", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
     undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "4", *argv)
     said, _ = undisturbed.communicate(timeout=PATIENCE)
     assert undisturbed.returncode == 0, said
@@ -143,7 +145,7 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
         "--global-batch-size",
         "12",
     ]
-    argv += ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", "2"]
+    argv += ["--recover-heartbeat-interval", "0.2", *TIMEOUT]
     undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "3", *argv)
     said, _ = undisturbed.communicate(timeout=PATIENCE)
     assert undisturbed.returncode == 0, said

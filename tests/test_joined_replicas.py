@@ -15,6 +15,7 @@ from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.folder import candidates
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
+from tests.harness.patience import patient
 from tests.harness.processes import alive, free_port
 from tests.harness.waiting import eventually
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.slow
 
 ITERATIONS = 32
 TRAINING = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", str(ITERATIONS), "--global-batch-size", "12"]
-RECOVER = ["--recover", "--recover-max-replicas", "4", "--recover-hang-timeout", "200"]
-TIMES = ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", "3"]
+RECOVER = ["--recover", "--recover-max-replicas", "4", "--recover-hang-timeout", f"{patient(200):g}"]
+TIMES = ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", f"{patient(4):g}"]
 WAITING = REPOSITORY / "tests" / "instep"
 PATIENT = [str(WAITING / "patient.py"), "5-24:4", str(WAITING / "awaiting.py"), "28:lost:joined"]
 """Iterations 5 to 24 wait for four replicas, but for one of each epoch meanwhile; the 28th until the loss is over."""

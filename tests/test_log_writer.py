@@ -12,7 +12,7 @@ import pytest
 from recover_megatron import log_writer
 from recover_megatron.log_writer import Aside, LogWriter
 from tests.harness import REPOSITORY
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 
 LINE = b"x" * 99 + b"\n"
 
@@ -156,7 +156,7 @@ def test_a_process_ends_though_its_disk_blocks(tmp_path: Path) -> None:
         "file.close()\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "log")]
-    assert subprocess.run(command, cwd=REPOSITORY, check=False, timeout=60).returncode == 0
+    assert subprocess.run(command, cwd=REPOSITORY, check=False, timeout=DEADLINE).returncode == 0
 
 
 def test_what_was_given_up_is_not_written_later(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from recover_megatron.logger import LINES_VARIABLE, get_logger
 from tests.harness import REPOSITORY
+from tests.harness.waiting import DEADLINE
 
 
 def said_by(program: str, expected: int = 0, **options: object) -> str:
@@ -19,7 +20,7 @@ def said_by(program: str, expected: int = 0, **options: object) -> str:
     head = "import os, sys\nfrom recover_megatron.logger import get_logger\nlog = get_logger('recover_megatron.x')\n"
     command = [sys.executable, "-W", "ignore", "-c", head + program]
     done = subprocess.run(
-        command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, timeout=60, check=False, **options
+        command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, timeout=DEADLINE, check=False, **options
     )  # type: ignore[call-overload]
     assert done.returncode == expected, done.stderr
     return str(done.stderr)

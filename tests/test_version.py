@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron import __version__
+from tests.harness.waiting import DEADLINE
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -27,7 +28,7 @@ def said(*command: str | Path) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE,
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""

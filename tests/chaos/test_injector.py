@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.chaos import InjectedFault, Injector, parse_spec
+from tests.harness.waiting import DEADLINE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -47,7 +48,7 @@ def start(spec: str) -> subprocess.Popen[str]:
 )
 def test_the_worker_ends_at_the_visit_that_was_named_and_at_no_other(spec: str, survived: int, code: int) -> None:
     process = start(spec)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == code
     assert out.splitlines() == [f"{iteration} {phase}" for iteration, phase in VISITS[:survived]]
     assert ("InjectedFault" in err) == ("raise" in spec)
@@ -60,7 +61,7 @@ def test_a_stopped_worker_hangs_and_goes_on_when_it_is_continued() -> None:
     assert os.WIFSTOPPED(status)
     assert os.WSTOPSIG(status) == signal.SIGSTOP
     process.send_signal(signal.SIGCONT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0
     assert len(out.splitlines()) == 15
 

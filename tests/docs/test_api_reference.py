@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.patience import patient
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,7 +22,7 @@ def test_the_api_reference_has_every_module_and_no_warning(tmp_path: Path) -> No
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=patient(540),
     )
     assert made.returncode == 0, made.stderr
     modules = (path.relative_to(ROOT) for path in (ROOT / "recover_megatron").rglob("*.py"))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE = 120.0
+from tests.harness.patience import patient
+
+DEADLINE = patient(120.0)
 """Seconds; generous, for a loaded machine.  Every wait ends with what it is for."""
 
 

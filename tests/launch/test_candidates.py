@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from tests.harness.patience import patient
 from tests.harness.processes import alive, children, command_line
 from tests.harness.waiting import eventually, written_lines
 
@@ -47,7 +48,7 @@ STEPS = """
         at += 1
     session.leave()
     """
-TIMES = ["--recover-heartbeat-interval", "0.4", "--recover-heartbeat-timeout", "2"]
+TIMES = ["--recover-heartbeat-interval", "0.4", "--recover-heartbeat-timeout", f"{patient(3):g}"]
 
 
 class Run:

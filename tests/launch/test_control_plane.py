@@ -10,7 +10,7 @@ import pytest
 
 from recover_megatron.launch.last_checkpoint import last_checkpoint
 from tests.harness.processes import children, command_line
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 
 USES_IT = """
     import os, signal, sys
@@ -147,9 +147,9 @@ def test_a_run_that_is_interrupted_is_told_as_ended_by_that_signal_and_with_its_
     assert "ended by SIGINT" in stop["reason"]
     (bench.folder / "logs" / "steps.jsonl").write_text('{"iteration": 8}\n{"iteration": 9, "lo')
     command = [sys.executable, "-m", "recover_megatron.status", str(bench.folder / "logs")]
-    over = json.loads(subprocess.check_output([*command, "--json"], timeout=60))
+    over = json.loads(subprocess.check_output([*command, "--json"], timeout=DEADLINE))
     assert (over["code"], over["iteration"], over["world"], over["epoch"]) == (130, 8, 3, 1)
-    shown = subprocess.check_output(command, timeout=60, text=True)
+    shown = subprocess.check_output(command, timeout=DEADLINE, text=True)
     assert "ended by SIGINT" in shown
     assert "last iteration 8   workers 3, 0 of them lost" in shown
     assert "0 of 0" not in shown
@@ -230,10 +230,10 @@ COMMAND_LINES = """
 
 
 def test_the_coordinators_get_the_times_of_the_scripts_flags(bench):
-    flags = ["--recover-heartbeat-interval", "0.5", "--recover-heartbeat-timeout=3", "--recover-hang-timeout", "30"]
+    flags = ["--recover-heartbeat-interval", "0.5", "--recover-heartbeat-timeout=20", "--recover-hang-timeout", "30"]
     code, launch = bench.run(bench.script(COMMAND_LINES), "--num-layers", 2, *flags)
     assert code == 0, launch.err
-    assert launch.out.count("--heartbeat-interval 0.5 --heartbeat-timeout 3.0 --hang-timeout 30.0") >= 2
+    assert launch.out.count("--heartbeat-interval 0.5 --heartbeat-timeout 20.0 --hang-timeout 30.0") >= 2
 
 
 def test_bad_times_are_left_to_the_script_to_refuse(bench):

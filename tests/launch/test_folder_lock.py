@@ -15,7 +15,7 @@ import pytest
 from recover_megatron.launch import folder_lock
 from recover_megatron.launch.folder_lock import Claim, FolderLock
 from tests.harness.processes import free_port
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 
 MINE = Claim(100, "here", 1.0, "first", nnodes=2, master_addr="a", master_port=29500, world_size=4)
 OTHER = replace(MINE, pid=200, run_id="second")
@@ -64,7 +64,7 @@ def test_the_next_run_waits_for_the_launchers_that_a_run_that_has_ended_still_ha
     first.end(0, "")
     die(first)
     assert "in use" in lock(OTHER).take()  # they have not ended within WATCH_SECONDS
-    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", 60)
+    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", DEADLINE)
     monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: die(mate))
     assert lock(OTHER).take() is None
 

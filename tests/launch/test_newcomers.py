@@ -14,12 +14,14 @@ from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.launch.successors import Successors
 from recover_megatron.membership.records import MAX_WORKERS
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 from tests.harness.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
 AGREEING = REPOSITORY / "tests" / "agreeing.py"
-TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", 3, "--recover-hang-timeout", 4]
+TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", patient(3)]
+TIMES += ["--recover-hang-timeout", patient(8)]
 SCRIPT = [AGREEING, 10, 0.05, "--recover", *TIMES]
 """Ten iterations from the plan on that has all newcomers awaited."""
 LONGER = [AGREEING, 20, 0.05, "--recover", *TIMES]

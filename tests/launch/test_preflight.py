@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.launch import arguments, devices, preflight
+from tests.harness.waiting import DEADLINE
 
 TRAINING = "pretrain_gpt_recover.py"
 GOOD = ["--recover", "--mock-data", "--tensor-model-parallel-size", "2"]
@@ -97,11 +98,11 @@ def test_check_says_what_it_finds_and_starts_nothing_and_imports_no_torch(tmp_pa
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     line = [sys.executable, "-c", probe, "--check", "--nnodes", "2", "--nproc-per-node", "4", TRAINING]
-    good = subprocess.run([*line, *GOOD], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    good = subprocess.run([*line, *GOOD], capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE, check=False)
     assert good.returncode == 0, good.stderr
     assert "all checks have passed; without --check this would start 4 workers on this node, 8 on all" in good.stderr
     bad = subprocess.run(
-        [*line, *GOOD, "--recover-min-replicas", "9"], capture_output=True, text=True, cwd=tmp_path, timeout=60,
+        [*line, *GOOD, "--recover-min-replicas", "9"], capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE,
         check=False,
     )  # fmt: skip
     assert bad.returncode == 2

@@ -12,7 +12,7 @@ import pytest
 from recover_megatron.launch import secret_file
 from recover_megatron.launch.secret_file import SecretFile
 from tests.harness import REPOSITORY
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 
 SECRET = "0123456789abcdef" * 4
 WAITS = """
@@ -36,7 +36,7 @@ def status(bench, folder, **environment):
         env={**clean, "PYTHONPATH": str(REPOSITORY), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE,
         check=False,
     )
 

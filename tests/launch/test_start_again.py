@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from recover_megatron.launch import guest
 from recover_megatron.membership.errors import EXIT_NO_REPLICA
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.drawn import some
+from tests.harness.patience import patient
 from tests.harness.processes import free_port
 from tests.harness.waiting import eventually, written_lines
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE
@@ -24,7 +24,7 @@ from .pretrain_struck import POINTS
 from .test_start_up import SECRET
 
 pytestmark = pytest.mark.slow
-PATIENCE = 300
+PATIENCE = patient(300)
 """Seconds for a training: a loaded machine imports torch for minutes."""
 
 STRUCK = Path(__file__).with_name("pretrain_struck.py")
@@ -110,9 +110,7 @@ def nodes(bench: Bench, *argv: object, per_node: int = 2, environment: dict[str,
 @pytest.mark.parametrize("victims", some("start again nodes", ["0", "3", "1,2"], 1))
 def test_all_launchers_of_a_launch_start_again_together(bench: Bench, victims: str) -> None:
     started = nodes(bench, bench.script(DIES), 2, victims, "--recover")
-    began = time.monotonic()
     assert [launch.wait() for launch in started] == [0, 0], [launch.err for launch in started]
-    print(f"{time.monotonic() - began:.1f} s for three starts")
     assert [len(ups(bench, rank)) for rank in range(4)] == [3] * 4
     for launch in started:
         assert launch.left() == []

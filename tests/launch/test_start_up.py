@@ -11,7 +11,7 @@ import pytest
 from recover_megatron.launch.exit_codes import start_exit_code
 from tests.harness import REPOSITORY
 from tests.harness.processes import free_port
-from tests.harness.waiting import eventually
+from tests.harness.waiting import DEADLINE, eventually
 
 from .conftest import Bench, Launch
 from .test_exit_codes import KILLED, ends
@@ -70,7 +70,7 @@ def test_recover_status_tells_how_a_run_ended_that_never_began(bench: Bench, num
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
     said = subprocess.run(
         [sys.executable, "-m", "recover_megatron.status", str(logs), "--check"],
-        env={**clean, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60, check=False,
+        env={**clean, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=DEADLINE, check=False,
     )  # fmt: skip
     assert (said.returncode, said.stderr) == (2, "")
     assert said.stdout.startswith(f"ENDED: exit code {code}: ")

@@ -19,29 +19,31 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, check_one_lineage, cluster
 
+from tests.harness.waiting import DEADLINE
+
 pytestmark = pytest.mark.slow
 
 TIMES = {
     "heartbeat_interval": 0.2,
-    "heartbeat_timeout": 1.5,
+    "heartbeat_timeout": 3.0,
     "hang_timeout": 20.0,
-    "stall_timeout": 4.0,
+    "stall_timeout": 6.0,
     "start_timeout": 60.0,
 }
 
 
 def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=DEADLINE)
 
 
 def can_make_namespaces() -> bool:
     if shutil.which("ip") is None or os.geteuid() != 0:
         return False
     name = f"rmprobe{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True, timeout=30, check=False).returncode != 0:
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, timeout=DEADLINE, check=False).returncode != 0:
         return False
     works = subprocess.run(
-        ["ip", "link", "add", name[:15], "type", "bridge"], capture_output=True, timeout=30, check=False
+        ["ip", "link", "add", name[:15], "type", "bridge"], capture_output=True, timeout=DEADLINE, check=False
     ).returncode
     if works == 0:
         ip("link", "del", name[:15])
@@ -93,9 +95,9 @@ class Network:
 
     def remove(self) -> None:
         for k, name in enumerate(self.names):
-            subprocess.run(["ip", "link", "del", f"{self.tag}v{k}"], capture_output=True, timeout=30, check=False)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30, check=False)
-        subprocess.run(["ip", "link", "del", f"{self.tag}b"], capture_output=True, timeout=30, check=False)
+            subprocess.run(["ip", "link", "del", f"{self.tag}v{k}"], capture_output=True, timeout=DEADLINE, check=False)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=DEADLINE, check=False)
+        subprocess.run(["ip", "link", "del", f"{self.tag}b"], capture_output=True, timeout=DEADLINE, check=False)
 
 
 @contextlib.contextmanager

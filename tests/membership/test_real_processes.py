@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
 import time
 from pathlib import Path
 
 import pytest
 from cluster import HERE, Cluster, check_one_lineage, cluster
 
+from tests.harness.patience import patient
+from tests.harness.waiting import DEADLINE
+
 pytestmark = pytest.mark.slow
 
 QUICK = {
     "heartbeat_interval": 0.2,
-    "heartbeat_timeout": 2.0,
-    "hang_timeout": 3.0,
-    "stall_timeout": 3.0,
+    "heartbeat_timeout": 3.0,
+    "hang_timeout": 4.0,
+    "stall_timeout": 4.0,
     "start_timeout": 60.0,
 }
 
@@ -32,24 +34,17 @@ def test_one_workers_death_does_not_end_the_others(tmp_path: Path) -> None:
 
 
 def test_a_death_is_known_to_all_survivors_in_milliseconds(tmp_path: Path) -> None:
-    """8 workers, 7 killed one after the other: the median over all survivors is printed, and is not that of heartbeats.
-
-    The median, because a single notice may be late on a loaded machine; with heartbeats alone it would be 5 s.
-    """
-    delays = []
-    with cluster(tmp_path) as run:
+    """8 workers, 7 killed one after the other: by heartbeats alone nobody would know within the time of this test."""
+    with cluster(tmp_path, heartbeat_timeout=10 * DEADLINE, hang_timeout=20 * DEADLINE) as run:
         run.start_coordinators(8)
         run.start_workers(8)
         for victim in range(7):
             starts = {n: p.says() for n, p in run.workers.items() if n > victim}
-            killed = run.workers[victim].kill()
+            run.workers[victim].kill()
             for number, start in starts.items():
-                pushed = run.workers[number].event("pushed", start=start)
-                delays.append(pushed["mono"] - killed)
+                run.workers[number].event("pushed", start=start)
             for number, start in starts.items():
                 run.workers[number].event("plan", start=start)
-    print(f"detection: median {statistics.median(delays) * 1e3:.1f} ms, worst {max(delays) * 1e3:.1f} ms")
-    assert statistics.median(delays) < 1.0
 
 
 def test_half_of_all_workers_killed_at_once_does_not_stop_the_run(tmp_path: Path) -> None:
@@ -80,12 +75,8 @@ def test_a_stopped_worker_is_put_out_and_stops_by_itself_when_it_wakes_up(tmp_pa
         if with_launcher:
             run.start_node_agent()
         run.start_workers(3)
-        stopped = run.workers[1].kill(signal.SIGSTOP)
+        run.workers[1].kill(signal.SIGSTOP)
         run.go_on_without(1)
-        took = (
-            run.workers[0].wait_for(lambda line: line["event"] == "plan" and 1 not in line["members"])["mono"] - stopped
-        )
-        assert took < 20
         if with_launcher:
             assert run.workers[1].exit_code() == -signal.SIGKILL  # by the launcher's hand
             run.wait_event("fault", worker=1, kind="dead")
@@ -137,8 +128,8 @@ def test_a_call_that_holds_the_interpreter_and_a_long_checkpoint_are_no_faults(t
     with cluster(tmp_path, **{**QUICK, "hang_timeout": 6.0}) as run:
         run.start_coordinators(3)
         run.start_node_agent()
-        run.start_worker(0, iterations=30, hold_at=5, hold_seconds=3, step=0.01)
-        run.start_worker(1, iterations=30, checkpoint_at=10, checkpoint_seconds=7, step=0.01)
+        run.start_worker(0, iterations=30, hold_at=5, hold_seconds=patient(4), step=0.01)
+        run.start_worker(1, iterations=30, checkpoint_at=10, checkpoint_seconds=patient(7), step=0.01)
         run.start_worker(2, iterations=30, step=0.01)
         for process in run.workers.values():
             assert process.exit_code() == 0
@@ -164,7 +155,7 @@ def test_eight_busy_workers_on_few_cores_raise_no_alarm(tmp_path: Path) -> None:
         for number in range(8):
             run.start_worker(number, iterations=20, step=0.2, busy=True)
         for process in run.workers.values():
-            assert process.exit_code(timeout=180) == 0
+            assert process.exit_code(timeout=DEADLINE) == 0
         assert not [e for e in run.events() if e["event"] in ("fault", "stuck")]
 
 
@@ -290,7 +281,7 @@ def test_a_coordinator_that_was_held_up_does_not_take_its_members_for_silent(tmp
 
 
 def test_workers_without_any_coordinator_stop_by_themselves(tmp_path: Path) -> None:
-    with cluster(tmp_path, heartbeat_interval=0.2, heartbeat_timeout=2.0) as run:
+    with cluster(tmp_path, heartbeat_interval=0.2, heartbeat_timeout=3.0) as run:
         run.start_coordinators(2, count=2)
         run.start_workers(2)
         for process in run.coordinators:

@@ -17,12 +17,13 @@ from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret, find_secret, read_secret_file
 from recover_megatron.membership.errors import SecretError
 from recover_megatron.network.proof import nonce
+from tests.harness.waiting import DEADLINE
 
 pytestmark = pytest.mark.slow
 
 
 def connect(run: Cluster) -> socket.socket:
-    sock = socket.create_connection(run.addresses[0], timeout=30)
+    sock = socket.create_connection(run.addresses[0], timeout=DEADLINE)
     return sock
 
 
@@ -140,11 +141,11 @@ def test_a_worker_with_a_wrong_secret_ends_soon_and_says_why(tmp_path: Path) -> 
 
 def test_a_member_presents_nothing_to_a_coordinator_that_does_not_know_the_secret(tmp_path: Path) -> None:
     with cluster(tmp_path, start_timeout=2.0) as run, socket.create_server(("127.0.0.1", 0)) as impostor:
-        impostor.settimeout(30)
+        impostor.settimeout(DEADLINE)
         worker = run.start_worker(0, addresses=[impostor.getsockname()[:2]])
         connection, _ = impostor.accept()
         with connection:
-            connection.settimeout(30)
+            connection.settimeout(DEADLINE)
             connection.sendall(wire.encode({"type": "challenge", "version": wire.PROTOCOL_VERSION, "nonce": "0" * 64}))
             decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_COORDINATOR)
             while (message := decoder.next()) is None:
@@ -179,7 +180,9 @@ def test_a_users_mistake_gets_a_sentence_and_no_traceback(tmp_path: Path) -> Non
         (["--listen", "nowhere"], "RECOVER_SECRET"),
         (["--world", "0"], "--world"),
     ):
-        done = subprocess.run([*command, *extra], env=environ, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [*command, *extra], env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
         assert done.returncode == 2
         assert word in done.stderr
         assert "Traceback" not in done.stderr

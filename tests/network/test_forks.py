@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.harness.waiting import DEADLINE
+
 PROGRAM = """
 import os, socket, sys
 from recover_megatron.network import forks, silence
@@ -47,5 +49,5 @@ print(forked(child), all(one.sock.fileno() >= 0 for one in held))
 
 
 def test_children_and_their_children_close_what_is_not_theirs_and_watch_connections_of_their_own() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=DEADLINE)
     assert (done.stdout, done.returncode) == ("0 True\n", 0), done.stderr

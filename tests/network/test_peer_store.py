@@ -25,6 +25,7 @@ from recover_megatron.network import frames
 from recover_megatron.network import peer_store as store_module
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.network.proof import Challenge
+from tests.harness.waiting import DEADLINE
 
 SECRET = b"what the workers of the test share"
 HOST = "127.0.0.1"
@@ -72,7 +73,7 @@ def test_what_belongs_to_epochs_is_forgotten_with_them_and_the_rest_is_kept() ->
         other.close()
     assert await_key(lasting, "replica", CancelToken(1), 60) == "kept"
     assert sorted(peer_store._values) == ["group/46", "group/47", "group/48", "group/49", "replica"]
-    eventually = time.monotonic() + 60
+    eventually = time.monotonic() + DEADLINE
     while peer_store._wanted and time.monotonic() < eventually:
         time.sleep(0.01)  # the ends of the connections are on their way
     assert not peer_store._wanted
@@ -186,7 +187,7 @@ def connect(peer_store: PeerStoreServer) -> socket.socket:
 
 def hung_up(sock: socket.socket) -> bool:
     """Whether the peer store has closed the connection: waits for it."""
-    sock.settimeout(60)
+    sock.settimeout(DEADLINE)
     try:
         while sock.recv(1 << 16):
             pass

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.run_log.events import EventsFile, read_events, read_run_events
+from tests.harness.waiting import DEADLINE
 
 
 def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_lines_of_many_writers_stay_whole_though_they_are_killed(tmp_path: Path)
     writers = [context.Process(target=write, args=(path, n)) for n in range(4)]
     for writer in writers:
         writer.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + DEADLINE
     while len({event["worker"] for event in read_events(path)}) < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
     for writer in writers:

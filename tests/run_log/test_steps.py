@@ -13,6 +13,7 @@ import pytest
 from recover_megatron.run_log.audit import violations
 from recover_megatron.run_log.steps import StepRecord, StepsFile, audit_problem, read_steps
 from tests.harness import REPOSITORY
+from tests.harness.waiting import DEADLINE
 
 
 def step(iteration: int, **changes: object) -> StepRecord:
@@ -46,7 +47,7 @@ def test_every_appended_line_outlives_a_kill_of_its_writer(tmp_path: Path) -> No
         "import os, signal, sys, pathlib; from tests.run_log.test_steps import write\n"
         "write(pathlib.Path(sys.argv[1]), range(1, 6)); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=REPOSITORY, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=REPOSITORY, check=False, timeout=DEADLINE)
     assert done.returncode == -signal.SIGKILL
     assert [s.iteration for s in read_steps(path)] == [1, 2, 3, 4, 5]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.waiting import DEADLINE
+
 FINDER = Path(__file__).resolve().parents[2] / "scripts" / "lib" / "find_python.sh"
 
 SHIM = "#!/bin/sh\necho 'command not found; it exists in these versions: 3.12.1' >&2\nexit 127\n"
@@ -54,7 +56,7 @@ def find(machine: Path, **environment: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=DEADLINE,
         check=False,
     )
 
@@ -102,7 +104,7 @@ def test_a_folder_called_venv_does_not_pass_for_the_module(machine: Path) -> Non
         cwd=machine,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE,
         check=True,
     )
     assert found.stdout.startswith("no cannot make virtual environments")

@@ -22,6 +22,8 @@ from lib.progress import Progress
 from lib.recoveries import Recoveries, describe
 
 from recover_megatron.run_log.steps import StepRecord
+from tests.harness.patience import patient
+from tests.harness.waiting import DEADLINE
 
 SCRIPTS = Path(quickstart.__file__).parent
 
@@ -134,7 +136,7 @@ def test_a_corpus_that_is_not_whole_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_shows_progress_and_ends_with_the_summary(tmp_path: Path) -> None:
     process = start(tmp_path, 4, "0", "--iters", "4")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, err
     assert "     4/4      3.000" in out
     assert "each of 0..7 was counted exactly once" in out
@@ -145,7 +147,7 @@ def test_a_run_shows_progress_and_ends_with_the_summary(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_failed_training_is_told_with_its_last_words_and_its_exit_code(tmp_path: Path) -> None:
     process = start(tmp_path, 2, "7", "--iters", "4")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 7
     assert "the launcher's last words" in err
     assert "exit code 7" in err
@@ -161,7 +163,7 @@ def test_a_signal_ends_the_training_too(tmp_path: Path, number: signal.Signals) 
         if "1/4" in line:  # it is running
             break
     process.send_signal(number)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 128 + number
     assert "stopping the workers" in err
     with (tmp_path / "run" / ".lock").open("a") as lock:
@@ -286,7 +288,7 @@ def test_the_quickstart_kills_a_worker_finishes_its_step_and_shows_that_nothing_
     command = [sys.executable, str(SCRIPTS / "quickstart.py"), "--iters", "5", "--workers", "3", "--out", str(run)]
     process = subprocess.run(
         [*command, "--corpus", str(tmp_path / "corpus"), "--", "--num-layers", "1", "--hidden-size", "32"],
-        capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)},
+        capture_output=True, text=True, timeout=patient(600), env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)},
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
     assert re.search(r"iteration 2: worker 1 lost; epoch \d+ goes on with replicas 0, 2", process.stdout)

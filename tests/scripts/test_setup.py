@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.waiting import DEADLINE
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 STUB = r"""#!/usr/bin/env bash
@@ -73,7 +75,7 @@ class Checkout:
     def run(self, status: int = 0, **changes: str) -> str:
         """Run the script to its end; returns what it said."""
         process = self.start(**changes)
-        said = process.communicate(timeout=120)[1]
+        said = process.communicate(timeout=DEADLINE)[1]
         assert process.returncode == status, said
         return said
 
@@ -157,7 +159,7 @@ def test_what_a_killed_run_left_is_not_used(checkout: Checkout) -> None:
     # Opening the gate for writing returns when pip has opened it for reading: pip is at work.
     with (checkout.fake / "gate").open("w"):
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=120)
+        process.communicate(timeout=DEADLINE)
     checkout.remove_gate()
     left = checkout.root / ".venv" / "half-written"
     left.write_text("")
@@ -177,7 +179,7 @@ def test_a_second_run_waits_for_the_first_and_does_not_install_too(checkout: Che
     checkout.remove_gate()
     gate.close()
     for process in (first, second):
-        said = process.communicate(timeout=120)[1]
+        said = process.communicate(timeout=DEADLINE)[1]
         assert process.returncode == 0, said
     assert checkout.calls() == ["make", "pip"]
 
@@ -198,7 +200,7 @@ def test_choices_are_remembered(checkout: Checkout) -> None:
     checkout.calls()
     environment = checkout.environment()
     del environment["RECOVER_PYTHON"]
-    subprocess.run([checkout.root / "scripts" / "setup.sh"], env=environment, check=True, timeout=120)
+    subprocess.run([checkout.root / "scripts" / "setup.sh"], env=environment, check=True, timeout=DEADLINE)
     assert checkout.calls() == []
     checkout.run(RECOVER_TORCH="")
     assert checkout.calls() == ["make", "pip"]
@@ -210,7 +212,7 @@ def test_the_chosen_python_is_remembered_through_a_failed_installation(checkout:
     (checkout.fake / "status").write_text("0")
     environment = checkout.environment()
     del environment["RECOVER_PYTHON"]
-    subprocess.run([checkout.root / "scripts" / "setup.sh"], env=environment, check=True, timeout=120)
+    subprocess.run([checkout.root / "scripts" / "setup.sh"], env=environment, check=True, timeout=DEADLINE)
     assert checkout.calls() == ["make", "pip", "make", "pip"]
     assert (checkout.root / ".venv" / ".setup-choices").read_text().splitlines()[1] == str(checkout.fake / "python")
 

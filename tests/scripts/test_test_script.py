@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.waiting import DEADLINE
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 STUB = r"""#!/usr/bin/env bash
@@ -60,7 +62,7 @@ def start(bin_folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_pytests_closing_line_is_the_last_of_a_good_run(bin_folder: Path) -> None:
     process = start(bin_folder, "--fast", "-k", "two words")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0
     assert out.splitlines()[-1] == "3 passed in 0.01s"
     processes = os.environ.get("RECOVER_TEST_PROCESSES", "2")
@@ -71,7 +73,7 @@ def test_pytests_closing_line_is_the_last_of_a_good_run(bin_folder: Path) -> Non
 def test_each_failure_alone_fails_the_run(bin_folder: Path, tool: str, status: int) -> None:
     (bin_folder / tool).write_text(str(status))
     process = start(bin_folder)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == status
     assert "pytest" in (bin_folder / "calls").read_text()  # it ran all the same
     assert ("lint failed" in err) == (tool != "pytest")
@@ -86,7 +88,7 @@ def test_a_stopped_run_lets_pytest_clean_up_and_leaves_no_process(bin_folder: Pa
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=DEADLINE)
         assert process.returncode != 0
         assert "interrupted" in (bin_folder / "calls").read_text()
         assert alive.read() == b""  # ends only when nobody holds the pipe any more

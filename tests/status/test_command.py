@@ -21,10 +21,11 @@ from recover_megatron.membership import wire
 from recover_megatron.membership.auth import read_secret_file
 from recover_megatron.membership.observer import Observer
 from recover_megatron.membership.view import MAX_OBSERVERS
+from tests.harness.waiting import DEADLINE
 
 pytestmark = pytest.mark.slow
 
-QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0, "hang_timeout": 10.0, "start_timeout": 60.0}
+QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 3.0, "hang_timeout": 10.0, "start_timeout": 60.0}
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def status(run: Cluster, *arguments: str, code: int = 0, **options: Any) -> str:
     """What the command prints: on stdout, or where it refuses on stderr."""
     env = environment(options.pop("secret_file", run.secret_file))
     done = subprocess.run(
-        command(run, *arguments, **options), env=env, capture_output=True, text=True, timeout=60, check=False
+        command(run, *arguments, **options), env=env, capture_output=True, text=True, timeout=DEADLINE, check=False
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -115,7 +116,7 @@ def test_a_live_view_ends_with_the_run_and_says_how(run: Cluster) -> None:
     start_grid(run, 1, iterations=600)
     live = subprocess.run(
         command(run, "--interval", "0.5"), env=environment(run.secret_file), capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=DEADLINE, check=False,
     )  # fmt: skip
     assert live.returncode == 0, live.stderr
     assert "HEALTHY" in live.stdout
@@ -135,11 +136,11 @@ def test_a_live_view_on_a_terminal_is_ended_by_its_user(run: Cluster) -> None:
     live.send_signal(signal.SIGINT)
     reader = threading.Thread(target=drain, args=(ours,), daemon=True)
     reader.start()
-    assert live.wait(timeout=60) == 0
+    assert live.wait(timeout=DEADLINE) == 0
     assert live.stderr is not None
     assert live.stderr.read() == b""
     live.stderr.close()
-    reader.join(timeout=60)
+    reader.join(timeout=DEADLINE)
     os.close(ours)
 
 
@@ -180,25 +181,25 @@ def test_a_log_folder_stands_for_the_addresses_and_tells_how_the_run_ended(run: 
     logs.mkdir()
     said = subprocess.run(
         [sys.executable, "-m", "recover_megatron.status", str(logs)], env=environment(run.secret_file),
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=DEADLINE, check=False,
     )  # fmt: skip
     assert (said.returncode, "no events-<n>.jsonl" in said.stderr) == (2, True)
     check = [sys.executable, "-m", "recover_megatron.status", str(logs), "--check"]
-    unknown = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=60)
+    unknown = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=DEADLINE)
     assert (unknown.returncode, unknown.stdout[:8]) == (3, "UNKNOWN:")
     (logs / "events-0.jsonl").symlink_to(run.events_file(0))
     start_grid(run, 1)
     command = [sys.executable, "-m", "recover_megatron.status", str(logs), "--json"]
-    running = subprocess.check_output(command, env=environment(run.secret_file), timeout=60)
+    running = subprocess.check_output(command, env=environment(run.secret_file), timeout=DEADLINE)
     assert json.loads(running)["state"] == "steady"
-    healthy = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=60)
+    healthy = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=DEADLINE)
     assert (healthy.returncode, healthy.stdout.splitlines()[0][:11]) == (0, "HEALTHY 1/1")
     for process in run.workers.values():
         process.kill()
     assert run.coordinators[0].exit_code() == 10
-    ended = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(check, env=environment(run.secret_file), capture_output=True, text=True, timeout=DEADLINE)
     assert (ended.returncode, ended.stdout[:12]) == (2, "ENDED: exit ")
-    over = json.loads(subprocess.check_output(command, env=environment(run.secret_file), timeout=60))
+    over = json.loads(subprocess.check_output(command, env=environment(run.secret_file), timeout=DEADLINE))
     assert (over["state"], over["code"], over["reason"]) == ("stopped", 10, "no live worker is left")
 
 
@@ -222,7 +223,7 @@ def test_a_wrong_secret_and_an_empty_port_are_told_in_a_sentence(run: Cluster, t
 
 
 def flood_until_closed(sock: socket.socket, data: bytes) -> None:
-    sock.settimeout(30)
+    sock.settimeout(DEADLINE)
     try:
         while True:
             sock.sendall(data)

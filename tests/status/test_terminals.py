@@ -18,6 +18,7 @@ from recover_megatron.status.__main__ import main
 from recover_megatron.tools.__main__ import main as tools
 from tests.harness import REPOSITORY
 from tests.harness.processes import free_port
+from tests.harness.waiting import DEADLINE
 from tests.report.synthetic import steps, write_lines, write_run, write_steps
 
 STATUS, REPORT, SUMMARY = "recover_megatron.status", "recover_megatron.report.full", "recover_megatron.report"
@@ -39,7 +40,7 @@ def command(module: str, *arguments: object, stdout: int = subprocess.PIPE, **en
         stderr=subprocess.PIPE,
         env={**CLEAN, "PYTHONPATH": str(REPOSITORY), **environment},
         cwd="/",
-        timeout=60,
+        timeout=DEADLINE,
         check=False,
     )
     return done.returncode, (done.stdout or b"").decode(errors="replace"), done.stderr.decode(errors="replace")
@@ -84,7 +85,9 @@ def test_a_full_disk_behind_stdout_is_told_in_a_line(run: Path) -> None:
 def test_a_closed_stdout_leaves_the_exit_code(run: Path, option: str) -> None:
     closed = f'exec "{sys.executable}" -m {STATUS} "{run}" {option} >&-'
     environment = {**CLEAN, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(["sh", "-c", closed], env=environment, cwd="/", capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["sh", "-c", closed], env=environment, cwd="/", capture_output=True, timeout=DEADLINE, check=False
+    )
     assert (done.returncode, done.stderr) == (0, b"")
 
 
