@@ -92,7 +92,7 @@ def test_a_node_that_comes_while_node_0_makes_its_claim_waits_until_that_is_writ
 
     monkeypatch.setattr(FolderLock, "_write", write_while_asked)
     assert first.take() is None
-    asking.join(10)
+    asking.join(DEADLINE)
     assert answers == [None]
 
 

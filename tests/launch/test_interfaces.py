@@ -8,6 +8,7 @@ import pytest
 
 from recover_megatron.launch.interfaces import interface_of, interfaces, variables_for
 from tests.harness import REPOSITORY
+from tests.harness.waiting import DEADLINE
 from tests.hosts.conftest import can_have_hosts
 from tests.hosts.hosts import Hosts
 
@@ -88,7 +89,7 @@ def test_hosts_whose_names_do_not_resolve_find_each_other(can_have_hosts: None, 
             )
             for host in hosts
         ]
-        assert [run.wait(120) for run in runs] == [0, 0], [out.read_text() for out in outs]
+        assert [run.wait(DEADLINE) for run in runs] == [0, 0], [out.read_text() for out in outs]
         for host, out in zip(hosts, outs, strict=True):
             assert "TOTAL 3 e0" in out.read_text()
             assert f"workers talk over the interface e0 ({hosts.address(host)})" in out.read_text()

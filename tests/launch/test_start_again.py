@@ -186,7 +186,7 @@ def test_a_node_whose_node_0_does_not_make_the_start_again_waits_no_longer_than_
     events = SimpleNamespace(failed="failed")
     thread = Thread(target=guest.Guest(plan, None, events, lambda *words: told.append(words)).run, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     ((event, reason, code),) = told
     assert (event, code) == ("failed", EXIT_NO_REPLICA)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,8 +235,9 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
     """A cluster that leaves nothing behind.  Its timeouts are those of an idle machine."""
-    given = {name: s if name == "heartbeat_interval" else patient(s) for name, s in settings.items()}
-    made = Cluster(folder, Settings(**given))  # type: ignore[arg-type]
+    idle = Settings(**settings)  # type: ignore[arg-type]
+    times = ("heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout")
+    made = Cluster(folder, replace(idle, **{name: patient(getattr(idle, name)) for name in times}))
     try:
         yield made
     finally:

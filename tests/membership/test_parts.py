@@ -287,7 +287,7 @@ def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_r
         joiner.start()
         coordinator.hear("join")
         coordinator.say({"type": "plan", "epoch": 1, "committed": 0, **common}, revoke(2))
-        joiner.join(30)
+        joiner.join(DEADLINE)
         assert [plan.epoch for plan in plans] == [1]
         assert session.wait_revoked(30)
         coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 1})
@@ -311,7 +311,7 @@ def test_the_loss_of_a_worker_is_waited_for_through_rendezvous_that_others_have_
         coordinator.say(revoke(1, [[0, 2]], []))
         coordinator.hear("join")
         coordinator.say({"type": "plan", "epoch": 1, "committed": 0, "term": 1 << 32, "members": [[0, 2]]})
-        joiner.join(30)
+        joiner.join(DEADLINE)
         coordinator.say(revoke(2, [[0, 2]], []))
         assert session.wait_revoked(30)
         assert not session.wait_lost({0, 1}, 0.05)  # an epoch is revoked, but for others
@@ -319,7 +319,7 @@ def test_the_loss_of_a_worker_is_waited_for_through_rendezvous_that_others_have_
         waiter = threading.Thread(target=lambda: lost.append(session.wait_lost({0, 1}, 30)), daemon=True)
         waiter.start()
         coordinator.say(revoke(3, [[0, 0], [2, 2]], [[1, 1]]))
-        waiter.join(30)
+        waiter.join(DEADLINE)
         assert lost == [True]
         coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 3})
         with pytest.raises(CoordinatorLost):

@@ -16,6 +16,7 @@ from recover_megatron.collectives.peer_read import Fetcher
 from recover_megatron.collectives.peer_store_client import PeerStoreClient
 from recover_megatron.network import frames
 from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer
+from tests.harness.waiting import DEADLINE
 
 SECRET = b"what the workers of the test share"
 HOST = "127.0.0.1"
@@ -95,7 +96,7 @@ def test_an_answer_of_somebody_who_does_not_know_the_secret_is_not_taken() -> No
             connection.sendall(frames.encode({"nonce": "n"}, 100))
             connection.recv(1 << 16)
             connection.sendall(frames.encode({"mac": "made up"}, 100))
-            child.join(60)
+            child.join(DEADLINE)
         assert child.exitcode == 0
 
 
