@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from tests.harness import REPOSITORY
+from tests.harness.patience import patient
 
-SECONDS = 120.0
+SECONDS = patient(120.0)
 
 
 @pytest.mark.slow

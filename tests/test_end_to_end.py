@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 PATIENCE = patient(240)
 """Seconds after which a run that should have moved counts as stuck (a loaded machine, two cores)."""
+TIMEOUT = ["--recover-heartbeat-timeout", f"{patient(4):g}"]
 
 
 def launch(out: Path, *argv: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:

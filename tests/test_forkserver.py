@@ -20,7 +20,7 @@ def test_spares_and_one_in_place_of_each_that_ended_join_the_run(forkserver: For
     strikes = json.dumps([[1, 10, "kill"], [4, 0, 7]])  # the first one started in place of another fails, too
     environment = {"AGREEING_STRIKES": strikes, "AGREEING_AWAITS": "[3, 5]"}
     nodes = ["a", "b", "c"]
-    run = forkserver.run(3, argv, tmp_path, environment=environment, timeout=60, spares=1, restarts=2, nodes=nodes)
+    run = forkserver.run(3, argv, tmp_path, environment=environment, spares=1, restarts=2, nodes=nodes)
     assert run.codes == [0, -9, 0], run.tail()
     assert run.more == {3: 0, 4: 7, 5: 0}, run.tail()
     spare, first, second = (said(tmp_path, worker) for worker in (3, 4, 5))
@@ -40,8 +40,6 @@ def test_who_comes_when_the_run_is_over_is_ended(forkserver: ForkServer, tmp_pat
     script = str(REPOSITORY / "tests" / "agreeing.py")
     environment = {"AGREEING_STRIKES": json.dumps([[0, 3, "kill"]]), "AGREEING_LATE": "1"}
     environment["AGREEING_UNTIL"] = str(tmp_path / "go")  # made by the one that comes
-    run = forkserver.run(
-        2, [script, "10", "0.1", "--recover"], tmp_path, environment=environment, timeout=60, restarts=1
-    )
+    run = forkserver.run(2, [script, "10", "0.1", "--recover"], tmp_path, environment=environment, restarts=1)
     assert run.codes == [-9, 0]
     assert run.more == {2: -9}

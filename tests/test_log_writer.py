@@ -27,6 +27,7 @@ def read_all(pipe: int) -> bytes:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_writer, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(log_writer, "STALL_SECONDS", DEADLINE)  # a busy machine is no disk that blocks
 
 
 def gap(lines: int) -> bytes:
@@ -56,7 +57,7 @@ def test_lines_are_on_the_disk_when_it_is_well(tmp_path: Path) -> None:
     file = LogWriter(tmp_path / "new" / "log", said.append)
     for _ in range(3):
         file.put(LINE)
-    assert file.flush()
+    assert file.flush(DEADLINE)
     assert (tmp_path / "new" / "log").read_bytes() == 3 * LINE
     assert said == []
 
@@ -75,9 +76,9 @@ def test_a_full_disk_is_told_of_once_and_the_file_goes_on_whole_when_there_is_ro
     assert not file.flush()
     assert said == [f"{tmp_path}/log cannot be written (No space left on device); the run goes on without it"]
     disk.room = 10**6
-    assert file.flush()
+    assert file.flush(DEADLINE)
     file.put(LINE)
-    assert file.flush()
+    assert file.flush(DEADLINE)
     assert (tmp_path / "log").read_bytes() == 7 * LINE + gap(2) + LINE
     eventually(lambda: len(said) == 2, "the end of the trouble")
     assert said[1] == f"{tmp_path}/log is written again; 2 lines were dropped"
@@ -108,11 +109,11 @@ def test_a_file_that_cannot_be_opened_or_written_costs_a_warning(tmp_path: Path,
 def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
     file = LogWriter(tmp_path / "folder" / "log", pytest.fail)
     file.put(LINE)
-    assert file.flush()
+    assert file.flush(DEADLINE)
     (tmp_path / "folder" / "log").unlink()
     (tmp_path / "folder").rmdir()
     file.put(LINE)
-    assert file.flush()
+    assert file.flush(DEADLINE)
     assert (tmp_path / "folder" / "log").read_bytes() == LINE
 
 
@@ -120,7 +121,7 @@ def test_a_line_that_was_cut_gets_its_end_before_the_next(tmp_path: Path) -> Non
     (tmp_path / "log").write_bytes(LINE + b"cut")
     file = LogWriter(tmp_path / "log", pytest.fail)
     file.put(LINE)
-    assert file.flush()
+    assert file.flush(DEADLINE)
     assert (tmp_path / "log").read_bytes() == LINE + b"cut\n" + LINE
 
 
@@ -187,11 +188,11 @@ def test_a_writer_that_had_nothing_to_do_for_long_is_not_taken_for_a_disk_that_b
     said: list[str] = []
     aside = Aside("it", said.append)
     aside.submit(lambda: None, 1)
-    assert aside.flush()
+    assert aside.flush(DEADLINE)
     aside._since -= 10 * log_writer.STALL_SECONDS  # so long ago
     with aside._changed:  # the thread cannot begin between the two
         aside.submit(lambda: None, 1)
         aside.submit(lambda: None, 1)
-    assert aside.flush()
+    assert aside.flush(DEADLINE)
     aside.close()
     assert said == []

@@ -7,7 +7,13 @@ import os
 import random
 import select
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+
+from tests.harness.patience import patient
+
+_chosen: list[socket.socket] = []
+"""One bound for each port that was given away, as long as this process lives."""
 
 
 def _state(pid: int) -> str:
@@ -28,10 +34,10 @@ def stopped(pid: int) -> bool:
 
 
 def ends_within(child: int, seconds: float) -> bool:
-    """Whether a child of this process ends so soon; it stays to be waited for."""
+    """Whether a child of this process ends in so many seconds of an idle machine; it stays to be waited for."""
     handle = os.pidfd_open(child)
     try:
-        return bool(select.select([handle], [], [], seconds)[0])
+        return bool(select.select([handle], [], [], patient(seconds))[0])
     finally:
         os.close(handle)
 
@@ -69,17 +75,24 @@ def command_line(pid: int) -> list[str]:
 def free_ports(count: int) -> list[int]:
     """Consecutive ports of 127.0.0.1 that nobody listens on, below those that the kernel gives away by itself.
 
-    Nobody has them until they are used: each process of a test run (pytest -n) takes them from a range of its own.
+    Nobody has them until they are used: each process of a test run (pytest -n) takes them from a range of its own, and
+    none twice.  A name of the kernel's for each keeps them from another run of the tests on this machine.
     """
     lowest = 20000 + 3000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4)
     for _ in range(1000):
-        first = random.SystemRandom().randrange(lowest, lowest + 3000 - count)
+        first, names = random.SystemRandom().randrange(lowest, lowest + 3000 - count), []
         with contextlib.ExitStack() as held:
             try:
                 for port in range(first, first + count):
+                    name = held.enter_context(socket.socket(socket.AF_UNIX))
+                    name.bind(f"\0recover test port {port}")
+                    names.append(name.dup())
                     held.enter_context(socket.create_server(("127.0.0.1", port)))
             except OSError:
+                for name in names:
+                    name.close()
                 continue
+            _chosen.extend(names)
             return list(range(first, first + count))
     raise AssertionError("no free ports")
 
@@ -87,3 +100,11 @@ def free_ports(count: int) -> list[int]:
 def free_port() -> int:
     """One such port."""
     return free_ports(1)[0]
+
+
+@contextlib.contextmanager
+def closed_port() -> Iterator[int]:
+    """A port of 127.0.0.1 where every connection is refused: it is bound, so nobody else comes to listen there."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]

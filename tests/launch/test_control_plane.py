@@ -230,10 +230,10 @@ COMMAND_LINES = """
 
 
 def test_the_coordinators_get_the_times_of_the_scripts_flags(bench):
-    flags = ["--recover-heartbeat-interval", "0.5", "--recover-heartbeat-timeout=3", "--recover-hang-timeout", "30"]
+    flags = ["--recover-heartbeat-interval", "0.5", "--recover-heartbeat-timeout=20", "--recover-hang-timeout", "30"]
     code, launch = bench.run(bench.script(COMMAND_LINES), "--num-layers", 2, *flags)
     assert code == 0, launch.err
-    assert launch.out.count("--heartbeat-interval 0.5 --heartbeat-timeout 3.0 --hang-timeout 30.0") >= 2
+    assert launch.out.count("--heartbeat-interval 0.5 --heartbeat-timeout 20.0 --hang-timeout 30.0") >= 2
 
 
 def test_bad_times_are_left_to_the_script_to_refuse(bench):

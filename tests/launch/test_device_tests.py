@@ -15,6 +15,7 @@ import torch
 from recover_megatron.launch import device_test
 from recover_megatron.launch.arguments import parse
 from recover_megatron.launch.device_tests import DEFAULT, command_of
+from tests.harness.patience import patient
 from tests.launch.test_newcomers import HELD, LONGER, SCRIPT, awaits, let_end
 
 PASSES = f"{sys.executable} -c pass"
@@ -163,7 +164,7 @@ def test_a_worker_is_started_on_a_device_that_has_passed(bench) -> None:
 @slow
 @pytest.mark.parametrize(
     ("command", "timeout", "why"),
-    [(FAILS, 60, "rows of its memory have no spare"), (HANGS, 0.2, "did not end within 0.2 s")],
+    [(FAILS, patient(60), "rows of its memory have no spare"), (HANGS, 0.2, "did not end within 0.2 s")],
     ids=["fails", "hangs"],
 )
 def test_a_device_that_fails_its_test_is_left_out_and_named(bench, command: str, timeout: float, why: str) -> None:

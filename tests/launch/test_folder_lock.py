@@ -64,7 +64,7 @@ def test_the_next_run_waits_for_the_launchers_that_a_run_that_has_ended_still_ha
     first.end(0, "")
     die(first)
     assert "in use" in lock(OTHER).take()  # they have not ended within WATCH_SECONDS
-    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", 60)
+    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", DEADLINE)
     monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: die(mate))
     assert lock(OTHER).take() is None
 

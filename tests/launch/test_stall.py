@@ -47,7 +47,7 @@ def test_a_stall_is_told_of_on_the_console_and_all_finish(bench):
 
 
 def test_of_workers_that_are_killed_together_none_is_said_to_go_on(bench):
-    launch, _ = stalled(bench, "--recover-stall-timeout", 1)
+    launch, _ = stalled(bench, "--recover-stall-timeout", patient(1))
     assert launch.wait() == 0, launch.err
     killed = [line for line in launch.err.splitlines() if "was killed by SIGKILL" in line]
     assert len(killed) == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -111,9 +110,7 @@ def nodes(bench: Bench, *argv: object, per_node: int = 2, environment: dict[str,
 @pytest.mark.parametrize("victims", some("start again nodes", ["0", "3", "1,2"], 1))
 def test_all_launchers_of_a_launch_start_again_together(bench: Bench, victims: str) -> None:
     started = nodes(bench, bench.script(DIES), 2, victims, "--recover")
-    began = time.monotonic()
     assert [launch.wait() for launch in started] == [0, 0], [launch.err for launch in started]
-    print(f"{time.monotonic() - began:.1f} s for three starts")
     assert [len(ups(bench, rank)) for rank in range(4)] == [3] * 4
     for launch in started:
         assert launch.left() == []

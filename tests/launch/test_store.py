@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import free_port, processes_with
+from tests.harness.processes import closed_port, free_port, processes_with
 from tests.harness.waiting import eventually
 
 ALL_REDUCE = """
@@ -154,9 +154,10 @@ def test_launchers_that_disagree_end_with_the_reason_on_both_sides(bench):
 
 def test_a_node_whose_node_0_never_appears_gives_up(bench):
     script = bench.script(UNTIL_TOLD)
-    code, launch = bench.run(
-        "--nnodes", 2, "--node-rank", 1, "--master-port", free_port(), "--rendezvous-timeout", 0.5, script
-    )
+    with closed_port() as port:
+        code, launch = bench.run(
+            "--nnodes", 2, "--node-rank", 1, "--master-port", port, "--rendezvous-timeout", 0.5, script
+        )
     assert code == 1
     assert "node 0 did not answer" in launch.err
     assert "Traceback" not in launch.err

@@ -60,7 +60,7 @@ def test_a_coordinator_without_descriptors_does_not_spin_and_goes_on_later() -> 
     core = Counting(1, Settings(heartbeat_interval=0.2), salt=1)
     server = CoordinatorServer(core, listener, Secret(b"x" * 32), records.append)  # type: ignore[arg-type]
     thread = threading.Thread(target=server.serve_forever, daemon=True)
-    with socket.create_connection(listener.getsockname(), 60) as waiting:
+    with socket.create_connection(listener.getsockname(), DEADLINE) as waiting:
         thread.start()
         assert Counting.enough.wait(DEADLINE)
         assert 1 <= listener.refused <= Counting.ticks + 1

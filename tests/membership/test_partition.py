@@ -25,9 +25,9 @@ pytestmark = pytest.mark.slow
 
 TIMES = {
     "heartbeat_interval": 0.2,
-    "heartbeat_timeout": 1.5,
+    "heartbeat_timeout": 3.0,
     "hang_timeout": 20.0,
-    "stall_timeout": 4.0,
+    "stall_timeout": 6.0,
     "start_timeout": 60.0,
 }
 

@@ -26,6 +26,7 @@ from recover_megatron.membership.quorum import Standing, may_go_on, standing
 from recover_megatron.membership.records import Formed, Presentation, Settings
 from recover_megatron.membership.states import State
 from recover_megatron.network.proof import nonce
+from tests.harness.waiting import DEADLINE
 
 SETS = st.frozensets(st.integers(0, 5))
 
@@ -129,7 +130,7 @@ def test_the_lease_passes_to_a_later_term_with_one_of_its_members_alone(tmp_path
 
     def granted(lease: Lease, wanted: AskForLease) -> bool | None:
         lease.ask(wanted)
-        verdict = verdicts.get(timeout=30)
+        verdict = verdicts.get(timeout=DEADLINE)
         assert (verdict.term, verdict.epoch) == (wanted.term, wanted.epoch)
         assert verdict.granted is not False or "lease." in verdict.reason
         return verdict.granted
@@ -151,7 +152,7 @@ def test_an_epoch_takes_the_lease_early_only_for_newcomers_and_if_anybody_has_ha
 
     def told(wanted: AskForLease) -> tuple[bool | None, int]:
         lease.ask(wanted)
-        return verdicts.get(timeout=30).granted, len(list(tmp_path.iterdir()))
+        return verdicts.get(timeout=DEADLINE).granted, len(list(tmp_path.iterdir()))
 
     assert told(replace(claim(5, 0, 1), renew=True)) == (True, 0)
     assert told(claim(5, 0, 1)) == (True, 1)
@@ -167,7 +168,7 @@ def test_of_many_that_ask_at_once_one_gets_the_lease(tmp_path: Path) -> None:
     leases = [Lease(tmp_path / "lease", verdicts.put) for _ in range(16)]
     for number, lease in enumerate(leases):
         lease.ask(claim(number, number))
-    told = [verdicts.get(timeout=30) for _ in leases]
+    told = [verdicts.get(timeout=DEADLINE) for _ in leases]
     (winner,) = [verdict.term for verdict in told if verdict.granted]
     assert json.loads((tmp_path / "lease.1").read_text())["members"] == [[winner, winner]]
     assert [path.name for path in tmp_path.iterdir()] == ["lease.1"]
@@ -185,13 +186,13 @@ def test_a_lease_whose_storage_fails_is_asked_for_until_it_answers(tmp_path: Pat
     lease = Lease(folder / "lease", verdicts.put)
     lease.ask(claim(1, 0))
     for _ in range(2):
-        verdict = verdicts.get(timeout=30)
+        verdict = verdicts.get(timeout=DEADLINE)
         assert verdict.granted is None
         assert str(folder) in verdict.reason
     folder.mkdir(exist_ok=True)
     (folder / "lease.1").unlink(missing_ok=True)
     while verdict.granted is None:
-        verdict = verdicts.get(timeout=30)
+        verdict = verdicts.get(timeout=DEADLINE)
     assert verdict.granted
     lease.close()
 
@@ -221,7 +222,7 @@ class ByHand:
 
     def __init__(self, listener: socket.socket, secret: Secret) -> None:
         self.sock, _ = listener.accept()
-        self.sock.settimeout(30)
+        self.sock.settimeout(DEADLINE)
         self.decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_COORDINATOR)
         challenge = nonce()
         self.say({"type": "challenge", "version": wire.PROTOCOL_VERSION, "nonce": challenge})
@@ -286,7 +287,7 @@ def test_a_join_ends_with_its_plan_even_if_the_epoch_is_over_before_the_thread_r
         joiner.start()
         coordinator.hear("join")
         coordinator.say({"type": "plan", "epoch": 1, "committed": 0, **common}, revoke(2))
-        joiner.join(30)
+        joiner.join(DEADLINE)
         assert [plan.epoch for plan in plans] == [1]
         assert session.wait_revoked(30)
         coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 1})
@@ -310,7 +311,7 @@ def test_the_loss_of_a_worker_is_waited_for_through_rendezvous_that_others_have_
         coordinator.say(revoke(1, [[0, 2]], []))
         coordinator.hear("join")
         coordinator.say({"type": "plan", "epoch": 1, "committed": 0, "term": 1 << 32, "members": [[0, 2]]})
-        joiner.join(30)
+        joiner.join(DEADLINE)
         coordinator.say(revoke(2, [[0, 2]], []))
         assert session.wait_revoked(30)
         assert not session.wait_lost({0, 1}, 0.05)  # an epoch is revoked, but for others
@@ -318,7 +319,7 @@ def test_the_loss_of_a_worker_is_waited_for_through_rendezvous_that_others_have_
         waiter = threading.Thread(target=lambda: lost.append(session.wait_lost({0, 1}, 30)), daemon=True)
         waiter.start()
         coordinator.say(revoke(3, [[0, 0], [2, 2]], [[1, 1]]))
-        waiter.join(30)
+        waiter.join(DEADLINE)
         assert lost == [True]
         coordinator.say({"type": "stop", "code": 0, "reason": "the test is over", "epoch": 3})
         with pytest.raises(CoordinatorLost):

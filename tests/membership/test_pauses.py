@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from simulation import SETTINGS, World
 
 from recover_megatron.membership.follower import Stage
+from tests.harness.patience import patient
 
 PAUSES = st.lists(
     st.tuples(
@@ -133,13 +134,13 @@ def test_a_worker_that_is_deaf_while_the_coordinator_is_stopped_is_not_put_out(c
     nobody_is_lost(world, [])
 
 
-TIMES = {"heartbeat_interval": 0.4, "heartbeat_timeout": 2.0, "hang_timeout": 20.0, "start_timeout": 60.0}
+TIMES = {"heartbeat_interval": 0.4, "heartbeat_timeout": 3.0, "hang_timeout": 30.0, "start_timeout": 60.0}
 
 
 def pause(run: Cluster, candidate: int, seconds: float) -> None:
     """Stop a coordinator, and see that every worker goes on commits after it runs again, whoever leads by then."""
     run.coordinators[candidate].kill(signal.SIGSTOP)
-    time.sleep(seconds)
+    time.sleep(patient(seconds))
     run.coordinators[candidate].kill(signal.SIGCONT)
     starts = {number: process.says() for number, process in run.workers.items()}
     for _ in range(2):
@@ -167,7 +168,7 @@ def test_a_stopped_only_coordinator_costs_no_worker(tmp_path: Path, launcher: bo
         if launcher:
             run.start_node_agent()
         run.start_workers(4, step=0.7)
-        for seconds in (1.8, 9.0) if launcher else (2.4,):
+        for seconds in (2.7, 13.5) if launcher else (3.6,):
             pause(run, 0, seconds)
         nobody_was_put_out(run, 1)
 
@@ -178,6 +179,6 @@ def test_a_stopped_leader_costs_no_worker_however_many_had_turned_away(tmp_path:
         run.start_coordinators(4, count=2)
         run.start_node_agent()
         run.start_workers(4, step=0.7)
-        for candidate, seconds in ((0, 1.8), (1, 1.95), (0, 2.4), (1, 2.4)):
+        for candidate, seconds in ((0, 2.7), (1, 2.9), (0, 3.6), (1, 3.6)):
             pause(run, candidate, seconds)
         nobody_was_put_out(run, 2)

@@ -280,7 +280,7 @@ def test_who_is_held_up_is_told_of_together_with_its_mate_that_waits_for_storage
 
 # -- real processes and signals ----------------------------------------------------------------------------------------
 
-QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "hang_timeout": 2.0, "start_timeout": 60.0}
+QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 3.0, "hang_timeout": 4.0, "start_timeout": 60.0}
 
 
 def stop(run: Cluster, *numbers: int) -> None:
@@ -314,7 +314,7 @@ def test_three_of_four_processes_that_are_stopped_for_a_while_all_go_on(tmp_path
 
 @pytest.mark.slow
 def test_processes_that_stay_stopped_are_put_out_after_the_stall_timeout(tmp_path: Path) -> None:
-    with cluster(tmp_path, **QUICK, stall_timeout=2.0) as run:
+    with cluster(tmp_path, **QUICK, stall_timeout=4.0) as run:
         run.start_coordinators(4)
         run.start_node_agent()
         run.start_workers(4)

@@ -13,6 +13,7 @@ from lib.gpu_training import Failed
 
 from recover_megatron.hostdevice.detect import driver_device_count
 from tests.drawn import some
+from tests.harness.waiting import DEADLINE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_checks.sh"
 
@@ -31,7 +32,7 @@ def test_without_a_gpu_every_check_is_told_as_not_run_and_the_status_says_that_n
     assert rows(done.stdout) == [[name, NO_DEVICE, "", ""] for name, _ in CHECKS]
 
 
-def place(folder: Path, seconds: float = 60) -> Place:
+def place(folder: Path, seconds: float = DEADLINE) -> Place:
     return Place(folder, rehearse=True, deadline=time.monotonic() + seconds)
 
 
@@ -88,7 +89,7 @@ def test_ranks_that_die_or_are_revoked_have_right_sums_in_a_rehearsal(tmp_path: 
 @pytest.mark.slow
 def test_the_ring_of_the_checks_adds_up_right(tmp_path: Path) -> None:
     checks = dict(CHECKS)
-    result, number = run(checks["ring over tcp, 3 members, CUDA tensors"], place(tmp_path, seconds=120))
+    result, number = run(checks["ring over tcp, 3 members, CUDA tensors"], place(tmp_path))
     assert result == "ok"
     assert number.endswith("GB/s")
 

@@ -25,7 +25,7 @@ from tests.harness.waiting import DEADLINE
 
 pytestmark = pytest.mark.slow
 
-QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0, "hang_timeout": 10.0, "start_timeout": 60.0}
+QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 3.0, "hang_timeout": 10.0, "start_timeout": 60.0}
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from recover_megatron.status.drain import DrainExit, drain
 from recover_megatron.status.model import RunStatus
 from recover_megatron.status.screen import render
 from recover_megatron.status.view_reader import read
+from tests.harness.waiting import DEADLINE
 
 ASKED = {"node": "b", "state": "asked", "workers": [[2, 3]], "names": ["b", "host"]}
 MOVING = {**ASKED, "state": "moving"}
@@ -42,7 +43,7 @@ class Run:
         return read(answer if isinstance(answer, dict) else {"type": "view", "drains": answer}, "h:1")
 
 
-def drained(run: Run, node: str = "b", patience: float = 60.0) -> tuple[list[str], DrainExit]:
+def drained(run: Run, node: str = "b", patience: float = DEADLINE) -> tuple[list[str], DrainExit]:
     said: list[str] = []
     return said, drain(node, run.look, patience, said.append)
 

@@ -161,7 +161,7 @@ def test_the_command_gets_each_event_on_its_stdin(tmp_path: Path) -> None:
     hook = EventHook(f"{sys.executable} {script}", complaints.append)
     for number in range(3):
         hook.put({"event": "recovery", "number": number})
-    hook.close(60)
+    hook.close(DEADLINE)
     told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
     assert [event["number"] for event in told] == [0, 1, 2]
     assert complaints == []
@@ -179,12 +179,12 @@ def test_a_command_that_hangs_is_killed_with_its_children_and_one_that_fails_is_
     hook.put({"event": "recovery"})
     assert said.wait(DEADLINE)
     assert "sleep took longer than 0.2 s and was killed" in complaints[0]
-    hook.close(60)
+    hook.close(DEADLINE)
     failing = EventHook("false", complaints.append)
     failing.put({})
-    failing.close(60)
+    failing.close(DEADLINE)
     assert "false ended with 1" in complaints[-1]
     missing = EventHook("/no/such/command", complaints.append)
     missing.put({})
-    missing.close(60)
+    missing.close(DEADLINE)
     assert "/no/such/command cannot be run" in complaints[-1]

@@ -141,9 +141,15 @@ def test_a_run_of_another_version_is_said_to_be_one_and_not_to_be_over(
     assert "the run is over" not in told
 
 
-def test_of_a_run_that_was_killed_as_a_whole_it_is_told_when_its_logs_ended(tmp_path: Path) -> None:
+@pytest.fixture
+def refusing() -> Iterator[int]:
+    with closed_port() as port:
+        yield port
+
+
+def test_of_a_run_that_was_killed_as_a_whole_it_is_told_when_its_logs_ended(tmp_path: Path, refusing: int) -> None:
     write_steps(tmp_path, steps(7))
-    listening = {"event": "listening", "time": 1.0, "mono": 1.0, "address": f"127.0.0.1:{free_port()}", "world": 2}
+    listening = {"event": "listening", "time": 1.0, "mono": 1.0, "address": f"127.0.0.1:{refusing}", "world": 2}
     write_lines(tmp_path / "events-0.jsonl", [listening])
     for name in ("events-0.jsonl", "steps.jsonl"):
         os.utime(tmp_path / name, (time.time() - 7200, time.time() - 7200))
