@@ -234,9 +234,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
-    """A cluster that leaves nothing behind; its timeouts are longer on a loaded machine."""
-    longer = {name: patient(value) if name.endswith("_timeout") else value for name, value in settings.items()}
-    made = Cluster(folder, Settings(**longer))  # type: ignore[arg-type]
+    """A cluster that leaves nothing behind.  Its timeouts are those of an idle machine."""
+    idle = Settings(**settings)  # type: ignore[arg-type]
+    times = ("heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout")
+    made = Cluster(folder, replace(idle, **{name: patient(getattr(idle, name)) for name in times}))
     try:
         yield made
     finally:

@@ -72,7 +72,8 @@ def test_an_exception_that_ends_one_worker_is_logged_and_one_that_ends_another_t
 
 
 def test_last_words_that_nobody_hears_hold_the_worker_for_two_seconds_and_no_longer(tmp_path: Path) -> None:
-    with cluster(tmp_path, heartbeat_timeout=60.0) as run:
+    # A member without a coordinator gives up after four times that: not within the time of this test.
+    with cluster(tmp_path, heartbeat_timeout=DEADLINE, hang_timeout=2 * DEADLINE) as run:
         run.start_coordinators(1)
         run.start_worker(0, raise_at=5, kill_first=run.coordinators[0].pid)
         line = run.workers[0].event("last_words")

@@ -140,7 +140,7 @@ def test_a_worker_with_a_wrong_secret_ends_soon_and_says_why(tmp_path: Path) -> 
 
 
 def test_a_member_presents_nothing_to_a_coordinator_that_does_not_know_the_secret(tmp_path: Path) -> None:
-    with cluster(tmp_path, start_timeout=2.0) as run, socket.create_server(("127.0.0.1", 0)) as impostor:
+    with cluster(tmp_path, start_timeout=10.0) as run, socket.create_server(("127.0.0.1", 0)) as impostor:
         impostor.settimeout(DEADLINE)
         worker = run.start_worker(0, addresses=[impostor.getsockname()[:2]])
         connection, _ = impostor.accept()

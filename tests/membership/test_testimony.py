@@ -33,6 +33,7 @@ from recover_megatron.membership.testimony import (
     pod_has_ended,
     slurm_states,
 )
+from tests.harness.processes import closed_port
 from tests.harness.waiting import DEADLINE
 
 LINE = (

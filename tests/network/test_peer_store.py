@@ -25,6 +25,7 @@ from recover_megatron.network import frames
 from recover_megatron.network import peer_store as store_module
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.network.proof import Challenge
+from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
 
 SECRET = b"what the workers of the test share"

@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 STUB = r"""#!/usr/bin/env bash
 here="${BASH_SOURCE[0]%/*}"
 echo "$*" >>"$here/calls"
+echo "tests: ${RECOVER_TESTS-those of CI}" >>"$here/calls"
 case "$2" in
     ruff | mypy) exit "$(cat "$here/$2")" ;;
     pytest)
@@ -57,6 +58,7 @@ def start(bin_folder: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         cwd="/",
+        env={name: value for name, value in os.environ.items() if name != "RECOVER_TESTS"},
     )
 
 
@@ -66,7 +68,19 @@ def test_pytests_closing_line_is_the_last_of_a_good_run(bin_folder: Path) -> Non
     assert process.returncode == 0
     assert out.splitlines()[-1] == "3 passed in 0.01s"
     processes = os.environ.get("RECOVER_TEST_PROCESSES", "2")
-    assert f"-m pytest -n {processes} --dist loadgroup -m not slow -k two words" in (bin_folder / "calls").read_text()
+    called = f"-m pytest -n {processes} --dist loadgroup --durations=20 -m not slow -k two words"
+    assert called in (bin_folder / "calls").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tests"), [(["tests/launch"], "those of CI"), (["--all", "tests/launch"], "all")]
+)
+def test_all_tests_of_a_place_run_where_that_is_asked_for(bin_folder: Path, arguments: list[str], tests: str) -> None:
+    process = start(bin_folder, *arguments)
+    process.communicate(timeout=DEADLINE)
+    calls = (bin_folder / "calls").read_text()
+    assert process.returncode == 0
+    assert calls.endswith(f"--durations=20 tests/launch\ntests: {tests}\n")
 
 
 @pytest.mark.parametrize(("tool", "status"), [("ruff", 1), ("mypy", 1), ("pytest", 5)])

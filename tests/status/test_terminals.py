@@ -17,7 +17,7 @@ from recover_megatron.membership import wire
 from recover_megatron.status.__main__ import main
 from recover_megatron.tools.__main__ import main as tools
 from tests.harness import REPOSITORY
-from tests.harness.processes import free_port
+from tests.harness.processes import closed_port
 from tests.harness.waiting import DEADLINE
 from tests.report.synthetic import steps, write_lines, write_run, write_steps
 
