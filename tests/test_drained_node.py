@@ -25,14 +25,8 @@ pytestmark = pytest.mark.slow
 
 ITERATIONS = 16
 TRAINING = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", str(ITERATIONS), "--global-batch-size", "12"]
-TIMES = [
-    "--recover-heartbeat-interval",
-    "0.2",
-    "--recover-heartbeat-timeout",
-    f"{patient(3):g}",
-    "--recover-hang-timeout",
-    f"{patient(200):g}",
-]
+TIMES = ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", f"{patient(4):g}"]
+TIMES += ["--recover-hang-timeout", f"{patient(200):g}"]
 PATIENT = [str(REPOSITORY / "tests" / "instep" / "patient.py"), "5-5:over,9-:3"]
 """Iteration 5 begins when an epoch is over, by the order, and the ninth when there are three replicas."""
 SECRET = {"RECOVER_SECRET": "one that all nodes of the test share"}

@@ -106,14 +106,7 @@ def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(
 ) -> None:
     """Two pipelines of two stages: the leading coordinator first, then, when another one leads, a worker."""
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--pipeline-model-parallel-size", "2", "--recover"]
-    argv += [
-        "--train-iters",
-        "120",
-        "--recover-heartbeat-interval",
-        "0.2",
-        "--recover-heartbeat-timeout",
-        f"{patient(3):g}",
-    ]
+    argv += ["--train-iters", "120", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
     undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "4", *argv)
     said, _ = undisturbed.communicate(timeout=PATIENCE)
     assert undisturbed.returncode == 0, said
@@ -152,7 +145,7 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
         "--global-batch-size",
         "12",
     ]
-    argv += ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", f"{patient(3):g}"]
+    argv += ["--recover-heartbeat-interval", "0.2", *TIMEOUT]
     undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "3", *argv)
     said, _ = undisturbed.communicate(timeout=PATIENCE)
     assert undisturbed.returncode == 0, said

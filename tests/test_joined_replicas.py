@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 ITERATIONS = 32
 TRAINING = [*MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", str(ITERATIONS), "--global-batch-size", "12"]
 RECOVER = ["--recover", "--recover-max-replicas", "4", "--recover-hang-timeout", f"{patient(200):g}"]
-TIMES = ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", f"{patient(3):g}"]
+TIMES = ["--recover-heartbeat-interval", "0.2", "--recover-heartbeat-timeout", f"{patient(4):g}"]
 WAITING = REPOSITORY / "tests" / "instep"
 PATIENT = [str(WAITING / "patient.py"), "5-24:4", str(WAITING / "awaiting.py"), "28:lost:joined"]
 """Iterations 5 to 24 wait for four replicas, but for one of each epoch meanwhile; the 28th until the loss is over."""

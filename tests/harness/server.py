@@ -283,9 +283,9 @@ class _Recovering:
         That of a run that has not begun waits for workers: it is told to end.  ``begun``: whether it has for certain.
         """
         begun = begun or bool(self._node_agent.planned) or self._node_agent.out is not None
-        if not (begun and ends_within(coordinator, patient(60))):
+        if not (begun and ends_within(coordinator, 60)):
             os.kill(coordinator, signal.SIGTERM)
-            ends_within(coordinator, patient(60))
+            ends_within(coordinator, 60)
 
     def late(self, who: _Worker) -> bool:
         """Whether the run is over before this one was in any plan: nobody will tell it."""

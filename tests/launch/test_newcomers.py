@@ -20,8 +20,8 @@ from tests.harness.waiting import eventually
 pytestmark = pytest.mark.slow
 
 AGREEING = REPOSITORY / "tests" / "agreeing.py"
-TIMES = ["--recover-heartbeat-interval", 0.5]
-TIMES += ["--recover-heartbeat-timeout", patient(3), "--recover-hang-timeout", patient(4)]
+TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", patient(3)]
+TIMES += ["--recover-hang-timeout", patient(8)]
 SCRIPT = [AGREEING, 10, 0.05, "--recover", *TIMES]
 """Ten iterations from the plan on that has all newcomers awaited."""
 LONGER = [AGREEING, 20, 0.05, "--recover", *TIMES]

@@ -11,8 +11,8 @@ from tests.harness.patience import patient
 
 from .test_newcomers import AGREEING, HELD, let_end
 
-TIMES = ["--recover-heartbeat-interval", 0.5]
-TIMES += ["--recover-heartbeat-timeout", patient(3), "--recover-hang-timeout", patient(3)]
+TIMES = ["--recover-heartbeat-interval", 0.5, "--recover-heartbeat-timeout", patient(3)]
+TIMES += ["--recover-hang-timeout", patient(4)]
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.drawn import some
 from tests.harness.patience import patient
 from tests.harness.processes import free_port
-from tests.harness.waiting import DEADLINE, eventually, written_lines
+from tests.harness.waiting import eventually, written_lines
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE
 
 from .conftest import Bench, Launch
@@ -186,7 +186,7 @@ def test_a_node_whose_node_0_does_not_make_the_start_again_waits_no_longer_than_
     events = SimpleNamespace(failed="failed")
     thread = Thread(target=guest.Guest(plan, None, events, lambda *words: told.append(words)).run, daemon=True)
     thread.start()
-    thread.join(DEADLINE)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     ((event, reason, code),) = told
     assert (event, code) == ("failed", EXIT_NO_REPLICA)
