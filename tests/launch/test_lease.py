@@ -14,7 +14,7 @@ from recover_megatron.launch import leasing
 from recover_megatron.launch.plan import LaunchPlan
 from tests.drawn import some
 from tests.harness.processes import free_port
-from tests.harness.waiting import DEADLINE, eventually, written_lines
+from tests.harness.waiting import eventually, written_lines
 
 from .conftest import Bench, Launch
 from .test_several_nodes import HELD, PLAIN, SECRET, kill_nodes, launches, let_end, losses, wait_for_iteration
@@ -96,8 +96,7 @@ def test_a_run_of_two_nodes_survives_the_loss_of_either(
     bench: Bench, undisturbed: dict[int, float], victim: int
 ) -> None:
     """Node 0 has the store and the coordinator that leads: nobody can tell its loss from a cut cable."""
-    # Whoever waited for the hang timeout would not end within the time of this test.
-    started = launches(bench, 2, *HELD, "--recover-hang-timeout", 10 * DEADLINE)
+    started = launches(bench, 2, *HELD)
     wait_for_iteration(bench, 2 * victim, 10)
     kill_nodes(started[victim])
     let_end(bench)
@@ -108,6 +107,11 @@ def test_a_run_of_two_nodes_survives_the_loss_of_either(
         assert losses(bench, worker) == pytest.approx(undisturbed, rel=1e-10)
     assert "either half of the workers may be lost: the lease is at" in started[0].err
     assert holders(bench) == ([[[2, 3]]] if victim == 0 else [])
+    events = (bench.folder / "logs" / f"events-{1 - victim}.jsonl").read_text().splitlines()
+    formed = [event for event in map(json.loads, events) if event["event"] == "plan" and event["members"] == [left]]
+    leads = [event for event in map(json.loads, events) if event["event"] in ("lead", "fault")]
+    if victim == 0:
+        assert formed[0]["mono"] - leads[0]["mono"] < 30.0, "it does not wait for the hang timeout, which is twice that"
 
 
 @pytest.mark.slow
