@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron import orderly_end
+from recover_megatron.launch.states import describe_end
 from tests.harness.patience import patient
 from tests.harness.processes import ends_within
 from tests.harness.recording import record_losses, record_training, write_before_kills
@@ -270,7 +271,9 @@ class _Recovering:
 
     def ended(self, who: _Worker, code: int) -> int | None:
         """Tell the coordinator; start another in its place, unless the run is over."""
-        self._node_agent.ended(who.worker, f"code {code}")
+        # The launcher's own words: the coordinator knows by them whether a process has ended in order.
+        how = describe_end(None, -code) if code < 0 else describe_end(code, None)
+        self._node_agent.ended(who.worker, how)
         if code == 0 or not self._restarts or self._node_agent.out is not None:
             return None
         self._restarts -= 1
