@@ -17,7 +17,7 @@ from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret, find_secret, read_secret_file
 from recover_megatron.membership.errors import SecretError
 from recover_megatron.network.proof import nonce
-from tests.harness.waiting import DEADLINE
+from tests.harness.waiting import DEADLINE, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +135,9 @@ def test_a_worker_with_a_wrong_secret_ends_soon_and_says_why(tmp_path: Path) -> 
         wrong.touch(mode=0o600)
         wrong.write_text("not the secret of this job")
         worker = run.start_worker(0, secret_file=str(wrong))
+        taken = lambda: [event for event in run.events() if event["event"] == "attached"]  # noqa: E731
+        eventually(lambda: worker.popen.poll() is not None or taken(), "it has ended, or is taken for a worker")
+        assert not taken()
         assert worker.exit_code() == 2
         assert "secret" in worker.event("out")["reason"]
 
