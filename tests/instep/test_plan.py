@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recover_megatron.instep.assignment import Quotas
 from recover_megatron.instep.decision import HELD, Beyond, Decision, JoinStatus, Rollback, Rules
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.faults import is_communication, is_own, signature
@@ -647,3 +648,12 @@ def test_a_fault_that_a_loader_process_meets_is_the_one_met_on_the_spot() -> Non
         next(batches)
     batches._shutdown_workers()  # the error holds them, and they hold our pipes, the one to the fork server, too
     assert signature(in_a_process.value) == signature(on_the_spot.value) == "ValueError: sample 0 is rotten"
+
+
+def test_a_run_that_has_grown_deals_microbatches_by_the_replicas_of_its_launch() -> None:
+    """Twelve for five replicas of a launch of two, whose own are the even and the odd ones, as in stock Megatron."""
+    grid = launch_grid(2, tensor=1, context=1, pipeline=1, inner_ranks=1).with_room_for(5)
+    decision = Decision(1, {replica: (replica,) for replica in range(5)}, (), at=3)
+    shares = [ids for replica in range(5) for ids in Quotas(grid, least=1).of(decision, replica, 12)]
+    assert sorted(j for ids in shares for j in ids) == list(range(12))
+    assert [{j % 2 for j in ids} for ids in shares[:2]] == [{0}, {1}]
