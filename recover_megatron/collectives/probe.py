@@ -59,15 +59,15 @@ def _try(addresses: Mapping[int, str], deadline: float, gone: Callable[[], Colle
             else:
                 sock.close()
                 reached |= {worker} if code == 0 else set()
-        left = 1.0
-        while trying and left > 0:  # the last look is behind the deadline: this process, too, may have been held up
-            left = deadline - time.monotonic()
-            for number, _ in poll.poll(max(0.0, min(left, _PAUSE)) * 1000):
+        while trying:
+            left = max(0.0, deadline - time.monotonic())
+            for number, _ in poll.poll(min(left, _PAUSE) * 1000):
                 worker, sock = trying.pop(number)
                 poll.unregister(number)
                 reached |= {worker} if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0 else set()
                 sock.close()
-            if {worker for worker, _ in trying.values()} <= set(gone()):
+            # The last look is one behind the deadline: this process, too, may have been held up.
+            if not left or {worker for worker, _ in trying.values()} <= set(gone()):
                 break
     finally:
         for _, sock in trying.values():

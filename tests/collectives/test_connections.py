@@ -21,6 +21,7 @@ from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
+from recover_megatron.collectives.probe import unreached
 from recover_megatron.collectives.transport import handshake
 from recover_megatron.collectives.transport.handshake import MAC, NONCE, Handshake
 from recover_megatron.collectives.transport.shared_memory import SharedMemory, machine
@@ -252,3 +253,11 @@ def test_a_stranger_that_says_nothing_is_dropped_after_a_while(
         epoch.revoke("the test is over")
         with pytest.raises(EpochRevoked):
             first.result(DEADLINE)
+
+
+def test_who_was_held_up_for_all_of_its_time_takes_nobody_that_answers_for_unreached() -> None:
+    """It looks once behind its deadline: the kernels have made the connections meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as here, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        ports = {worker: sock.getsockname()[1] for worker, sock in enumerate((here, closed))}
+        assert unreached({worker: f"127.0.0.1 {port}" for worker, port in ports.items()}, seconds=0.0) == {1}
