@@ -168,7 +168,7 @@ def try_out(mutation: Mutation, root: Path, limit: float) -> Verdict:
 def pytest(arguments: Sequence[str], tree: Path, limit: float) -> tuple[int | None, str]:
     """Exit status (None: it took longer than ``limit`` seconds and was ended) and output of pytest in ``tree``."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
-    command += ["-n", "0", "--hypothesis-seed=0", f"--basetemp={tree.parent / 'base'}", *arguments]
+    command += ["-n", "0", f"--basetemp={tree.parent / 'base'}", *arguments]
     # Names of drawn tests, and what they catch, depend on the seed: CI's (tests/drawn.py).
     inherited = {name: value for name, value in os.environ.items() if name not in ("RECOVER_TESTS", "RECOVER_MATRIX")}
     environment = {"OMP_NUM_THREADS": "1", **inherited, "PYTHONPATH": str(tree)}

@@ -21,6 +21,10 @@ import pytest
 from tests.drawn import ALL, SEED
 
 TESTS = Path(__file__).resolve().parents[1]
+CHOSEN = pytest.StashKey[frozenset[str]]()
+"""In the configuration: the tests that this module leaves in, whatever -m and -k leave out of them."""
+LEFT_OUT = pytest.StashKey[frozenset[str]]()
+"""The others."""
 DRAWN = (
     f"RECOVER_SEED={SEED} draws from the long families; RECOVER_MATRIX=all runs all of them"
     if ALL
@@ -65,6 +69,7 @@ def without_a_test(items: Sequence[pytest.Item], names: Iterable[str]) -> list[s
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[CHOSEN], config.stash[LEFT_OUT] = frozenset(item.nodeid for item in items), frozenset[str]()
     if ALL:
         return
     named = [argument for argument in config.args if "::" in argument]
@@ -76,9 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             entry = away.get(item.nodeid) or away[item.nodeid.split("[")[0]]
             item.add_marker(pytest.mark.skip(reason=f"IN QUARANTINE since {entry['date']}: {entry['how']}"))
     gone = left_out(items, table, named)
+    config.stash[LEFT_OUT] = frozenset(item.nodeid for item in gone)
+    config.stash[CHOSEN] -= config.stash[LEFT_OUT]
     if gone:
         config.hook.pytest_deselected(items=gone)
-        items[:] = [item for item in items if item not in set(gone)]
+        items[:] = [item for item in items if item.nodeid in config.stash[CHOSEN]]
 
 
 def pytest_report_header() -> str:

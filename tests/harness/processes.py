@@ -7,8 +7,11 @@ import os
 import random
 import select
 import socket
-from collections.abc import Iterator
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from tests.harness.patience import patient
 
@@ -40,6 +43,24 @@ def ends_within(child: int, seconds: float) -> bool:
         return bool(select.select([handle], [], [], patient(seconds))[0])
     finally:
         os.close(handle)
+
+
+def end_with(work: Callable[[], object]) -> NoReturn:
+    """End this process, a fork, as Python ends a script that does ``work``.
+
+    What the parent has registered for its own end is left alone.
+    """
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:  # noqa: BLE001  the whole worker: its log and its exit code say what happened
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def processes_with(entry: str) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Any
 from recover_megatron import orderly_end
 from recover_megatron.launch.states import describe_end
 from tests.harness.patience import patient
-from tests.harness.processes import ends_within
+from tests.harness.processes import end_with, ends_within
 from tests.harness.recording import record_losses, record_training, write_before_kills
 
 
@@ -97,8 +97,8 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
         from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
         get_write_results_queue(mp_mode="fork")
-    code = 1
-    try:
+
+    def train() -> None:
         if "--recover" in sys.argv:
             write_before_kills()
         if request["losses"] and who.worker == request["workers"] - 1:
@@ -109,14 +109,8 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
         runpy.run_path(sys.argv[0], run_name="__main__")
         if "--recover" not in sys.argv:
             _flush_tensorboard()
-        code = 0
-    except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    except BaseException:  # noqa: BLE001  the whole worker: its log and its exit code say what happened
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+
+    end_with(train)
 
 
 def _returns(code: int = 0) -> None:

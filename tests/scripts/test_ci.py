@@ -8,15 +8,15 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.harness import REPOSITORY
-from tests.harness.ci_list import left_out, listed, quarantined, without_a_test
+from tests.harness import REPOSITORY, ci_list
+from tests.harness.ci_list import CHOSEN, LEFT_OUT, among, left_out, listed, quarantined, without_a_test
+from tests.harness.patience import MOST
 from tests.instep.cells import PHASES, drawn
 from tests.instep.runs import CONTEXT_LAYOUTS, LAYOUTS
 
@@ -31,12 +31,14 @@ def test_ci_runs_what_the_readme_says_whatever_is_set_around_it(tmp_path: Path) 
     for folder in (".ci", "scripts", "bin"):
         (root / folder).mkdir(parents=True)
     shutil.copy(REPOSITORY / ".ci" / "run", root / ".ci" / "run")
-    said = 'echo "arguments: $*; set: ${RECOVER_TESTS-} ${RECOVER_MATRIX-} ${RECOVER_SEED-}"\n'
+    said = "echo \"arguments: $*; set: $(env | grep -E '^RECOVER_(TESTS|MATRIX|SEED|EXAMPLES|SOAK)=')\"\n"
     (root / "scripts" / "test.sh").write_text(f"#!/bin/sh\n{said}")
     for tool in TOOLS:
         (root / "bin" / tool).write_text("#!/bin/sh\n")
         (root / "bin" / tool).chmod(0o755)
-    around = {"RECOVER_TESTS": "all", "RECOVER_MATRIX": "all", "RECOVER_SEED": "7"}
+    around = {
+        name: "7" for name in ("RECOVER_TESTS", "RECOVER_MATRIX", "RECOVER_SEED", "RECOVER_EXAMPLES", "RECOVER_SOAK")
+    }
     path = f"{root / 'bin'}:{os.environ['PATH']}"
     ran = subprocess.run(
         ["bash", str(root / ".ci" / "run")],
@@ -46,21 +48,35 @@ def test_ci_runs_what_the_readme_says_whatever_is_set_around_it(tmp_path: Path) 
         capture_output=True,
         text=True,
     )
-    assert ran.stdout == "arguments: ; set:   \n"
+    assert ran.stdout == "arguments: ; set: \n"
     assert "`bash scripts/test.sh`" in (REPOSITORY / "README.md").read_text()
+
+
+def said_by(module: str, name: str, **environment: str) -> str:
+    """What a process of tests takes for a value of one of its modules."""
+    apart = ("RECOVER_TESTS", "RECOVER_SEED", "RECOVER_MATRIX", "RECOVER_TEST_PATIENCE")
+    base = {name: value for name, value in os.environ.items() if name not in apart}
+    command = [sys.executable, "-c", f"import os; from {module} import {name}; print({name}, os.environ)"]
+    env = {**base, **environment}
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, check=True, capture_output=True, text=True)
+    return done.stdout
 
 
 def draws(**environment: str) -> str:
     """The seed that a process of tests draws by."""
-    base = {name: value for name, value in os.environ.items() if name not in ("RECOVER_TESTS", "RECOVER_SEED")}
-    command = [sys.executable, "-c", "from tests.drawn import SEED; print(SEED)"]
-    env = {**base, "RECOVER_MATRIX": "", **environment}
-    return subprocess.run(command, cwd=REPOSITORY, env=env, check=True, capture_output=True, text=True).stdout.strip()
+    return said_by("tests.drawn", "SEED", **environment).split()[0]
 
 
 def test_a_seed_is_taken_and_drawn_for_all_tests_alone() -> None:
     assert draws() == draws(RECOVER_SEED="7") != "7"
     assert draws(RECOVER_TESTS="all", RECOVER_SEED="7") == "7"
+
+
+def test_limits_are_multiplied_by_the_factor_that_is_said_or_measured_once_for_all() -> None:
+    assert said_by("tests.harness.waiting", "DEADLINE", RECOVER_TEST_PATIENCE="2.5").split()[0] == "300.0"
+    factor, environment = said_by("tests.harness.patience", "PATIENCE").split(maxsplit=1)
+    assert 1 <= float(factor) <= MOST
+    assert f"'RECOVER_TEST_PATIENCE': '{float(factor):g}'" in environment, "processes that are started take its number"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -90,6 +106,44 @@ def test_a_name_that_fits_no_test_of_a_file_is_told() -> None:
     assert without_a_test(items, names) == ["t/a.py::f[2]", "t/a.py::g"]
 
 
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_is_in_quarantine_is_skipped_by_ci_with_a_line_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everything: bool
+) -> None:
+    away = {"test": "t/a.py::f", "date": "2026-01-31", "how": "late", "times": "1 of 40"}
+    (tmp_path / "ci.toml").write_text('[step]\n"t/a.py::g" = "what only it shows"\n')
+    lines = [f'{name} = "{value}"' for name, value in away.items()]
+    (tmp_path / "quarantine.toml").write_text("\n".join(["[[test]]", *lines]))
+    monkeypatch.setattr(ci_list, "TESTS", tmp_path)
+    monkeypatch.setattr(ci_list, "ALL", everything)
+    marks: list[tuple[str, str]] = []
+    items = [item(node, slow) for node, slow in (("t/a.py::f[1]", False), ("t/a.py::g", True), ("t/a.py::h", True))]
+    for one in items:
+        one.add_marker = lambda mark, node=one.nodeid: marks.append((node, mark.kwargs["reason"]))
+    deselected = SimpleNamespace(pytest_deselected=lambda items: None)
+    config: Any = SimpleNamespace(args=["tests"], stash={}, hook=deselected)
+    ci_list.pytest_collection_modifyitems(config, items)
+    nodes = [one.nodeid for one in items]
+    if everything:
+        assert (nodes, marks) == (["t/a.py::f[1]", "t/a.py::g", "t/a.py::h"], [])
+    else:
+        assert nodes == ["t/a.py::f[1]", "t/a.py::g"]
+        assert marks == [("t/a.py::f[1]", "IN QUARANTINE since 2026-01-31: late")]
+    assert config.stash[CHOSEN] == set(nodes)
+
+
+def test_the_end_of_a_run_tells_the_seconds_of_each_folder() -> None:
+    def report(node: str, duration: float) -> pytest.TestReport:
+        return pytest.TestReport(node, ("", 0, ""), {}, "passed", None, "call", duration=duration)
+
+    said: list[str] = []
+    passed = [report("tests/launch/test_a.py::f", 2), report("tests/instep/test_b.py::g[1]", 3)]
+    stats = {"passed": passed, "failed": [report("tests/launch/test_a.py::h", 4)], "warnings": [object()]}
+    reporter: Any = SimpleNamespace(stats=stats, write_line=said.append)
+    ci_list.pytest_terminal_summary(reporter)
+    assert said[0] == "seconds by folder: launch 6, instep 3"
+
+
 def test_every_line_of_the_list_names_a_test_and_says_why() -> None:
     table = listed()
     assert [name for name in table if not exists(name)] == []
@@ -111,16 +165,14 @@ def exists(name: str) -> bool:
     }
 
 
-def test_the_deliberate_bugs_are_caught_by_what_ci_runs(request: pytest.FixtureRequest) -> None:
-    run = [item.nodeid for item in request.session.items]
-    files = {node.split("::")[0] for node in run}
-    bugs: list[Mapping[str, Any]] = tomllib.loads((REPOSITORY / "tests/mutations/mutations.toml").read_text())[
-        "mutation"
-    ]
+def test_the_deliberate_bugs_are_caught_by_what_ci_runs(pytestconfig: pytest.Config) -> None:
+    chosen = pytestconfig.stash[CHOSEN]
+    files = {node.split("::")[0] for node in chosen | pytestconfig.stash[LEFT_OUT]}
+    listing = tomllib.loads((REPOSITORY / "tests" / "mutations" / "mutations.toml").read_text())
     by_all = [
         bug["name"]
-        for bug in bugs
+        for bug in listing["mutation"]
         if any(test.split("::")[0] in files for test in bug["tests"])
-        and not any(node.startswith(test) for node in run for test in bug["tests"])
+        and not any(among(node, bug["tests"]) for node in chosen)
     ]
     assert len(by_all) <= CAUGHT_BY_ALL_ALONE, by_all

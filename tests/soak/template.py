@@ -18,9 +18,10 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.harness.processes import end_with
 
 LIMIT = 1 << 20
 """Bytes of one request."""
@@ -90,8 +91,7 @@ def _fork(folder: Path, asking: socket.socket, others: list[socket.socket], work
 
 
 def _become(request: dict[str, object], outputs: list[int], work: Callable[[], None]) -> None:
-    code = 1
-    try:
+    def become() -> None:
         _die_with(int(str(request["pid"])))
         os.setsid()
         for number, output in enumerate(outputs):
@@ -102,14 +102,8 @@ def _become(request: dict[str, object], outputs: list[int], work: Callable[[], N
         os.chdir(str(request["cwd"]))
         sys.argv = list(request["argv"])  # type: ignore[call-overload]
         work()
-        code = 0
-    except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    except BaseException:  # noqa: BLE001  the whole worker: its log and its exit code say what happened
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+
+    end_with(become)
 
 
 def _die_with(pid: int) -> None:
