@@ -108,6 +108,28 @@ def test_files_in_commands_exist(page: Path) -> None:
 
 
 @each(TEXTS)
+def test_tests_that_are_named_exist(page: Path) -> None:
+    """FILE::NAME, with parameters in brackets or without."""
+    named = {
+        tuple(span.split("[")[0].split("::")) for span in code_spans(page) if re.match(r"tests/[\w/]+\.py::", span)
+    }
+    missing = ["::".join(test) for test in sorted(named) if not a_test(*test)]
+    assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+def a_test(file: str, name: str) -> bool:
+    path = ROOT / file
+    return path.is_file() and re.search(rf"(?m)^def {name}\(", path.read_text(encoding="utf-8")) is not None
+
+
+def test_each_row_of_the_track_record_says_what_holds_it() -> None:
+    rows = re.findall(r"(?m)^\| .+ \| .+ \| .+ \| (.+) \|$", prose(ROOT / "docs" / "track-record.md"))
+    assert len(rows) > 200
+    wrong = [cell for cell in rows if "::" in cell and not re.fullmatch(r"(`tests/[\w/]+\.py::test_\w+`(, |$))+", cell)]
+    assert not wrong, wrong
+
+
+@each(TEXTS)
 def test_modules_that_are_named_exist(page: Path) -> None:
     """Dotted names, and the first column of tables whose head says ``module of ``PACKAGE/```."""
     text = page.read_text(encoding="utf-8")
