@@ -15,6 +15,7 @@ Modules, from the outside in::
     worker_environment, interfaces  what they find in their environment, and over which network they talk
     processes, exec_worker          start a process that dies with the launcher; find and kill what is left of it
     subreaper, reaper               ... while the launcher lives; ... when it has been killed
+    stand_in                        the reaper reads the workers' output while the launcher does not run
     start_up                        what the loss of a worker means until the training has begun
     newcomers, late_newcomers       workers that are started while the run goes on; those that come too late
     output, sink                    workers' output: prefixes, log files, bounded memory
