@@ -23,9 +23,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.processes import DEAF_TO, find_launch, kill_until_none_left
+from recover_megatron.launch.processes import DEAF_TO, find_launch, kill_until_none_left, open_pidfd
 from recover_megatron.launch.stand_in import BEAT_SECONDS, Pulse, StandIn
 
+AGAIN_SECONDS = 1.0
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from recover_megatron.launch.reaper import main; main()"
 
@@ -53,7 +54,9 @@ class Reaper:
 
     def add_session(self, session: int, pipes: Sequence[int]) -> None:
         """A worker leads ``session`` from now on; ``pipes``: where its output is read."""
-        self._sessions[session] = [os.dup(pipe) for pipe in pipes]
+        with contextlib.suppress(OSError):  # no descriptor is left: then nobody reads them in the launcher's place
+            self._sessions[session] = []
+            self._sessions[session] = [os.dup(pipe) for pipe in pipes]
         self._tell(f"+{session}", self._sessions[session])
 
     def remove_session(self, session: int) -> None:
@@ -64,29 +67,37 @@ class Reaper:
 
     def finish(self) -> None:
         """Have it kill what is left of the launch, and wait until it has ended."""
-        self._loop.unwatch(self._pidfd)
         self._hang_up()
-        os.waitpid(self.pid, 0)
-        os.close(self._pidfd)
+        if self.pid:
+            self._loop.unwatch(self._pidfd)
+            os.waitpid(self.pid, 0)
+            os.close(self._pidfd)
 
     def _start(self) -> None:
+        """Raises OSError where it cannot be started."""
         self._channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # No variable of the launch: the reaper must not find itself.
         environment = {"PATH": os.environ.get("PATH", os.defpath)}
-        self.pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-I", "-S", "-c", _BOOT, _PACKAGE_ROOT],
-            environment,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, its.fileno(), 0),
-                (os.POSIX_SPAWN_DUP2, self._pulse.descriptor, 1),
-                (os.POSIX_SPAWN_DUP2, 2, 2),
-            ],
-            setsid=True,
-            setsigmask=DEAF_TO,
-        )
-        its.close()
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-I", "-S", "-c", _BOOT, _PACKAGE_ROOT],
+                environment,
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, its.fileno(), 0),
+                    (os.POSIX_SPAWN_DUP2, self._pulse.descriptor, 1),
+                    (os.POSIX_SPAWN_DUP2, 2, 2),
+                ],
+                setsid=True,
+                setsigmask=DEAF_TO,
+            )
+            self._pidfd = open_pidfd(pid)
+        except OSError:
+            self._channel.close()
+            raise
+        finally:
+            its.close()
+        self.pid = pid
         self._loop.watch(self._pidfd, self._on_death)
         self._loop.watch(self._channel.fileno(), self._hear)
         self._tell(self._launch_id)
@@ -94,10 +105,12 @@ class Reaper:
             self._tell(f"+{session}", pipes)
 
     def _tell(self, words: str, pipes: Sequence[int] = ()) -> None:
-        try:
+        """One that was killed is not told: its pidfd says so in a moment, and its successor is told everything.
+
+        Nor is one that cannot be: it finds the workers by their environment, too.
+        """
+        with contextlib.suppress(OSError):
             socket.send_fds(self._channel, [words.encode()], pipes)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # it was killed: its pidfd says so in a moment, and its successor is told everything
 
     def _hear(self) -> None:
         try:
@@ -110,7 +123,7 @@ class Reaper:
             self._loop.unwatch(self._channel.fileno())  # its pidfd says so in a moment
 
     def _hang_up(self) -> None:
-        with contextlib.suppress(KeyError):  # it has done so itself
+        with contextlib.suppress(KeyError, ValueError):  # it has done so itself, or there is none
             self._loop.unwatch(self._channel.fileno())
         self._channel.close()
 
@@ -123,9 +136,18 @@ class Reaper:
         os.waitpid(self.pid, 0)
         os.close(self._pidfd)
         self._hang_up()
-        killed = self.pid
-        self._start()
-        self._say(f"the reaper (pid {killed}) was killed; a new one (pid {self.pid}) took its place")
+        killed, self.pid = self.pid, 0
+        self._replace(f"the reaper (pid {killed}) was killed")
+
+    def _replace(self, why: str, told: bool = False) -> None:
+        try:
+            self._start()
+        except OSError as error:
+            if not told:
+                self._say(f"{why}, and no other can be started now ({error.strerror}): it is tried again and again")
+            self._loop.call_later(AGAIN_SECONDS, lambda: self._replace(why, told=True))
+        else:
+            self._say(f"{why}; a new one (pid {self.pid}) took its place")
 
 
 def main() -> None:

@@ -116,13 +116,19 @@ class WorkerTable:
             str(worker.worker_id), worker.worker_id, log, newcomer=newcomer and not self._plan.joins
         )
         try:
-            pid = spawn(self._plan.command, environment, stdout, stderr)
+            pid, pidfd = spawn(self._plan.command, environment, stdout, stderr)
+        except OSError:
+            for stream in streams:
+                stream.drain_and_close()
+            if log:
+                log.close()
+            raise
         finally:
             os.close(stdout)
             os.close(stderr)
         worker.pid, worker.started, worker.state = pid, time.time(), WorkerState.RUNNING
         self.changed = True
-        self._handles[worker.worker_id] = handles = _Handles(os.pidfd_open(pid), streams, log)
+        self._handles[worker.worker_id] = handles = _Handles(pidfd, streams, log)
         self._reaper.add_session(pid, [stream.pipe for stream in streams])
         # From the next round of the loop on: whoever sees a worker's output finds it in workers.json, too.
         self._console.read(streams)
