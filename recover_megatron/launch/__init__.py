@@ -23,6 +23,7 @@ Modules, from the outside in::
     control_plane, hosted           the job's coordinator: the launcher's session with it, the candidates hosted here
     peers, nodes, host, guest       the launchers of other nodes: what is done about them, what is said to them
     candidates, seal, store         where each hosts a candidate, what is believed of them, the torch TCPStore
+    shape                           what others' environments say of it: torchrun's, MPI's
     slurm, slurm_launch             what SLURM's environment says: pure; and the launch that follows from it
     last_checkpoint                 named when a launch fails
 """

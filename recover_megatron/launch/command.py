@@ -72,6 +72,8 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
             lines = "".join(f"\n  - {reason}" for reason in error.reasons)
             log.info(f"nothing was started, for these reasons:{lines}")
         return REFUSED
+    if options.taken:
+        log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
     if not options.slurm and options.nnodes == 1 and (hint := slurm_launch.left_alone(os.environ)):
         log.info(hint)
     if plan.node_rank == 0 and not plan.joins:
