@@ -66,10 +66,12 @@ class Supervisor:
         listener: socket.socket | None,
         inherited: Mapping[str, str],
         lock: FolderLock | None = None,
+        save_lock: FolderLock | None = None,
     ) -> None:
         """``listener``: the store's, on node 0; ``inherited``: the launcher's environment.
 
-        ``lock``: of the log folder; a node that joins a launch makes sure of it when it knows the run's id.
+        ``lock``: of the log folder, ``save_lock``: of --save; a node that joins a launch makes sure of them when it
+        knows the run's id.
         """
         self._plan = plan
         self._inherited = inherited
@@ -86,7 +88,7 @@ class Supervisor:
         self._signals = LaunchSignals(self._loop, self)
         self._subreaper = Subreaper()
         self._reaper = Reaper(self._loop, plan.launch_id, say)
-        self._folder = LogFolder(plan.log_dir, lock, self._loop, say)
+        self._folder = LogFolder(plan.log_dir, lock, self._loop, say, save_lock)
         self._environment = WorkerEnvironment(plan, inherited, say)
         self._table = WorkerTable(plan, self._loop, self._console, self._folder, self._reaper, self.worker_exited)
         self._successors = Successors(plan, self._loop, self._table, say, self._start_tested, self._left_out)
