@@ -175,7 +175,7 @@ def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench
     [
         ("log", "worker-3.log waits in memory, since no thread can be started"),
         ("process", "worker 3 cannot be started: [Errno 11] no process is left"),
-        ("launcher", "this is a fault of recover-run itself; the workers go on"),
+        ("launcher", "this is a fault of recover-run itself"),
     ],
     ids=["log", "process", "launcher"],
 )
