@@ -85,8 +85,11 @@ class Aside:
                 self._bytes += size
                 self._run_thread()
                 self._changed.notify_all()
+            waits_for_thread = self._thread is None and bool(self._jobs)
             waits = time.monotonic() - self._since if len(self._jobs) > 1 else 0.0
-        if waits > STALL_SECONDS:
+        if waits_for_thread:
+            self._tell("waits in memory, since no thread can be started (ulimit -u, a limit of pids)")
+        elif waits > STALL_SECONDS:
             self._tell(f"has not been taken by the disk for {waits:.0f} s")
         elif full:
             self._tell("grows faster than the disk takes it")
@@ -131,6 +134,8 @@ class Aside:
         with self._changed:
             failures = self._failures
             self._hurry = True
+            if self._jobs:
+                self._run_thread()
             self._changed.notify_all()
             while self._jobs and self._failures == failures:
                 done, until = self._done, min(time.monotonic() + seconds, end)
@@ -141,10 +146,13 @@ class Aside:
             return not self._jobs
 
     def _run_thread(self) -> None:
+        """Where none can be started the next job tries again."""
         if self._thread is None:
             self._since = time.monotonic()
-            self._thread = threading.Thread(target=self._run, name=f"recover-write-{self._what}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"recover-write-{self._what}", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,25 @@ def test_a_writer_that_had_nothing_to_do_for_long_is_not_taken_for_a_disk_that_b
     assert aside.flush(DEADLINE)
     aside.close()
     assert said == []
+
+
+def test_where_no_thread_can_be_started_lines_wait_in_memory_and_are_written_when_one_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    file = LogWriter(tmp_path / "log", said.append)
+    with monkeypatch.context() as no_more:
+        no_more.setattr(threading.Thread, "start", no_thread)
+        file.make()
+        file.put(LINE)
+        file.settle()
+    assert len(said) == 1
+    assert "no thread can be started" in said[0]
+    assert not (tmp_path / "log").exists()
+    assert file.flush()
+    assert (tmp_path / "log").read_bytes() == LINE
+    file.close()
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -15,6 +15,7 @@ Modules, from the outside in::
     worker_environment, interfaces  what they find in their environment, and over which network they talk
     processes, exec_worker          start a process that dies with the launcher; find and kill what is left of it
     subreaper, reaper               ... while the launcher lives; ... when it has been killed
+    stand_in                        the reaper reads the workers' output while the launcher does not run
     start_up                        what the loss of a worker means until the training has begun
     newcomers, late_newcomers       workers that are started while the run goes on; those that come too late
     output, sink                    workers' output: prefixes, log files, bounded memory
@@ -22,6 +23,7 @@ Modules, from the outside in::
     control_plane, hosted           the job's coordinator: the launcher's session with it, the candidates hosted here
     peers, nodes, host, guest       the launchers of other nodes: what is done about them, what is said to them
     candidates, seal, store         where each hosts a candidate, what is believed of them, the torch TCPStore
+    shape                           what others' environments say of it: torchrun's, MPI's
     slurm, slurm_launch             what SLURM's environment says: pure; and the launch that follows from it
     last_checkpoint                 named when a launch fails
 """

@@ -24,6 +24,7 @@ from recover_megatron import __version__
 from recover_megatron.arguments import FLAGS as SCRIPT_FLAGS
 from recover_megatron.arguments import RecoverConfig, config_from_argv, parse_addresses
 from recover_megatron.errors import UserError
+from recover_megatron.launch import shape
 from recover_megatron.launch.readers import lease, log_format, nodes, seconds, whole, witness, workers_here
 from recover_megatron.launch.script import check_module, check_script
 from recover_megatron.launch.slurm_launch import shape_of
@@ -176,6 +177,8 @@ class Options:
     """The words of ``device_test``."""
     coordinators: tuple[tuple[str, int], ...] = ()
     """Of the run to join."""
+    taken: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the environment that stand in for options."""
     script: str | None = None
     script_args: list[str] = field(default_factory=list)
 
@@ -219,7 +222,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     """Read the command line.  Returns the options and the reasons against them.
 
     ``--help`` and ``--version`` print and exit with 0.
-    ``environ``: SLURM's variables, which with ``--slurm`` say what the command line leaves out.
+    ``environ``: torchrun's variables, and with ``--slurm`` SLURM's, which say what the command line leaves out.
     """
     namespace, reasons = _divide(argv)
     if namespace is None:
@@ -227,14 +230,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     rest = namespace.script[1:] if namespace.script[:1] == ["--"] else namespace.script
     if not rest and not reasons:
         reasons.append("no SCRIPT given: recover-run [options] SCRIPT [its arguments]")
+    taken, against = shape.take(namespace, environ)
+    reasons += against
     if namespace.slurm:
         reasons += _take_from_slurm(namespace, environ)
-    options, failed = Options(), set()
+    options, failed = Options(taken=taken), set()
     for flag in FLAGS:
         try:
             _read(options, flag, getattr(namespace, flag.dest))
         except ValueError as error:
-            reasons.append(f"{flag.name} {getattr(namespace, flag.dest)!r}: {error}")
+            variable = shape.PREFIX + flag.dest.upper()
+            source = variable if variable in taken else flag.name
+            reasons.append(f"{source} {getattr(namespace, flag.dest)!r}: {error}")
             failed.add(flag.name)
     if namespace.master_port is None and options.nnodes > 1:
         options.master_port = DEFAULT_PORT_SEVERAL_NODES

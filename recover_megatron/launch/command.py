@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -10,6 +11,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from recover_megatron.arguments import spares_from_argv
 from recover_megatron.launch import arguments, domains, listener, preflight, script, slurm_launch
@@ -17,6 +19,7 @@ from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_tests import command_of
 from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.folder_lock import Claim, FolderLock
+from recover_megatron.launch.last_checkpoint import save_folder
 from recover_megatron.launch.messages import SHARE_A_SECRET, count
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.start_again import AGAIN_SECONDS
@@ -64,7 +67,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
                 log.info("what the loss of a node would cost:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
         plan = _plan(options, reserved, attempt)
-        lock = _lock_folder(plan)
+        save_lock, lock = _lock_folders(plan)
     except arguments.UsageError as error:
         if len(error.reasons) == 1:
             log.info(error.reasons[0])
@@ -72,6 +75,8 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
             lines = "".join(f"\n  - {reason}" for reason in error.reasons)
             log.info(f"nothing was started, for these reasons:{lines}")
         return REFUSED
+    if options.taken:
+        log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
     if not options.slurm and options.nnodes == 1 and (hint := slurm_launch.left_alone(os.environ)):
         log.info(hint)
     if plan.node_rank == 0 and not plan.joins:
@@ -80,7 +85,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
             log.info(fatal)
     if lock and plan.joins:
         plan = replace(plan, run_id=lock.run_id)
-    return Supervisor(plan, reserved, os.environ, lock).run()
+    return Supervisor(plan, reserved, os.environ, lock, save_lock).run()
 
 
 def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | None]:
@@ -118,10 +123,11 @@ def _would_start(options: arguments.Options) -> str:
     return here + (f", {options.nnodes * options.nproc_per_node} on all" if options.nnodes > 1 else "")
 
 
-def _lock_folder(plan: LaunchPlan) -> FolderLock | None:
-    """The lock of the log folder, held unless this node has to learn first which run it is; raises UsageError."""
-    if plan.log_dir is None:
-        return None
+def _lock_folders(plan: LaunchPlan) -> tuple[FolderLock | None, FolderLock | None]:
+    """The locks of --save and of the log folder, held unless this node has to learn first which run it is.
+
+    Raises UsageError.
+    """
     mine = Claim(
         os.getpid(),
         plan.host,
@@ -132,12 +138,27 @@ def _lock_folder(plan: LaunchPlan) -> FolderLock | None:
         plan.master_port,
         plan.world_size,
     )
-    lock = FolderLock(plan.log_dir, mine, log.info)
-    take = lock.check if plan.node_rank > 0 else lock.take
-    reason = lock.join(plan.run_id) if plan.joins else take()
-    if reason:
+    saves = save_folder(plan.script_args) if plan.saves else None
+    save_lock, lock = None, FolderLock(plan.log_dir, mine, log.info) if plan.log_dir else None
+    if saves and "://" not in saves and not (plan.log_dir and plan.log_dir.resolve() == Path(saves).resolve()):
+        with contextlib.suppress(OSError):  # which the lock says
+            Path(saves).mkdir(parents=True, exist_ok=True)
+        save_lock = FolderLock(Path(saves).resolve(), mine, log.info, "--save", needed=False)
+        if (reason := _hold(save_lock, plan)) and not plan.joins:
+            raise arguments.UsageError([reason])
+        save_lock = None if reason else save_lock  # the run that is joined may be known by another address
+    if lock and (reason := _hold(lock, plan)):
+        if save_lock:
+            save_lock.end(REFUSED, reason)
         raise arguments.UsageError([reason])
-    return lock
+    return save_lock, lock
+
+
+def _hold(lock: FolderLock, plan: LaunchPlan) -> str | None:
+    """The reason against it."""
+    if plan.joins:
+        return lock.join(plan.run_id)
+    return lock.check() if plan.node_rank > 0 else lock.take()
 
 
 def _check_secret(options: arguments.Options) -> list[str]:

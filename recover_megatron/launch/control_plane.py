@@ -42,6 +42,7 @@ HERE = 2
 STOPPING_SECONDS = 1.0
 """How long the workers of a launch that is told to stop are kept for a coordinator that does not answer."""
 LAST_WORD_SECONDS = 5.0
+AGAIN_SECONDS = 1.0
 
 NOBODY: frozenset[int] = frozenset()
 
@@ -359,7 +360,10 @@ class ControlPlane:
             wait()
             self._loop.call_from_thread(callback)
 
-        threading.Thread(target=run, daemon=True, name="recover-launch-verdict").start()
+        try:
+            threading.Thread(target=run, daemon=True, name="recover-launch-verdict").start()
+        except RuntimeError:  # no more threads: what is waited for is no reason to end the launch
+            self._loop.call_later(AGAIN_SECONDS, lambda: self._after(wait, callback))
 
     def verdict(self) -> int | None:
         """The run's exit code as the coordinator decided it: 0 when the last members left in order.

@@ -68,10 +68,8 @@ class DeviceTests:
         Raises OSError where the test cannot be started.
         """
         output = tempfile.TemporaryFile()  # noqa: SIM115  closed when the test has ended
-        pid = spawn(self._command, environment, output.fileno(), output.fileno())
-        test = _Test(
-            pid, os.pidfd_open(pid), output, self._loop.call_later(self._seconds, partial(self._late, pid)), then
-        )
+        pid, pidfd = spawn(self._command, environment, output.fileno(), output.fileno())
+        test = _Test(pid, pidfd, output, self._loop.call_later(self._seconds, partial(self._late, pid)), then)
         self._under_way[pid] = test
         self._loop.watch(test.pidfd, partial(self._ended, test))
 

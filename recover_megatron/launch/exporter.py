@@ -58,8 +58,7 @@ class ExporterProcess:
         command += ["--coordinators", variables[COORDINATOR_VARIABLE]]
         environment = {**self._inherited, **variables, **plan.lines, LAUNCH_ID_VARIABLE: plan.launch_id}
         try:
-            self._pid = spawn(command, environment, sys.stderr.fileno(), sys.stderr.fileno())
-            self._pidfd = os.pidfd_open(self._pid)
+            self._pid, self._pidfd = spawn(command, environment, sys.stderr.fileno(), sys.stderr.fileno())
         except OSError as error:
             self._say(f"no metrics and events of this run: their process cannot be started ({error})")
             return

@@ -1,4 +1,5 @@
-"""One run at a time in a log folder: DIR/launch.lock, held by every launcher of the run for as long as it lives.
+"""One run at a time in a log folder, and in a folder of checkpoints: DIR/launch.lock, held by every launcher of the run
+for as long as it lives.
 
     free ----take, or share by the first of several nodes----> held by one ----share----> held by several
                                                                  '--- the last launcher ends, however --> free
@@ -71,8 +72,17 @@ class FolderLock:
     ``take``, ``check`` and ``share`` return None, or why the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, mine: Claim, say: Callable[[str], None]) -> None:
-        """``say`` tells of what takes long."""
+    def __init__(
+        self, folder: Path, mine: Claim, say: Callable[[str], None], option: str = "--log-dir", *, needed: bool = True
+    ) -> None:
+        """``say`` tells of what takes long; ``option`` named the folder.
+
+        Not ``needed``: where the file cannot be had (a folder that is read-only, or is not there) nothing is held, and
+        a line says so.
+        """
+        self._option = option
+        self._needed = needed
+        self._without = False
         self._folder = folder
         self._mine = mine
         self._say = say
@@ -115,13 +125,20 @@ class FolderLock:
     # ---- inside
 
     def _opened(self, attempt: Callable[[], str | None]) -> str | None:
+        if self._without:
+            return None
         try:
             if self._descriptor < 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 self._descriptor = os.open(self._folder / NAME, flags, 0o666)
             return attempt()
         except OSError as error:
-            return f"--log-dir {self._folder}: {NAME} cannot be used ({error.strerror}): choose another folder"
+            if not self._needed:
+                self._without = True
+                where = f"{NAME} in {self._option} {self._folder} cannot be used ({error.strerror})"
+                self._say(f"{where}: another run that saves there would not be noticed")
+                return None
+            return f"{self._option} {self._folder}: {NAME} cannot be used ({error.strerror}): choose another folder"
 
     def _take(self) -> str | None:
         if not self._lock(fcntl.F_WRLCK) and not self._take_when_left():
@@ -192,8 +209,8 @@ class FolderLock:
         claim = self._holders()
         who = claim.in_words() if claim else "another launch"
         return (
-            f"--log-dir {self._folder} is in use by another run ({who}): choose another folder, or wait until that run "
-            "has ended"
+            f"{self._option} {self._folder} is in use by another run ({who}): choose another folder, or wait until "
+            "that run has ended"
         )
 
     def _lives(self, last: Claim) -> bool:

@@ -57,8 +57,8 @@ class CandidateCommand:
     witnessed: bool = False
     """Whether the run has such a witness, so that this candidate keeps to what follows from that."""
 
-    def start(self, listener: socket.socket) -> int:
-        """Start a candidate that serves ``listener``.  Returns the pid; raises OSError if it cannot be started."""
+    def start(self, listener: socket.socket) -> tuple[int, int]:
+        """Start a candidate that serves ``listener``.  Returns pid and pidfd; raises OSError if it cannot."""
         times = self.settings
         command = [sys.executable, "-I", "-c", _BOOT, _PACKAGE_ROOT, "--world", str(self.world_size)]
         command += ["--listen-fd", str(listener.fileno()), "--events", str(self.events)]
@@ -128,9 +128,8 @@ class HostedCandidate:
             poll.poll(1000 * seconds)
 
     def _run(self) -> None:
-        self.pid = self._command.start(self._listener)
+        self.pid, self._pidfd = self._command.start(self._listener)
         self._started = time.monotonic()
-        self._pidfd = os.pidfd_open(self.pid)
         self._loop.watch(self._pidfd, self._ended)
 
     def _forget(self) -> None:

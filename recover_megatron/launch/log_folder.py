@@ -5,7 +5,8 @@
     workers.json        what became of each worker                                       (workers_file.py)
     secret              the secret that the launch made up                               (secret_file.py)
 
-Without ``--log-dir`` nothing is written and every call does nothing.  The disk neither stops nor ends the launcher.
+The folder of ``--save`` has such a lock, too.  Without ``--log-dir`` nothing else is written.  The disk neither stops
+nor ends the launcher.
 """
 
 from __future__ import annotations
@@ -27,27 +28,31 @@ class LogFolder:
     """Made once per launch, in the main thread, where all of it is called."""
 
     def __init__(
-        self, folder: Path | None, lock: FolderLock | None, loop: EventLoop, say: Callable[[str], None]
-    ) -> None:
-        """``lock``: of ``folder``; ``say`` tells people of trouble with the disk."""
+        self, folder: Path | None, lock: FolderLock | None, loop: EventLoop, say: Callable[[str], None],
+        save_lock: FolderLock | None = None,
+    ) -> None:  # fmt: skip
+        """``lock``: of ``folder``; ``say`` tells people of trouble with the disk; ``save_lock``: of --save, held as
+        ``lock`` is."""
         self._lock = lock
         self._loop = loop
         self._say = loop.from_thread(say)
-        self._beats = Aside("", lambda text: None)  # a beat that fails is of no interest
+        # A beat that fails is of no interest; one that hangs is to keep no other.
+        self._beats = [(held, Aside("", lambda text: None)) for held in (lock, save_lock) if held]
         self._logs: list[LogWriter | Aside] = []
         self._workers_file = WorkersFile(folder, self._say) if folder else None
         self._secret_file = SecretFile(folder, self._say) if folder else None
         self._secret_is_ours = False
 
     def share(self, run_id: str) -> str | None:
-        """Make sure that the folder is that of the run ``run_id``; the reason, if another run holds it."""
-        return self._lock.share(run_id) if self._lock else None
+        """Make sure that the folders are those of the run ``run_id``; the reason, if another run holds one."""
+        return next((reason for lock, _ in self._beats if (reason := lock.share(run_id))), None)
 
     def beat(self) -> None:
-        """Touch the lock, from now on, again and again."""
-        if self._lock:
-            if not self._beats.left:
-                self._beats.submit(self._lock.beat, 1)
+        """Touch the locks, from now on, again and again."""
+        for lock, beats in self._beats:
+            if not beats.left:
+                beats.submit(lock.beat, 1)
+        if self._beats:
             self._loop.call_later(BEAT_SECONDS, self.beat)
 
     def open_log(self, path: Path) -> LogFile:
@@ -89,9 +94,9 @@ class LogFolder:
             if self._secret_is_ours:
                 self._secret_file.remove()
             files.append(self._secret_file.writing)
-        if self._lock is not None:
-            self._beats.submit(partial(self._lock.end, code, reason), 1)
-            files.append(self._beats)
+        for lock, beats in self._beats:
+            beats.submit(partial(lock.end, code, reason), 1)
+            files.append(beats)
         flush_all(files)
 
     def flush_logs(self) -> None:

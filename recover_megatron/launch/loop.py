@@ -100,7 +100,12 @@ class EventLoop:
             self._on_signals()
 
     def run_once(self) -> None:
-        """Sleep until something happens, then call what is due."""
+        """Sleep until something happens, then call what is due.
+
+        A callback that raises keeps no other from being called, now or in the next round: the first error is raised
+        when all have been.
+        """
+        errors: list[Exception] = []
         while self._timers and self._timers[0][2].callback is None:
             heapq.heappop(self._timers)
         timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
@@ -108,12 +113,21 @@ class EventLoop:
             # An earlier callback of this round may have unwatched it, and its number may mean another one by now.
             current = self._selector.get_map().get(key.fd)
             if current is not None and current.data is key.data:
-                key.data()
+                self._call(key.data, errors)
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             if timer.callback is not None:
-                timer.callback()
+                self._call(timer.callback, errors)
+        if errors:
+            raise errors[0]
+
+    @staticmethod
+    def _call(callback: Callback, errors: list[Exception]) -> None:
+        try:
+            callback()
+        except Exception as error:  # noqa: BLE001 - raised by run_once
+            errors.append(error)
 
     def close(self) -> None:
         """Give signals back to the handlers of before, and close the loop's descriptors."""
@@ -132,8 +146,11 @@ class EventLoop:
 
     def _on_wake(self) -> None:
         os.read(self._wake_read, 4096)
+        errors: list[Exception] = []
         while not self._calls.empty():
-            self._calls.get()()
+            self._call(self._calls.get(), errors)
+        if errors:
+            raise errors[0]
 
     def _on_signals(self) -> None:
         for number in os.read(self._signal_read, 4096):

@@ -107,6 +107,10 @@ DRAINING = (
     "this node is being drained: its workers leave the run at the next iteration, and none are started again here; "
     "recover-status says when it may be switched off"
 )
+OWN_FAULT = (
+    "this is a fault of recover-run itself; the workers go on, and none is started in place of others from now on. "
+    "Please report it with the lines above"
+)
 STAYS = "this node is not drained after all, the run cannot do without it any more: workers are started here as before"
 DRAINED_BEFORE_ITS_START = "not started: its node is drained"
 

@@ -29,6 +29,9 @@ class NodeEvents(Protocol):
     def failed(self, reason: str, code: int) -> None:
         """The launch cannot go on here: the reason, and the exit code."""
 
+    def store_failed(self, reason: str) -> None:
+        """The store is not served (node 0)."""
+
     def store_lost(self, reason: str) -> None:
         """The store of node 0 is gone, or not reached."""
 

@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, ExitOutcome
+from recover_megatron.launch.exit_codes import ExitOutcome
 from recover_megatron.launch.guest import Guest
 from recover_megatron.launch.host import Host
 from recover_megatron.launch.loop import EventLoop
@@ -109,7 +109,7 @@ class NodeThreads:
                 self._host = Host(plan, store, self._seal, self._events, self._tell, self.fail)
                 self._host.run()
         except (RuntimeError, ImportError, OSError) as error:
-            self._tell(self._events.failed, f"the store cannot be served: {one_line(error)}", LAUNCH_FAILED)
+            self._tell(self._events.store_failed, f"the store cannot be served: {one_line(error)}")
 
     def _deliver(self, words: dict[str, Any]) -> None:
         # A connection of its own: the other one is blocked in wait.

@@ -90,7 +90,7 @@ class Stream:
     ) -> None:
         """``name``: stdout or stderr."""
         self._console = console
-        self._pipe = pipe
+        self.pipe = pipe
         self._sink = sink
         self._prefix = prefix
         self._log = log
@@ -114,13 +114,13 @@ class Stream:
     def pause(self) -> None:
         """Stop reading."""
         if self._watched:
-            self._console.loop.unwatch(self._pipe)
+            self._console.loop.unwatch(self.pipe)
             self._watched = False
 
     def resume(self) -> None:
         """Read whenever there is something, once that is wanted."""
         if self.open and self.wanted and not self._watched:
-            self._console.loop.watch(self._pipe, self._on_readable)
+            self._console.loop.watch(self.pipe, self._on_readable)
             self._watched = True
 
     def drain_and_close(self) -> None:
@@ -139,7 +139,7 @@ class Stream:
     def _read(self) -> int:
         """Read once.  Returns the number of bytes; 0: nothing there now, or the end."""
         try:
-            data = os.read(self._pipe, _READ)
+            data = os.read(self.pipe, _READ)
         except BlockingIOError:
             return 0
         if data:
@@ -192,7 +192,7 @@ class Stream:
             if self._timer:
                 self._timer.cancel()
             self._flush_partial()
-            os.close(self._pipe)
+            os.close(self.pipe)
 
 
 class Console:

@@ -38,6 +38,9 @@ class PeerEvents(Protocol):
     def stop_with_peers(self, reason: str, code: int) -> None:
         """The launch cannot go on here: the reason, and the exit code."""
 
+    def store_failed(self, reason: str) -> None:
+        """The store here is not served."""
+
     def peers_ended(self) -> None:
         """Nobody needs this launcher any more; called only after ``own_workers_ended`` returned True."""
 
@@ -140,6 +143,10 @@ class Peers:
     def failed(self, reason: str, code: int) -> None:
         """The launch cannot go on here."""
         self._events.stop_with_peers(reason, code)
+
+    def store_failed(self, reason: str) -> None:
+        """The store here is not served."""
+        self._events.store_failed(reason)
 
     def delivered(self) -> None:
         """Our report is in the store, or the store is gone."""

@@ -100,6 +100,11 @@ class LaunchPlan:
         return self.fault_tolerant and self._script.startswith("pretrain_")
 
     @property
+    def saves(self) -> bool:
+        """Whether the script's --save is Megatron's: a folder of checkpoints."""
+        return self._script.startswith("pretrain_") or "--recover" in self.script_args
+
+    @property
     def _script(self) -> str:
         """The name of the script or module, without its ending."""
         return Path(self.command[-len(self.script_args) - 1]).stem if self.command else ""

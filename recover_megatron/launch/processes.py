@@ -67,17 +67,17 @@ def spawn(
     inherit: Sequence[int] = (),
     *,
     deaf: bool = False,
-) -> int:
+) -> tuple[int, int]:
     """Start ``command`` in a session of its own; the kernel kills it when the calling thread ends.
 
     Call it from the main thread (the parent-death signal follows the thread).  stdin is /dev/null; of the caller's
-    other descriptors only ``inherit`` is passed on.  ``deaf``: it begins with ``DEAF_TO`` blocked.  Returns the pid.
-    Raises OSError if it cannot be started.
+    other descriptors only ``inherit`` is passed on.  ``deaf``: it begins with ``DEAF_TO`` blocked.  Returns the pid and
+    a pidfd.  Raises OSError if it cannot be started, or its end not be seen: then there is none.
     """
     for descriptor in inherit:
         os.set_inheritable(descriptor, True)
     try:
-        return os.posix_spawn(
+        pid = os.posix_spawn(
             sys.executable,
             [sys.executable, "-I", "-S", _EXEC_WORKER, str(os.getpid()), *command],
             environment,
@@ -93,6 +93,17 @@ def spawn(
     finally:
         for descriptor in inherit:
             os.set_inheritable(descriptor, False)
+    return pid, open_pidfd(pid)
+
+
+def open_pidfd(pid: int) -> int:
+    """A pidfd of a child that was just started.  Where none can be had it is ended; raises OSError."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def become_subreaper() -> None:

@@ -1,10 +1,12 @@
 """The reaper: a small process that ends every process of the launch when the launcher is gone.
 
-It holds the reading end of a pipe whose only writer is the launcher.  However the launcher ends, by SIGKILL too, the
-kernel closes the pipe::
+It holds one end of a connection whose other end is the launcher's alone.  However the launcher ends, by SIGKILL too,
+the kernel closes it::
 
     WATCHING --end of file--> KILLING --none left--> exit
-       `--"+PID", "-PID": a worker's session began, ended
+       `--"+PID" (with the pipes of its output), "-PID": a worker's session began, ended
+
+While the launcher lives and does not run it is its stand-in (stand_in.py), and says so later: "PID LINES".
 
 It runs in a session of its own, so that neither Ctrl-C nor a kill of the launcher's group reaches it, and the
 signals that ask a process to end are blocked from its first moment.  The launcher replaces a reaper that was killed.
@@ -12,14 +14,19 @@ signals that ask a process to end are blocked from its first moment.  The launch
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.processes import DEAF_TO, find_launch, kill_until_none_left
+from recover_megatron.launch.processes import DEAF_TO, find_launch, kill_until_none_left, open_pidfd
+from recover_megatron.launch.stand_in import BEAT_SECONDS, Pulse, StandIn
 
+AGAIN_SECONDS = 1.0
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from recover_megatron.launch.reaper import main; main()"
 
@@ -32,67 +39,115 @@ class Reaper:
         self._loop = loop
         self._launch_id = launch_id
         self._say = say
-        self._sessions: set[int] = set()
+        self._sessions: dict[int, list[int]] = {}
+        self._pulse = Pulse()
+        self.dropped: Callable[[int, int], None] = lambda session, lines: None
+        """Called when the launcher runs again: so many lines of the worker that leads the session are missing."""
         self.pid = 0
         self._start()
+        self._beat()
 
     @property
     def spared(self) -> tuple[int, int]:
         """The launcher and its reaper: what no search for the launch's processes may kill."""
         return os.getpid(), self.pid
 
-    def add_session(self, session: int) -> None:
-        """A worker leads ``session`` from now on."""
-        self._sessions.add(session)
-        self._tell(f"+{session}\n")
+    def add_session(self, session: int, pipes: Sequence[int]) -> None:
+        """A worker leads ``session`` from now on; ``pipes``: where its output is read."""
+        with contextlib.suppress(OSError):  # no descriptor is left: then nobody reads them in the launcher's place
+            self._sessions[session] = []
+            self._sessions[session] = [os.dup(pipe) for pipe in pipes]
+        self._tell(f"+{session}", self._sessions[session])
 
     def remove_session(self, session: int) -> None:
         """``session`` is empty: its number may soon mean another one."""
-        self._sessions.discard(session)
-        self._tell(f"-{session}\n")
+        for pipe in self._sessions.pop(session, ()):
+            os.close(pipe)
+        self._tell(f"-{session}")
 
     def finish(self) -> None:
         """Have it kill what is left of the launch, and wait until it has ended."""
-        self._loop.unwatch(self._pidfd)
-        os.close(self._pipe)
-        os.waitpid(self.pid, 0)
-        os.close(self._pidfd)
+        self._hang_up()
+        if self.pid:
+            self._loop.unwatch(self._pidfd)
+            os.waitpid(self.pid, 0)
+            os.close(self._pidfd)
 
     def _start(self) -> None:
-        read, self._pipe = os.pipe()
+        """Raises OSError where it cannot be started."""
+        self._channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # No variable of the launch: the reaper must not find itself.
         environment = {"PATH": os.environ.get("PATH", os.defpath)}
-        self.pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-I", "-S", "-c", _BOOT, _PACKAGE_ROOT],
-            environment,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, read, 0),
-                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                (os.POSIX_SPAWN_DUP2, 2, 2),
-            ],
-            setsid=True,
-            setsigmask=DEAF_TO,
-        )
-        os.close(read)
-        self._pidfd = os.pidfd_open(self.pid)
-        self._loop.watch(self._pidfd, self._on_death)
-        self._tell(self._launch_id + "\n" + "".join(f"+{session}\n" for session in self._sessions))
-
-    def _tell(self, line: str) -> None:
         try:
-            os.write(self._pipe, line.encode())
-        except BrokenPipeError:
-            return  # it was killed: its pidfd says so in a moment, and its successor is told everything
+            pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-I", "-S", "-c", _BOOT, _PACKAGE_ROOT],
+                environment,
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, its.fileno(), 0),
+                    (os.POSIX_SPAWN_DUP2, self._pulse.descriptor, 1),
+                    (os.POSIX_SPAWN_DUP2, 2, 2),
+                ],
+                setsid=True,
+                setsigmask=DEAF_TO,
+            )
+            self._pidfd = open_pidfd(pid)
+        except OSError:
+            self._channel.close()
+            raise
+        finally:
+            its.close()
+        self.pid = pid
+        self._loop.watch(self._pidfd, self._on_death)
+        self._loop.watch(self._channel.fileno(), self._hear)
+        self._tell(self._launch_id)
+        for session, pipes in self._sessions.items():
+            self._tell(f"+{session}", pipes)
+
+    def _tell(self, words: str, pipes: Sequence[int] = ()) -> None:
+        """One that was killed is not told: its pidfd says so in a moment, and its successor is told everything.
+
+        Nor is one that cannot be: it finds the workers by their environment, too.
+        """
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._channel, [words.encode()], pipes)
+
+    def _hear(self) -> None:
+        try:
+            words = self._channel.recv(4096)
+        except ConnectionResetError:
+            words = b""
+        if words:
+            self.dropped(*map(int, words.split()))
+        else:
+            self._loop.unwatch(self._channel.fileno())  # its pidfd says so in a moment
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # it has done so itself, or there is none
+            self._loop.unwatch(self._channel.fileno())
+        self._channel.close()
+
+    def _beat(self) -> None:
+        self._pulse.beat()
+        self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _on_death(self) -> None:
         self._loop.unwatch(self._pidfd)
         os.waitpid(self.pid, 0)
         os.close(self._pidfd)
-        os.close(self._pipe)
-        killed = self.pid
-        self._start()
-        self._say(f"the reaper (pid {killed}) was killed; a new one (pid {self.pid}) took its place")
+        self._hang_up()
+        killed, self.pid = self.pid, 0
+        self._replace(f"the reaper (pid {killed}) was killed")
+
+    def _replace(self, why: str, told: bool = False) -> None:
+        try:
+            self._start()
+        except OSError as error:
+            if not told:
+                self._say(f"{why}, and no other can be started now ({error.strerror}): it is tried again and again")
+            self._loop.call_later(AGAIN_SECONDS, lambda: self._replace(why, told=True))
+        else:
+            self._say(f"{why}; a new one (pid {self.pid}) took its place")
 
 
 def main() -> None:
@@ -110,17 +165,22 @@ def main() -> None:
 
 def _watch() -> tuple[str, set[int]]:
     """Read the launcher's lines until it is gone."""
-    launch_id = ""
-    sessions: set[int] = set()
-    with open(0, encoding="ascii") as lines:
-        for line in lines:
-            if not launch_id:
-                launch_id = line.strip()
-            elif line.startswith("+"):
-                sessions.add(int(line[1:]))
-            elif line.startswith("-"):
-                sessions.discard(int(line[1:]))
-    return launch_id, sessions
+    launch_id, stand_in = "", StandIn(pulse=1)
+    channel = socket.socket(fileno=0)
+    while True:
+        if not select.select([channel], [], [], stand_in.pause)[0]:
+            for session, lines in stand_in.look():
+                channel.send(f"{session} {lines}".encode())
+            continue
+        words, pipes, _, _ = socket.recv_fds(channel, 4096, 2)
+        if not words:
+            return launch_id, stand_in.sessions
+        if not launch_id:
+            launch_id = words.decode()
+        elif words.startswith(b"+"):
+            stand_in.add(int(words[1:]), pipes)
+        else:
+            stand_in.remove(int(words[1:]))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ For no longer than PAUSE_SECONDS: a worker that blocks in ``print`` is one that 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -69,8 +70,10 @@ class Sink:
             self._append(data)
             self._full |= self._size > MOST_PENDING
             if self._thread is None:
-                self._thread = threading.Thread(target=self._write, name="recover-launch-console", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._write, name="recover-launch-console", daemon=True)
+                with contextlib.suppress(RuntimeError):  # the next line tries again
+                    thread.start()
+                    self._thread = thread
             self._news.notify_all()
 
     def drop(self) -> None:

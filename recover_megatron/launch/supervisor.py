@@ -22,6 +22,8 @@ from __future__ import annotations
 import secrets
 import signal
 import socket
+import time
+import traceback
 from collections.abc import Mapping
 
 from recover_megatron.arguments import COORDINATOR_VARIABLE
@@ -52,6 +54,8 @@ from recover_megatron.launch.worker_table import WorkerTable
 from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
 from recover_megatron.membership.errors import SecretError
 
+FAULT_SECONDS = 0.2
+
 
 class Supervisor:
     """Made once per launch; ``run`` returns the exit code.  The other public methods are its parts' events."""
@@ -62,10 +66,12 @@ class Supervisor:
         listener: socket.socket | None,
         inherited: Mapping[str, str],
         lock: FolderLock | None = None,
+        save_lock: FolderLock | None = None,
     ) -> None:
         """``listener``: the store's, on node 0; ``inherited``: the launcher's environment.
 
-        ``lock``: of the log folder; a node that joins a launch makes sure of it when it knows the run's id.
+        ``lock``: of the log folder, ``save_lock``: of --save; a node that joins a launch makes sure of them when it
+        knows the run's id.
         """
         self._plan = plan
         self._inherited = inherited
@@ -74,13 +80,15 @@ class Supervisor:
         """Of a launch that was stopped."""
         self._why = ""
         """The same: the reason."""
+        self._faulty = False
+        """Whether people were told of a fault of this launcher's own."""
         self._loop = EventLoop()
         self._console = Console(self._loop, plan.world_size - 1, plan.log_dir, plan.log_format, plan.node_name)
         say = self._console.say
         self._signals = LaunchSignals(self._loop, self)
         self._subreaper = Subreaper()
         self._reaper = Reaper(self._loop, plan.launch_id, say)
-        self._folder = LogFolder(plan.log_dir, lock, self._loop, say)
+        self._folder = LogFolder(plan.log_dir, lock, self._loop, say, save_lock)
         self._environment = WorkerEnvironment(plan, inherited, say)
         self._table = WorkerTable(plan, self._loop, self._console, self._folder, self._reaper, self.worker_exited)
         self._successors = Successors(plan, self._loop, self._table, say, self._start_tested, self._left_out)
@@ -106,10 +114,26 @@ class Supervisor:
             self._peers.serve_store()
         self._write_workers()
         while self._state is not LaunchState.ENDED:
-            self._loop.run_once()
-            self._write_workers()
-            self._reap_inherited()
+            try:
+                self._loop.run_once()
+                self._write_workers()
+                self._reap_inherited()
+            except Exception:
+                if self._state not in (LaunchState.RUNNING, LaunchState.WAITING):
+                    raise
+                self._bear()
         return self._close()
+
+    def _bear(self) -> None:
+        """A fault of the launcher's own, now being handled: the workers go on, and nobody takes a place any more."""
+        if not self._faulty:
+            self._faulty = True
+            self._console.say(f"{traceback.format_exc().rstrip()}\n{messages.OWN_FAULT}")
+        self._successors.stop()
+        self._table.abandon([worker for worker in self._table.live if worker.pid is None])
+        if self._state is LaunchState.RUNNING and not self._table.live:
+            self._own_workers_ended()
+        time.sleep(FAULT_SECONDS)  # what has failed may be called again at once
 
     def _announce(self) -> None:
         self._console.say(messages.opening(self._plan))
@@ -335,6 +359,13 @@ class Supervisor:
     def stop_with_peers(self, reason: str, code: int) -> None:
         """Another launcher has ended the launch, or it cannot be made."""
         self._stop(reason, code, START_GRACE_SECONDS if self._start_up.under_way else None)
+
+    def store_failed(self, reason: str) -> None:
+        """Whoever trains by now does without the store, a launch that has not begun does not."""
+        if self._control.under_way:
+            self._console.say(f"{reason}; the workers go on, but nobody can come to them any more")
+        else:
+            self.stop_with_peers(reason, LAUNCH_FAILED)
 
     def _stop(self, reason: str, code: int, grace: float | None = None) -> None:
         """Ask all workers to end, and see to it that they do within ``grace`` seconds (None: --grace-seconds).

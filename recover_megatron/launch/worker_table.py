@@ -49,6 +49,7 @@ class WorkerTable:
         self._folder = folder
         self._reaper = reaper
         self._on_exit = on_exit
+        reaper.dropped = self._output_dropped
         self._workers: dict[int, WorkerProcess] = {}
         self._handles: dict[int, _Handles] = {}
         self.changed = True
@@ -115,14 +116,20 @@ class WorkerTable:
             str(worker.worker_id), worker.worker_id, log, newcomer=newcomer and not self._plan.joins
         )
         try:
-            pid = spawn(self._plan.command, environment, stdout, stderr)
+            pid, pidfd = spawn(self._plan.command, environment, stdout, stderr)
+        except OSError:
+            for stream in streams:
+                stream.drain_and_close()
+            if log:
+                log.close()
+            raise
         finally:
             os.close(stdout)
             os.close(stderr)
         worker.pid, worker.started, worker.state = pid, time.time(), WorkerState.RUNNING
         self.changed = True
-        self._handles[worker.worker_id] = handles = _Handles(os.pidfd_open(pid), streams, log)
-        self._reaper.add_session(pid)
+        self._handles[worker.worker_id] = handles = _Handles(pidfd, streams, log)
+        self._reaper.add_session(pid, [stream.pipe for stream in streams])
         # From the next round of the loop on: whoever sees a worker's output finds it in workers.json, too.
         self._console.read(streams)
         self._loop.watch(handles.pidfd, partial(self._on_exit, worker))
@@ -159,6 +166,14 @@ class WorkerTable:
         if handles.log:
             handles.log.close()
         return handles.streams[-1].last_line
+
+    def _output_dropped(self, pid: int, lines: int) -> None:
+        """While this launcher did not run so many lines were taken out of a worker's pipes, or it would wait."""
+        if (worker := next((worker for worker in self.running if worker.pid == pid), None)) is not None:
+            text = f"{lines} lines of worker {worker.worker_id} are missing here, while this launcher did not run"
+            self._console.say(text)
+            if (log := self._handles[worker.worker_id].log) is not None:
+                log.write(None, f"recover-run: {text}\n".encode())
 
     def abandon(self, workers: Iterable[WorkerProcess]) -> None:
         """``workers`` were not started, or could not be killed: they count as killed."""

@@ -310,6 +310,11 @@ class Client:
         if self._sock is None:
             return
         self._say({"type": "abandon", "reason": reason[:2000]})
+        with contextlib.suppress(OSError, wire.WireError):
+            while self._state == "open" and (data := self._sock.recv(1 << 18)):
+                self._decoder.feed(data)
+                while (message := self._decoder.next()) is not None:
+                    self.core.overhear(message)
         self._selector.modify(self._sock, selectors.EVENT_READ)
         self._abandoned.append(self._sock)
         self._sock = None

@@ -153,8 +153,8 @@ class Coordinator:
                 self._closed(session, ended, reason, now)
             case Received(session, message):
                 self._received(session, message, now)
-            case Acknowledged(session, silence):
-                self._acknowledged(session, silence, now)
+            case Acknowledged(session, silence, delivered):
+                self._acknowledged(session, silence, delivered, now)
             case Verdict():
                 self.leadership.lease(event)
             case Statement():
@@ -190,9 +190,14 @@ class Coordinator:
             self.lateness.lost_touch(worker, reason, now)
             self.lateness.put_out(self._awaited, now)
 
-    def _acknowledged(self, session: int, silence: float, now: float) -> None:
+    def _acknowledged(self, session: int, silence: float, delivered: bool, now: float) -> None:
         """The answer of the kernel to a ``Probe``."""
         worker = self.roster.sessions.get(session)
+        if isinstance(worker, NodeAgentStatus):
+            if silence > self.settings.heartbeat_timeout:
+                self.roster.unbind(worker)
+            elif delivered:
+                worker.delivered = self.rendezvous.opened.epoch
         if not isinstance(worker, Member) or silence <= self.settings.heartbeat_timeout:
             return
         reason = f"its host has acknowledged nothing for {silence:.1f} s"

@@ -336,7 +336,7 @@ class Rendezvous:
         if contest is None:
             return True
         roster, members = self._roster, [self._roster.workers[m] for m in self.members]
-        unheard = [w for w in members if w.node_agent and not self._acknowledged(w.node_agent)]
+        unheard = [w for w in members if w.node_agent and not self._acknowledged(w.node_agent, now)]
         may = contest.standing is not Standing.TOO_FEW
         if may and not unheard:
             enough = contest.standing is Standing.ENOUGH
@@ -355,11 +355,21 @@ class Rendezvous:
                     else " (those reached have no part in the work, and cannot tell what it committed)"
                 ),
             )
-        if may and now > self.patience:
-            for worker in unheard:
+        for worker in unheard if may else []:
+            node_agent = roster.node_agents.get(worker.node_agent)
+            stopped = node_agent is not None and node_agent.session is not None  # its kernel answers, and is asked
+            if now > self.patience + (roster.settings.heartbeat_timeout if stopped else 0.0):
                 roster.exclude(worker, "its launcher, who could speak for it elsewhere, is not reached", now)
         return False
 
-    def _acknowledged(self, node: str) -> bool:
+    def _acknowledged(self, node: str, now: float) -> bool:
+        """Whether the launcher says nothing to another coordinator without presenting this rendezvous.
+
+        One that does not run need not have said so: it is enough that the message lies at its host. What it had said
+        before that is heard by then, since ``patience`` is also time for what was lost on the way.
+        """
         node_agent = self._roster.node_agents.get(node)
-        return node_agent is not None and (node_agent.ended or node_agent.acknowledged == self.opened.epoch)
+        if node_agent is None:
+            return False
+        delivered = node_agent.delivered == self.opened.epoch and now > self.patience
+        return node_agent.ended or node_agent.acknowledged == self.opened.epoch or delivered

@@ -39,6 +39,8 @@ class Acknowledged:
 
     session: int
     silence: float
+    delivered: bool = False
+    """Whether that kernel has all that we sent, and we have read all that its process had said before."""
 
 
 @dataclass(frozen=True)

@@ -298,6 +298,9 @@ class Follower:
     def _planned(self, message: Mapping[str, Any]) -> None:
         """Its plan was fixed."""
 
+    def overhear(self, message: Mapping[str, Any]) -> None:
+        """Of a coordinator that was just abandoned: this had come from it before it could know of that."""
+
     def _say(self, message: Mapping[str, Any]) -> None:
         self._effects.append(Say(message))
 

@@ -36,11 +36,13 @@ class Lateness:
         self._out = out
 
     def ask_the_quiet(self, now: float, held_up: bool) -> None:
-        """Ask for a sign of life whoever gives none; a launcher that has given none for too long is gone.
+        """Ask for a sign of life whoever gives none.
 
         A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter): its host's
         kernel is asked instead (``Probe``), which needs something sent to acknowledge, and the time to do so. So it is
         asked of what was sent before, and not if this process was ``held_up``: what it sends now is the first for long.
+        So it is with a launcher, which may be stopped for hours: the longer, the rarer it is sent anything, since it
+        must not run out of room for what it has to know.
         """
         roster, settings = self._roster, self._roster.settings
         for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
@@ -49,10 +51,18 @@ class Lateness:
             if deaf and not held_up:
                 self._out.do(Probe(worker.session))
             self._out.send([worker.session], {"type": "beat"})
-        for node_agent in roster.node_agents.values():
-            if node_agent.session is not None and roster.silence(node_agent, now) > settings.heartbeat_timeout:
-                self._out.log("witness_gone", node=node_agent.node, reason="silent")
-                roster.unbind(node_agent)
+        for node_agent in (agent for agent in roster.node_agents.values() if agent.session is not None):
+            assert node_agent.session is not None
+            silence = roster.silence(node_agent, now)
+            if silence > settings.heartbeat_timeout:
+                if not node_agent.silent:
+                    self._out.log("witness_gone", node=node_agent.node, reason="silent")
+                node_agent.silent = True
+                if not held_up:
+                    self._out.do(Probe(node_agent.session))
+            if silence > max(1.5 * settings.heartbeat_interval, 1.1 * node_agent.asked):
+                self._out.send([node_agent.session], {"type": "beat"})
+                node_agent.asked = silence
 
     def silent(self, now: float, fresh: float = -math.inf) -> list[Member]:
         """Workers without a sign of life for the heartbeat timeout (and since ``fresh``), for whom nobody vouches."""

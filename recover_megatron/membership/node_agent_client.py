@@ -102,6 +102,12 @@ class NodeAgentClient(Follower):
             self.condemned |= {message["worker"], *from_runs(message.get("with", []))}
         super()._on(message, now)
 
+    def overhear(self, message: Mapping[str, Any]) -> None:
+        """Present to the next coordinator what the last one may count on (``Rendezvous._acknowledged``)."""
+        if message["type"] == "revoke" and message["term"] >= self.presentation.term:
+            self.presentation.term = message["term"]
+            self._opened(message)
+
     def _planned(self, message: Mapping[str, Any]) -> None:
         self.planned |= self.presentation.formed.members
 

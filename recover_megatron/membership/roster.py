@@ -92,6 +92,13 @@ class NodeAgentStatus:
     awaited_until: float = 0.0
     """It has turned away from this coordinator, so it lives and may come back; until then it speaks for its workers."""
     acknowledged: int = 0
+    """The last rendezvous that it said it knows of."""
+    delivered: int = 0
+    """The last one whose opening lies unread at its host while it does not run: it reads that before it turns away."""
+    silent: bool = False
+    """Nothing has been heard of it for the heartbeat timeout."""
+    asked: float = 0.0
+    """How long it had been silent when it was last sent something to acknowledge."""
     ended: bool = False
     """Its process has ended: it can tell nobody anything any more."""
     stopping: int = 0
@@ -195,6 +202,9 @@ class Roster:
         peer.heard, peer.excused = now, 0.0
         if isinstance(peer, Member):
             peer.progress.heard = now
+        elif peer.silent:
+            self._out.log("witness", node=peer.node)
+            peer.silent, peer.asked = False, 0.0
 
     def excuse(self, pause: float, now: float) -> None:
         """This process was kept from running for so long: what it did not hear meanwhile is held against nobody.
@@ -260,13 +270,20 @@ class Roster:
             del self.sessions[peer.session]
             self._out.do(Close(peer.session))
             peer.session = None
+        self._not_told(peer)
 
     def forget(self, session: int) -> Member | NodeAgentStatus | None:
         """A session has ended by itself; whose it was."""
         peer = self.sessions.pop(session, None)
         if peer is not None:
             peer.session = None
+            self._not_told(peer)
         return peer
+
+    @staticmethod
+    def _not_told(peer: Member | NodeAgentStatus) -> None:
+        if isinstance(peer, NodeAgentStatus):
+            peer.silent, peer.asked, peer.delivered = False, 0.0, 0
 
     def refuse(self, session: int, reason: str) -> None:
         """Send whoever it is away, to try another candidate."""

@@ -42,7 +42,7 @@ from recover_megatron.membership.events import (
 )
 from recover_megatron.membership.journal import EventSink, Limited
 from recover_megatron.membership.states import State
-from recover_megatron.network.kernel import unacknowledged, use_all_descriptors
+from recover_megatron.network.kernel import all_delivered, unacknowledged, use_all_descriptors
 from recover_megatron.network.proof import nonce
 
 HANDSHAKE_SECONDS = 5.0
@@ -172,7 +172,8 @@ class CoordinatorServer:
                     self._log(record)
                 case Probe(session):
                     if (connection := self._connections.get(session)) is not None:
-                        self._handle(Acknowledged(session, unacknowledged(connection.sock)))
+                        delivered = not connection.out and all_delivered(connection.sock)
+                        self._handle(Acknowledged(session, unacknowledged(connection.sock), delivered))
                 case AskForLease():
                     if self.arbiter is not None:
                         self.arbiter.ask(effect)

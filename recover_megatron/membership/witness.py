@@ -131,6 +131,7 @@ class Witness:
             for name, node_agent in self._roster.node_agents.items()
             if name in self.nodes
             and node_agent.session is not None
+            and not node_agent.silent
             and (epoch is None or node_agent.acknowledged == epoch)
         }
         off = self.off if epoch is None else self._then

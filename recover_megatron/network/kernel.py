@@ -5,9 +5,11 @@ Of a TCP connection: ``struct tcp_info`` of linux/tcp.h, whose layout is stable.
 
 from __future__ import annotations
 
+import fcntl
 import resource
 import socket
 import struct
+import termios
 
 _PROBES, _UNACKED, _LAST_ACK = 3, 24, 56
 
@@ -22,6 +24,19 @@ def unacknowledged(sock: socket.socket) -> float:
     (unacked,) = struct.unpack_from("I", info, _UNACKED)
     (last_ack,) = struct.unpack_from("I", info, _LAST_ACK)
     return last_ack / 1000 if unacked or info[_PROBES] > 1 else 0.0
+
+
+def all_delivered(sock: socket.socket) -> bool:
+    """Whether the other host's kernel has all that was written, and no word that it sent before that is unread here."""
+    if fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(4):
+        return False
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # it has failed, which reading tells
+    return False
 
 
 def use_all_descriptors() -> None:

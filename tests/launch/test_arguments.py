@@ -199,3 +199,50 @@ def test_what_cannot_be_started_while_a_run_goes_on_is_refused(
         monkeypatch.setenv("RECOVER_SECRET", "a secret that is long enough")
     said = refused_here(*options, bench.script("pass"), *script_args)
     assert f"recover-run: {reason}" in said or f": {reason}" in said, said
+
+
+PETS = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod-0", "PET_MASTER_PORT": "29400"}
+
+
+def test_the_variables_of_torchrun_are_the_defaults_of_the_options():
+    environ = {**PETS, "PET_NPROC_PER_NODE": "4", "RANK": "1", "WORLD_SIZE": "2"}
+    options, reasons = arguments.parse(["--nproc-per-node", "3", __file__], environ)
+    assert reasons == []
+    shape = (options.nnodes, options.node_rank, options.master_addr, options.master_port, options.nproc_per_node)
+    assert shape == (2, 1, "pod-0", 29400, 3)
+    assert options.taken == PETS
+    alone, reasons = arguments.parse(["--nnodes", "1", "--node-rank", "0", __file__], environ)
+    assert (alone.nnodes, alone.node_rank, alone.nproc_per_node, reasons) == (1, 0, 4, [])
+
+
+def test_a_launch_that_joins_takes_nothing_of_the_shape_but_its_own_workers():
+    options, _ = arguments.parse(["--join", __file__], {**PETS, "PET_NPROC_PER_NODE": "4"})
+    assert (options.nnodes, options.node_rank, options.nproc_per_node) == (1, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, "PET_NNODES '1:4': a run is launched with all of its nodes"),
+        ({"PET_NNODES": "2"}, "PET_NNODES is 2, and nothing says which node this is: give --node-rank R"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "with --nnodes 2 --node-rank 1 --master-addr A --master-port P"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
+            "--nnodes 8 --node-rank 0 --master-addr pod-0 --master-port 23456",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK 0 and OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "or give --nnodes 1 for a launch of its own"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "SLURM_STEP_ID": "0"}, "on each node, with --slurm"),
+    ],
+)
+def test_one_of_several_launches_that_does_not_say_so_is_refused(refused_here, monkeypatch, environ, reason):
+    """In pods and under mpirun each would train alone, and save where the others do."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert reason in refused_here(__file__)
+
+
+@pytest.mark.parametrize("environ", [{"WORLD_SIZE": "8"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"PMI_SIZE": "1"}])
+def test_who_is_one_of_one_may_be_launched_alone(environ):
+    assert arguments.parse([__file__], environ)[1] == []
+    assert arguments.parse(["--nnodes", "1", __file__], {"RANK": "1", "WORLD_SIZE": "2"})[1] == []

@@ -12,8 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from recover_megatron.launch import folder_lock
+from recover_megatron.launch import command, folder_lock
+from recover_megatron.launch.arguments import UsageError
 from recover_megatron.launch.folder_lock import Claim, FolderLock
+from recover_megatron.launch.plan import LaunchPlan
 from tests.harness.processes import free_port
 from tests.harness.waiting import DEADLINE, eventually
 
@@ -234,3 +236,82 @@ def test_nodes_share_a_folder_and_a_second_launch_of_several_is_refused_there(be
     (bench.folder / "end").touch()
     assert [node.wait() for node in nodes] == [0, 0]
     assert len(bench.workers()) == 2
+
+
+# -- the folder of checkpoints ----------------------------------------------------------------------------------------
+
+
+def saving(folder, script="pretrain_gpt.py", **fields):
+    words = ("--save", str(folder))
+    common = {"nproc_per_node": 1, "nnodes": 1, "node_rank": 0, "master_addr": "a", "master_port": 1, "host": "here"}
+    names = {"launch_id": "l", "run_id": "r", "fault_tolerant": False}
+    return LaunchPlan(**{**common, **names, "command": ("python", script, *words), "script_args": words, **fields})
+
+
+def test_a_second_launch_that_saves_into_a_folder_is_refused_until_the_first_has_ended(tmp_path, capsys):
+    first, _ = command._lock_folders(saving(tmp_path / "new" / "checkpoints"))
+    assert first.held
+    with pytest.raises(UsageError, match=r"--save \S+/checkpoints is in use by another run \(recover-run with pid"):
+        command._lock_folders(saving(tmp_path / "new" / "checkpoints", log_dir=tmp_path))
+    die(first)  # as after kill -9: on this host its lock tells
+    again, _ = command._lock_folders(saving(tmp_path / "new" / "checkpoints"))
+    assert again.held
+    die(again)
+    assert capsys.readouterr().err == ""
+
+
+def test_other_nodes_share_the_folder_of_checkpoints_and_a_launcher_that_joins_is_not_kept_from_its_run(tmp_path):
+    first, _ = command._lock_folders(saving(tmp_path, nnodes=2, run_id="of node 0"))
+    mate, _ = command._lock_folders(saving(tmp_path, nnodes=2, node_rank=1))
+    assert mate.share("of node 0") is None
+    assert mate.held
+    same = {"joins": (("a", 2),), "joined_world_size": 2}
+    joined, _ = command._lock_folders(saving(tmp_path, **same))
+    assert (joined.held, joined.run_id) == (True, "of node 0")
+    assert command._lock_folders(saving(tmp_path, **same, master_addr="another name of a")) == (None, None)
+    for held in (first, mate, joined):
+        die(held)
+
+
+def test_a_launch_whose_folder_has_no_lock_goes_on_and_says_so(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    lock, _ = command._lock_folders(saving(tmp_path / "file"))
+    assert (lock.held, lock.share("r"), lock.share("r")) == (False, None, None)
+    said = capsys.readouterr().err
+    assert said.count("another run that saves there would not be noticed") == 1
+    assert "Not a directory" in said
+
+
+@pytest.mark.parametrize(
+    ("folder", "fields"),
+    [("msc://bucket/checkpoints", {}), ("logs", {"log_dir": True}), ("model.pt", {"script": "train.py"})],
+)
+def test_what_is_no_folder_of_checkpoints_of_its_own_gets_no_lock(tmp_path, monkeypatch, folder, fields):
+    """The log folder has one already, and --save of another script may be anything."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    fields = {**fields, **({"log_dir": tmp_path / "logs"} if "log_dir" in fields else {})}
+    save_lock, lock = command._lock_folders(saving(folder, **fields))
+    assert save_lock is None
+    if lock:
+        die(lock)
+    assert sorted(os.listdir(tmp_path)) == ["logs"]
+
+
+@pytest.mark.slow
+def test_a_launch_that_saves_where_another_does_starts_nothing(bench):
+    script = bench.script(WAITS, "pretrain_waits.py")
+    first = bench.start("--log-dir", "a", script, "--save", "checkpoints")
+    first.wait_for("STARTED")
+    code, second = bench.run("--log-dir", "b", script, "--save", "checkpoints")
+    assert code == 2
+    assert f"recover-run with pid {first.pid} on host" in second.err
+    assert "STARTED" not in second.out
+    first.send(signal.SIGKILL)
+    first.wait()
+    eventually(lambda: first.left() == [], "nothing is left of it")
+    (bench.folder / "end").touch()
+    code, third = bench.run("--log-dir", "b", script, "--save", "checkpoints")
+    assert code == 0, third.err
+    claim = json.loads((bench.folder / "checkpoints" / "launch.lock").read_text())
+    assert (claim["ended"], claim["code"], claim["pid"]) == (True, 0, third.pid)

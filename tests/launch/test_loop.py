@@ -40,3 +40,24 @@ def test_where_none_has_come_nothing_is_told(before: list[int]) -> None:
     loop.handle_signals([NUMBER], told.append)
     loop.close()
     assert (told, before) == ([], [])
+
+
+def test_a_callback_that_raises_keeps_no_other_from_being_called() -> None:
+    loop, told = EventLoop(), []
+
+    def fails() -> None:
+        raise ValueError("a fault")
+
+    read, write = os.pipe()
+    os.write(write, b"x")
+    loop.watch(read, fails)
+    loop.call_later(0, fails)
+    loop.call_later(0, lambda: told.append("timer"))
+    loop.call_from_thread(fails)
+    loop.call_from_thread(lambda: told.append("call"))
+    with pytest.raises(ValueError, match="a fault"):
+        loop.run_once()
+    assert sorted(told) == ["call", "timer"]
+    loop.close()
+    os.close(read)
+    os.close(write)

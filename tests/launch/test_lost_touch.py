@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 
 import pytest
@@ -35,3 +36,26 @@ def test_a_launcher_that_sleeps_while_the_run_ends_ends_with_the_runs_code(bench
     assert [event["node"][-1] for event in events("witness_gone")] == ["1"]
     second.send(signal.SIGCONT)
     assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_while_its_launcher_is_stopped_costs_itself_alone(bench: Bench) -> None:
+    """The others go on, to the end; the launcher hears of all that when it runs again."""
+    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", *SCRIPT, environment=HELD)
+    launch.wait_for('"event": "plan"', times=3)
+    hangs = bench.workers(count=3)[2]["pid"]
+    path = bench.folder / "logs" / "events-0.jsonl"
+
+    def events(kind: str) -> list[dict]:
+        return [event for event in map(json.loads, written_lines(path)) if event["event"] == kind]
+
+    launch.send(signal.SIGSTOP)
+    eventually(lambda: events("witness_gone"), "the launcher is silent")
+    os.kill(hangs, signal.SIGSTOP)
+    eventually(lambda: any(event["epoch"] == 2 for event in events("plan")), "the others have a plan without it")
+    let_end(bench)
+    eventually(lambda: events("stop"), "the run ends")
+    launch.send(signal.SIGCONT)
+    assert launch.wait() == 0, launch.err
+    assert [event["worker"] for event in events("fault")] == [2]
+    assert [worker["state"] for worker in bench.workers()] == ["finished", "finished", "killed"]

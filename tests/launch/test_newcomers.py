@@ -27,6 +27,34 @@ SCRIPT = [AGREEING, 10, 0.05, "--recover", *TIMES]
 LONGER = [AGREEING, 20, 0.05, "--recover", *TIMES]
 """The same for what is to happen after that plan: with ``HELD`` the iterations are counted from ``let_end`` on."""
 HELD = {"AGREEING_UNTIL": "go"}
+FAULTS = """
+    import errno, os, sys, threading, time
+    if "recover_megatron.launch" in sys.orig_argv:  # in the launcher alone
+        fault, start, posix_spawn = os.environ["FAULT"], threading.Thread.start, os.posix_spawn
+
+        def start_thread(thread):
+            if fault == "log" and thread.name.endswith("worker-3.log"):
+                raise RuntimeError("can't start new thread")
+            if fault == "store" and thread.name == "recover-launch-store":
+                thread._target, serve = serve_late, thread._target
+                thread._args = (serve,)
+            start(thread)
+
+        def serve_late(serve):
+            while not os.path.exists("trains"):
+                time.sleep(0.01)
+            sys.modules["torch"] = None  # so its import fails
+            serve()
+
+        def start_process(path, command, environment, **options):
+            if environment.get("RECOVER_WORKER_ID") == "3" and fault == "process":
+                raise OSError(errno.EAGAIN, "no process is left")
+            if environment.get("RECOVER_WORKER_ID") == "3" and fault == "launcher":
+                raise ZeroDivisionError
+            return posix_spawn(path, command, environment, **options)
+
+        threading.Thread.start, os.posix_spawn = start_thread, start_process
+    """
 SECRET = {"RECOVER_SECRET": "one that both launchers of the test share"}
 
 
@@ -140,6 +168,45 @@ def test_a_killed_worker_is_started_again_as_another_and_the_run_ends_well(bench
     assert "RECOVER_JOIN" not in said(bench, 0)[0]
     assert plans(bench, 0)[-1] == [0, 2, 3]
     assert launch.left() == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("log", "worker-3.log waits in memory, since no thread can be started"),
+        ("process", "worker 3 cannot be started: [Errno 11] no process is left"),
+        ("launcher", "this is a fault of recover-run itself"),
+    ],
+    ids=["log", "process", "launcher"],
+)
+def test_what_the_launcher_cannot_do_for_a_newcomer_ends_nobody(bench, fault, told):
+    """A limit of processes or threads, and a fault of the launcher's own, when a worker is started in place of one."""
+    bench.script(FAULTS, "sitecustomize.py")
+    environment = {**HELD, "PYTHONPATH": f"{bench.folder}:{REPOSITORY}", "FAULT": fault}
+    options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs"]
+    launch = bench.start(*options, *LONGER, environment=environment)
+    launch.wait_for('"event": "plan"', times=3)
+    os.kill(bench.workers(count=3)[1]["pid"], signal.SIGKILL)
+    launch.wait_for(told)
+    let_end(bench)
+    assert launch.wait() == 0, launch.err
+    assert launch.err.count("fault of recover-run itself") == (fault == "launcher")
+    states = [worker["state"] for worker in bench.workers()]
+    assert states[:3] == ["finished", "killed", "finished"]
+    assert len(plans(bench, 0)) >= 2
+    assert launch.left() == []
+
+
+def test_a_store_that_fails_while_workers_train_ends_nobody(bench):
+    bench.script(FAULTS, "sitecustomize.py")
+    environment = {**HELD, "PYTHONPATH": f"{bench.folder}:{REPOSITORY}", "FAULT": "store"}
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", "logs", *SCRIPT, environment=environment)
+    launch.wait_for('"event": "plan"', times=2)
+    (bench.folder / "trains").touch()
+    launch.wait_for("the store cannot be served")
+    let_end(bench)
+    assert launch.wait() == 0, launch.err
+    assert [worker["state"] for worker in bench.workers()] == ["finished"] * 2
 
 
 def test_restarts_are_counted_for_the_whole_node(bench):

@@ -1,8 +1,10 @@
 """What workers write: shown with a prefix, line by line; kept as it came."""
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 
 from recover_megatron.launch.lines import Voice
 from recover_megatron.launch.sink import MOST_PENDING, Sink
+from recover_megatron.launch.stand_in import MISSED, Pulse, StandIn
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE, eventually
 
@@ -253,6 +256,60 @@ def test_what_waits_for_a_reader_is_bounded_and_a_closed_pipe_takes_nothing():
     sink.put(b"nobody reads this\n" * 100_000)
     eventually(lambda: sink.empty, "the pipe was found closed")
     os.close(write)
+
+
+def test_while_the_launcher_does_not_run_its_stand_in_keeps_every_pipe_from_being_full():
+    pulse, (read, write) = Pulse(), os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)  # what would block raises
+    stand_in = StandIn(pulse.descriptor)
+    stand_in.add(7, [read])
+
+    def fill() -> int:
+        """Until it is full; how many lines it takes."""
+        lines = 0
+        with contextlib.suppress(BlockingIOError):
+            while os.write(write, b"x" * 2048 + b"\n"):  # of which a page takes one
+                lines += 1
+        return lines
+
+    taken = fill()
+    for _ in range(3 * MISSED):
+        pulse.beat()
+        assert list(stand_in.look()) == []
+    assert fill() == 0, "a launcher that runs reads for itself"
+    for _ in range(MISSED):
+        assert list(stand_in.look()) == []
+    for _ in range(3):
+        more = fill()
+        assert more > 0
+        taken += more
+        assert list(stand_in.look()) == []
+    pulse.beat()
+    ((session, dropped),) = stand_in.look()
+    assert (session, dropped + os.read(read, 1 << 20).count(b"\n")) == (7, taken)
+    assert list(stand_in.look()) == []
+    stand_in.remove(7)
+    os.close(write)
+
+
+@pytest.mark.slow
+def test_output_blocks_no_worker_while_the_launcher_is_stopped(bench):
+    launch = bench.start("--log-dir", "logs", bench.script(TALKATIVE.format(stream=1)))
+    launch.wait_for("[0] 0 x")
+    launch.send(signal.SIGSTOP)
+    eventually((bench.folder / "written").exists, "the worker goes on")
+    launch.send(signal.SIGCONT)
+    launch.wait_for("lines of worker 0 are missing here, while this launcher did not run")
+    (bench.folder / "go").touch()
+    assert launch.wait() == 0
+    log = (bench.folder / "logs/worker-0.log").read_text()
+    missing = re.findall(r"recover-run: (\d+) lines of worker 0 are missing here", log)
+    kept = [int(number) for number in re.findall(rf"^(\d+) x{{{SIZE}}}$", log, re.MULTILINE)]
+    assert kept == sorted(kept)
+    assert len(missing) == 1
+    assert LINES - 2 <= len(kept) + int(missing[0]) <= LINES  # two may be cut
+    assert log.endswith("the end\n")
 
 
 @pytest.mark.slow

@@ -1,11 +1,18 @@
 """Which processes belong to a launch."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 
-from recover_megatron.launch.processes import Process, belonging, carries, find_launch, kill_found, process_table
+import pytest
+
+from recover_megatron.launch import reaper as reaper_module
+from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.processes import Process, belonging, carries, find_launch, kill_found, process_table, spawn
+from recover_megatron.launch.reaper import Reaper
+from tests.harness.processes import children
 
 
 def table(*entries):
@@ -60,3 +67,42 @@ def test_kill_found_kills_the_marked_and_reports_them():
         killed = kill_found(lambda: find_launch("test-kill-found", [], [os.getpid()]))
         assert {process.pid for process in killed} == {child.pid}
         assert child.wait() == -signal.SIGKILL
+
+
+def test_a_process_whose_end_could_not_be_seen_is_not_started(monkeypatch):
+    def none_left(pid):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = children(os.getpid())
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        spawn([sys.executable, "-c", "import signal; signal.pause()"], dict(os.environ), 2, 2)
+    assert children(os.getpid()) == before
+
+
+def test_a_reaper_that_cannot_be_replaced_is_tried_again_and_ends_nothing(monkeypatch):
+    loop, said = EventLoop(), []
+    monkeypatch.setattr(reaper_module, "AGAIN_SECONDS", 0.01)
+    reaper = Reaper(loop, "a launch of this test", said.append)
+    first = reaper.pid
+
+    def no_process(*args, **kwargs):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as no_more:
+        no_more.setattr(os, "posix_spawn", no_process)
+        os.kill(first, signal.SIGKILL)
+        while not said:
+            loop.run_once()
+        reaper.add_session(os.getpid(), [0])
+        reaper.remove_session(os.getpid())
+        loop.run_once()
+    while len(said) == 1:
+        loop.run_once()
+    assert said == [
+        f"the reaper (pid {first}) was killed, and no other can be started now (Resource temporarily unavailable): it "
+        "is tried again and again",
+        f"the reaper (pid {first}) was killed; a new one (pid {reaper.pid}) took its place",
+    ]
+    reaper.finish()
+    loop.close()

@@ -76,6 +76,8 @@ class Connection:
     coordinator_uses: bool = False
     sent_at: float = 0.0
     acknowledged_at: float = 0.0
+    arrived: int = 0
+    """Of the first of ``down``: they lie at the member's host, where no broken link keeps them from it."""
 
     def send(self, message: Mapping[str, Any], now: float) -> None:
         """The coordinator's side sends; what it sent at earlier times has been acknowledged, at once."""
@@ -347,6 +349,7 @@ class World:
         c = self.connections[number]
         if direction == "down":
             message = c.down.popleft()
+            c.arrived = max(0, c.arrived - 1)
             if not c.member_uses:
                 return
             if message is EOF:
@@ -509,6 +512,9 @@ class World:
                     if current is not None:
                         current.up.append({"type": "abandon", "reason": reason})
                         current.member_uses = False
+                        for message in list(current.down)[: current.arrived]:
+                            if message["type"] not in ("eof", "accepted", "connected"):
+                                self.members[name].overhear(over_the_wire(message, TO_MEMBER))
                     self.current[name] = None
                 case Hangup():
                     if current is not None:
@@ -544,8 +550,12 @@ class World:
                     self.connections[session].down.append(EOF)
                 case Probe(session):
                     c = self.connections[session]
-                    silence = 1e9 if self.is_blocked(c) else c.unacknowledged(self.now)
-                    self._to_coordinator(candidate, Acknowledged(session, silence))
+                    lost = self.is_blocked(c) or (c.owner in self.dead and c.owner.startswith("node"))
+                    silence = 1e9 if lost else c.unacknowledged(self.now)
+                    delivered = not lost and not c.up  # what was said before has come before
+                    if delivered:
+                        c.arrived = len(c.down)
+                    self._to_coordinator(candidate, Acknowledged(session, silence, delivered))
                 case AskForLease():
                     self.claims.append((candidate, effect))
                 case AskWitness(nodes):

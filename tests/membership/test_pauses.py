@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import selectors
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -12,7 +14,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simulation import SETTINGS, World
 
+from recover_megatron.membership import wire
+from recover_megatron.membership.auth import Secret
+from recover_megatron.membership.client import Client
+from recover_megatron.membership.errors import CoordinatorLost
+from recover_megatron.membership.events import Abandon
 from recover_megatron.membership.follower import Stage
+from recover_megatron.membership.node_agent_client import NodeAgentClient
+from recover_megatron.membership.records import Opened
 from tests.harness.patience import patient
 
 PAUSES = st.lists(
@@ -115,6 +124,65 @@ def test_a_worker_that_is_deaf_when_the_coordinator_is_lost_is_waited_for_if_its
     assert all(members == {0, 1, 2, 3} for _, members in world.formed.values())
     assert world.worker(3).committed > 0
     assert len(world.order) > 1
+
+
+def test_a_worker_that_hangs_while_its_launcher_is_stopped_costs_itself_alone() -> None:
+    world = started(3, 2, True, nodes=1)
+    world.frozen.add("node0")
+    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
+    world.frozen.add("w2")
+    world.run_fairly(6 * SETTINGS.heartbeat_timeout)
+    assert [record["worker"] for record in world.log if record["event"] == "fault"] == [2]
+    assert [members for _, members in world.formed.values()][-1] == {0, 1}
+    before = world.worker(0).committed
+    world.frozen.clear()
+    world.run_fairly(SETTINGS.heartbeat_timeout)
+    assert "w2" in world.dead, "its launcher has found the order to kill it"
+    assert world.worker(0).committed > before
+    assert [record for record in world.log if record["event"] == "stop"] == []
+
+
+def test_a_launcher_that_is_stopped_while_the_run_ends_has_the_verdict_when_it_runs_again() -> None:
+    world = started(2, 2, True, nodes=1)
+    world.frozen.add("node0")
+    world.run_fairly(6 * SETTINGS.heartbeat_timeout)
+    world._member_effects("w0", world.worker(0).end_run(12, "the state is lost"))
+    world.run_fairly(6 * SETTINGS.heartbeat_timeout)
+    world.frozen.clear()
+    world.run_fairly(0.1)
+    out = world.members["node0"].out
+    assert isinstance(out, CoordinatorLost)
+    assert (out.code, out.told) == (12, True)
+
+
+def test_a_launcher_that_is_stopped_and_turns_away_presents_what_lay_unread() -> None:
+    world = started(4, 2, True)
+    world.frozen.add("node0")
+    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
+    world.frozen.add("w3")
+    world.run_fairly(2 * SETTINGS.hang_timeout)
+    launcher, formed = world.members["node0"], list(world.formed)[-1]
+    assert world.formed[formed][1] == {0, 1, 2}
+    assert launcher.presentation.formed.epoch < formed
+    world._member_effects("node0", [Abandon("it thinks that the coordinator was silent")])
+    assert launcher.presentation.opened is not None
+    assert (launcher.presentation.opened.epoch, launcher.presentation.opened.members) == (formed, {0, 1, 2})
+
+
+def test_what_lies_in_the_connection_that_a_launcher_gives_up_is_read_before_it_turns_to_another() -> None:
+    revoke = {"type": "revoke", "epoch": 4, "term": 9, "members": [[0, 2]], "dead": [], "left": [], "committed": 7}
+    core = NodeAgentClient("node0", "a" * 32, 2, SETTINGS, time.monotonic())
+    client = Client(core, [("127.0.0.1", 1), ("127.0.0.1", 2)], Secret(b"s" * 32), lambda notice: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        client._sock, client._state = ours, "open"
+        client._decoder = wire.Decoder(wire.MAX_TO_MEMBER, wire.TO_MEMBER)
+        client._selector.register(ours, selectors.EVENT_READ)
+        theirs.sendall(wire.encode({"type": "beat"}) + wire.encode({**revoke, "reason": "a worker hangs"}))
+        client._abandon("it was silent")
+        assert core.presentation.opened == Opened(4, frozenset({0, 1, 2}), 9)
+        assert b'"abandon"' in theirs.recv(1 << 16)
 
 
 @pytest.mark.parametrize(("candidates", "seconds"), [(1, 5.5), (2, 4.25), (2, 4.5), (2, 4.75), (2, 5.5)])

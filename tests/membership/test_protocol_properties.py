@@ -36,6 +36,7 @@ MOVES = st.lists(
         st.tuples(st.just("idle"), st.integers(0, 4), st.integers(0, 1)),
         st.tuples(st.just("freeze"), st.integers(0, 6), st.just(0)),
         st.tuples(st.just("freeze coordinator"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.just("freeze launcher"), st.integers(0, 2), st.just(0)),
         st.tuples(st.just("thaw"), st.just(0), st.just(0)),
         st.tuples(st.just("block"), st.integers(0, 2), st.integers(0, 2)),
         st.tuples(st.just("heal"), st.integers(0, 8), st.just(0)),
@@ -90,6 +91,9 @@ def play(world: World, move: tuple[str, int, int]) -> None:
         case "freeze":
             if world.running(f"w{its[a % workers]}"):
                 world.frozen.add(f"w{its[a % workers]}")
+        case "freeze launcher":
+            if f"node{a}" in world.members:
+                world.frozen.add(f"node{a}")
         case "freeze coordinator":
             world.frozen.add(f"c{a}")
         case "thaw":
