@@ -76,6 +76,12 @@ ROLES = (
     ),
     Role("schedule_save", ("async_request",), "within save: an asynchronous one begins", required=False),
     Role("saved", ("checkpoint_path",), "within save: tells others of the folder", required=False),
+    Role(
+        "random_states",
+        (),
+        "within save: the states of random numbers of all replicas; returns a list of them, or what holds one",
+        required=False,
+    ),
     Role("load", (), "before the training: reads a checkpoint; returns (iteration, operations)"),
     Role("loaders", (), "before the training: builds all loaders; asks rank 0 whether there is data"),
     Role("progress_log", (), "appends a line to the job's log", required=False),

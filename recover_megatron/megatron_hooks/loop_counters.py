@@ -19,8 +19,10 @@ from megatron.training import get_args
 from recover_megatron.megatron_hooks.data import source_of
 from recover_megatron.megatron_hooks.skipping import after, to_skip
 
-CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test")
-"""Megatron's arguments that say what the run has consumed, and what it will do at its end."""
+CONSUMED = (
+    "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test", "finetune",
+)  # fmt: skip
+"""Megatron's arguments that say what the run has consumed, what it will do at its end, and what it began from."""
 LAUNCH = ("iteration", "consumed_train_samples", "num_floating_point_operations_so_far")
 """Megatron's arguments that say where the run began, which is what its loop begins from."""
 
@@ -49,9 +51,9 @@ class LoopCounters:
         args = get_args()
         return {
             "version": version,
-            "args": {name: getattr(args, name, 0) for name in CONSUMED},
+            "args": {name: getattr(args, name) for name in CONSUMED if hasattr(args, name)},
             "launch": self._launch,
-            "scheduler": self._scheduler.num_steps,
+            "scheduler": self._scheduler.state_dict(),
             "validation": [source.position for source in self._validation],
             "batch": (running := get_current_running_global_batch_size()),
             "dropped": get_current_global_batch_size() - running,  # --decrease-batch-size-if-needed
@@ -72,15 +74,12 @@ class LoopCounters:
         args = get_args()
         for name, value in counters["args"].items():
             setattr(args, name, value)
-        self._scheduler.num_steps = counters["scheduler"]
-        self._scheduler.step(increment=0)
+        self.schedule(counters, 0 if skipped else iterations)
         for source, position in zip(self._validation, counters["validation"], strict=True):
             source.position = position
         for _ in range(iterations):
             args.consumed_train_samples += counters["batch"]
             args.skipped_train_samples += counters["dropped"]
-            if not skipped:
-                self._scheduler.step(increment=counters["batch"])
         done = counters["version"] + iterations
         version = args.iteration = args.curr_iteration = after(done, to_skip())
         args.consumed_train_samples += counters["batch"] * (version - done)
@@ -94,6 +93,15 @@ class LoopCounters:
         if samples > 0:
             args.num_floating_point_operations_so_far += self._operations(samples)
         return int(version)
+
+    def schedule(self, counters: dict[str, Any], steps: int) -> None:
+        """Have the scheduler of ``counters``, all that a checkpoint has of it, ``steps`` steps (0 or 1) later."""
+        vars(self._scheduler).update(counters["scheduler"])  # not what the flags say: the run may have loaded another
+        self._scheduler.step(increment=counters["batch"] * steps)
+
+    def schedule_state(self) -> dict[str, Any]:
+        """What steers the learning rate and the weight decay, as a checkpoint has it."""
+        return dict(self._scheduler.state_dict())
 
     # ---- back to a checkpoint
 
@@ -112,6 +120,8 @@ class LoopCounters:
         args = get_args()
         args.iteration = args.curr_iteration = iteration
         args.num_floating_point_operations_so_far = operations
+        # Megatron sets the weight decay before it loads the schedule: who knew it already has another than a newcomer.
+        self._scheduler.step(increment=0)
         self._launch = self._of_launch()
         for source in self._validation:
             source.position = 0 if getattr(args, "full_validation", False) else args.consumed_valid_samples

@@ -114,6 +114,7 @@ class Rejoin:
             state.version = None
         if state.version is None:
             state.make_room()
+        state.settle()
         digest = "" if state.version is None else state.digest()
         mine = self._recovery.assignment
         log.info(f"worker {mine.me} is ready for position {mine.position}")

@@ -4,13 +4,22 @@ Megatron draws them from streams that go on from microbatch to microbatch; with 
 each forward pass starts from states of its own: the default stream is the same on all tensor-parallel ranks of a stage,
 as in Megatron, and so is every tracked one but those whose purpose it is to differ (they hold the tensor and expert
 ranks in their seed).  Activation recomputation saves and restores states by itself.
+
+So it does not matter which states a checkpoint has; but with ``--data-parallel-random-init`` a start reads one of each
+replica of the launch, and those of the lost are made up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.training import get_args
+
+from recover_megatron.integrate import Loop
+from recover_megatron.megatron_hooks import monkeypatch
 
 _MASK = (1 << 64) - 1
 SAME_ON_TENSOR_RANKS = ("data-parallel-rng",)
@@ -24,6 +33,26 @@ def mix(*numbers: int) -> int:
         state = (state ^ (state >> 30)) * 0x94D049BB133111EB & _MASK
         state ^= state >> 31
     return state >> 1
+
+
+def install(loop: Loop) -> None:
+    """Wrap the seam by which the states come into a checkpoint."""
+    loop.wrap("random_states", _as_many_as_launched)
+
+
+def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_rng_state(*args: Any, **kwargs: Any) -> Any:
+        # Megatron's list is to have room for those that are asked, also where they are more or fewer than launched.
+        with monkeypatch.replaced(parallel_state, "_MPU_DATA_PARALLEL_WORLD_SIZE", None):
+            found = original(*args, **kwargs)
+        states = getattr(found, "data", found)  # in formats that say where they belong it is in an object
+        if isinstance(states, dict):
+            (states,) = states.values()  # of this position
+        if get_args().data_parallel_random_init:
+            states += states[-1:] * (get_args().data_parallel_size - len(states))
+        return found
+
+    return get_rng_state
 
 
 class MicrobatchSeeds:

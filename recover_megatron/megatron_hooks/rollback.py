@@ -136,7 +136,10 @@ class Rollback:
 
     def _load(self, target: Target, model: Any, optimizer: Any, scheduler: Any) -> int:
         """Floating-point operations until then.  Raises whatever Megatron raises, and ValueError."""
-        as_saved = {**AS_SAVED, "no_load_rng": get_args().no_save_rng, "ckpt_step": target.iteration}
+        args = get_args()
+        # Of the random states there is one for each replica, where they are many; the run may have grown since.
+        no_states = args.no_save_rng or getattr(args, "data_parallel_random_init", False)
+        as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": target.iteration}
         with self._groups.in_section(), _arguments(**as_saved):
             # Not training.load_checkpoint: a worker that was built alone has one that reads nothing.
             iteration, operations = checkpointing.load_checkpoint(

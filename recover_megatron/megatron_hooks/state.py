@@ -1,10 +1,10 @@
 """What a worker's part of the training is made of, between two iterations: to give to another, to take over, to check.
 
     tree()      parameters, the optimizer's masters and moments: equal in a column; and this worker's own: buffers, the
-                learning rate, Megatron's counters, what its log has added up
+                learning rate and its schedule, Megatron's counters, what its log has added up
     room()      where the tensors of somebody's tree are to be received: mostly those that this worker has
     load(tree)  become that; the worker then begins the iteration that follows
-    digest()    64 bits of the parameters and the optimizer's tensors: equal in a column
+    digest()    64 bits of the parameters, the optimizer's tensors and what steers the update: equal in a column
 
 The optimizer is read and written through torch's interface (``param_groups``, ``state``), which all of Megatron's plain
 optimizers and their apex and Transformer Engine kin have.  A worker that has made no step has no moments yet; they are
@@ -14,7 +14,9 @@ and the parts change hands by `sharded_optimizer`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,6 +78,8 @@ class TrainingState:
         self.totals = LogTotals()
         self._scalers: list[Any] = []
         """What the loss scales were then."""
+        self._plain_groups: list[Any] = []
+        """What the plain values of the optimizers' groups were then."""
         self._biases: list[torch.Tensor] = []
         """What the biases of the routers were then."""
         self._skipped = False
@@ -111,7 +115,13 @@ class TrainingState:
                 yield from (local(own[name]) for name in sorted(own) if isinstance(own[name], torch.Tensor))
 
     def digest(self) -> str:
-        return f"{digest(self.tensors()) % (1 << 64):016x}"
+        text = torch.frombuffer(bytearray(self.steering().encode()), dtype=torch.uint8)
+        return f"{digest(chain(self.tensors(), [text])) % (1 << 64):016x}"
+
+    def steering(self) -> str:
+        """What steers the update: the schedule; of the parameter groups the learning rate, betas, steps made, ..."""
+        groups = [[_steering(group, self._sharded is None) for group in self._groups(one)] for one in self._optimizers]
+        return json.dumps([self._loop.schedule_state(), groups], sort_keys=True)
 
     def tree(self) -> dict[str, Any]:
         """See ``instep.transfer``; its tensors are the living ones."""
@@ -126,6 +136,7 @@ class TrainingState:
                 "shards": None if self._sharded is None else self._sharded.shards.to_json(),
                 "counters": self._loop.read(self.version),
                 "log": self.totals.tree(),
+                "steering": self.steering(),
             },
         }
 
@@ -188,7 +199,6 @@ class TrainingState:
             _copy(weights(chunk), parameters)
             _copy(list(chunk.module.buffers()), buffers)
         for one, its in zip(self._optimizers, own["optimizers"], strict=True):
-            load_groups(self._groups(one), its["groups"])
             _load_scaler(one, its["scaler"])
         if self._sharded is None:
             model = {weight.data_ptr() for chunk in self._model for weight in weights(chunk)}
@@ -196,22 +206,41 @@ class TrainingState:
                 _load_optimizer(one, its, model)
         elif not self._sharded.shards.known:
             self._sharded.shards.from_json(own["shards"])
-        self._restore(own["counters"])
+        self._restore(own["counters"], [its["groups"] for its in own["optimizers"]])
         self.totals.load(own["log"])
+        if (mine := self.steering()) != (its := own["steering"]):
+            raise Disagreement(
+                f"with the state that arrived the optimizer steps by {mine}, where it came from by {its}"
+            )
+
+    def settle(self) -> None:
+        """Have the schedule that goes with the parameters: the loop may have been left between the two steps."""
+        if self._done:
+            self._loop.schedule(self.counters, int(not self._skipped))
 
     def resume(self) -> None:
         """Begin from the state that this worker has: after the iteration under way, or before it if it made no step."""
         assert self.version is not None
-        done = int(self.version > self.counters["version"])
+        done, groups = self._done, self._plain_groups
         if not done:  # Megatron changes a loss scale before it clips, where a step may have ended
             for one, scaler in zip(self._optimizers, self._scalers, strict=True):
                 _load_scaler(one, scaler)
             _copy(biases(self._model), self._biases)  # they are moved before that, too
-        self._restore(self.counters, iterations=done)
+        self._restore(self.counters, None if done else groups, iterations=int(done))
 
-    def _restore(self, counters: dict[str, Any], *, iterations: int = 0) -> None:
-        """Set Megatron's counters to those of ``counters``, ``iterations`` later (0 or 1): the loop begins there."""
+    @property
+    def _done(self) -> bool:
+        """Whether this worker has made the step of the iteration under way."""
+        return self.version is not None and self.version > self.counters["version"]
+
+    def _restore(self, counters: dict[str, Any], groups: Any, *, iterations: int = 0) -> None:
+        """Set Megatron's counters to those of ``counters``, ``iterations`` later (0 or 1): the loop begins there.
+
+        ``groups``: the plain values of all optimizers' groups; None: the schedule says what changes of them.
+        """
         self.version = self._loop.restore(counters, iterations=iterations, skipped=self._skipped)
+        for one, its in zip(self._optimizers, groups or (), strict=groups is not None):
+            load_groups(self._groups(one), its)
         self.last_step = 0, 0
         self.counters = self._loop.read(self.version)
         self._remember()
@@ -244,6 +273,7 @@ class TrainingState:
     def _remember(self) -> None:
         """What changes before the optimizer makes its step."""
         self._scalers = [_scaler(one) for one in self._optimizers]
+        self._plain_groups = [plain_groups(self._groups(one)) for one in self._optimizers]
         self._biases = [bias.clone() for bias in biases(self._model)]
 
     def tidy(self) -> None:
@@ -290,11 +320,24 @@ def load_groups(own: Sequence[dict[str, Any]], its: Sequence[dict[str, Any]]) ->
     for group, values in zip(own, its, strict=True):
         for key in [key for key, value in group.items() if _is_plain(key, value) and key not in values]:
             del group[key]
-        group.update(values)
+        # The betas are a tuple, which has become a list on its way.
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 def _is_plain(key: str, value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(key, each) for each in value)
     return key != "params" and isinstance(value, (bool, int, float, str, type(None)))
+
+
+def _steering(group: dict[str, Any], whole: bool) -> dict[str, Any]:
+    """The values of a group, those that are kept in a tensor, too.
+
+    Not ``whole``: spread over a column, where somebody without parameters of it counts no steps.
+    """
+    values = {key: value.item() for key, value in group.items() if isinstance(value, torch.Tensor) and not value.dim()}
+    values |= plain_groups([group])[0]
+    return values if whole else {key: value for key, value in values.items() if key != "step"}
 
 
 def _masters(one: Any, model: set[int]) -> list[torch.Tensor]:

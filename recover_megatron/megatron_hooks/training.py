@@ -31,7 +31,7 @@ from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.traffic import Mode, Traffic
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import skipping, writers
+from recover_megatron.megatron_hooks import rng, skipping, writers
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
 from recover_megatron.megatron_hooks.between_steps import BetweenSteps
@@ -199,6 +199,7 @@ class TrainingHooks:
         sharded_optimizer.install()
         self._tracker_seam.install(loop)
         skipping.install(loop)
+        rng.install(loop)
         loop.wrap("train", self._train)
         loop.wrap("train_step", self._train_step)
         loop.wrap("log", self._training_log)

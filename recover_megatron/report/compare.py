@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from recover_megatron.run_log.steps import StepRecord
 
-OTHER_DATA = 1e-2
-"""A relative difference of the first loss that both have which is none of rounding, in bf16 either."""
+TOLERANCE = 1e-2
+"""A relative difference of a loss above it is none of rounding, in bf16 either."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Comparison:
     """In the order of the iterations; those where either was skipped are left out."""
     grad_norms: list[Difference]
     unlike: list[str]
-    """What no rounding explains, a sentence each: other samples, a step that only one of them skipped."""
+    """What no rounding explains, a sentence each: other samples, a step that only one of them skipped, other losses."""
 
     @property
     def worst_loss(self) -> Difference | None:
@@ -75,7 +75,7 @@ def unfit(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> str:
         )
     if mine.loss is not None and theirs.loss is not None:
         apart = Difference(mine.iteration, mine.loss, theirs.loss).relative
-        if apart > OTHER_DATA:
+        if apart > TOLERANCE:
             return (
                 f"other data, or another model or seed: the loss of iteration {mine.iteration} is {theirs.loss!r}, "
                 f"{mine.loss!r} in this run"
@@ -97,9 +97,13 @@ def compare(run: Sequence[StepRecord], reference: Sequence[StepRecord]) -> Compa
         elif (mine.loss is None) != (theirs.loss is None):
             who = "this run" if mine.loss is None else "the reference"
             unlike.append(f"iteration {mine.iteration}: only {who} skipped the step")
-    return Comparison(
-        len(pairs), _differences(pairs, lambda step: step.loss), _differences(pairs, lambda s: s.grad_norm), unlike
-    )
+    losses = _differences(pairs, lambda step: step.loss)
+    if far := [difference for difference in losses if difference.relative > TOLERANCE]:
+        unlike.append(
+            f"the loss is more than {TOLERANCE:.0%} off the reference in {len(far)} iterations, first in iteration "
+            f"{far[0].iteration}: {far[0].run!r}, {far[0].reference!r} in the reference"
+        )
+    return Comparison(len(pairs), losses, _differences(pairs, lambda step: step.grad_norm), unlike)
 
 
 def _differences(

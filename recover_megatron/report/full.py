@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if report.run.steps and not drawn:
         say(f"{'pictures':<16}{plot.NO_PLOT}")
     say(f"{'report':<16}{out}")
-    return tell(found)
+    return tell([*found, *(report.comparison.unlike if report.comparison else [])])
 
 
 def _write(out: Path, text: str) -> None:

@@ -25,8 +25,9 @@ PIPELINE = ["--pipeline-model-parallel-size", "2"]
         (4, [], "0@4:checkpoint#3", 4),
         (4, ASYNCHRONOUSLY.split(), "2@2:backward", 2),
         (6, [*PIPELINE, "--global-batch-size", "24"], "1@3:reduce-scatter", 2),
+        (4, ["--data-parallel-random-init"], "1@3:forward", 4),
     ],
-    ids=["two-of-three", "while-it-is-written", "asynchronous", "pipeline"],
+    ids=["two-of-three", "while-it-is-written", "asynchronous", "pipeline", "random-states"],
 )
 def test_stock_megatron_resumes_where_a_run_with_a_death_saved(
     forkserver: ForkServer, tmp_path: Path, workers: int, flags: list[str], inject: str, resuming: int

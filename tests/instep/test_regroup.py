@@ -29,6 +29,8 @@ from tests.instep.runs import (
     Result,
     Strike,
     check,
+    check_parameters,
+    check_steps,
     check_steps_until,
 )
 
@@ -142,6 +144,40 @@ def test_recombined_rebuilt_mirrored_and_joined_in_one_run(
     # The last whole replica of the launch breaks when there is another one.
     result = equal(forkserver, reference, case, tmp_path, when="8-8:2,13-:3")
     assert result.replicas[-1] == 3, result.replicas
+
+
+@pytest.mark.parametrize("who", ["moved", "newcomer"])
+def test_who_builds_a_model_after_a_resume_goes_on_with_what_the_checkpoint_has_and_the_flags_have_otherwise(
+    forkserver: ForkServer, tmp_path: Path, who: str
+) -> None:
+    """The schedules of learning rate and weight decay; with 64 bits, so that nothing else can differ."""
+    moved = who == "moved"
+    changing = (
+        *MODEL,
+        "--ckpt-format",
+        "torch",
+        "--weight-decay-incr-style",
+        "linear",
+        "--start-weight-decay",
+        "0.01",
+        "--end-weight-decay",
+    )
+    script = str(Path(__file__).with_name("double.py"))
+    saved = Case(TP2, (), 4, script=script, model=(*changing, "0.5", "--lr-decay-iters", "40"))
+    saving = saved.with_flags("--save", str(tmp_path / "saved"), "--save-interval", "4").run(forkserver, tmp_path / "1")
+    assert saving.ended.ok, saving.told()
+    resuming = ("--load", str(tmp_path / "saved"), "--use-checkpoint-opt_param-scheduler")
+    strikes = (Strike(1, 1, 6, "backward"), Strike(2, 1, 6, "forward"))
+    case = Case(
+        TP2, strikes if moved else strikes[:1], LONG + 4, script=script, restarts=int(not moved),
+        model=(*changing, "0.1", "--lr-decay-iters", "400", *resuming),
+    )  # fmt: skip
+    undisturbed = case.failure_free.run(forkserver, tmp_path / "2")
+    result = case.patient("8-:2" if moved else "8-:3").run(forkserver, tmp_path / "3")
+    assert [step.iteration for step in result.steps] == list(range(5, LONG + 5)), result.told()
+    assert result.replicas[-1] == (2 if moved else 3), result.replicas
+    check_steps(result, undisturbed, near=1e-7)
+    check_parameters(result, undisturbed, bound=1e-12)
 
 
 TWO = (Strike(0, 0, 3, "backward"), Strike(1, 1, 3, "forward"))

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
 from recover_megatron.run_log.steps import StepRecord, audit_problem, read_steps
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
+from tests.megatron_hooks.in_checkpoints import travels
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 from tests.patches.conftest import WHEELS
 from tests.patches.trees import apply, copy_of
@@ -37,6 +39,7 @@ def test_a_step_in_which_a_worker_is_killed_is_that_of_the_undisturbed_run(
     wheel: tuple[str, Path], tmp_path: Path
 ) -> None:
     version = wheel[0]
+    travels(wheel[1] / "megatron", {*CONSUMED, *LAUNCH})
     tree = copy_of(wheel[1], tmp_path / "tree")
     script = OURS
     if version < "0.19":

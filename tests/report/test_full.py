@@ -142,6 +142,20 @@ def test_the_largest_difference_from_the_reference_is_stated(run: Path, tmp_path
     assert "largest relative difference of the loss 3.00e-07, in iteration 41; 50 iterations" in capsys.readouterr().out
 
 
+def test_a_loss_that_no_rounding_explains_and_other_samples_end_with_1(tmp_path: Path, capsys) -> None:
+    reference = write_steps(tmp_path / "reference", good := steps(deaths={}))
+    strange = [dataclasses.replace(step, loss=step.loss * 1.2) if step.iteration > 47 else step for step in good]
+    drifted = write_steps(tmp_path / "drifted", strange)
+    assert main([str(drifted), "--reference", str(reference)]) == 1
+    told = f"the loss is more than 1% off the reference in 3 iterations, first in iteration 48: {strange[47].loss!r}"
+    assert told in capsys.readouterr().err
+    assert told in (drifted / "report.html").read_text()
+    assert main([str(drifted)]) == 0
+    later = [*good[:-1], dataclasses.replace(good[-1], consumed_samples=good[-1].consumed_samples + 1)]
+    assert main([str(write_steps(tmp_path / "later", later)), "--reference", str(reference)]) == 1
+    assert "samples were consumed by its end" in capsys.readouterr().err
+
+
 def test_other_samples_than_the_reference_are_refused(run: Path, tmp_path: Path, capsys) -> None:
     shifted = [dataclasses.replace(s, consumed_samples=s.consumed_samples + 32) for s in steps(deaths={})]
     reference = write_steps(tmp_path / "reference", shifted)
@@ -339,7 +353,11 @@ def test_a_loss_that_is_no_number_differs_from_one_that_is() -> None:
     one_sided = compare(nan, good)
     assert one_sided.worst_loss is not None
     assert (one_sided.worst_loss.iteration, one_sided.worst_loss.relative) == (1, float("inf"))
-    assert one_sided.unlike == ["iteration 2: only this run skipped the step"]
+    assert one_sided.unlike == [
+        "iteration 2: only this run skipped the step",
+        "the loss is more than 1% off the reference in 1 iterations, first in iteration 1: nan, "
+        f"{good[0].loss!r} in the reference",
+    ]
     both = compare(nan, nan)
     assert both.worst_loss is not None
     assert (both.iterations, both.worst_loss.relative, both.unlike) == (3, 0.0, [])

@@ -56,6 +56,7 @@ SEAMS = {
             ("checkpoint_path", "tracker_filename", "save_dir", "iteration"),
         )
     ],
+    "random_states": [Seam(CHECKPOINTING, "get_rng_state", ("ckpt_format", "tp_group", "pp_group"))],
     "load": [Seam(TRAINING, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))],
     "loaders": [Seam(TRAINING, "build_train_valid_test_data_loaders", ("build_train_valid_test_datasets_provider",))],
     "progress_log": [Seam(TRAINING, "append_to_progress_log")],

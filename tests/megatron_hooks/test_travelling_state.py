@@ -1,0 +1,190 @@
+"""Who takes a place goes on with all that the others go on with: also with what they have from a checkpoint, not from
+their flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.training
+import pytest
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.transfer import flatten, new_memory, unflatten
+from recover_megatron.megatron_hooks import loop_counters, skipping, state, totals
+from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
+from recover_megatron.megatron_hooks.state import TrainingState
+from tests.megatron_hooks.in_checkpoints import travels
+
+BATCH = 10
+SAVED = {"max_lr": 0.5, "lr_decay_steps": 400, "start_wd": 0.1, "end_wd": 0.9, "wd_incr_steps": 400}
+"""What the checkpoint's schedule has, that the flags have otherwise."""
+
+
+def schedule(optimizer: Any, **values: Any) -> OptimizerParamScheduler:
+    flags = {"max_lr": 0.2, "lr_decay_steps": 100, "start_wd": 0.1, "end_wd": 0.3, "wd_incr_steps": 100} | values
+    return OptimizerParamScheduler(
+        optimizer, init_lr=0.0, min_lr=0.0, lr_warmup_steps=0, lr_decay_style="linear", wd_incr_style="linear", **flags
+    )
+
+
+class Chunk(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 1)
+
+
+@dataclass
+class Worker:
+    """One of a column: its state, and what that is made of."""
+
+    args: Any
+    inner: torch.optim.Adam
+    scheduler: OptimizerParamScheduler
+    state: TrainingState
+
+    def train(self, iterations: int) -> list[float]:
+        """The parameters after each iteration."""
+        found = []
+        for _ in range(iterations):
+            self.state.begin()
+            self.update()
+            self.scheduler.step(increment=BATCH)
+            self.args.curr_iteration += 1
+            found += [
+                float(parameter.detach().sum()) for group in self.inner.param_groups for parameter in group["params"]
+            ]
+        return found
+
+    def update(self) -> None:
+        for group in self.inner.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter) * (1 + self.args.curr_iteration)
+        self.inner.step()
+        self.state.stepped(updated=True)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def worker(*, loaded: bool) -> Worker:
+        args = SimpleNamespace(
+            iteration=4, curr_iteration=4, load=None, finetune=loaded, no_load_optim=False, train_iters=100,
+            iterations_to_skip=(), consumed_train_samples=4 * BATCH, consumed_valid_samples=0, skipped_train_samples=0,
+            do_valid=True, do_test=False, num_floating_point_operations_so_far=0,
+        )  # fmt: skip
+        monkeypatch.setattr(state, "rolls_back", lambda args: False)
+        monkeypatch.setattr(totals, "get_timers", lambda: SimpleNamespace(_timers={}))
+        monkeypatch.setattr(loop_counters, "update_num_microbatches", lambda *args, **named: None)
+        for name in ("get_current_global_batch_size", "get_current_running_global_batch_size"):
+            monkeypatch.setattr(loop_counters, name, lambda: BATCH)
+        act_as(args)
+        torch.manual_seed(int(loaded))
+        model = Chunk()
+        inner = torch.optim.Adam(model.parameters(), betas=(0.8, 0.9) if loaded else (0.9, 0.99))
+        optimizer = SimpleNamespace(optimizer=inner, param_groups=inner.param_groups)
+        scheduler = schedule(optimizer)
+        if loaded:
+            scheduler.load_state_dict({**schedule(optimizer, **SAVED).state_dict(), "num_steps": 4 * BATCH})
+        return Worker(
+            args, inner, scheduler, TrainingState([model], optimizer, scheduler, None, float, blank=not loaded)
+        )
+
+    def act_as(args: Any) -> None:
+        for module in (state, loop_counters, skipping):
+            monkeypatch.setattr(module, "get_args", lambda: args)
+
+    worker.act_as = lambda who: act_as(who.args)  # type: ignore[attr-defined]
+    return worker
+
+
+def sent(tree: Any) -> Any:
+    text, tensors = flatten(tree)
+    copies = iter([tensor.clone() for tensor in tensors])
+    return unflatten(text, lambda path, shape, dtype: new_memory(path, shape, dtype).copy_(next(copies)))[0]
+
+
+def test_a_newcomer_steps_by_the_schedule_and_the_groups_that_the_others_have_from_a_checkpoint(make: Any) -> None:
+    other, newcomer = make(loaded=True), make(loaded=False)
+    make.act_as(other)
+    other.train(3)
+    other.state.begin()
+    given = sent(other.state.tree())
+    make.act_as(newcomer)
+    newcomer.state.load(given)
+    assert newcomer.scheduler.state_dict() == other.scheduler.state_dict()
+    assert newcomer.scheduler.max_lr == SAVED["max_lr"]
+    assert newcomer.inner.param_groups[0]["betas"] == (0.8, 0.9)
+    assert newcomer.args.finetune is True
+    assert newcomer.state.digest() == other.state.digest()
+    alone = newcomer.train(5)
+    make.act_as(other)
+    assert other.train(5) == alone
+
+
+@pytest.mark.parametrize("updated", [False, True], ids=["before its update", "between update and schedule"])
+def test_an_orphan_of_the_first_iteration_after_a_checkpoint_goes_on_as_the_others(make: Any, updated: bool) -> None:
+    """In that iteration Megatron decays weights by the flags: it sets the decay before it loads the schedule."""
+    other, orphan = make(loaded=True), make(loaded=True)
+    make.act_as(orphan)
+    orphan.state.begin()
+    if updated:
+        orphan.update()
+    orphan.state.settle()
+    digest = orphan.state.digest()
+    orphan.state.resume()
+    assert orphan.state.digest() == digest
+    later = orphan.train(3)
+    make.act_as(other)
+    if updated:
+        other.train(1)
+    other.state.begin()
+    assert other.state.digest() == digest
+    assert other.train(3) == later
+
+
+@pytest.mark.parametrize(
+    ("change", "value"), [("lr", 0.123), ("weight_decay", 0.5), ("betas", (0.5, 0.5)), ("eps", 1e-3)]
+)
+def test_what_steers_the_update_is_compared_where_states_are(make: Any, change: str, value: Any) -> None:
+    one = make(loaded=True)
+    digest = one.state.digest()
+    one.inner.param_groups[0][change] = value
+    assert one.state.digest() != digest
+
+
+@pytest.mark.parametrize("name", ["num_steps", "max_lr", "lr_decay_steps", "end_wd", "wd_incr_style"])
+def test_the_schedule_is_compared_where_states_are(make: Any, name: str) -> None:
+    one = make(loaded=True)
+    digest = one.state.digest()
+    setattr(one.scheduler, name, "constant" if name == "wd_incr_style" else 77)
+    assert one.state.digest() != digest
+
+
+def test_who_takes_a_place_and_would_step_otherwise_does_not_take_it(make: Any) -> None:
+    """A tensor in a group is not sent: a count of steps that is kept on the device."""
+    other, newcomer = make(loaded=True), make(loaded=False)
+    other.inner.param_groups[0]["step"] = torch.tensor(7)
+    make.act_as(other)
+    given = sent(other.state.tree())
+    make.act_as(newcomer)
+    with pytest.raises(Disagreement, match="the optimizer steps by"):
+        newcomer.state.load(given)
+
+
+def test_all_have_one_weight_decay_after_going_back_whether_they_knew_the_schedule_or_not(make: Any) -> None:
+    there, newcomer = make(loaded=True), make(loaded=False)
+    saved = {**there.scheduler.state_dict(), "num_steps": 6 * BATCH}
+    for worker in (there, newcomer):
+        make.act_as(worker)
+        worker.state.go_back(6)
+        worker.scheduler.load_state_dict(saved)
+        worker.state.loaded(6, 0, 1)
+    assert newcomer.inner.param_groups[0]["weight_decay"] == there.inner.param_groups[0]["weight_decay"]
+
+
+def test_all_that_this_megatron_keeps_in_a_checkpoint_and_sets_from_one_travels() -> None:
+    travels(Path(megatron.training.__file__).parents[1], {*CONSUMED, *LAUNCH})
