@@ -103,7 +103,6 @@ TABLE = (
             "TORCH_SHOW_CPP_STACKTRACES",
             "GLOO_DISABLE_CONNECTION_RETRIES",
             "PYTHONOPTIMIZE",
-            "PYTHONWARNINGS",
         ),
         Rule.KEPT,
         "nothing rests on them",
