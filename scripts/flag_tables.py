@@ -1,4 +1,4 @@
-"""Writes the tables of flags in the docs from the flags themselves.
+"""Writes the tables of flags and of environment variables in the docs from these themselves.
 
     python scripts/flag_tables.py            writes them where they are out of date
     python scripts/flag_tables.py --check    exit status 1 where one is
@@ -15,29 +15,33 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from recover_megatron import __version__, arguments  # noqa: E402
+from recover_megatron import __version__, arguments, variables  # noqa: E402
 from recover_megatron.launch import arguments as launch_arguments  # noqa: E402
 from recover_megatron.options import markdown_table  # noqa: E402
 
 TABLES = {
-    "operations.md": ("--recover-*", lambda: markdown_table(arguments.FLAGS, "when to touch it", helps=False)),
-    "launcher.md": ("recover-run", lambda: markdown_table(launch_arguments.FLAGS, "meaning", helps=True)),
+    "operations.md": {
+        "--recover-*": lambda: markdown_table(arguments.FLAGS, "when to touch it", helps=False),
+        "variables": variables.markdown_table,
+    },
+    "launcher.md": {"recover-run": lambda: markdown_table(launch_arguments.FLAGS, "meaning", helps=True)},
 }
-"""File in docs/ -> the table's name, and what makes it."""
+"""File in docs/ -> its tables, by name, and what makes each."""
 END = "<!-- end of flags -->"
 
 
 def updated(page: str) -> tuple[Path, str, str]:
-    """A page of the docs: its path, its text, and the text with the table as it should be."""
+    """A page of the docs: its path, its text, and the text with the tables as they should be."""
     path = ROOT / "docs" / page
-    name, table = TABLES[page]
-    text = path.read_text(encoding="utf-8")
-    begin = f"<!-- flags: {name} -->\n"
-    before, found, rest = text.partition(begin)
-    _, ended, after = rest.partition(END)
-    if not found or not ended:
-        raise SystemExit(f"{path}: no {begin.strip()} followed by {END}")
-    return path, text, f"{before}{begin}{table()}\n{END}{after}"
+    text = new = path.read_text(encoding="utf-8")
+    for name, table in TABLES[page].items():
+        begin = f"<!-- flags: {name} -->\n"
+        before, found, rest = new.partition(begin)
+        _, ended, after = rest.partition(END)
+        if not found or not ended:
+            raise SystemExit(f"{path}: no {begin.strip()} followed by {END}")
+        new = f"{before}{begin}{table()}\n{END}{after}"
+    return path, text, new
 
 
 def main() -> int:

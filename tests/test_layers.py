@@ -12,7 +12,17 @@ import pytest
 from tests.harness import REPOSITORY
 
 PACKAGE = "recover_megatron"
-ANYWHERE = {"__version__", "arguments", "errors", "log_writer", "logger", "options", "orderly_end", "script_flags"}
+ANYWHERE = {
+    "__version__",
+    "arguments",
+    "errors",
+    "log_writer",
+    "logger",
+    "options",
+    "orderly_end",
+    "script_flags",
+    "variables",
+}
 """Modules of the package's root that every layer may use: they import nothing but the standard library."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -25,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "options": set(),
     "orderly_end": set(),
     "script_flags": set(),
+    "variables": set(),
     "network": set(),
     "membership": {"network"},
     "workload": set(),

@@ -1,14 +1,15 @@
 """Whether this worker's mates may be to blame for what it met, and for how long that is believed.
 
-A failed operation inside a replica is taken for the end of a mate, and the worker waits for another replica.  Where its
-mates live and the iteration fails in the same way again and again, nobody's end explains it: then it is a fault of the
-work (two workers that do not agree on a shape), and is told as one.
+An operation on a group that fails while a mate is being lost fails by that, whatever its words are.  One that fails in
+words of a lost connection is taken for the end of a mate before that is known, and the worker waits for another
+replica.  Where its mates live and the iteration fails in the same way again and again, nobody's end explains it: then
+it is a fault of the work (two workers that do not agree on a shape), and is told as one.
 """
 
 from __future__ import annotations
 
 from recover_megatron.instep.errors import Orphaned
-from recover_megatron.instep.faults import is_communication, is_of_device
+from recover_megatron.instep.faults import is_communication, is_in_a_group, is_of_device, is_own
 from recover_megatron.instep.orphan import BLAME_SECONDS
 from recover_megatron.instep.recovery import Recovery
 
@@ -40,10 +41,13 @@ class Blame:
             return False
         if recovery.orphan.orphaned:
             return True
-        if len(recovery.assignment.grid.replicas[0]) == 1 or not is_communication(error):
+        if len(recovery.assignment.grid.replicas[0]) == 1:
             return False
-        if self._iteration != recovery.hooks.iteration() or self._unexplained < UNEXPLAINED:
-            return True
+        if is_communication(error):
+            if self._iteration != recovery.hooks.iteration() or self._unexplained < UNEXPLAINED:
+                return True
+        elif is_own(error) or not is_in_a_group(error):
+            return False
         # Not until an epoch is revoked: that may be for others' sake, and before the news of a mate's death.
         return recovery.session.wait_lost(recovery.assignment.mates, BLAME_SECONDS)
 

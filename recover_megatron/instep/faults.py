@@ -1,6 +1,7 @@
 """Whose fault an exception is: that of somebody this worker communicates with, of its host or device, or of the work.
 
-of a mate    an operation on a group of this replica failed         ``is_communication``; the worker is an orphan
+of a mate    an operation on a group of this replica failed         ``is_in_a_group``, if a mate is lost, and else
+                                                                      ``is_communication``; the worker is an orphan
 its own      its host or device cannot do what others may           ``is_own``; the worker ends, the run goes on
 its context  CUDA has failed in this process                        ``is_of_device``; the worker ends, an orphan, too
 any other    of the worker or of its work: the coordinator finds    ``signature``; the worker ends, and the run if
@@ -88,13 +89,26 @@ def is_communication(error: BaseException) -> bool:
 def _is_communication(error: BaseException) -> bool:
     if not isinstance(error, (ConnectionError, RuntimeError)):  # torch's types for it are RuntimeErrors
         return False
-    files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = _files(error)
     if _any_in(files, _IN_THE_DATA):
         return False
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or _any_in([str(error)], _SIGNS):
         return True
     known = isinstance(error, ConnectionError) or _any_in([str(error)], _COMMON_SIGNS)
     return known and _any_in(files, _IN_A_GROUP)
+
+
+def is_in_a_group(error: BaseException) -> bool:
+    """Whether ``error`` was raised in an operation on a group of processes, in whatever words: if another worker of the
+    group is lost, that is the cause.
+    """
+    found = [_files(each) for each in _causes(error)]
+    return any(_any_in(files, _IN_A_GROUP) and not _any_in(files, _IN_THE_DATA) for files in found)
+
+
+def _files(error: BaseException) -> list[str]:
+    """Those of the frames that it came through."""
+    return [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def is_own(error: BaseException) -> bool:

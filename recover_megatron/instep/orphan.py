@@ -29,7 +29,7 @@ from recover_megatron.instep.errors import Drained, Orphaned, OtherPosition, Run
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.progress_reports import ProgressReports
-from recover_megatron.instep.spare import LINGER_SECONDS, Leave, Mirror, Over, Rebuild, Spare
+from recover_megatron.instep.spare import LINGER_SECONDS, STUCK_SECONDS, Leave, Mirror, Over, Rebuild, Spare
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
 from recover_megatron.membership.session import Session
@@ -137,7 +137,8 @@ class Orphan:
             status = self._planner.status(at=self._progress.at)
             late = self._assignment.me in self._session.aside
             status = replace(status, replica=None, version=None, ready=False, note=note, aside=late)
-            self._spare = Spare(self._planner, self._session, self._assignment.me, status)
+            leaving = max(STUCK_SECONDS, self._session.settings.hang_timeout) + self._progress.allowed
+            self._spare = Spare(self._planner, self._session, self._assignment.me, status, leaving=leaving)
         self._session.show(None)
         self._session.mark(status.iteration, "spare")
         self._spare.start()

@@ -59,9 +59,12 @@ class ProgressReports:
         self.microbatch, self.phase, self._allow = microbatch, phase, allow
         if microbatch is not None:
             self.tried.add(microbatch)
-        if not self._warm:
-            allow += FIRST_SECONDS
-        self._session.mark(self._hooks.iteration(), phase, microbatch, waiting, allow)
+        self._session.mark(self._hooks.iteration(), phase, microbatch, waiting, self.allowed)
+
+    @property
+    def allowed(self) -> float:
+        """The seconds beyond the hang timeout that what this worker does now may take until its next mark."""
+        return self._allow + (0.0 if self._warm else FIRST_SECONDS)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

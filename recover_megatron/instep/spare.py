@@ -11,7 +11,12 @@
                     '--the main thread does not come----------> the process ends: a stuck worker helps nobody
 
 The main thread may still be on its way out of the training, by the plan in which it had a place, or stuck for good.
-Until it has ``arrived`` the spare is not ready, and gets nothing but the end of the run.
+Until it has ``arrived`` the spare is not ready, and gets nothing but the end of the run.  How long it may stay away
+depends on what it does (``_back_by``):
+
+    leaves the training    STUCK_SECONDS, or the hang timeout, and what its last mark allows (compiling, a checkpoint)
+    builds a model         BUILD_SECONDS
+    keeps another's state  as long as the epoch lasts, whose end ends that; then STUCK_SECONDS
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ LINGER_SECONDS = 10.0
 GRACE_SECONDS = 0.25
 """How long a join waits for a main thread that is about to arrive: it saves an epoch."""
 STUCK_SECONDS = 60.0
-"""After which a main thread that has not arrived counts as stuck for good."""
+"""After which a main thread that nothing keeps from arriving counts as stuck for good."""
 BUILD_SECONDS = 3600.0
 """The same where it is building a model."""
 
@@ -96,9 +101,13 @@ Outcome = Placed | Rebuild | Mirror | Over | Leave
 
 
 class Spare:
-    """Of worker ``me``.  ``status``: what it joins with until its main thread arrives."""
+    """Of worker ``me``.  ``status``: what it joins with until its main thread arrives; ``leaving``: the seconds that it
+    may take to do so the first time.
+    """
 
-    def __init__(self, planner: Planner, session: Session, me: int, status: JoinStatus) -> None:
+    def __init__(
+        self, planner: Planner, session: Session, me: int, status: JoinStatus, *, leaving: float = STUCK_SECONDS
+    ) -> None:
         self._planner = planner
         self._session = session
         self._me = me
@@ -111,8 +120,8 @@ class Spare:
         self._grace = GRACE_SECONDS
         self._last: Decision | None = None
         """What the last epoch decided that had no place for this worker."""
-        self._away = STUCK_SECONDS
-        """How long the main thread may stay away."""
+        self._back_by: float | None = time.monotonic() + leaving
+        """When a main thread that has not arrived counts as stuck; None: not as long as the epoch lasts."""
         self._thread = threading.Thread(target=self._run, name="spare", daemon=True)
 
     def start(self) -> None:
@@ -185,6 +194,8 @@ class Spare:
         with self._changed:
             self._changed.wait_for(lambda: self._here, self._grace)
             sent, told = self._status, self._here
+            if self._back_by is None:  # the epoch for which it kept a state is over
+                self._back_by = time.monotonic() + STUCK_SECONDS
         timeline = planner.timeline
         decision, _ = planner.meet(sent, f"worker {me} is a spare: {sent.note}")
         with self._changed:
@@ -209,17 +220,19 @@ class Spare:
         session.idle()
         if sent.ready and me in decision.rebuild:
             position = decision.rebuild[me]
-            self._away, self._grace = BUILD_SECONDS, 0.0
+            self._back_by, self._grace = time.monotonic() + BUILD_SECONDS, 0.0
             self._have(Rebuild(position), position=position, version=None, digest="", building=True)
         elif sent.ready and me in decision.mirrors:
+            self._back_by = None
             self._have(Mirror(decision))
         if news and self._is_news(decision):
             self._let_them_begin()
-        elif not session.wait_revoked(self._patience(decision)):
+            return None
+        while not session.wait_revoked(self._patience(decision)):
             planner.give_up_unless_enough(decision)
             with self._changed:
                 if not self._here:
-                    return Over(1, "its main thread has not come out of the training")
+                    return Over(1, "its main thread has not come out of what it was doing")
         return None
 
     def _is_news(self, decision: Decision | None) -> bool:
@@ -232,7 +245,8 @@ class Spare:
         """How long to wait for the next epoch; None: for as long as it takes."""
         if decision.short:
             return max(0.0, self._planner.patience())
-        return None if self._here else self._away
+        by = self._back_by
+        return None if self._here or by is None else max(0.0, by - time.monotonic())
 
     def _let_them_begin(self) -> None:
         """Whoever asks for an epoch ends the present one: not while its fresh replicas get their state.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from recover_megatron import variables
 from recover_megatron.arguments import spares_from_argv
 from recover_megatron.launch import arguments, domains, listener, preflight, script, slurm_launch
 from recover_megatron.launch.control_plane import has_secret
@@ -96,6 +97,8 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
         log.info(f"no {options.script} in this folder: the installed one, {found[1]}")
         options.script, options.module = found[0], True
     reasons += arguments.check_files(options)
+    if options.fault_tolerant:
+        reasons += variables.refusals(os.environ)
     if options.script and not options.join:
         world = options.nnodes * options.nproc_per_node
         reasons += preflight.check(options.script, options.script_args, world)

@@ -19,6 +19,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from megatron.core import tensor_parallel
@@ -32,6 +33,7 @@ from recover_megatron.instep.faults import is_communication
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
+from recover_megatron.instep.untaken import UntakenPlaces
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
@@ -69,6 +71,7 @@ class Rejoin:
         self._blame = blame
         self._step_guard = step_guard
         self._rings = rings
+        self._untaken = UntakenPlaces()
 
     def leave(self, error: BaseException) -> None:
         """Leave the training, which ``error`` has ended: have all others told, and forget what was begun."""
@@ -97,9 +100,26 @@ class Rejoin:
             decision = self._wait()
             try:
                 self._take_place(decision)
+                self._untaken.taken()
                 return
             except INTERRUPTED as error:
-                self._recovery.orphan.leave(f"it could not take its place: {error}")
+                why = self._untaken.failed(error, decision)
+                self._recovery.orphan.leave(why)
+            if self._untaken.aside:
+                self._stay_aside(why)
+            time.sleep(self._untaken.pause)
+
+    def _stay_aside(self, why: str) -> NoReturn:
+        """Wait for the end of the run.  Raises ``RunOver``."""
+        me = self._recovery.assignment.me
+        log.warning(
+            f"worker {me}: {why}; it gets no other, and the run goes on without it. Look at what connects its host to "
+            "the others, end it, and bring another with recover-run --join"
+        )
+        self._recovery.session.note(why)
+        self._groups.inside.left()
+        self._recovery.orphan.wait(position=None, ready=False)
+        raise AssertionError("a worker that is put aside was given a place")
 
     def _wait(self) -> Decision:
         """Wait for the plan that has a place for this worker.  Raises a CUDA error where its device is broken."""

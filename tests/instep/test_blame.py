@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,17 +13,18 @@ import torch.distributed as dist
 from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.errors import Orphaned
 from recover_megatron.instep.faults import is_of_device
+from tests.instep.test_plan import raised
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"
 
 
-def recovery(*, orphaned: bool, positions: int = 2) -> Any:
-    """One whose news of a death never comes."""
+def recovery(*, orphaned: bool, positions: int = 2, lost: bool = False) -> Any:
+    """``lost``: whether the news of a mate's death comes."""
     return SimpleNamespace(
         orphan=SimpleNamespace(orphaned=orphaned),
         assignment=SimpleNamespace(grid=SimpleNamespace(replicas=[range(positions)]), mates={0, 1}),
         hooks=SimpleNamespace(iteration=lambda: 1),
-        session=SimpleNamespace(wait_lost=lambda mates, seconds: False),
+        session=SimpleNamespace(wait_lost=lambda mates, seconds: lost),
     )
 
 
@@ -56,3 +58,27 @@ def test_an_error_of_cuda_behind_one_of_communication_counts() -> None:
     assert Blame().of_mates(error, recovery(orphaned=False)) is True
     error.__cause__ = torch.AcceleratorError(ILLEGAL)
     assert Blame().of_mates(error, recovery(orphaned=False)) is False
+
+
+BARRIER = RuntimeError("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 600000 ms")
+IN_A_GROUP, ELSEWHERE = "/v/torch/distributed/distributed_c10d.py", "/home/user/my_model.py"
+
+
+@pytest.mark.parametrize(
+    ("error", "path", "lost", "of_a_mate"),
+    [
+        (BARRIER, IN_A_GROUP, True, True),
+        (ValueError("a text of torch's that is not known"), IN_A_GROUP, True, True),
+        (BARRIER, IN_A_GROUP, False, False),
+        (BARRIER, ELSEWHERE, True, False),
+        (OSError(errno.EMFILE, "Too many open files"), IN_A_GROUP, True, False),
+        (torch.AcceleratorError(ILLEGAL), IN_A_GROUP, True, False),
+    ],
+    ids=repr,
+)
+def test_what_fails_in_a_group_while_a_mate_is_lost_is_the_mates_fault_whatever_its_text(
+    error: Exception, path: str, lost: bool, of_a_mate: bool
+) -> None:
+    error = raised(error.with_traceback(None), path)
+    assert Blame().of_mates(error, recovery(orphaned=False, lost=lost)) is of_a_mate
+    assert Blame().of_mates(error, recovery(orphaned=False, lost=lost, positions=1)) is False

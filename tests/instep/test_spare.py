@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recover_megatron.instep.decision import Decision, JoinStatus
-from recover_megatron.instep.spare import Over, Spare
+from recover_megatron.instep.orphan import Orphan
+from recover_megatron.instep.spare import BUILD_SECONDS, STUCK_SECONDS, Mirror, Over, Rebuild, Spare
 from recover_megatron.membership.errors import CoordinatorLost, EpochRevoked
 from tests.harness.waiting import DEADLINE
 
@@ -111,3 +114,106 @@ def test_no_whole_replica_is_the_end_of_the_run_only_where_somebody_had_finished
     spare.start()
     assert spare.arrive(version=None) == Over(0, "the training is over" if finished else "the end of the test")
     assert session.idled.is_set() is not finished
+
+
+class Epochs:
+    """A session whose epochs end when the test says so.  ``waits``: how long each is waited for at most."""
+
+    settings = SimpleNamespace(hang_timeout=1.0)
+    aside = frozenset[int]()
+
+    def __init__(self) -> None:
+        self.waits: queue.Queue[float | None] = queue.Queue()
+        self.ends: queue.Queue[bool | None] = queue.Queue()
+        """True: the epoch is over; False: the wait; None: the run."""
+
+    def wait_revoked(self, timeout: float | None = None) -> bool:
+        self.waits.put(timeout)
+        if (end := self.ends.get(timeout=DEADLINE)) is None:
+            raise CoordinatorLost("the end of the test", 0)
+        return end
+
+    def idle(self) -> None:
+        """Nobody asks."""
+
+    mark = show = ask = lambda self, *args: None
+
+
+def planner_of(*decisions: Decision) -> Any:
+    """Its epochs decide this, one after the other."""
+    plans = iter(decisions)
+    return SimpleNamespace(
+        timeline=(0, 0),
+        node="a",
+        finished=False,
+        meet=lambda status, reason: (next(plans), None),
+        give_up_unless_enough=lambda decision: None,
+        has_all_replicas=lambda decision: True,
+        status=lambda at: JoinStatus(0, position=0, at=at),
+    )
+
+
+def test_who_keeps_the_state_of_the_last_replica_does_so_as_long_as_the_epoch_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The main thread is in a mirror's work all the while: it does not count as stuck, however long that takes."""
+    session = Epochs()
+    played: Any = session
+    last = Decision(5, {0: (0, 1)}, (4,), at=7, mirrors={4: 0})
+    without = Decision(6, {0: (0, 1)}, (4,), at=8)
+    spare = Spare(planner_of(last, without), played, 4, JoinStatus(None, position=0))
+    arriving: queue.Queue[Any] = queue.Queue()
+    threading.Thread(target=lambda: arriving.put(spare.arrive(version=6)), daemon=True).start()
+    spare.start()
+    assert arriving.get(timeout=DEADLINE) == Mirror(last)
+    assert session.waits.get(timeout=DEADLINE) is None
+    session.ends.put(True)  # the epoch is over, and with it the mirror's work: it is to arrive as an orphan is
+    assert 0 < (session.waits.get(timeout=DEADLINE) or 0) <= STUCK_SECONDS
+    monkeypatch.setattr("recover_megatron.instep.spare.LINGER_SECONDS", DEADLINE)
+    session.ends.put(False)
+    wait_until(spare, lambda: spare._outcome is not None)
+    stuck = spare.arrive(version=6)
+    assert isinstance(stuck, Over)
+    assert stuck.code == 1
+
+
+def test_who_builds_a_model_may_take_longer_than_who_leaves_the_training() -> None:
+    session = Epochs()
+    played: Any = session
+    asked = Decision(5, {0: (0, 1)}, (4,), at=7, rebuild={4: 1})
+    spare = Spare(planner_of(asked, asked), played, 4, JoinStatus(None, position=0))
+    spare.start()
+    assert 0 < (session.waits.get(timeout=DEADLINE) or 0) <= STUCK_SECONDS, "it leaves the training"
+    arriving: queue.Queue[Any] = queue.Queue()
+    threading.Thread(target=lambda: arriving.put(spare.arrive(version=6)), daemon=True).start()
+    wait_until(spare, lambda: spare._here)
+    session.ends.put(True)
+    assert arriving.get(timeout=DEADLINE) == Rebuild(1)
+    assert STUCK_SECONDS < (session.waits.get(timeout=DEADLINE) or 0) <= BUILD_SECONDS
+    session.ends.put(None)
+    assert isinstance(spare.arrive(), Over)
+
+
+def wait_until(spare: Spare, done: Callable[[], bool]) -> None:
+    """Until its thread, or its main one, has come so far."""
+    with spare._changed:
+        assert spare._changed.wait_for(done, DEADLINE)
+
+
+@pytest.mark.parametrize("allowed", [0.0, 600.0])
+def test_an_orphan_may_take_as_long_to_leave_as_its_last_mark_allows(allowed: float) -> None:
+    """It compiles, or waits for storage: the run would have waited for it as long, had its replica not broken."""
+    session = Epochs()
+    played: Any = session
+    mine: Any = SimpleNamespace(lock=threading.RLock(), me=4)
+    progress: Any = SimpleNamespace(at=3, allowed=allowed)
+    nothing: Any = None
+    orphan = Orphan(
+        played, nothing, progress, mine, planner_of(Decision(5, {0: (0, 1)}, (4,), at=7)), nothing, nothing,
+        at_launch=True,
+    )  # fmt: skip
+    orphan._be_spare("its replica is broken")
+    assert allowed < (session.waits.get(timeout=DEADLINE) or 0) <= STUCK_SECONDS + allowed
+    session.ends.put(None)
+    assert orphan._spare is not None
+    assert isinstance(orphan._spare.arrive(), Over)

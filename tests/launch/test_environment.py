@@ -93,3 +93,27 @@ def test_the_script_runs_as_it_does_under_python(bench):
     script = bench.script("import beside, sys; print('AT', __file__, __name__, sys.path[0])", "sub/script.py")
     launch = bench.run(script)[1]
     assert f"AT {bench.folder / 'sub/script.py'} __main__ {bench.folder / 'sub'}" in launch.out
+
+
+def test_workers_do_not_get_what_recovery_cannot_live_with_and_the_console_says_so(bench):
+    script = bench.script(SHOW)
+    given = {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    code, launch = bench.run("--nproc-per-node", 2, script, environment=given)
+    assert code == 0
+    found = environments(launch)
+    assert [("TORCH_GLOO_LAZY_INIT" in its, its["TORCH_DISTRIBUTED_DEBUG"]) for its in found.values()] == [
+        (False, "INFO")
+    ] * 2
+    for line in (
+        "TORCH_GLOO_LAZY_INIT=1 of your environment is overruled (not passed on)",
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL of your environment is overruled (INFO instead)",
+    ):
+        assert launch.err.count(line) == 1
+
+
+def test_a_run_that_gloo_cannot_be_aborted_in_is_refused(bench):
+    script = bench.script(SHOW, "pretrain_mine.py")
+    code, launch = bench.run(script, "--recover", "--mock-data", environment={"GLOO_DEVICE_TRANSPORT": "TCP_TLS"})
+    assert code == 2
+    assert "GLOO_DEVICE_TRANSPORT=TCP_TLS: only gloo's connections over plain TCP" in launch.err
+    assert environments(launch) == {}

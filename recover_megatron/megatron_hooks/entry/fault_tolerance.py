@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import torch
 from megatron.training import get_args
 
-from recover_megatron import hostdevice, script_flags
+from recover_megatron import hostdevice, script_flags, variables
 from recover_megatron.arguments import RecoverConfig, parse_addresses
 from recover_megatron.chaos.injector import InjectedExit, InjectedFault, Injector
 from recover_megatron.chaos.spec import parse_spec
@@ -144,6 +144,11 @@ class FaultTolerance:
     def install(self) -> None:
         """Wrap all seams; raises UserError if this loop's or Megatron-Core's are not the ones we know."""
         self._loop.check()
+        if reasons := variables.refusals(os.environ):
+            raise UserError("; ".join(reasons))
+        for line in variables.overrule(os.environ):  # of a worker that recover-run has not started
+            log.warning(line)
+        torch.distributed.set_debug_level_from_env()
         if self._device.type == "cuda" and (against := torch_nccl.set_environment(self._config.hang_timeout)):
             log.warning(
                 f"{', '.join(against)}: with these of your environment torch may end or block a worker that --recover "

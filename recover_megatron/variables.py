@@ -1,0 +1,157 @@
+"""The variables of torch, gloo, NCCL and Python that change what recovery rests on, and what becomes of a user's value.
+
+One table (``TABLE``), of which docs/operations.md has its own.  The launcher applies it to what its workers inherit,
+and a worker with --recover to what it finds, whoever has started it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Rule(Enum):
+    """What becomes of a value in the environment of a run."""
+
+    OVERRULED = "overruled"
+    """It is replaced, or taken away, and a line says so."""
+    REFUSED = "refused"
+    """Nothing is started."""
+    DEFAULT = "kept; else set"
+    """It stands; where there is none one is set."""
+    KEPT = "kept"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One, or several that are alike."""
+
+    names: tuple[str, ...]
+    rule: Rule
+    why: str
+    """For people: what recovery needs, or what the value would do."""
+    value: str | None = None
+    """What is set; None: nothing, or (``DEFAULT``) it depends."""
+    fine: tuple[str, ...] = ("", "0")
+    """Values, in capitals, for which the rule has nothing to do."""
+
+
+TABLE = (
+    Variable(
+        ("TORCH_GLOO_LAZY_INIT",),
+        Rule.OVERRULED,
+        "gloo would connect in a group's first operation, and the connections by which a group is aborted are looked "
+        "for when it is made",
+    ),
+    Variable(
+        ("TORCH_DISTRIBUTED_DEBUG",),
+        Rule.OVERRULED,
+        "with DETAIL torch has all members of a group compare each operation first, over another group, which nobody "
+        "can abort",
+        "INFO",
+        ("", "OFF", "INFO"),
+    ),
+    Variable(
+        ("GLOO_DEVICE_TRANSPORT",),
+        Rule.REFUSED,
+        "only gloo's connections over plain TCP can be aborted: unset it, or leave --recover out",
+        fine=("", "TCP"),
+    ),
+    Variable(
+        ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING"),
+        Rule.OVERRULED,
+        "the host would wait in torch for each collective inside a replica, where no plan reaches it; the last two are "
+        "old names, which torch reads as well",
+        fine=("",),
+    ),
+    Variable(
+        ("NCCL_COMM_BLOCKING", "NCCL_COMM_ID"),
+        Rule.OVERRULED,
+        "a communicator whose calls block cannot be aborted while it is made; with one address for all of them only "
+        "one can be made",
+        fine=("",),
+    ),
+    Variable(
+        (
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            "TORCH_NCCL_ENABLE_MONITORING",
+            "TORCH_NCCL_NONBLOCKING_TIMEOUT",
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+            "TORCH_FR_BUFFER_SIZE",
+        ),
+        Rule.DEFAULT,
+        "torch's watchdog would end or block a worker that recovery brings back; on GPUs only, by the worker, which "
+        "warns of a value that stands against it",
+    ),
+    Variable(
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        Rule.DEFAULT,
+        "the interface by which this host and the others reach each other",
+    ),
+    Variable(("OMP_NUM_THREADS",), Rule.DEFAULT, "several workers share the cores of a host", "1"),
+    Variable(("PYTHONUNBUFFERED",), Rule.OVERRULED, "what a worker says before it dies is not lost", "1", ("", "1")),
+    Variable(
+        ("PYTHONINSPECT",),
+        Rule.OVERRULED,
+        "Python would replace a worker's exit code, by which its end is known",
+        fine=("",),
+    ),
+    Variable(
+        (
+            "TORCH_DIST_INIT_BARRIER",
+            "TORCH_SHOW_CPP_STACKTRACES",
+            "GLOO_DISABLE_CONNECTION_RETRIES",
+            "PYTHONOPTIMIZE",
+        ),
+        Rule.KEPT,
+        "nothing rests on them",
+    ),
+    Variable(
+        ("NCCL_DEBUG", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "TORCH_NCCL_USE_COMM_NONBLOCKING"),
+        Rule.KEPT,
+        "what to try with them is in gpu.md",
+    ),
+)
+
+
+def overrule(environ: MutableMapping[str, str]) -> list[str]:
+    """Take from ``environ`` what recovery cannot live with; a line for people about each value of a user's."""
+    said = []
+    for variable, name, value in _against(environ, Rule.OVERRULED):
+        if variable.value is None:
+            del environ[name]
+        else:
+            environ[name] = variable.value
+        instead = "not passed on" if variable.value is None else f"{variable.value} instead"
+        said.append(f"{name}={value} of your environment is overruled ({instead}): {variable.why} (docs/operations.md)")
+    return said
+
+
+def refusals(environ: Mapping[str, str]) -> list[str]:
+    """Why nothing can be started in ``environ``."""
+    return [f"{name}={value}: {variable.why}" for variable, name, value in _against(environ, Rule.REFUSED)]
+
+
+def _against(environ: Mapping[str, str], rule: Rule) -> list[tuple[Variable, str, str]]:
+    return [
+        (variable, name, environ[name])
+        for variable in TABLE
+        if variable.rule is rule
+        for name in variable.names
+        if name in environ and environ[name].upper() not in variable.fine
+    ]
+
+
+def markdown_table() -> str:
+    """For docs/operations.md."""
+    lines = ["| variable | yours is | why |", "| --- | --- | --- |"]
+    for variable in TABLE:
+        names = ", ".join(f"`{name}`" for name in variable.names)
+        to = f" to {variable.value}" if variable.value and variable.rule is Rule.DEFAULT else ""
+        if variable.rule is Rule.OVERRULED:
+            to = f": {variable.value}" if variable.value else ": unset"
+        fine = [value for value in variable.fine if value not in ("", variable.value)]
+        but = f" ({' and '.join(fine)} is fine)" if fine and variable.rule in (Rule.OVERRULED, Rule.REFUSED) else ""
+        lines.append(f"| {names} | {variable.rule.value}{to}{but} | {variable.why} |")
+    return "\n".join(lines)
