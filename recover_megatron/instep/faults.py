@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,8 @@ _IN_THE_DATA = ("torch/utils/data/", "recover_megatron/megatron_hooks/data.py")
 """Where samples are read.  What fails below is no mate's doing, whatever it looks like: a store of data has hung up."""
 
 _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
-_FULL_SIGNS = ("No space left on device", "Disk quota exceeded")
+DISK_QUOTA = "Disk quota exceeded"
+_FULL_SIGNS = ("No space left on device", DISK_QUOTA)
 _FULL_BYTES = 1 << 16
 """A file system with less to give is full: torch's writer of archives does not say why it failed."""
 
@@ -100,10 +101,10 @@ def _is_communication(error: BaseException) -> bool:
 def is_own(error: BaseException) -> bool:
     """Whether ``error`` is a fault of this worker's host or device, of which another worker need not have its like.
 
-    Not a checkpoint's file system that is full: it is everybody's.
+    Of a checkpoint it is known: what its file system says is everybody's, whatever it means elsewhere.
     """
-    if isinstance(error, CheckpointFailed) and error.full:
-        return False
+    if isinstance(error, CheckpointFailed):
+        return error.own
     return any(_is(each, _OWN_NUMBERS, _OWN_SIGNS) for each in _causes(error))
 
 
@@ -133,6 +134,12 @@ def is_full(error: BaseException, folder: str) -> bool:
     return status.f_bavail * status.f_frsize < _FULL_BYTES
 
 
+def is_of_folder(error: BaseException, folder: str) -> bool:
+    """Whether ``error`` was met with ``folder`` or something in it, by the names that the system's errors have."""
+    names = [repr(folder), os.path.join(folder, "")]
+    return any(_any_in([str(each)], names) for each in _causes(error))
+
+
 def _is(error: BaseException, numbers: tuple[int, ...], signs: tuple[str, ...]) -> bool:
     return (isinstance(error, OSError) and error.errno in numbers) or _any_in([str(error)], signs)
 
@@ -159,5 +166,5 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         following = following.__cause__ or following.__context__
 
 
-def _any_in(texts: list[str], parts: tuple[str, ...]) -> bool:
+def _any_in(texts: list[str], parts: Iterable[str]) -> bool:
     return any(part in text for text in texts for part in parts)
