@@ -51,10 +51,11 @@ _FULL_SIGNS = ("No space left on device", DISK_QUOTA)
 _FULL_BYTES = 1 << 16
 """A file system with less to give is full: torch's writer of archives does not say why it failed."""
 
-_OWN_NUMBERS = (errno.EMFILE, errno.ENFILE, *_FULL_NUMBERS)
+_OWN_NUMBERS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, *_FULL_NUMBERS)
 
 _OWN_SIGNS = (
     "Too many open files",
+    "Cannot allocate memory",
     *_FULL_SIGNS,
     "items of ancdata",  # torch's words where a process may not open the descriptors that were sent to it
     "insufficient shared memory",
@@ -66,7 +67,9 @@ _OWN_SIGNS = (
     "no CUDA-capable device",
     "CUDA-capable device(s) is/are busy or unavailable",
 )
-"""Of faults that say nothing about the work, in whatever type: full tables and disks, devices that have failed."""
+"""Of faults that say nothing about the work, in whatever type: full tables, disks and memories of hosts, devices that
+have failed.  The memory of a device is not among them: what the work asks for may be too much for each.
+"""
 
 _CUDA_SIGN = "CUDA error:"
 """With this begins the text of every error of CUDA's that torch raises."""

@@ -113,3 +113,19 @@ def test_who_cannot_write_its_part_ends_and_the_others_write_again(
         for worker in unable:
             assert cause.format(worker) in run.logs[worker].read_text()
         assert complete == [f"iter_{iteration:07d}" for iteration in (2, 4, 6, 8)]
+
+
+def test_loaders_killed_while_a_checkpoint_is_written_cost_their_workers_and_not_the_checkpoint(
+    forkserver: ForkServer, tmp_path: Path
+) -> None:
+    script = [str(Path(__file__).with_name("lost_loaders.py")), "0,2"]
+    flags = ["--num-workers", "2", "--save", str(tmp_path / "checkpoints"), "--save-interval", "4"]
+    recover = ["--recover", "--recover-log-dir", str(tmp_path / "run")]
+    run = forkserver.run(4, [*script, *TRAINING[1:], *flags, *recover], tmp_path / "run", timeout=240)
+    assert run.codes == [1, 0, 1, 0], run.tail()
+    for worker in (0, 2):
+        said = run.logs[worker].read_text()
+        assert "which reads data for this worker, was killed by signal 9" in said, said
+        assert "cannot be written" not in said, said
+    complete = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
+    assert complete == ["iter_0000004", "iter_0000008"]

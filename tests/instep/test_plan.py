@@ -605,6 +605,12 @@ def test_what_fails_below_the_data_set_is_no_mates_fault_whatever_its_type() -> 
         (OSError(errno.ENOSPC, "No space left on device"), True),
         (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), True),
         (RuntimeError("received 0 items of ancdata"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (
+            RuntimeError("DefaultCPUAllocator: you tried to allocate 64 bytes. Error code 12 (Cannot allocate memory)"),
+            True,
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (OSError(errno.EIO, "Input/output error"), False),
