@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 _NAME = re.compile(r"attempt_(\d{7,})_([0-9a-f]+)_(\d+)_(\d+)(\.replaced)?")
 
-_NO_RENAMING = (errno.ENOTSUP, errno.ENOSYS, errno.EXDEV)
-"""What file systems say that cannot rename a folder: then its files are copied."""
+_NO_RENAMING = (errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EMFILE, errno.ENFILE)
+"""What file systems say that cannot rename a folder, or none of so many files: then its files are copied."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,9 @@ def _move(folder: str, final: str) -> None:
     except OSError as error:
         if error.errno not in _NO_RENAMING:
             raise
+        if not os.path.isdir(folder):  # which is not asked first everywhere
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
+        discard(final)
         shutil.copytree(folder, final, dirs_exist_ok=True)
         discard(folder)
 

@@ -57,11 +57,11 @@ class OtherPosition(InStepError):
 
 
 class CheckpointFailed(InStepError):
-    """A checkpoint cannot be written.  ``full``: because its file system has no space left."""
+    """A checkpoint cannot be written.  ``own``: by this worker; others can."""
 
-    def __init__(self, message: str, full: bool) -> None:
+    def __init__(self, message: str, *, own: bool) -> None:
         super().__init__(message)
-        self.full = full
+        self.own = own
 
 
 class UnknownOperation(InStepError):

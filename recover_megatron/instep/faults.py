@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -47,14 +47,16 @@ _IN_THE_DATA = ("torch/utils/data/", "recover_megatron/megatron_hooks/data.py")
 """Where samples are read.  What fails below is no mate's doing, whatever it looks like: a store of data has hung up."""
 
 _FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
-_FULL_SIGNS = ("No space left on device", "Disk quota exceeded")
+DISK_QUOTA = "Disk quota exceeded"
+_FULL_SIGNS = ("No space left on device", DISK_QUOTA)
 _FULL_BYTES = 1 << 16
 """A file system with less to give is full: torch's writer of archives does not say why it failed."""
 
-_OWN_NUMBERS = (errno.EMFILE, errno.ENFILE, *_FULL_NUMBERS)
+_OWN_NUMBERS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, *_FULL_NUMBERS)
 
 _OWN_SIGNS = (
     "Too many open files",
+    "Cannot allocate memory",
     *_FULL_SIGNS,
     "items of ancdata",  # torch's words where a process may not open the descriptors that were sent to it
     "insufficient shared memory",
@@ -66,7 +68,9 @@ _OWN_SIGNS = (
     "no CUDA-capable device",
     "CUDA-capable device(s) is/are busy or unavailable",
 )
-"""Of faults that say nothing about the work, in whatever type: full tables and disks, devices that have failed."""
+"""Of faults that say nothing about the work, in whatever type: full tables, disks and memories of hosts, devices that
+have failed.  The memory of a device is not among them: what the work asks for may be too much for each.
+"""
 
 _CUDA_SIGN = "CUDA error:"
 """With this begins the text of every error of CUDA's that torch raises."""
@@ -114,10 +118,10 @@ def _files(error: BaseException) -> list[str]:
 def is_own(error: BaseException) -> bool:
     """Whether ``error`` is a fault of this worker's host or device, of which another worker need not have its like.
 
-    Not a checkpoint's file system that is full: it is everybody's.
+    Of a checkpoint it is known: what its file system says is everybody's, whatever it means elsewhere.
     """
-    if isinstance(error, CheckpointFailed) and error.full:
-        return False
+    if isinstance(error, CheckpointFailed):
+        return error.own
     return any(_is(each, _OWN_NUMBERS, _OWN_SIGNS) for each in _causes(error))
 
 
@@ -147,6 +151,12 @@ def is_full(error: BaseException, folder: str) -> bool:
     return status.f_bavail * status.f_frsize < _FULL_BYTES
 
 
+def is_of_folder(error: BaseException, folder: str) -> bool:
+    """Whether ``error`` was met with ``folder`` or something in it, by the names that the system's errors have."""
+    names = [repr(folder), os.path.join(folder, "")]
+    return any(_any_in([str(each)], names) for each in _causes(error))
+
+
 def _is(error: BaseException, numbers: tuple[int, ...], signs: tuple[str, ...]) -> bool:
     return (isinstance(error, OSError) and error.errno in numbers) or _any_in([str(error)], signs)
 
@@ -173,5 +183,5 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         following = following.__cause__ or following.__context__
 
 
-def _any_in(texts: list[str], parts: tuple[str, ...]) -> bool:
+def _any_in(texts: list[str], parts: Iterable[str]) -> bool:
     return any(part in text for text in texts for part in parts)

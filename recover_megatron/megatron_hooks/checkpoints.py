@@ -27,11 +27,12 @@ from megatron.training import async_utils, get_args
 
 from recover_megatron.instep.attempts import Attempt, clean, discard, publish
 from recover_megatron.instep.errors import CheckpointFailed, InStepError
-from recover_megatron.instep.faults import is_communication, is_full, signature
+from recover_megatron.instep.faults import DISK_QUOTA, is_communication, is_full, is_of_folder, is_own, signature
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.timelines import MOST
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import checkpoint_writers, monkeypatch
+from recover_megatron.megatron_hooks.checkpoint_parts import PartFailed, Parts
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.membership.errors import MembershipError
@@ -80,6 +81,7 @@ class Checkpoints:
         """None as long as the training has not begun: then checkpoints are Megatron's own."""
         self._groups = groups
         self._records = records
+        self._parts = Parts()
         self._attempt: Attempt | None = None
         self._folders: dict[str, str] = {}
         """Of the attempt that is being begun: its folders, and what they are to be."""
@@ -107,6 +109,7 @@ class Checkpoints:
         loop.wrap("schedule_save", self._schedule)
         loop.wrap("saved", self._tell)
         checkpoint_writers.install()
+        self._parts.install()
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +131,7 @@ class Checkpoints:
                 try:
                     # Who writes what changes when workers are lost: it is planned anew each time.
                     anew = monkeypatch.replaced(get_args(), "ckpt_assume_constant_structure", False)
-                    with self._groups.in_section(), anew:
+                    with self._groups.in_section(), anew, self._parts.told(recovery):
                         result = original(iteration, *args, **kwargs)
                     if not get_args().async_save:
                         self._publish(recovery, self._folders)
@@ -169,7 +172,7 @@ class Checkpoints:
                 if self._lost and self._again is not None and self._again[0] == recovery.hooks.iteration():
                     return _LOST
                 try:
-                    with self._groups.in_section():
+                    with self._groups.in_section(), self._parts.told(recovery):
                         result = original(*args, **kwargs)
                     while len(self._under_way) > _calls():
                         finalized = self._under_way.pop(0)
@@ -317,14 +320,12 @@ class Checkpoints:
         if isinstance(error, (MembershipError, InStepError, SystemExit, KeyboardInterrupt)) or is_communication(error):
             return
         save = get_args().save
-        full = is_full(error, save)
-        if self._attempt is not None:
-            for folder in self._folders:
-                discard(folder)  # nobody will complete it without this worker, and the others need the space
-        why = "No space left on device" if full else signature(error)
+        for folder in [*self._folders, *(folder for each in self._under_way for folder in each.folders)]:
+            discard(folder)  # nobody will complete it without this worker, and the others need the space
+        why, own = _reason(error, save)
         last = self._records.last_checkpoint()
         raise CheckpointFailed(
-            f"{what} cannot be written to {save}: {why}. The last checkpoint: {last}", full
+            f"{what} cannot be written to {save}: {why}. The last checkpoint: {last}", own=own
         ) from error
 
     def _abandon(self, recovery: Recovery) -> None:
@@ -347,6 +348,17 @@ class Checkpoints:
             checkpoint_writers.wait(pending.popleft().async_caller)
         _forget_results()
         return number
+
+
+def _reason(error: BaseException, save: str) -> tuple[str, bool]:
+    """Why a checkpoint cannot be written to ``save``, and whether that is a matter of this worker alone."""
+    if isinstance(error, PartFailed):
+        why, own = str(error), error.own
+    else:
+        why, own = signature(error), is_own(error) and not is_of_folder(error, save)
+    if is_full(error, save):
+        return (why if DISK_QUOTA in why else "No space left on device"), False
+    return why, own
 
 
 def _counters() -> dict[str, Any]:

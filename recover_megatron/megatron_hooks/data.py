@@ -4,6 +4,9 @@
                                          those after it: the loader reads them ahead, in order
     Source.get(j)                        microbatch j of this iteration; one that is not mine is read on the spot
 
+A loader's process that dies is told to whoever reads next: torch raises it in whatever the main thread is doing, a
+checkpoint or a sum.
+
 Which samples microbatch j of the iteration is that starts at ``consumed`` samples says ``order``, as stock Megatron
 deals them.  Samples carry their number with them (``TaggedDataset``), so what ``get`` returns is checked, not believed.
 """
@@ -12,9 +15,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -32,6 +37,17 @@ SAMPLE = "recover_sample"
 INFILLING = "megatron.training.datasets.fim_dataset"
 
 Batch = dict[str, Any]
+
+_OF_THE_WORK = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+"""Signals by which a sample may end whoever reads it."""
+
+
+END_SECONDS = 1.0
+"""How long a process whose pipe has closed may take to end."""
+
+
+class LoaderKilled(Exception):
+    """A process that reads for this worker was killed by a signal from outside: a matter of this worker's host."""
 
 
 class TaggedDataset(torch.utils.data.Dataset):
@@ -97,7 +113,8 @@ class Source:
         while first not in self._here and (first in self._asked or self._coming(first)):
             if self._batches is None:
                 self._batches = iter(self._loader)
-            batch = next(self._batches)
+            with _reading(getattr(self._batches, "_workers", ())):
+                batch = next(self._batches)
             self._here[self._asked.popleft()] = batch
         batch = self._here.pop(first, None)
         if batch is None:
@@ -141,6 +158,60 @@ class Source:
 
     def __next__(self) -> Batch:
         raise Disagreement("a batch was asked for past the hooks: which microbatch it is cannot be known")
+
+
+_read_by: Sequence[Any] = ()
+"""The loader's processes that the main thread is waiting for."""
+
+
+@contextmanager
+def _reading(processes: Sequence[Any]) -> Iterator[None]:
+    """While one of ``processes`` is waited for.  Raises ``LoaderKilled``, or RuntimeError where the work ended one."""
+    global _read_by
+    if processes:
+        _tell_readers()
+    try:
+        _read_by = processes
+        _check(processes)
+        yield
+    except (RuntimeError, EOFError, OSError) as error:  # torch does not always say by what
+        if not isinstance(error, RuntimeError):  # a pipe may close a moment earlier
+            connection.wait([process.sentinel for process in processes], END_SECONDS)
+        _check(processes)
+        raise
+    finally:
+        _read_by = ()
+
+
+def _check(processes: Sequence[Any]) -> None:
+    for process in processes:
+        if code := process.exitcode:
+            who = f"process {process.pid}, which reads data for this worker,"
+            if code > 0:
+                raise RuntimeError(f"{who} ended with exit code {code}")
+            error = RuntimeError if -code in _OF_THE_WORK else LoaderKilled
+            raise error(f"{who} was killed by signal {-code}")
+
+
+def _tell_readers() -> None:
+    """Have torch's handler of SIGCHLD raise an error only where it is of those that are waited for."""
+    of_torch = signal.getsignal(signal.SIGCHLD)
+    if not callable(of_torch) or isinstance(of_torch, _Handler):
+        return
+    signal.signal(signal.SIGCHLD, _Handler(of_torch))
+
+
+class _Handler:
+    """Of SIGCHLD, around torch's."""
+
+    def __init__(self, of_torch: Callable[..., Any]) -> None:
+        self._of_torch = of_torch
+
+    def __call__(self, number: int, frame: Any) -> None:
+        try:
+            self._of_torch(number, frame)
+        except RuntimeError:
+            _check(_read_by)
 
 
 class _Feed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -82,16 +83,38 @@ def test_nothing_is_taken_for_a_checkpoint_where_there_is_none(tmp_path: Path) -
         publish(FIRST.folder(str(tmp_path / "iter_0000008")), str(tmp_path / "iter_0000008"))
 
 
-def test_a_file_system_that_renames_no_folders_gets_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EMFILE, errno.ENFILE, errno.EPERM])
+def test_a_file_system_that_renames_no_folders_gets_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Some say that they cannot, others that a folder has too many files: all of them would have to be open."""
     folder, final = written(tmp_path, FIRST, "new")
-
-    def refuse(source: str, target: str) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(attempts.os, "rename", refuse)
+    (tmp_path / "iter_0000008").mkdir()
+    (tmp_path / "iter_0000008" / "old").touch()
+    refuse_to_rename(monkeypatch, number)
     publish(folder, final)
+    publish(folder, final)  # there is no attempt any more
     assert content(final) == "new"
     assert os.listdir(tmp_path) == ["iter_0000008"]
+    assert os.listdir(final) == ["mp_rank_00"]
+
+
+def test_what_is_no_refusal_is_told_and_what_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "iter_0000008").mkdir()
+    (tmp_path / "iter_0000008" / "old").touch()
+    folder, final = written(tmp_path, FIRST, "new")
+    refuse_to_rename(monkeypatch, errno.ESTALE)
+    with pytest.raises(OSError, match="iter_0000008") as raised:
+        publish(folder, final)
+    assert raised.value.errno == errno.ESTALE
+    assert os.listdir(final) == ["old"]
+
+
+def refuse_to_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(number, os.strerror(number), source, None, target)
+
+    monkeypatch.setattr(attempts.os, "rename", refuse)
 
 
 def test_what_attempts_before_this_one_have_left_is_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.membership.errors import EXIT_FENCED
+from recover_megatron.membership.errors import EXIT_FENCED, EXIT_SAME_FAULT
 from recover_megatron.run_log.steps import read_steps
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
@@ -87,3 +87,46 @@ def test_who_was_put_out_in_the_middle_of_a_checkpoint_and_wakes_later_spoils_no
     run = forkserver.run(2, [*TRAINING, *loading], resumed, losses=resumed / "losses.jsonl", timeout=240)
     assert run.ok, run.tail()
     assert [step["loss"] for step in losses(resumed / "losses.jsonl")] == pytest.approx(expected[4:], rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["", ASYNCHRONOUSLY], ids=["at once", "asynchronously"])
+@pytest.mark.parametrize("unable", [[2], [0, 1, 2, 3]], ids=["one", "all"])
+def test_who_cannot_write_its_part_ends_and_the_others_write_again(
+    forkserver: ForkServer, tmp_path: Path, unable: list[int], how: str
+) -> None:
+    """If nobody can, the run ends with the cause."""
+    checkpoints = tmp_path / "checkpoints"
+    script = [str(Path(__file__).with_name("limited.py")), ",".join(map(str, unable)), "4"]
+    flags = ["--save", str(checkpoints), "--save-interval", "2", *how.split()]
+    recover = ["--recover", "--recover-log-dir", str(tmp_path / "run")]
+    run = forkserver.run(4, [*script, *TRAINING[1:], *flags, *recover], tmp_path / "run", timeout=240)
+    complete = sorted(path.name for path in checkpoints.glob("iter_*"))
+    cause = (
+        f"the checkpoint of iteration 4 cannot be written to {checkpoints}: worker {{}}: OSError: [Errno 27] File too"
+    )
+    if len(unable) == 4:
+        assert set(run.codes) == {EXIT_SAME_FAULT}, run.tail()
+        told = (tmp_path / "run" / "events-0.jsonl").read_text().splitlines()[-1]
+        assert any(cause.format(worker) in told for worker in unable), told
+        assert complete == ["iter_0000002"]
+    else:
+        assert run.codes == [int(worker in unable) for worker in range(4)], run.tail()
+        for worker in unable:
+            assert cause.format(worker) in run.logs[worker].read_text()
+        assert complete == [f"iter_{iteration:07d}" for iteration in (2, 4, 6, 8)]
+
+
+def test_loaders_killed_while_a_checkpoint_is_written_cost_their_workers_and_not_the_checkpoint(
+    forkserver: ForkServer, tmp_path: Path
+) -> None:
+    script = [str(Path(__file__).with_name("lost_loaders.py")), "0,2"]
+    flags = ["--num-workers", "2", "--save", str(tmp_path / "checkpoints"), "--save-interval", "4"]
+    recover = ["--recover", "--recover-log-dir", str(tmp_path / "run")]
+    run = forkserver.run(4, [*script, *TRAINING[1:], *flags, *recover], tmp_path / "run", timeout=240)
+    assert run.codes == [1, 0, 1, 0], run.tail()
+    for worker in (0, 2):
+        said = run.logs[worker].read_text()
+        assert "which reads data for this worker, was killed by signal 9" in said, said
+        assert "cannot be written" not in said, said
+    complete = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
+    assert complete == ["iter_0000004", "iter_0000008"]

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from recover_megatron.instep.assignment import Quotas
 from recover_megatron.instep.decision import HELD, Beyond, Decision, JoinStatus, Rollback, Rules
-from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.faults import is_communication, is_own, signature
+from recover_megatron.instep.errors import CheckpointFailed, Disagreement
+from recover_megatron.instep.faults import is_communication, is_of_folder, is_own, signature
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import decide
@@ -605,6 +605,12 @@ def test_what_fails_below_the_data_set_is_no_mates_fault_whatever_its_type() -> 
         (OSError(errno.ENOSPC, "No space left on device"), True),
         (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), True),
         (RuntimeError("received 0 items of ancdata"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (
+            RuntimeError("DefaultCPUAllocator: you tried to allocate 64 bytes. Error code 12 (Cannot allocate memory)"),
+            True,
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (OSError(errno.EIO, "Input/output error"), False),
@@ -617,6 +623,28 @@ def test_what_is_a_fault_of_the_host_or_device(error: Exception, own: bool) -> N
     wrapped = RuntimeError("the loader has failed")
     wrapped.__cause__ = error
     assert is_own(wrapped) is own
+
+
+@pytest.mark.parametrize(
+    ("error", "of_folder"),
+    [
+        (OSError(errno.EMFILE, "Too many open files", "/save/attempt_4", None, "/save/iter_4"), True),
+        (OSError(errno.ESTALE, "Stale file handle", "/save"), True),
+        (RuntimeError("OSError: Too many open files (in /save/attempt_4/__2_0.distcp)"), True),
+        (OSError(errno.EMFILE, "Too many open files"), False),
+        (OSError(errno.EMFILE, "Too many open files", "/saves/iter_4"), False),
+    ],
+    ids=repr,
+)
+def test_what_is_met_in_a_folder_is_known_by_its_name(error: Exception, of_folder: bool) -> None:
+    assert is_of_folder(error, "/save") is of_folder
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_failed_checkpoint_says_itself_whose_fault_it_is(own: bool) -> None:
+    error = CheckpointFailed("cannot be written", own=own)
+    error.__cause__ = OSError(errno.EMFILE if not own else errno.EIO, "as it means elsewhere")
+    assert is_own(error) is own
 
 
 def test_the_same_fault_is_known_on_whatever_worker_and_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,26 @@
-"""The process that writes checkpoints: nobody waits for one that is dead, or that has nothing to do."""
+"""Who writes checkpoints: nobody waits for a process that is dead or has nothing to do; what failed is told to all."""
 
 from __future__ import annotations
 
+import io
 import queue
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, PersistentAsyncCaller
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.megatron_hooks import checkpoint_writers
+from recover_megatron.megatron_hooks.checkpoint_parts import PartFailed, Parts, write
 from recover_megatron.megatron_hooks.checkpoint_writers import WriterDied, WriterKilled, nothing
 
 KILLED, FAILED = -9, 1
@@ -103,3 +114,74 @@ def test_a_dead_one_with_a_checkpoint_that_nobody_wants_is_replaced(caller: Pers
     checkpoint_writers.wait(caller)
     assert process.killed
     assert caller.process is None
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_part_that_cannot_be_written_is_told_with_its_cause_whichever_thread_writes_it(
+    tmp_path: Path, number: int
+) -> None:
+    """The last file is written in the main thread."""
+    paths = [tmp_path / "none" / "0.distcp", *[tmp_path / "1.distcp"] * (number - 1)]
+    item = WriteItem(MetadataIndex("x"), WriteItemType.BYTE_IO)
+    buckets = [(str(path), path.name, ([(item, io.BytesIO(b"x"))], [])) for path in paths]
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    save = partial(FileSystemWriterAsync.write_preloaded_data_multithread, [_StorageWriterTransforms()], False)
+    write(save, 0, buckets, results)
+    told = results.get()
+    assert f"FileNotFoundError: [Errno 2] No such file or directory: '{paths[0]}' (in {paths[0]})" in str(told)
+    buckets[0] = (str(tmp_path / "0.distcp"), "0.distcp", ([(item, io.BytesIO(b"x"))], []))
+    write(save, 0, buckets, results)
+    assert sorted(results.get()) == list(range(number))
+
+
+class Peers:
+    """Stand-ins for the operations of four workers, 10 to 13; ``idle``: ranks without a part."""
+
+    def __init__(self, me: int, failures: dict[int, str], idle: set[int]) -> None:
+        self._told = [({}, rank in idle) for rank in range(4)]
+        errors = {rank: _wrap_exception(RuntimeError(f"Worker failure: {text}")) for rank, text in failures.items()}
+        self.error = CheckpointException("write", errors if me == 0 else {})
+        self._told[0] = (failures, 0 in idle)
+        self._me = me
+        groups = SimpleNamespace(any=self._any)
+        decision = SimpleNamespace(workers=[10, 11, 12, 13])
+        self.recovery: Any = SimpleNamespace(
+            assignment=SimpleNamespace(epoch_groups=groups, decision=decision, live={10, 11, 12, 13})
+        )
+
+    def all_gather_object(self, told: list[Any], mine: Any) -> None:
+        assert mine[0] == self._told[self._me][0]
+        told[:] = self._told
+
+    def _any(self, value: bool, live: tuple[int, ...]) -> bool:
+        raise EpochRevoked("others have ended")
+
+
+ALL = {rank: f"no {rank}" for rank in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("failures", "idle", "ends", "own"),
+    [
+        ({2: "no 2"}, set(), {2: "worker 12: no 2"}, True),
+        ({1: "no 1", 2: "no 2"}, {3}, {1: "worker 11: no 1", 2: "worker 12: no 2"}, True),
+        ({0: "no 0"}, {1, 2, 3}, dict.fromkeys(range(4), "worker 10: no 0"), False),
+        (ALL, set(), {rank: f"worker {10 + rank}: no {rank}" for rank in range(4)}, False),
+    ],
+    ids=["one", "two", "the only one that writes", "all"],
+)
+def test_who_cannot_write_its_part_ends_where_others_can_else_all(
+    monkeypatch: pytest.MonkeyPatch, failures: dict[int, str], idle: set[int], ends: dict[int, str], own: bool
+) -> None:
+    for me in range(4):
+        peers, parts = Peers(me, failures, idle), Parts()
+        monkeypatch.setattr("torch.distributed.get_rank", lambda me=me: me)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+        monkeypatch.setattr("torch.distributed.all_gather_object", peers.all_gather_object)
+        with pytest.raises((PartFailed, EpochRevoked)) as raised, parts.told(peers.recovery):
+            raise peers.error
+        if me in ends:
+            assert isinstance(raised.value, PartFailed)
+            assert (str(raised.value), raised.value.own) == (ends[me], own)
+        else:
+            assert isinstance(raised.value, EpochRevoked)

@@ -93,7 +93,7 @@ NO_COORDINATOR = (
     "recover-coordinator and name it with --recover-coordinator HOST:PORT"
 )
 
-OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt, WriterKilled)
+OF_ONE_WORKER = (InjectedFault, InjectedExit, KeyboardInterrupt, WriterKilled, data.LoaderKilled)
 """What is never a fault of the work."""
 
 
