@@ -59,7 +59,7 @@ from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
-from recover_megatron.megatron_hooks import data, detached_build, writers
+from recover_megatron.megatron_hooks import children, data, detached_build, writers
 from recover_megatron.megatron_hooks.checkpoint_writers import WriterKilled
 from recover_megatron.megatron_hooks.entry import early_end
 from recover_megatron.megatron_hooks.entry.early_end import NO_DATA, EndedEarly
@@ -151,6 +151,7 @@ class FaultTolerance:
                 f"{', '.join(against)}: with these of your environment torch may end or block a worker that --recover "
                 "would have brought back; unset them (docs/gpu.md)"
             )
+        children.install()
         self._groups.install(self._loop)
         data.install(self._loop)
         self._training.install()
@@ -170,6 +171,7 @@ class FaultTolerance:
                 self._records.log(self._training.recovery, "end")
                 self._records.close()
                 writers.finish()
+                data.finish()
             else:  # a signal asked for the end
                 self._session.leave()
         except UserError:
