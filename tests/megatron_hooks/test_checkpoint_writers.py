@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, PersistentAsyncCaller
 
 from recover_megatron.megatron_hooks import checkpoint_writers
@@ -47,6 +48,7 @@ def caller(monkeypatch: pytest.MonkeyPatch) -> PersistentAsyncCaller:
     """Megatron's own, as the hooks wrap it, that has a process of ours."""
     for name in ("schedule_async_call", "is_current_async_call_done", "close"):
         monkeypatch.setattr(PersistentAsyncCaller, name, getattr(PersistentAsyncCaller, name))
+    monkeypatch.setattr(filesystem_async, "get_write_results_queue", filesystem_async.get_write_results_queue)
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_queue", Queue())
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_preload_q", Queue())
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_comp_q", queue.Queue())
@@ -103,3 +105,16 @@ def test_a_dead_one_with_a_checkpoint_that_nobody_wants_is_replaced(caller: Pers
     checkpoint_writers.wait(caller)
     assert process.killed
     assert caller.process is None
+
+
+def test_a_manager_that_is_gone_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    wrapped = checkpoint_writers._results_queue(filesystem_async.get_write_results_queue)
+    first = wrapped("fork")
+    assert wrapped("fork") is first
+    first._manager._process.kill()
+    first._manager._process.join()
+    second = wrapped("fork")
+    second.put("written")
+    assert second.get() == "written"
+    second._manager.shutdown()
