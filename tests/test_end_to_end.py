@@ -17,8 +17,9 @@ import pytest
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
-from tests.harness.processes import free_port
-from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
+from tests.harness.processes import alive, free_port, processes_with
+from tests.harness.waiting import eventually
+from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +100,40 @@ def test_sigterm_ends_a_training_run_in_order(tmp_path: Path) -> None:
     assert [w["state"] for w in workers(tmp_path)] == ["killed", "killed"]
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert all(audit_problem(step) is None for step in read_steps(tmp_path / "steps.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("number", "flags"),
+    [(signal.SIGTERM, []), (signal.SIGUSR1, []), (signal.SIGUSR1, ASYNCHRONOUSLY.split())],
+    ids=["SIGTERM", "SIGUSR1", "SIGUSR1-asynchronously"],
+)
+def test_a_signal_to_every_process_has_the_workers_write_a_checkpoint_and_end_with_all_their_children(
+    tmp_path: Path, number: signal.Signals, flags: list[str]
+) -> None:
+    """So SLURM sends them.  Loaders, and what a checkpoint before has started, are there, and needed."""
+    tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    argv = [*MODEL, *SCHEDULE, *MOCK, "--num-workers", "2", "--train-iters", "100000", "--recover", *flags]
+    argv += [
+        "--save",
+        str(tracker.parent),
+        "--save-interval",
+        "3",
+        "--exit-signal-handler",
+        "--exit-signal",
+        number.name,
+    ]
+    mark = {"TOLD": str(tmp_path)}
+    run = launch(tmp_path, "--grace-seconds", f"{PATIENCE:g}", "--nproc-per-node", "2", OURS, *argv, environment=mark)
+    eventually(tracker.exists, "a checkpoint is written")
+    told = processes_with(f"TOLD={tmp_path}")
+    assert len(told) >= 2 * (1 + 2 + 1)  # each worker, its loaders, its manager
+    for pid in told:
+        os.kill(pid, number)
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == (0 if number == signal.SIGUSR1 else 128 + number), said
+    assert "2 of 2 workers finished" in said
+    assert int(tracker.read_text()) == list(read_steps(tmp_path / "steps.jsonl"))[-1].iteration
+    assert not any(map(alive, told))
 
 
 def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(

@@ -38,7 +38,8 @@ ROLES = (
         "train",
         ("forward_step_func", "model", "optimizer", "scheduler", "train_data", "valid_data"),
         "once, around all iterations; again where this worker was out of the training and has a place again. The "
-        "iterations begin after ``args.iteration``, with ``args.num_floating_point_operations_so_far``",
+        "iterations begin after ``args.iteration``, with ``args.num_floating_point_operations_so_far``. Where a "
+        "flag or a signal asks for the end it may call ``sys.exit()`` itself; what others call is an error",
     ),
     Role(
         "train_step",

@@ -68,7 +68,7 @@ class DeviceTests:
         Raises OSError where the test cannot be started.
         """
         output = tempfile.TemporaryFile()  # noqa: SIM115  closed when the test has ended
-        pid, pidfd = spawn(self._command, environment, output.fileno(), output.fileno())
+        pid, pidfd = spawn(self._command, environment, output.fileno(), output.fileno(), deaf=True)
         test = _Test(pid, pidfd, output, self._loop.call_later(self._seconds, partial(self._late, pid)), then)
         self._under_way[pid] = test
         self._loop.watch(test.pidfd, partial(self._ended, test))

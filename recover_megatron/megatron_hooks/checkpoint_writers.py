@@ -7,6 +7,8 @@ it has died     of too little memory, or by a part that could not be written (in
 nothing to do   Megatron gives it nothing where this worker has no part in a checkpoint, but asks it whether that is
                 done if it was given a part of another one.  With --recover that happens: who writes what changes with
                 the number of replicas.  Here it is given something that is done at once
+
+What was written is told through a process, too (a manager), of any checkpoint: one that is gone is made anew.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from queue import Empty
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
 from recover_megatron.megatron_hooks import monkeypatch
@@ -37,6 +40,7 @@ def install() -> None:
     monkeypatch.wrap(PersistentAsyncCaller, "schedule_async_call", ("self", "async_req"), _schedule)
     monkeypatch.wrap(PersistentAsyncCaller, "is_current_async_call_done", ("self", "blocking", "no_dist"), _is_done)
     monkeypatch.wrap(PersistentAsyncCaller, "close", ("self", "abort"), _close)
+    monkeypatch.wrap(filesystem_async, "get_write_results_queue", ("mp_mode",), _results_queue)
 
 
 def nothing() -> None:
@@ -83,6 +87,16 @@ def _close(original: Callable[..., None]) -> Callable[..., None]:
         original(self, abort or bool(self.process and not self.process.is_alive()))
 
     return close
+
+
+def _results_queue(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
+        known = filesystem_async._results_queue
+        if known is not None and not known._manager._process.is_alive():
+            filesystem_async._results_queue = None
+        return original(*args, **kwargs)
+
+    return get_write_results_queue
 
 
 def _died(process: Any) -> WriterDied:

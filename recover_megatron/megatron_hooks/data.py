@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import signal
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -69,6 +70,9 @@ class TaggedDataset(torch.utils.data.Dataset):
         return getattr(self._dataset, name)
 
 
+_sources: weakref.WeakSet[Source] = weakref.WeakSet()
+
+
 class Source:
     """Microbatches by number.  ``loader``: as Megatron built it over a ``TaggedDataset``; its settings are kept."""
 
@@ -95,6 +99,7 @@ class Source:
             prefetch_factor=loader.prefetch_factor,
         )
         self._batches: Iterator[Batch] | None = None
+        _sources.add(self)
 
     def begin(self, consumed: int, ids: Sequence[int], total: int) -> None:
         """An iteration of ``total`` microbatches starts at ``consumed`` samples, ``ids`` of it are mine."""
@@ -146,6 +151,11 @@ class Source:
             if first not in self._asked and first not in self._here:
                 self._asked.append(first)
                 return samples
+
+    def close(self) -> None:
+        """End the processes that read ahead: nothing is read any more."""
+        self._batches = None
+        del self._loader  # which refers to them, too
 
     # ---- Megatron wraps a loader in an iterator, and never asks it for anything but its length
 
@@ -256,6 +266,15 @@ def sources_of(iterators: Any) -> Sequence[Source]:
     """The sources behind what Megatron hands to a schedule, one iterator or one for each chunk."""
     several = iterators if isinstance(iterators, list) else [iterators]
     return [source for source in map(source_of, several) if source is not None]
+
+
+def finish() -> None:
+    """The training is over: end the loaders' processes.
+
+    At the interpreter's end they would be waited for, or killed, which torch tells as an error.
+    """
+    for source in list(_sources):
+        source.close()
 
 
 def install(loop: Loop) -> None:

@@ -140,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--on-event", default="")
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # for the workers: SLURM sends them to every process of a step
+        signal.signal(number, signal.SIG_IGN)
     exporter = Exporter(parser.parse_args(argv))
     while not ended.is_set():
         exporter.look()

@@ -2,6 +2,7 @@
 
 raise        reading the sample raises
 words        reading it raises, in words of each worker's own
+exit         reading it ends the process, as if all were well
 connection   reading it raises the error of a connection: that to where samples come from
 nan          its loss is no number
 glitch       its loss is no number on worker 1, as where a device computes wrongly
@@ -36,6 +37,8 @@ def __getitem__(self: Any, index: int) -> Any:
         raise ValueError(f"sample {index} is rotten")
     if what == "words":
         raise ValueError("".join(random.SystemRandom().choices(string.ascii_lowercase, k=12)))
+    if what == "exit":
+        sys.exit()
     if what == "connection":
         raise ConnectionResetError(104, "Connection reset by peer")
     if what == "nan" or (what == "glitch" and os.environ["RANK"] == "1"):

@@ -93,6 +93,24 @@ def test_an_orphan_with_a_broken_device_ends_as_any_dead_worker_and_the_run_goes
     check_steps(result, reference(case))
 
 
+@pytest.mark.parametrize("missing", [False, True], ids=["empty", "missing"])
+def test_a_checkpoint_that_megatron_exits_at_without_a_code_ends_the_launch_with_1(
+    forkserver: ForkServer, tmp_path: Path, missing: bool
+) -> None:
+    load = tmp_path / "checkpoints"
+    load.mkdir()
+    if not missing:
+        (load / "latest_checkpointed_iteration.txt").touch()
+    case = Case(Layout("dp2", 2)).with_flags("--load", str(load), "--exit-on-missing-checkpoint")
+    result = case.run(forkserver, tmp_path)
+    assert result.ended.codes == [1, 1], result.told()
+    assert not result.steps
+    for worker in range(2):
+        last = result.log(worker).splitlines()[-1]
+        assert "sys.exit() was called before the end of the training" in last
+        assert str(load) in last
+
+
 ROTTEN = 2 * SAMPLES + 5
 """A sample of iteration 3: microbatch 5."""
 
@@ -100,6 +118,7 @@ ROTTEN = 2 * SAMPLES + 5
 POISONS = [
     (DP4, "raise", 0, "sample 29 is rotten"),
     (DP4, "raise", 1, "sample 29 is rotten"),
+    (DP4, "exit", 0, "sys.exit() was called before the end of the training, by __getitem__()"),
     (DP4, "nan", 0, "found NaN in local forward loss calculation"),
     (DP4, "gradient", 0, "found NaN in local grad norm"),
     (DP4, "connection", 0, "Connection reset by peer"),
@@ -118,7 +137,7 @@ def test_a_sample_that_no_worker_survives_ends_the_run_with_its_cause(
     assert 2 <= len({worker // layout.positions for worker in victims}) <= 3, result.told()
     for worker in victims:
         assert error in said[worker], result.told()
-    cause = re.compile(r"microbatch 5 of iteration 3 raises .*" + error)
+    cause = re.compile(r"microbatch 5 of iteration 3 raises .*" + re.escape(error))
     told = [worker for worker in set(range(4)) - set(victims) if cause.search(said[worker])]
     assert told == sorted(set(range(4)) - set(victims)), result.told()
     assert any(cause.search(str(event.get("reason"))) for event in result.events if event["event"] == "stop")

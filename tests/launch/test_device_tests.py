@@ -148,7 +148,7 @@ slow = pytest.mark.slow
 @slow
 def test_a_worker_is_started_on_a_device_that_has_passed(bench) -> None:
     tested = bench.folder / "tested"
-    command = f"""sh -c 'echo "$LOCAL_RANK" > {tested}'"""
+    command = f"""sh -c 'kill -USR1 $$; echo "$LOCAL_RANK" > {tested}'"""  # as SLURM may tell it before a time limit
     options = ["--nproc-per-node", 3, "--max-restarts", 1, "--log-dir", "logs", "--device-test", command]
     launch = bench.start(*options, *SCRIPT, environment=awaits(1))
     launch.wait_for('"event": "plan"', times=3)

@@ -16,7 +16,8 @@ def test_metrics_and_events_are_there_while_the_run_goes_on_and_of_its_end(bench
     )
     hook = bench.script(
         """
-        import os, sys
+        import os, signal, sys
+        os.kill(os.getppid(), signal.SIGUSR1)  # as SLURM tells every process of a step
         text = sys.stdin.read()
         with open("telling", "w") as file:
             file.write(text)
@@ -29,6 +30,7 @@ def test_metrics_and_events_are_there_while_the_run_goes_on_and_of_its_end(bench
         f"{sys.executable} {bench.folder / hook}",
     )  # fmt: skip
     assert code == 0, launch.err
+    assert "killed by SIGUSR1" not in launch.err
     told = json.loads((bench.folder / "told").read_text())
     assert told["run"] == str(bench.folder / "logs")
     assert "recover_coordinator_up" in (bench.folder / "run.prom").read_text()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, PersistentAsyncCaller
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
@@ -58,6 +59,7 @@ def caller(monkeypatch: pytest.MonkeyPatch) -> PersistentAsyncCaller:
     """Megatron's own, as the hooks wrap it, that has a process of ours."""
     for name in ("schedule_async_call", "is_current_async_call_done", "close"):
         monkeypatch.setattr(PersistentAsyncCaller, name, getattr(PersistentAsyncCaller, name))
+    monkeypatch.setattr(filesystem_async, "get_write_results_queue", filesystem_async.get_write_results_queue)
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_queue", Queue())
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_preload_q", Queue())
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_comp_q", queue.Queue())
@@ -185,3 +187,16 @@ def test_who_cannot_write_its_part_ends_where_others_can_else_all(
             assert (str(raised.value), raised.value.own) == (ends[me], own)
         else:
             assert isinstance(raised.value, EpochRevoked)
+
+
+def test_a_manager_that_is_gone_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    wrapped = checkpoint_writers._results_queue(filesystem_async.get_write_results_queue)
+    first = wrapped("fork")
+    assert wrapped("fork") is first
+    first._manager._process.kill()
+    first._manager._process.join()
+    second = wrapped("fork")
+    second.put("written")
+    assert second.get() == "written"
+    second._manager.shutdown()

@@ -119,16 +119,20 @@ def test_the_batch_scripts_node_with_the_store_is_killed_and_the_training_is_fin
 def test_a_job_whose_time_is_up_writes_a_checkpoint_and_goes_on_after_it_until_scancel_ends_all_of_it(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """SLURM looks every 30 s, and counts in minutes; so the limit is set, and near, when the training is under way."""
-    job = Job(cluster, tmp_path / "job", "--time=60", "--signal=B:USR1@60", iterations=1_000_000)
-    job.wait_iteration(4)
+    """SLURM looks every 30 s, and counts in minutes; so the limit is set, and near, when the training is under way.
+
+    By then checkpoints have been written, and their helpers, like loaders, are among the processes that are told.
+    """
+    flags = "--ckpt-format torch_dist --save-interval 50 --num-workers 1"
+    job = Job(cluster, tmp_path / "job", "--time=60", "--signal=B:USR1@60", iterations=1_000_000, flags=flags)
+    tracker = job.run / "checkpoint" / "latest_checkpointed_iteration.txt"
+    wait_until(tracker.exists, "a checkpoint is written")
     hours, minutes, _ = cluster.job(job.number)["RunTime"].split(":")
     limit = 60 * int(hours) + int(minutes) + 2
     cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
-    tracker = job.run / "checkpoint" / "latest_checkpointed_iteration.txt"
-    wait_until(tracker.exists, "a checkpoint is written")
-    at = int(tracker.read_text())
     wait_until(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", str(job.number)), "it is requeued")
+    at = int(tracker.read_text())
+    assert job.steps()[-1].iteration == at, job.said()
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     job.wait_iteration(at + 3)
     cluster.run("scancel", str(job.number))
@@ -138,7 +142,9 @@ def test_a_job_whose_time_is_up_writes_a_checkpoint_and_goes_on_after_it_until_s
     assert [step.iteration for step in steps] == list(range(1, len(steps) + 1))
     assert [step.consumed_samples for step in steps] == [12 * step.iteration for step in steps]
     assert [audit_problem(step) for step in steps] == [None] * len(steps)
-    loaded = [f"loading checkpoint from {tracker.parent} at iteration {at}" in log for log in job.launchers(1)]
+    loaded = [
+        f"loading distributed checkpoint from {tracker.parent} at iteration {at}" in log for log in job.launchers(1)
+    ]
     assert any(loaded), job.said()
     assert "exit code 0; the time limit is near: requeued" in job.said()
 

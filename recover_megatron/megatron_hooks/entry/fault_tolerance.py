@@ -5,7 +5,7 @@ survive()   both of these, in a row
 install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
 run(call)   calls Megatron's pretrain(), and decides what its end means:
 
-    it returns, or exits with 0     the training is over: leave in order
+    it returns, or exits with 0     the training is over: leave in order (but not where it never was: `early_end`)
     Orphaned, or the replica's      a spare until the run ends (in the training itself: until it has a place again,
       communication failed            see `training`)
     OtherPosition                   a spare that is wanted elsewhere: Megatron is forgotten, and pretrain() called again
@@ -59,8 +59,10 @@ from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
-from recover_megatron.megatron_hooks import data, detached_build, writers
+from recover_megatron.megatron_hooks import children, data, detached_build, writers
 from recover_megatron.megatron_hooks.checkpoint_writers import WriterKilled
+from recover_megatron.megatron_hooks.entry import early_end
+from recover_megatron.megatron_hooks.entry.early_end import NO_DATA, EndedEarly
 from recover_megatron.megatron_hooks.fault_injection import FaultInjection
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
 from recover_megatron.megatron_hooks.layout import optimizer_instances, spreads_optimizer
@@ -154,6 +156,7 @@ class FaultTolerance:
                 f"{', '.join(against)}: with these of your environment torch may end or block a worker that --recover "
                 "would have brought back; unset them (docs/gpu.md)"
             )
+        children.install()
         self._groups.install(self._loop)
         data.install(self._loop)
         self._training.install()
@@ -167,23 +170,21 @@ class FaultTolerance:
         ``call`` is Megatron's pretrain(); ``arguments`` parses its flags, for a worker that is to wait before.
         """
         try:
-            code = self._train_wherever_wanted(call, arguments)
+            self._train_wherever_wanted(call, arguments)
             if self._training.begun:
                 self._training.recovery.finish()
                 self._records.log(self._training.recovery, "end")
                 self._records.close()
                 writers.finish()
-            else:
+                data.finish()
+            else:  # a signal asked for the end
                 self._session.leave()
         except UserError:
             raise
         except BaseException as error:  # noqa: BLE001  the boundary of the worker: every end has its meaning here
             self._ended_by(error)
-        if code == 0:
-            return
-        sys.exit(code)
 
-    def _train_wherever_wanted(self, call: Callable[[], None], arguments: Callable[[], Any]) -> Any:
+    def _train_wherever_wanted(self, call: Callable[[], None], arguments: Callable[[], Any]) -> None:
         wanted: OtherPosition | None = None
         if self._newcomer:
             try:
@@ -201,8 +202,11 @@ class FaultTolerance:
             except SystemExit as exit_:
                 if exit_.code not in (0, None):
                     raise
-                return exit_.code
-            return 0
+                early_end.check(exit_, self._loop)
+            else:
+                if not self._training.begun:
+                    raise EndedEarly(NO_DATA)
+            return
 
     def _wait_for_a_position(self, args: Any) -> None:
         grid = grid_of(args, int(os.environ["WORLD_SIZE"]), self._config.max_replicas)
@@ -244,6 +248,8 @@ class FaultTolerance:
             self._be_spare(recovery, error)
         if broken := is_of_device(error):
             ends_soon()
+        if isinstance(error, EndedEarly) and not started:
+            _end(1, f"worker {self._me} ends: {error}; what it said of that is above")
         text = "".join(traceback.format_exception(error))
         write_stderr(text)
         if not started and (is_communication(error) or isinstance(error, torch.distributed.DistError)):

@@ -1,0 +1,75 @@
+"""The processes that a worker starts by multiprocessing: loaders, checkpoint writers and their managers, fork servers.
+
+A batch system sends a signal that is meant for the job to every process of a step.  A worker that handles it writes a
+checkpoint and ends; for that it needs its children.  So what it handles when it starts one is blocked in that, and in
+what that starts: it is the child's worker who hears it.  Python ends children by SIGTERM, and waits for them: those to
+which that does not get through are killed instead.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import popen_fork, process, resource_tracker
+from typing import Any
+
+from recover_megatron.integrate.seams import wrap
+
+_OF_EACH = {signal.SIGCHLD, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
+"""Of a process's own children and timers; nobody sends them to a job."""
+
+KNOWN = "Python 3.12 and 3.13"
+
+
+def install() -> None:
+    """Have all that this process starts from now on begin deaf to what it handles then."""
+    wrap(process.BaseProcess, "start", ("self",), _start, KNOWN)
+    wrap(popen_fork.Popen, "terminate", ("self",), _terminate, KNOWN)
+    # It is started where it is needed first, which need not be with a process.
+    wrap(resource_tracker.ResourceTracker, "ensure_running", ("self",), _ensure_running, KNOWN)
+    resource_tracker.ensure_running = resource_tracker._resource_tracker.ensure_running  # as fork servers call it
+
+
+def handled() -> set[int]:
+    """The signals for which this process has a handler of Python's, of its own."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals() - _OF_EACH}
+    return {number for number, it in handlers.items() if callable(it) and it is not signal.default_int_handler}
+
+
+@contextmanager
+def _blocked(numbers: set[int]) -> Iterator[None]:
+    """What the calling thread starts meanwhile has ``numbers`` blocked; what comes meanwhile comes after it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def start(self: Any) -> None:
+        deaf_to = handled()
+        with _blocked(deaf_to):
+            original(self)
+        self._popen.deaf = signal.SIGTERM in deaf_to
+
+    return start
+
+
+def _terminate(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def terminate(self: Any) -> None:
+        if getattr(self, "deaf", False):
+            self.kill()
+        else:
+            original(self)
+
+    return terminate
+
+
+def _ensure_running(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def ensure_running(self: Any) -> None:
+        with _blocked(handled()):  # it unblocks some itself
+            original(self)
+
+    return ensure_running
