@@ -168,11 +168,14 @@ def _watch() -> tuple[str, set[int]]:
     launch_id, stand_in = "", StandIn(pulse=1)
     channel = socket.socket(fileno=0)
     while True:
-        if not select.select([channel], [], [], stand_in.pause)[0]:
-            for session, lines in stand_in.look():
-                channel.send(f"{session} {lines}".encode())
-            continue
-        words, pipes, _, _ = socket.recv_fds(channel, 4096, 2)
+        try:
+            if not select.select([channel], [], [], stand_in.pause)[0]:
+                for session, lines in stand_in.look():
+                    channel.send(f"{session} {lines}".encode())
+                continue
+            words, pipes, _, _ = socket.recv_fds(channel, 4096, 2)
+        except ConnectionError:
+            continue  # it is gone with words of ours unread; what it said before can be read, and then its end
         if not words:
             return launch_id, stand_in.sessions
         if not launch_id:

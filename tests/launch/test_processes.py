@@ -1,8 +1,11 @@
 """Which processes belong to a launch."""
 
 import errno
+import fcntl
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 
@@ -12,6 +15,7 @@ from recover_megatron.launch import reaper as reaper_module
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.processes import Process, belonging, carries, find_launch, kill_found, process_table, spawn
 from recover_megatron.launch.reaper import Reaper
+from recover_megatron.launch.stand_in import Pulse
 from tests.harness.processes import children
 
 
@@ -106,3 +110,34 @@ def test_a_reaper_that_cannot_be_replaced_is_tried_again_and_ends_nothing(monkey
     ]
     reaper.finish()
     loop.close()
+
+
+WATCHES = """
+import sys
+from recover_megatron.launch import reaper, stand_in
+stand_in.LOOK_SECONDS = stand_in.RELIEF_SECONDS = 0.01
+launch, sessions = reaper._watch()
+print(launch, *sorted(sessions), file=sys.stderr)
+"""
+
+
+def test_a_launcher_that_is_killed_with_words_of_its_reaper_unread_is_heard_to_be_gone():
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pulse, (read, write) = Pulse(), os.pipe()
+    os.set_blocking(read, False)
+    os.write(write, b"x\n" * (fcntl.fcntl(write, fcntl.F_GETPIPE_SZ) // 2))
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", WATCHES], stdin=its, stdout=pulse.descriptor, stderr=subprocess.PIPE, text=True
+        ) as reaper,
+        its,
+        ours,
+    ):
+        ours.send(b"a launch")
+        socket.send_fds(ours, [b"+7"], [read])
+        select.select([], [write], [])  # the reaper has read what the launcher does not
+        pulse.beat()
+        select.select([ours], [], [])  # which is left unread
+        ours.send(b"+8")
+        ours.close()
+        assert reaper.stderr.read() == "a launch 7 8\n"
