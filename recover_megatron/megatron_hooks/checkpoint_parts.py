@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from recover_megatron.instep.faults import signature
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks.checkpoint_writers import watch
 
 _WORKER_FAILURE = "Worker failure: "
 """Before what a writer told, in the text of Megatron's error."""
@@ -46,6 +47,7 @@ class Parts:
 
     def _results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def retrieve_write_results(self_: Any) -> Any:
+            watch.wait()
             results = original(self_)
             self._idle = not results
             return results
@@ -112,6 +114,7 @@ def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> N
         except AssertionError:
             if not met:
                 raise
+    watch.wait()
     results.put(RuntimeError(met[0]) if met else own.get())
 
 

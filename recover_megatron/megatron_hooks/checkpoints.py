@@ -387,6 +387,7 @@ def _calls() -> int:
 
 def _forget_results() -> None:
     """What writers have told of files that are not wanted any more: the next checkpoint would take it for its own."""
+    checkpoint_writers.without_a_lost_manager()
     for name in _WRITERS:
         results = getattr(sys.modules.get(name), "_results_queue", None)
         while results is not None and not results.empty():

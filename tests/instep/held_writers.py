@@ -8,6 +8,7 @@ HOW:
     enter          worker 1 kills itself when it comes to wait for the writers, at the end of the training
     told           worker 0 does, when it has told in the tracker file that the checkpoint is complete
     write, copy    the writer of worker 1 kills itself: when it comes to write, or to copy what it is to write
+    stop           it stops itself when it comes to write
     fail           every writer ends by an exception, as Megatron's where a thread of it cannot write its part
 """
 
@@ -41,6 +42,10 @@ def kill_me(*unused: Any, **unused_too: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop_me(*unused: Any, **unused_too: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def fail(*unused: Any, **unused_too: Any) -> None:
     raise AssertionError("a part cannot be written")
 
@@ -58,7 +63,8 @@ def main() -> None:
         if how == "fail":
             async_req = async_req._replace(async_fn=here.fail)
         elif os.environ["RANK"] == "1":
-            async_req = async_req._replace(**{"async_fn" if how == "write" else "preload_fn": here.kill_me})
+            what = here.stop_me if how == "stop" else here.kill_me
+            async_req = async_req._replace(**{"preload_fn" if how == "copy" else "async_fn": what})
         schedule(self, async_req)
 
     def deadly_wait(self: AsyncCallsQueue, blocking: bool = False, no_dist: bool = False) -> list[int]:
@@ -87,7 +93,7 @@ def main() -> None:
         elif os.environ["RANK"] == "1":
             ft_integration.on_checkpointing_start = late_start
         PersistentAsyncCaller.schedule_async_call = held_call  # type: ignore[method-assign]
-    elif how in ("write", "copy", "fail"):
+    elif how in ("write", "copy", "stop", "fail"):
         PersistentAsyncCaller.schedule_async_call = deadly_call  # type: ignore[method-assign]
     else:
         AsyncCallsQueue.maybe_finalize_async_calls = deadly_wait  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from recover_megatron.membership.errors import EXIT_SAME_FAULT
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.logged import checkpoint
-from tests.instep.runs import LAYOUTS, PARAMETERS, Case, Result, Strike, check, check_steps
+from tests.instep.runs import LAYOUTS, PARAMETERS, QUICK_TO_SEE_A_HANG, Case, Result, Strike, check, check_steps
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 
 pytestmark = pytest.mark.slow
@@ -103,15 +104,16 @@ def test_a_spare_that_comes_while_the_last_checkpoint_is_written_does_not_cost_i
     check_saved(result, [8])
 
 
-@pytest.mark.parametrize("how", ["write", "copy"])
+@pytest.mark.parametrize("how", ["write", "copy", "stop"])
 def test_a_worker_ends_with_its_writer_and_the_others_save_again(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, how: str
 ) -> None:
     out = tmp_path / "out"
-    case = Case(DP4)
+    case = Case(DP4).with_flags(*QUICK_TO_SEE_A_HANG)
     result = saving(case, how, out, 8).run(forkserver, out)
     assert list(result.ended.codes) == [0, 1, 0, 0], result.told()
-    assert "the process that writes checkpoints for this worker was killed by signal 9" in result.log(1)
+    told = "WriterStopped: process .* has been stopped" if how == "stop" else "WriterKilled: the process .* by signal 9"
+    assert re.search(told, result.log(1)), result.told()
     check_steps(result, reference(case))
     check_saved(result, [8])
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import queue
+import signal
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +26,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.megatron_hooks import checkpoint_writers
 from recover_megatron.megatron_hooks.checkpoint_parts import PartFailed, Parts, write
-from recover_megatron.megatron_hooks.checkpoint_writers import WriterDied, WriterKilled, nothing
+from recover_megatron.megatron_hooks.checkpoint_writers import WriterDied, WriterKilled, WriterStopped, nothing
+from tests.harness.waiting import eventually
 
 KILLED, FAILED = -9, 1
 
@@ -31,6 +36,7 @@ KILLED, FAILED = -9, 1
 class Process:
     exitcode: int | None
     killed: bool = False
+    pid: int = field(default_factory=os.getpid)
 
     def is_alive(self) -> bool:
         return self.exitcode is None
@@ -116,6 +122,67 @@ def test_a_dead_one_with_a_checkpoint_that_nobody_wants_is_replaced(caller: Pers
     checkpoint_writers.wait(caller)
     assert process.killed
     assert caller.process is None
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    """One that will not run until it is told to; nobody waits for it at all."""
+    monkeypatch.setattr(checkpoint_writers, "watch", checkpoint_writers.Watch())
+    checkpoint_writers.watch.seconds = 0
+    with subprocess.Popen(["sleep", "1000"]) as sleeping:
+        os.kill(sleeping.pid, signal.SIGSTOP)
+        eventually(lambda: checkpoint_writers.is_stopped(sleeping.pid))
+        yield Process(None, pid=sleeping.pid)
+        sleeping.kill()
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_one_that_is_stopped_is_waited_for_as_long_as_the_hang_timeout(
+    caller: PersistentAsyncCaller, stopped: Process, blocking: bool
+) -> None:
+    caller.process = stopped  # type: ignore[assignment]
+    assert not caller.is_current_async_call_done(False, True)  # the first look
+    with pytest.raises(WriterStopped, match=f"process {stopped.pid}, by which this worker writes"):
+        caller.is_current_async_call_done(blocking, True)
+    caller.close()
+    assert stopped.killed
+
+
+def test_one_that_goes_on_was_not_stopped(caller: PersistentAsyncCaller, stopped: Process) -> None:
+    caller.process = stopped  # type: ignore[assignment]
+    for _ in range(2):  # however long both times are together
+        assert not caller.is_current_async_call_done(False, True)
+        os.kill(stopped.pid, signal.SIGCONT)
+        eventually(lambda: not checkpoint_writers.is_stopped(stopped.pid))
+        assert not caller.is_current_async_call_done(False, True)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        eventually(lambda: checkpoint_writers.is_stopped(stopped.pid))
+    checkpoint_writers.wait(caller)  # given up: nobody needs it
+    assert stopped.killed
+
+
+def test_a_stopped_one_that_is_to_copy_is_not_waited_for(caller: PersistentAsyncCaller, stopped: Process) -> None:
+    caller.process = stopped  # type: ignore[assignment]
+    with pytest.raises(WriterStopped):
+        caller.schedule_async_call(AsyncRequest(print, (), [], preload_fn=list))
+    caller.close()
+
+
+def test_the_process_that_keeps_what_was_written_is_watched_as_well(
+    caller: PersistentAsyncCaller, stopped: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = SimpleNamespace(_manager=SimpleNamespace(_process=stopped))
+    monkeypatch.setattr("megatron.core.dist_checkpointing.strategies.filesystem_async._results_queue", keeper)
+    caller.process = Process(None)  # type: ignore[assignment]
+    with pytest.raises(WriterStopped, match=f"process {stopped.pid}"):
+        caller.is_current_async_call_done(True, True)
+    with pytest.raises(WriterStopped):
+        checkpoint_writers.watch.wait()
+    stopped.exitcode, caller.process = KILLED, Process(FAILED)  # type: ignore[assignment]
+    stopped.pid = os.getpid()
+    with pytest.raises(WriterKilled, match="could not tell"):
+        caller.is_current_async_call_done(True, True)
+    caller.close()
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -59,7 +59,7 @@ from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
-from recover_megatron.megatron_hooks import children, data, detached_build, writers
+from recover_megatron.megatron_hooks import checkpoint_writers, children, data, detached_build, writers
 from recover_megatron.megatron_hooks.checkpoint_writers import WriterKilled
 from recover_megatron.megatron_hooks.entry import early_end
 from recover_megatron.megatron_hooks.entry.early_end import NO_DATA, EndedEarly
@@ -160,6 +160,7 @@ class FaultTolerance:
         self._groups.install(self._loop)
         data.install(self._loop)
         self._training.install()
+        checkpoint_writers.watch.seconds = self._config.hang_timeout
         detached_build.install(self._groups, self._loop)
         if self._faults is not None:
             self._faults.install()
