@@ -53,6 +53,8 @@ class WorkerTable:
         self._handles: dict[int, _Handles] = {}
         self.changed = True
         """Whether workers.json is to be written."""
+        self.last_words: dict[int, str] = {}
+        """Of workers that have ended: the last line of each on stderr."""
 
     def add(self, workers: Iterable[WorkerProcess]) -> None:
         """These are to be started."""
@@ -158,7 +160,8 @@ class WorkerTable:
             stream.drain_and_close()
         if handles.log:
             handles.log.close()
-        return handles.streams[-1].last_line
+        self.last_words[worker.worker_id] = handles.streams[-1].last_line
+        return self.last_words[worker.worker_id]
 
     def abandon(self, workers: Iterable[WorkerProcess]) -> None:
         """``workers`` were not started, or could not be killed: they count as killed."""
