@@ -6,8 +6,8 @@
     failed in the same words               again, after ``PAUSE_SECONDS``: it may pass
     for the ``MOST``-th time in a row      it is put aside: it waits for the end of the run, and is offered no place
 
-Each try costs all an epoch, and each newcomer another one's time; nobody would notice, since the others train on.  Where
-nobody else has a place the run itself is at stake: it is tried on, until `edges` ends it.
+Each try costs all an epoch, and nobody would notice, since the others train on.  Where nobody else has a place the run
+itself is at stake: it is tried on, until `edges` ends it.
 """
 
 from __future__ import annotations

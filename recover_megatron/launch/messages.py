@@ -62,6 +62,15 @@ def worker_ended(
     return f"{_who(worker)} {how} after {seconds(worker)}{swept}; {now}; {_log(worker)}"
 
 
+def failed_alike(number: int, words: str, successor: WorkerProcess | None, wait: float) -> str:
+    """Of workers that were started in place of others."""
+    why = f"{number} workers that were started in place of others have ended in the same way, one after the other"
+    then = "no other is started for that cause; the last restart of --max-restarts is kept for another one"
+    if successor is not None:
+        then = f"worker {successor.worker_id} is started in {wait:g} s"
+    return f"{why} ({words[:200]}): {then}"
+
+
 def worker_lost_at_start(worker: WorkerProcess, left_behind: int, cause: str) -> str:
     """A worker that was lost before the training began; ``cause``: the last that it said, if that may be why."""
     why = f" ({cause})" if cause else ""

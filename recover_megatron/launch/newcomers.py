@@ -9,6 +9,10 @@
 
 No id is used twice, so that no process is ever taken for one that has died. All of these are newcomers to the
 coordinator: they are admitted while the run goes on, when they are ready.
+
+Replacements that fail one after the other in the same words (a folder that cannot be written) would use up all that may
+be started within a minute: from the second on the next one waits, each time twice as long, and the last one is kept for
+another cause.
 """
 
 from __future__ import annotations
@@ -19,7 +23,11 @@ from recover_megatron.launch.exit_codes import REFUSED, RUN_VERDICTS
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.membership.errors import EXIT_FENCED
+from recover_megatron.membership.exception_reports import alike
 from recover_megatron.membership.records import JOINED_FROM, MAX_WORKERS
+
+WAIT_SECONDS, LONGEST_WAIT_SECONDS = 30.0, 600.0
+"""How long the next replacement waits after two in a row have failed alike, and at most."""
 
 
 def launched(plan: LaunchPlan) -> list[WorkerProcess]:
@@ -48,19 +56,36 @@ class Replacements:
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
         self._started = 0
+        self._words = ""
+        self.alike = 0
+        """So many replacements have failed in the same words, one after the other."""
+        self.wait = 0.0
+        """Seconds before the one that ``of`` has returned last is started."""
+        self.kept = False
+        """Whether there is one more, which is kept for another cause than that of the last end."""
         self.put_out: set[int] = set()
         """Workers that the coordinator has put out of the run."""
 
-    def of(self, worker: WorkerProcess, first_joined: int) -> WorkerProcess | None:
+    def of(self, worker: WorkerProcess, first_joined: int, words: str = "") -> WorkerProcess | None:
         """The one that takes the place of ``worker``, which has ended while the run goes on; None: nobody does.
 
+        ``words``: its last ones.
         ``first_joined``: the lowest id of a launcher that joins. Who finished, or ended by what is decided about the
         run or about itself, or was refused, would end so again; who was put out for a hang is left to people.
         """
         plan = self._plan
+        self.kept, repeated = False, False
+        if worker.replaces is not None and worker.state is WorkerState.FAILED:
+            self.alike = self.alike + 1 if alike(words) == self._words else 1
+            self._words = alike(words)
+            repeated = self.alike > 1
+        self.wait = min(WAIT_SECONDS * 2 ** (self.alike - 2), LONGEST_WAIT_SECONDS) if repeated else 0.0
         if self._started >= plan.max_restarts or worker.state is WorkerState.FINISHED:
             return None
         if worker.exit_code in (REFUSED, *RUN_VERDICTS, EXIT_FENCED) or worker.worker_id in self.put_out:
+            return None
+        if repeated and self._started == plan.max_restarts - 1:
+            self.kept = True
             return None
         number = plan.world_size + plan.spares + self._started * plan.nnodes + plan.node_rank
         if plan.joins:

@@ -2,8 +2,10 @@
 
 worker ended --of()--> nobody
                  '---> STARTING, in the table --start()--> its device is tested --passed--> RUNNING
-                                                   |              '--failed--> left out: KILLED, with a note
-                                                   '--(no test: the host device)--> RUNNING
+                                                |  |              '--failed--> left out: KILLED, with a note
+                                                |  '--(no test: the host device)--> RUNNING
+                                                '--those before it have failed alike--> it waits, then the same
+                                                                                  '--the run ends--> KILLED
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Successors:
         self._left_out = left_out
         self._replacements = Replacements(plan)
         self._stopped = False
+        self._loop = loop
+        self._waiting: list[WorkerProcess] = []
         self._tests = DeviceTests(loop, plan.device_test, plan.device_test_timeout)
 
     @property
@@ -52,18 +56,40 @@ class Successors:
 
     def of(self, worker: WorkerProcess) -> WorkerProcess | None:
         """The worker that is to take the place of one that has ended; it is in the table from now on."""
-        successor = None if self._stopped else self._replacements.of(worker, self._table.first_id)
+        if self._stopped:
+            return None
+        words = self._table.last_words.get(worker.worker_id, "")
+        successor = self._replacements.of(worker, self._table.first_id, words)
         if successor is not None:
             self._table.add([successor])
+        if self._replacements.kept or (successor and self._replacements.wait):
+            self._say(messages.failed_alike(self._replacements.alike, words, successor, self._replacements.wait))
         return successor
 
     def start(self, worker: WorkerProcess, environment: Mapping[str, str]) -> None:
-        """Start ``worker``, which ``of`` returned, when its device has passed its test."""
+        """Start ``worker``, which ``of`` has just returned, when its device has passed its test."""
+        if wait := self._replacements.wait:
+            self._waiting.append(worker)
+            self._loop.call_later(wait, partial(self._begin, worker, environment))
+        else:
+            self._begin(worker, environment)
+
+    def run_over(self) -> None:
+        """Nobody who still waits is started."""
+        if waiting := [worker for worker in self._waiting if worker.live and worker.pid is None]:
+            self._table.abandon(waiting)
+            self._left_out()
+
+    def _begin(self, worker: WorkerProcess, environment: Mapping[str, str]) -> None:
+        if worker in self._waiting:
+            self._waiting.remove(worker)
+        if not worker.live:
+            return
         try:
             if self._plan.device_test:
                 self._tests.begin(environment, partial(self._tested, worker))
             else:
-                self._launch(worker)
+                self._tested(worker, "")
         except OSError as error:
             self._leave_out(worker, f"worker {worker.worker_id} cannot be started: {error}")
 

@@ -181,6 +181,7 @@ class Supervisor:
             self._folder.forget_secret()
         if self._plan.has_newcomers:
             self._control.when_decided(self._late.run_over)
+            self._control.when_decided(self._successors.run_over)
         if self._plan.needs_all:
             self._control.when_decided(self._start_up.run_over)
         if self._plan.joins:

@@ -54,6 +54,8 @@ class WorkerTable:
         self._handles: dict[int, _Handles] = {}
         self.changed = True
         """Whether workers.json is to be written."""
+        self.last_words: dict[int, str] = {}
+        """Of workers that have ended: the last line of each on stderr."""
 
     def add(self, workers: Iterable[WorkerProcess]) -> None:
         """These are to be started."""
@@ -165,7 +167,8 @@ class WorkerTable:
             stream.drain_and_close()
         if handles.log:
             handles.log.close()
-        return handles.streams[-1].last_line
+        self.last_words[worker.worker_id] = handles.streams[-1].last_line
+        return self.last_words[worker.worker_id]
 
     def _output_dropped(self, pid: int, lines: int) -> None:
         """While this launcher did not run so many lines were taken out of a worker's pipes, or it would wait."""

@@ -136,7 +136,7 @@ def test_who_finished_or_ended_by_a_verdict_is_not_started_again(status):
 
 
 def test_nobody_is_started_where_a_node_is_drained_and_somebody_is_again_where_it_stays_after_all():
-    nothing = SimpleNamespace(first_id=0, add=lambda workers: None)
+    nothing = SimpleNamespace(first_id=0, add=lambda workers: None, last_words={})
     plan = plan_of(max_restarts=2)
     workers = newcomers.launched(plan)
     successors = Successors(plan, None, nothing, print, print, print)

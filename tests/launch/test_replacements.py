@@ -1,0 +1,98 @@
+"""Replacements that fail one after the other by one cause do not use up all that may be started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from recover_megatron.launch import newcomers
+from recover_megatron.launch.states import WorkerProcess
+from recover_megatron.launch.successors import Successors
+from tests.launch.test_newcomers import ended, plan_of
+
+
+def test_replacements_that_fail_alike_wait_ever_longer_and_the_last_is_kept_for_another_cause():
+    plan = plan_of(max_restarts=6)
+    replacements = newcomers.Replacements(plan)
+    launched = newcomers.launched(plan)
+    worker, waits = replacements.of(ended(launched[0], -9), 0), []
+    for number in range(1, 5):
+        worker = replacements.of(ended(worker, 1), 0, f"PermissionError: /data/cache-{number}")
+        waits.append(replacements.wait)
+    assert waits == [0.0, 30.0, 60.0, 120.0]
+    assert replacements.of(ended(worker, 1), 0, "PermissionError: /data/cache-9") is None
+    assert replacements.kept
+    last = replacements.of(ended(launched[1], -9), 0, "whatever")
+    assert (last.replaces, replacements.wait, replacements.kept) == (1, 0.0, False), "another cause, at once"
+    assert replacements.of(ended(last, 1), 0, "PermissionError: /data/cache-9") is None
+    assert not replacements.kept, "there is none any more"
+
+
+def test_replacements_that_fail_in_other_words_do_not_wait():
+    replacements = newcomers.Replacements(plan_of(max_restarts=3))
+    worker = replacements.of(ended(newcomers.launched(plan_of())[0], -9), 0)
+    for words in ("PermissionError: /data/cache", "RuntimeError: no kernel image"):
+        worker = replacements.of(ended(worker, 1), 0, words)
+        assert worker is not None
+        assert replacements.wait == 0.0
+
+
+class Played:
+    """An event loop and a table, of a launcher whose replacements fail in the same words."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self.first_id = 0
+        self.last_words = dict.fromkeys(range(20), "PermissionError: /data/cache")
+        self.due: list[tuple[float, Callable[[], None]]] = []
+        self.said: list[str] = []
+        self.started: list[int] = []
+        self.ends: list[str] = []
+        plan = plan_of(max_restarts=max_restarts)
+        self.workers = newcomers.launched(plan)
+        self.successors = Successors(plan, self, self, self.said.append, self.start, lambda: self.ends.append("left"))
+
+    def add(self, workers: Iterable[WorkerProcess]) -> None:
+        """Nothing to note."""
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        self.due.append((seconds, callback))
+
+    def start(self, worker: WorkerProcess) -> None:
+        worker.pid = worker.worker_id
+        self.started.append(worker.worker_id)
+
+    def abandon(self, workers: Iterable[WorkerProcess]) -> None:
+        for worker in workers:
+            ended(worker, -9)
+
+    def until_one_waits(self) -> WorkerProcess:
+        worker = ended(self.workers[0], -9)
+        while not self.due:
+            successor = self.successors.of(worker)
+            self.successors.start(successor, {})
+            worker = successor if self.due else ended(successor, 1)
+        return worker
+
+
+def test_a_replacement_that_waits_is_started_later_and_the_console_says_why():
+    played = Played(5)
+    waiting = played.until_one_waits()
+    assert played.said == [
+        "2 workers that were started in place of others have ended in the same way, one after the other "
+        f"(PermissionError: /data/cache): worker {waiting.worker_id} is started in 30 s"
+    ]
+    assert played.started == [4, 5]
+    ((seconds, begin),) = played.due
+    begin()
+    assert (seconds, played.started) == (30.0, [4, 5, 6])
+    played.successors.run_over()
+    assert waiting.live, "it runs: others end it"
+
+
+def test_a_replacement_that_waits_does_not_keep_a_launch_whose_run_is_over():
+    played = Played(5)
+    waiting = played.until_one_waits()
+    played.successors.run_over()
+    assert not waiting.live
+    assert played.ends == ["left"]
+    played.due[0][1]()
+    assert played.started == [4, 5], "not any more"
