@@ -34,6 +34,7 @@ MONKEYPATCH = [
     "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
     "megatron.training.checkpointing.get_checkpoint_name",
     "megatron.training.checkpointing.get_checkpoint_tracker_filename",
+    "megatron.training.checkpointing.get_rng_state",
     "megatron.training.checkpointing.schedule_async_save",
     "megatron.training.datasets.fim_dataset.GPTFIMDataset._query_document_sample_shuffle_indices",
     "megatron.training.initialize._initialize_distributed",
