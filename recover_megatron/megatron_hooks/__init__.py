@@ -25,6 +25,7 @@ With --recover (docs/instep.md follows a gradient through them)::
     optimizer                   the distributed optimizer: shards, shadows, checkpoints (docs/sharded.md)
     balancing                   fewer microbatches for a slow replica (--recover-balance)
     records, trackers, totals, writers   what is logged, and by whom when the writer dies
+    children                    loaders, writers, managers: deaf to what is meant for the worker
     turning_points, fault_injection      what Megatron does when the plan changes; faults on demand
 
 Importing this package imports no Megatron; its modules do.

@@ -130,7 +130,13 @@ def test_a_job_whose_time_is_up_writes_a_checkpoint_and_goes_on_after_it_until_s
     hours, minutes, _ = cluster.job(job.number)["RunTime"].split(":")
     limit = 60 * int(hours) + int(minutes) + 2
     cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
-    wait_until(lambda: "Restarts=1" in cluster.run("scontrol", "show", "job", str(job.number)), "it is requeued")
+
+    def requeued() -> bool:
+        shown = cluster.run("scontrol", "show", "job", str(job.number))
+        assert "JobState=FAILED" not in shown, job.said()
+        return "Restarts=1" in shown
+
+    wait_until(requeued, "it is requeued")
     at = int(tracker.read_text())
     assert job.steps()[-1].iteration == at, job.said()
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
