@@ -185,8 +185,10 @@ def _reading(processes: Sequence[Any]) -> Iterator[None]:
         _check(processes)
         yield
     except (RuntimeError, EOFError, OSError) as error:  # torch does not always say by what
-        if not isinstance(error, RuntimeError):  # a pipe may close a moment earlier
-            connection.wait([process.sentinel for process in processes], END_SECONDS)
+        if not isinstance(error, RuntimeError):  # a pipe may close a moment earlier, and its exit code come later still
+            ended = connection.wait([process.sentinel for process in processes], END_SECONDS)
+            for process in (process for process in processes if process.sentinel in ended):
+                process.join()
         _check(processes)
         raise
     finally:

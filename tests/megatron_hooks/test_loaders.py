@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from recover_megatron.megatron_hooks.data import LoaderKilled, Source, TaggedDataset
+from recover_megatron.megatron_hooks.data import LoaderKilled, Source, TaggedDataset, _reading
 from recover_megatron.megatron_hooks.order import InOrder
 
 DEADLY = 6
@@ -66,3 +66,23 @@ def test_whose_fault_it_is_says_the_signal(number: int, kind: type[Exception]) -
     assert type(raised.value) is kind
     assert f"was killed by signal {int(number)}" in str(raised.value)
     end(reads)
+
+
+class Ending:
+    """A process whose descriptors are closed, and whose exit code is known once it has been waited for."""
+
+    pid, exitcode = 7, None
+
+    def __init__(self) -> None:
+        self.sentinel, write = os.pipe()
+        os.close(write)
+
+    def join(self) -> None:
+        self.exitcode = -signal.SIGKILL
+
+
+def test_a_connection_that_closes_before_the_exit_code_is_known_is_told_as_the_end_of_the_process() -> None:
+    process = Ending()
+    with pytest.raises(LoaderKilled, match=r"process 7, .* was killed by signal 9"), _reading([process]):
+        raise ConnectionResetError(104, "Connection reset by peer")
+    os.close(process.sentinel)

@@ -23,6 +23,8 @@ MONKEYPATCH = [
     "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.close",
     "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.is_current_async_call_done",
     "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.schedule_async_call",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.get_save_function_and_args",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.retrieve_write_results",
     "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
     "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",
     "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync",
