@@ -171,6 +171,7 @@ class Checkpoints:
                 self._settle(recovery)
                 if self._lost and self._again is not None and self._again[0] == recovery.hooks.iteration():
                     return _LOST
+                finalized: UnderWay | None = None
                 try:
                     with self._groups.in_section(), self._parts.told(recovery):
                         result = original(*args, **kwargs)
@@ -180,8 +181,10 @@ class Checkpoints:
                         written.append(finalized.attempt.iteration)
                     return result
                 except BaseException as error:  # torch's CheckpointException is none of Exception
-                    only = len(self._under_way) == 1
-                    which = f"of iteration {self._under_way[0].attempt.iteration}" if only else "under way"
+                    # Megatron forgets one when it is written, and finalizes it then.
+                    at = len(self._under_way) - _calls() - (not isinstance(error, checkpoint_writers.WriterDied))
+                    failed = [finalized] if finalized else self._under_way[max(at, 0) :]
+                    which = f"of iteration {failed[0].attempt.iteration}" if failed else "under way"
                     self._explain(error, f"the checkpoint {which}")
                     raise
 

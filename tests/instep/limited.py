@@ -1,7 +1,7 @@
 """pretrain_gpt_recover.py of which some may not write large files, as if their disk quota were used up.
 
 limited.py WORKERS ITERATION flags...: these workers, from the checkpoint of ITERATION on; if it is written in the
-background, then the processes that do, which an earlier one has started.
+background, then the processes that do, which an earlier one has started.  No step is made before that is written.
 """
 
 import multiprocessing
@@ -16,6 +16,7 @@ BYTES = 20000, 20000
 
 
 def main() -> None:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
     from megatron.training import get_args
 
@@ -32,6 +33,12 @@ def main() -> None:
                 assert process is not None
                 resource.prlimit(process, resource.RLIMIT_FSIZE, BYTES)
 
+    finalize = AsyncCallsQueue.maybe_finalize_async_calls
+
+    def maybe_finalize_async_calls(self: Any, blocking: bool = False, no_dist: bool = False) -> Any:
+        return finalize(self, True, no_dist)
+
+    AsyncCallsQueue.maybe_finalize_async_calls = maybe_finalize_async_calls
     FileSystemWriterAsync.prepare_write_data = prepare_write_data
     sys.argv[0] = OURS
     runpy.run_path(OURS, run_name="__main__")

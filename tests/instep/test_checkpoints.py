@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,8 @@ def test_who_cannot_write_its_part_ends_and_the_others_write_again(
     )
     if len(unable) == 4:
         assert set(run.codes) == {EXIT_SAME_FAULT}, run.tail()
-        told = (tmp_path / "run" / "events-0.jsonl").read_text().splitlines()[-1]
+        events = [json.loads(line) for line in (tmp_path / "run" / "events-0.jsonl").read_text().splitlines()]
+        (told,) = [event["reason"] for event in events if event["event"] == "stop"]
         assert any(cause.format(worker) in told for worker in unable), told
         assert complete == ["iter_0000002"]
     else:
