@@ -40,21 +40,18 @@ def take(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], li
             f"{PREFIX}NNODES is {namespace.nnodes}, and nothing says which node this is: give --node-rank R (or set "
             f"{PREFIX}NODE_RANK), from 0"
         ]
-    alone = namespace.nnodes is None and not elsewhere
-    return taken, [_one_of_several(environ)] if alone and _several(environ) else []
+    if namespace.nnodes is not None or elsewhere:
+        return taken, []
+    return taken, [_one_of_several(environ, size, rank) for size, rank in OTHERS if _tells(environ, size, rank)][:1]
 
 
-def _several(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """The variables by which this process is one of several; None: it is not."""
-    for size, rank in OTHERS:
-        value = environ.get(size, "")
-        if rank in environ and value.isdecimal() and int(value) > 1:
-            return size, rank
-    return None
+def _tells(environ: Mapping[str, str], size: str, rank: str) -> bool:
+    """Whether by these variables this process is one of several."""
+    value = environ.get(size, "")
+    return rank in environ and value.isdecimal() and int(value) > 1
 
 
-def _one_of_several(environ: Mapping[str, str]) -> str:
-    size, rank = _several(environ) or ("", "")
+def _one_of_several(environ: Mapping[str, str], size: str, rank: str) -> str:
     flags = f"--nnodes {environ[size]} --node-rank {environ[rank]}"
     flags += f" --master-addr {environ.get('MASTER_ADDR') or 'A'} --master-port {environ.get('MASTER_PORT') or 'P'}"
     if "SLURM_STEP_ID" in environ:
