@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron.training import global_vars
+from megatron.training import global_vars, training
 from megatron.training.utils import common_utils
 
 from recover_megatron.integrate import Loop, Seam
@@ -68,14 +68,16 @@ def test_megatron_ends_its_training_as_is_assumed() -> None:
     (seam,) = MEGATRON_LM.seams["train"]
     assert exits(getattr(seam.owner(), seam.name))
     for name in HANDLERS:
-        (handler,) = {getattr(module, name) for module in (global_vars, common_utils) if hasattr(module, name)}
+        modules = (global_vars, common_utils, training)
+        (handler,) = {getattr(module, name) for module in modules if hasattr(module, name)}
         assert exits(handler)
-        namespace: dict[str, Any] = {"__name__": handler.__module__}
-        exec(f"import sys\ndef {name}():\n    sys.exit(0)", namespace)
-        ended(namespace[name])
+        for how in ("sys.exit(0)", "exit()"):
+            namespace: dict[str, Any] = {"__name__": handler.__module__}
+            exec(f"import sys\ndef {name}():\n    {how}", namespace)
+            ended(namespace[name], begun=False)
 
 
 def exits(function: Callable[..., Any]) -> bool:
     """Whether it calls sys.exit() itself."""
     tree = ast.parse(inspect.getsource(inspect.unwrap(function)))
-    return any(isinstance(node, ast.Call) and ast.unparse(node.func) == "sys.exit" for node in ast.walk(tree))
+    return any(isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "exit") for node in ast.walk(tree))

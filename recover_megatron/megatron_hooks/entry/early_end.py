@@ -2,6 +2,7 @@
 
 train() calls it                     over: --exit-interval, --exit-duration-in-mins or the exit signal asked for it
 a handler of Megatron's calls it     over: a signal or the scheduler asked for it
+it calls exit() where it is set up   over: it has converted a checkpoint (--ckpt-convert-format), and was to do no more
 anything else calls it               not over: a checkpoint that is not there or not whole, or the user's own code
 pretrain() without train()           not over: there was no data
 """
@@ -13,7 +14,7 @@ import traceback
 
 from recover_megatron.integrate import Loop
 
-HANDLERS = {"_graceful_shutdown", "check_adlr_autoresume_termination"}
+HANDLERS = {"_graceful_shutdown", "check_adlr_autoresume_termination", "setup_model_and_optimizer"}
 """Functions of ``megatron.training`` that end a process because they were asked to."""
 
 NO_DATA = "Megatron has trained nothing, for it was given no data to train with (its data sets, --split)"
@@ -25,7 +26,10 @@ class EndedEarly(Exception):
 
 def check(exit_: SystemExit, loop: Loop) -> None:
     """Raises ``EndedEarly`` unless it was asked for: whoever called sys.exit() tells what it means."""
-    *_, (frame, line) = traceback.walk_tb(exit_.__traceback__)
+    found = list(traceback.walk_tb(exit_.__traceback__))
+    if len(found) > 1 and found[-1][0].f_globals.get("__name__") == "_sitebuiltins":
+        found.pop()  # exit(), which is a function itself
+    frame, line = found[-1]
     code, module = frame.f_code, str(frame.f_globals.get("__name__"))
     if code in (inspect.unwrap(getattr(seam.owner(), seam.name)).__code__ for seam in loop.seams["train"]):
         return
