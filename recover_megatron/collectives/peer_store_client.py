@@ -142,16 +142,16 @@ class PeerStoreClient(dist.Store):
 class Neighbours:
     """The peer stores of the members of a ring: each tells on its own, and is asked there by whoever needs to know it.
 
-    So nobody is needed but one's neighbours.  A key ends in the rank of the member that sets it.  ``pinned`` gives the
-    view of the peer store at an address; what is set belongs to ``epoch``.
+    So nobody is needed but one's neighbours.  A key ends in the rank of the member that sets it.  ``client_of`` gives
+    the view of the peer store at an address; what is set belongs to ``epoch``.
     """
 
     def __init__(
-        self, own: PeerStoreServer, addresses: Sequence[str], pinned: Callable[[str], PeerStoreClient], epoch: int
+        self, own: PeerStoreServer, addresses: Sequence[str], client_of: Callable[[str], PeerStoreClient], epoch: int
     ) -> None:
         self._own = own
         self._addresses = addresses
-        self._pinned = pinned
+        self._client_of = client_of
         self._epoch = epoch
 
     def set(self, key: str, value: str) -> None:
@@ -171,7 +171,7 @@ class Neighbours:
         return True
 
     def _of(self, key: str) -> PeerStoreClient:
-        return self._pinned(self._addresses[self._rank(key)])
+        return self._client_of(self._addresses[self._rank(key)])
 
     @staticmethod
     def _rank(key: str) -> int:

@@ -206,9 +206,9 @@ class EpochGroups:
         self.end(failure.reason)
 
     def _store(self, members: Sequence[int]) -> PeerStoreClient:
-        return self._pinned(self._peer_stores[min(slot for slot in members if slot in self._peer_stores)])
+        return self._client_of(self._peer_stores[min(slot for slot in members if slot in self._peer_stores)])
 
-    def _pinned(self, address: str) -> PeerStoreClient:
+    def _client_of(self, address: str) -> PeerStoreClient:
         with self._lock:  # states change hands in threads
             if address not in self._stores:
                 self._stores[address] = PeerStoreClient(address, self._comm_config.secret, self.number)
@@ -269,7 +269,7 @@ class EpochGroups:
         if comm_config.mesh or not all(slot in self._peer_stores for slot in members):
             return self._store(members)
         return Neighbours(
-            comm_config.peer_store, [self._peer_stores[slot] for slot in members], self._pinned, self.number
+            comm_config.peer_store, [self._peer_stores[slot] for slot in members], self._client_of, self.number
         )
 
     def control(self, name: str, members: Sequence[int]) -> TreeBackend:

@@ -94,7 +94,7 @@ class Failures:
         self._every.append(Failure(iteration, tuple(lost), tuple(replicas)))
         return self._every[-1]
 
-    def report_exception(self, decision: Decision, wanted: int) -> str:
+    def why_it_ends(self, decision: Decision, wanted: int) -> str:
         """Why a run ends that ``decision`` leaves fewer replicas than ``wanted``: who was lost, what is left."""
         lost = "; ".join(map(str, self._every))
         need = f"{wanted} are wanted" if wanted > 1 else "one is needed"

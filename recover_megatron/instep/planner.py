@@ -257,7 +257,7 @@ class Planner:
             return
         if decision.short and self.patience() > 0:
             return
-        message = self._losses.report_exception(decision, self._min_replicas)
+        message = self._losses.why_it_ends(decision, self._min_replicas)
         self._session.give_up(EXIT_STATE_LOST if decision.state_lost else EXIT_NO_REPLICA, message)
         raise StateLost(message) if decision.state_lost else NoReplica(message)
 
@@ -286,6 +286,6 @@ class Planner:
 
     def lose_state(self, what: str) -> NoReturn:
         """End the run, for all: something of the training's state was lost with those who are gone."""
-        message = self._losses.report_exception(replace(self._assignment.decision, state_lost=what), self._min_replicas)
+        message = self._losses.why_it_ends(replace(self._assignment.decision, state_lost=what), self._min_replicas)
         self._session.give_up(EXIT_STATE_LOST, message)
         raise StateLost(message)

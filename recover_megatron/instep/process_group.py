@@ -253,14 +253,14 @@ class EpochGroup(dist.ProcessGroup):
         self._guarded = {name: guard.method(name, getattr(self.original, name)) for name in ("send", "recv")}
 
     def send(self, tensors: Any, to: int, tag: int) -> dist.Work:
-        carry, rank = self._transport_kind("send", to)
+        carry, rank = self._route("send", to)
         return carry(tensors, rank, tag)
 
     def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:
-        carry, rank = self._transport_kind("recv", source)
+        carry, rank = self._route("recv", source)
         return carry(tensors, rank, tag)
 
-    def _transport_kind(self, name: str, rank: int) -> tuple[Callable[..., dist.Work], int]:
+    def _route(self, name: str, rank: int) -> tuple[Callable[..., dist.Work], int]:
         slot = self._traffic.members(self)[rank]
         if not self._traffic.is_mate(slot):
             self._traffic.refuse(

@@ -200,7 +200,7 @@ class Spare:
         decision, _ = planner.meet(sent, f"worker {me} is a spare: {sent.note}")
         with self._changed:
             news = self._here and not told
-            # Should nobody else be left, the exception report are this worker's: it remembers what the others told.
+            # Should nobody else be left, this worker writes the failure report: it remembers what the others told.
             self._status = replace(
                 self._status,
                 at=max(self._status.at, decision.at),

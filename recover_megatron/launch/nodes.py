@@ -26,7 +26,7 @@ worker starts before all know all of them.  Node 0 keeps the store up until it k
 ended, or the node's count has stopped for LOST_SECONDS.
 
 Store operations block, so each side (guest.py, host.py) runs in a thread of its own and calls back through the event
-loop; exception report go over a connection of their own.
+loop; failure reports go over a connection of their own.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class NodeThreads:
         self._store: Store | None = None  # keeps the server alive
         self._guest = Guest(plan, self._seal, events, self._tell)
         self._host: Host | None = None
-        self._report_exception: list[threading.Thread] = []
+        self._telling: list[threading.Thread] = []
 
     def serve(self, listener: socket.socket) -> None:
         """Node 0: serve the store, and follow the other nodes."""
@@ -79,12 +79,12 @@ class NodeThreads:
     def fail(self, reason: str, code: int) -> None:
         """Have all nodes end the launch with ``code``; this node ends by itself."""
         if self._plan.nnodes > 1:
-            self._report_exception.append(self._run(lambda: self._fail(reason, code)))
+            self._telling.append(self._run(lambda: self._fail(reason, code)))
 
     def settle(self, seconds: float) -> None:
         """Wait until the others know of ``fail``, at most so long."""
         until = time.monotonic() + seconds
-        for thread in self._report_exception:
+        for thread in self._telling:
             thread.join(max(0.0, until - time.monotonic()))
 
     @property

@@ -70,8 +70,8 @@ class LogFile:
         return open_to_append(path)
 
 
-def _missing(fragments: int) -> bytes:
-    return f"\nrecover-run: {fragments} pieces of output are missing here, which the disk did not take\n".encode()
+def _missing(pieces: int) -> bytes:
+    return f"\nrecover-run: {pieces} pieces of output are missing here, which the disk did not take\n".encode()
 
 
 class Stream:

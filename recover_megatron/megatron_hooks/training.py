@@ -103,7 +103,7 @@ class TrainingHooks:
         self._seeds = MicrobatchSeeds(device)
         self._nominal = NominalCount()
         self._accumulated = Accumulated()
-        self._bucket_monkeypatch = BucketSeams()
+        self._bucket_seams = BucketSeams()
         self._tracker_seam = TrackerSeam()
         self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
@@ -156,7 +156,7 @@ class TrainingHooks:
 
     def forget(self) -> None:
         """Drop all that belongs to the model: one for another position is to be built."""
-        self._bucket_monkeypatch.buckets = self._over_parameters.sharded = None
+        self._bucket_seams.buckets = self._over_parameters.sharded = None
         self._tracker_seam.active = False
         self._parts = self._between_steps = self._outcome = None
 
@@ -195,7 +195,7 @@ class TrainingHooks:
         loop = self.loop
         self._nominal.install()
         self._accumulated.install()
-        self._bucket_monkeypatch.install()
+        self._bucket_seams.install()
         sharded_optimizer.install()
         self._tracker_seam.install(loop)
         skipping.install(loop)
@@ -255,7 +255,7 @@ class TrainingHooks:
             operations=self.loop.services.operations,
             blank=late,
         )
-        self._bucket_monkeypatch.buckets = parts.buckets if isinstance(parts.buckets, Buckets) else None
+        self._bucket_seams.buckets = parts.buckets if isinstance(parts.buckets, Buckets) else None
         self._over_parameters.sharded = parts.sharded
         self._tracker_seam.active = True
         writers.stand_in()

@@ -388,7 +388,7 @@ class Coordinator:
                 raise RunOver(code, reason, by=worker.number)
             case "note":
                 self.roster.pass_on(worker, message["text"])
-            case "last_words":
+            case "report_exception":
                 self._out.send([session], {"type": "noted"})
                 cause = self._exceptions.add(worker, message)
                 if cause is not None and self.state is not State.STANDBY:

@@ -146,13 +146,13 @@ class Member(Follower):
         """Tell why this worker ends; ``noted`` when a coordinator has heard it."""
         self._effects = []
         if self._report is None and self.stage is not Stage.OUT:
-            self._report = {"type": "last_words", **report}
+            self._report = {"type": "report_exception", **report}
             if self._connected:
                 self._say(self._report)
         return self._effects
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
-        """As ``Follower.handle``; exception report that nobody has heard are told to the next coordinator."""
+        """As ``Follower.handle``; an exception report that nobody has heard is told to the next coordinator."""
         if self._asleep:
             if self._status is None:
                 self.deadline = math.inf

@@ -16,7 +16,7 @@ from recover_megatron.network.frames import WireError
 
 __all__ = ["WireError"]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 MAX_HANDSHAKE = 4 << 10
 """Bytes of one message before the other side has proved that it knows the secret."""
@@ -153,7 +153,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
     "spawned": {"worker": (_WORKER, True), "pid": (_integer(0, 1 << 31), True)},
     "bye": {"idle": (_EPOCH, False)},
     "give_up": {"code": (_integer(1, 255), True), "reason": (_NOTE, True)},
-    "last_words": {
+    "report_exception": {
         "iteration": (_ITERATION, True),
         "microbatch": (_ITERATION, False),
         "error": (_text(MAX_ERROR), True),

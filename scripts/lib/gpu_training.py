@@ -91,9 +91,9 @@ class Training:
             try:
                 code = launcher.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise Failed(f"{self.folder.name} was not over in time: {self._report_exception(node)}") from None
+                raise Failed(f"{self.folder.name} was not over in time: {self._why_it_ended(node)}") from None
             if code and node not in self.dead:
-                raise Failed(f"{self.folder.name}: worker {node} ended with {code}: {self._report_exception(node)}")
+                raise Failed(f"{self.folder.name}: worker {node} ended with {code}: {self._why_it_ended(node)}")
 
     def stop(self) -> None:
         """End whatever still runs; the launchers end their workers."""
@@ -107,7 +107,7 @@ class Training:
                 launcher.kill()  # its workers end with it
                 launcher.wait()
 
-    def _report_exception(self, node: int) -> str:
+    def _why_it_ended(self, node: int) -> str:
         lines = (self.folder / f"launcher-{node}.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
         print(f"--- {self.folder / f'launcher-{node}.log'}", *lines, sep="\n", file=sys.stderr)
         return lines[-1].strip()[-160:] if lines else "nothing was said"

@@ -23,7 +23,7 @@ from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.gloo.abort import Waiter
 
-FRAGMENT = timedelta(seconds=0.25)
+POLL = timedelta(seconds=0.25)
 """How long a worker of a broken replica may go on waiting for a collective."""
 
 _MESSAGES = ("send", "recv", "recv_anysource")
@@ -58,7 +58,7 @@ class AbortableWorks:
     def _wait_for_collective(self, work: Any) -> bool:
         while True:
             try:
-                return bool(work.wait(FRAGMENT))
+                return bool(work.wait(POLL))
             except RuntimeError:
                 if work.is_completed():
                     return bool(work.wait())  # or raises gloo's own error

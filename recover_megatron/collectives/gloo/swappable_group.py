@@ -69,7 +69,7 @@ class SwappableGroup(dist.ProcessGroup):
         self.bind(inner)
 
     def bind(self, inner: Any) -> None:
-        """Be ``inner`` from now on."""
+        """Forward every operation to ``inner``, the group of the present epoch."""
         self.inner = inner
         # A group of one waits for nobody. Megatron makes twenty operations over such groups in an iteration.
         guard = self._guard if self.backend == "gloo" and len(self.positions) > 1 else None
