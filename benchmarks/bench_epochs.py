@@ -74,7 +74,7 @@ class Member:
             mine = size - 1
         else:
             network = PeerStores(self.peer_store.streams, SECRET, self.addresses)
-            tree = Tree(self.rank, range(size), network, token, name=f"tree/{epoch}", timeout=TIMEOUT)
+            tree = Tree(self.rank, size, network, token, name=f"tree/{epoch}", timeout=TIMEOUT)
             backend = TreeBackend(tree, range(size))
             mine = len(tree.children) + (tree.parent is not None)
         world = met()

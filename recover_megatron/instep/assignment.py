@@ -10,7 +10,6 @@ import threading
 from collections.abc import Mapping
 
 from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.edges import roads_of
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.membership.session import Session
@@ -223,8 +222,8 @@ class Assignment:
         with self.lock:
             self.stand(*place)
             self.taken_up = decision
-            peer_stores, roads = decision.peer_stores_by_slot(self.grid), roads_of(decision, self.grid)
-            self._epoch_groups = EpochGroups(decision.epoch, self.slot, self._comm_config, peer_stores, roads)
+            peer_stores = decision.peer_stores_by_slot(self.grid)
+            self._epoch_groups = EpochGroups(decision.epoch, self.slot, self._comm_config, peer_stores)
         self._end_if_over(decision)
 
     def wait_for_step(self, decision: Decision | None) -> None:

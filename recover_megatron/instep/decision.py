@@ -182,8 +182,6 @@ class Rules:
     """Whether the optimizer's state is spread over the replicas: then no worker has all of its position's."""
     replaced: bool = False
     """Whether workers may come in place of those that are lost."""
-    mesh: bool = False
-    """Whether replicas all connect to all when they sum (NCCL, gloo), so that no order of a ring avoids an edge."""
     min_replicas: int = 1
     """With fewer the run ends."""
     shards: int = 0
@@ -282,8 +280,6 @@ class Decision:
     """Worker with a place -> the failure domains with which its replica would break."""
     broken: frozenset[Edge] = frozenset()
     """Pairs of live workers that cannot talk to each other."""
-    order: tuple[int, ...] = ()
-    """The replicas in the order of the rings, where that is not the order of their ids; it avoids what is broken."""
     put_out: Mapping[int, tuple[Edge, ...]] = field(default_factory=dict)
     """Replicas that were whole and are left out, and the broken edges for which they are."""
     draining: tuple[str, ...] = ()

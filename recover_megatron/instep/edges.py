@@ -18,8 +18,6 @@ from typing import Any
 
 from recover_megatron.collectives.probe import SECONDS, unreached
 from recover_megatron.instep.decision import Decision, JoinStatus
-from recover_megatron.instep.epoch_groups import Roads
-from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.losses import READY
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
 
@@ -129,9 +127,6 @@ def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str
     for replica, reasons in decision.put_out.items():
         because = ", ".join(f"{one}-{other}" for one, other in reasons[:4])
         lines.append(f"replica {replica} is put out for it (workers {because}); its workers wait as spares")
-    if decision.order:
-        order = ", ".join(map(str, decision.order))
-        lines.append(f"sums go round the replicas in the order {order}, which avoids it")
     return lines
 
 
@@ -141,7 +136,7 @@ def news(
     """What to say on the console of an epoch that nobody's death has made; ``reason``: why the last one ended."""
     if before is None:
         return []
-    if (before.broken, before.order) != (decision.broken, decision.order) or decision.put_out:
+    if before.broken != decision.broken or decision.put_out:
         mended = {worker for pair in before.broken for worker in pair} <= set(statuses)
         return describe(decision, statuses) or ["all workers can talk to each other again"] * mended
     if READY in reason or decision.fresh:
@@ -175,11 +170,3 @@ def explanation(decision: Decision, me: int, replica: int | None, before: str) -
     if not others:
         return before
     return f"it cannot talk to workers {', '.join(map(str, others[:8]))}, although they are alive"
-
-
-def roads_of(decision: Decision, grid: LaunchGrid) -> Roads:
-    """What is broken, and the order of the rings, by slot."""
-    slot_of = {worker: slot for slot, worker in decision.slots(grid).items()}
-    broken = {(slot_of[one], slot_of[other]) for one, other in decision.broken if {one, other} <= set(slot_of)}
-    replicas = decision.order or decision.replicas
-    return Roads(frozenset(broken), tuple(slot for replica in replicas for slot in grid.replicas[replica]))

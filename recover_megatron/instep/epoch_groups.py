@@ -33,7 +33,6 @@ from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.peer_store_client import Neighbours, PeerStoreClient
 from recover_megatron.collectives.rendezvous import KeyValue
 from recover_megatron.collectives.ring.executor import Hook
-from recover_megatron.collectives.ring.reordered import Reordered
 from recover_megatron.collectives.tree.connections import Tree
 from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep.state_holder import KIND, Offer, Offers
@@ -74,7 +73,7 @@ class CommunicationConfig:
 
     @property
     def mesh(self) -> bool:
-        """Whether the members of a ring all connect to all, or meet in one place: then no order avoids an edge."""
+        """Whether the members of a ring all connect to all, or meet in one place."""
         ring = self.collective == "ring" and self.transport_kind in (None, "tcp", "tcp-inline")
         return not ring or (self.transport_kind is None and self.device.type == "cuda")
 
@@ -90,28 +89,6 @@ class _Column:
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
         self.cancel_token.on_cancel(lambda: callback(self.cancel_token.reason))
-
-
-@dataclass(frozen=True)
-class Roads:
-    """Which pairs of slots cannot talk to each other, and in which order rings go round all the same.
-
-    ``order``: slots; rings go round their members in this one.  Empty: there is nothing to avoid.
-    """
-
-    broken: frozenset[tuple[int, int]] = frozenset()
-    order: tuple[int, ...] = ()
-
-    def among(self, members: Sequence[int]) -> bool:
-        """Whether two of these cannot talk to each other."""
-        here = set(members)
-        return any(one in here and other in here for one, other in self.broken)
-
-    def ordered(self, members: Sequence[int]) -> tuple[int, ...]:
-        """The members in the order of a ring that avoids what is broken."""
-        if not self.among(members):
-            return tuple(members)
-        return tuple(slot for slot in self.order if slot in members)
 
 
 @dataclass(frozen=True)
@@ -157,18 +134,16 @@ class EpochGroups:
         me: int,
         comm_config: CommunicationConfig,
         peer_stores: Mapping[int, str],
-        roads: Roads | None = None,
     ) -> None:
         self.number = number
         self._me = me
         self._comm_config = comm_config
         self._peer_stores = peer_stores
-        self._roads = roads or Roads()
         self._failure: Failure | None = None
         self._stores: dict[str, PeerStoreClient] = {}
         self._lock = threading.Lock()
         self._cancel_token = CancelToken(number)
-        self._rings: dict[tuple[int, ...], Future[Group | Reordered]] = {}
+        self._rings: dict[tuple[int, ...], Future[Group]] = {}
         self._controls: dict[tuple[str, tuple[int, ...]], TreeBackend] = {}
         self._states: Counter[tuple[str, bool]] = Counter()
 
@@ -223,15 +198,15 @@ class EpochGroups:
             for members in columns:
                 self._ring(tuple(members), aside=True)
 
-    def ring(self, members: Sequence[int]) -> Group | Reordered:
+    def ring(self, members: Sequence[int]) -> Group:
         """The gradient ring of these workers, in this order.  Every one of them must ask.  Raises ``EpochRevoked``."""
         return self._ring(tuple(members), aside=False).result()
 
-    def _ring(self, members: tuple[int, ...], *, aside: bool) -> Future[Group | Reordered]:
+    def _ring(self, members: tuple[int, ...], *, aside: bool) -> Future[Group]:
         with self._lock:
             if members in self._rings:
                 return self._rings[members]
-            ring: Future[Group | Reordered] = Future()
+            ring: Future[Group] = Future()
             self._rings[members] = ring
         if aside:
             threading.Thread(target=self._open, args=(members, ring), name="opening a ring", daemon=True).start()
@@ -239,7 +214,7 @@ class EpochGroups:
             self._open(members, ring)
         return ring
 
-    def _open(self, members: tuple[int, ...], ring: Future[Group | Reordered]) -> None:
+    def _open(self, members: tuple[int, ...], ring: Future[Group]) -> None:
         try:
             ring.set_result(self._open_ring("ring", members))
         except BaseException as error:  # noqa: BLE001  whatever it is, who asks for the ring is told
@@ -247,12 +222,12 @@ class EpochGroups:
                 self._rings.pop(members, None)  # an error that is kept keeps its frames, and with them connections
             ring.set_exception(error)
 
-    def _open_ring(self, name: str, members: tuple[int, ...]) -> Group | Reordered:
-        comm_config, order = self._comm_config, self._roads.ordered(members)
-        with self._lost_ends_it(order):
-            group = open_group(
-                _Column(self.number, order, self._me, self._cancel_token),
-                self._meeting_place(order),
+    def _open_ring(self, name: str, members: tuple[int, ...]) -> Group:
+        comm_config = self._comm_config
+        with self._lost_ends_it(members):
+            return open_group(
+                _Column(self.number, members, self._me, self._cancel_token),
+                self._meeting_place(members),
                 name=name_of(name, members),
                 secret=comm_config.secret,
                 collective=comm_config.collective,
@@ -262,7 +237,6 @@ class EpochGroups:
                 hook=comm_config.hook if name == "ring" else None,
                 communicators=comm_config.communicators,
             )
-        return group if order == members else Reordered(group, members)
 
     def _meeting_place(self, members: Sequence[int]) -> KeyValue:
         comm_config = self._comm_config
@@ -280,16 +254,14 @@ class EpochGroups:
         return self._controls[key]
 
     def _open_control(self, name: str, members: tuple[int, ...]) -> TreeBackend:
-        rank = {slot: at for at, slot in enumerate(members)}
         config = self._comm_config
         with self._lost_ends_it(members):
             tree = Tree(
-                rank[self._me],
-                [rank[slot] for slot in self._roads.ordered(members)],
+                members.index(self._me),
+                len(members),
                 PeerStores(config.peer_store.streams, config.secret, [self._peer_stores[slot] for slot in members]),
                 self._cancel_token,
                 name=f"tree/{self.number}/{name}/{name_of('of', members)}",
-                broken={(rank[a], rank[b]) for a, b in self._roads.broken if a in rank and b in rank},
             )
         return TreeBackend(tree, members)
 

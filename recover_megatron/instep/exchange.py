@@ -39,7 +39,7 @@ from recover_megatron.collectives.peer_store_client import PeerStoreClient
 from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep.announcements import HERE, OVER, Announcements, key, left_key
 from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.edges import Edges, roads_of
+from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups, Failure, name_of
 from recover_megatron.instep.errors import Disagreement
 from recover_megatron.instep.hooks import Hooks
@@ -225,8 +225,8 @@ class Exchange:
             return known
         self._announcements.settled()
         mine = self._assignment
-        peer_stores, roads = mine.decision.peer_stores_by_slot(mine.grid), roads_of(mine.decision, mine.grid)
-        repeats = EpochGroups(rendezvous, mine.slot, self._comm_config, peer_stores, roads)
+        peer_stores = mine.decision.peer_stores_by_slot(mine.grid)
+        repeats = EpochGroups(rendezvous, mine.slot, self._comm_config, peer_stores)
         still_open = self._announcements.repeat(repeats)
         if not still_open or self._orphan.orphaned:
             repeats.end("the rendezvous is open no more")

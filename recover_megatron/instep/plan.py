@@ -11,8 +11,7 @@ makes of them who works where, and who runs what of the step under way.
                                     rollback    the state is lost: what is kept elsewhere, for all who have a place
                                     fresh       those that this epoch put together, and from whom they get their state
                                     mirrors     spares that keep the state of the last replica
-                                    order       that of the rings, where some cannot talk to each other
-                                    put_out     replicas for which there is no such order
+                                    put_out     replicas without which all others can talk to each other
 
 The grid changes only where no replica is in the middle of anything: at the *boundary* before a step.  Everybody who
 sees ``regroup`` comes to an epoch of its own there, and that one places the spares.  When no replica is whole any more
@@ -45,7 +44,7 @@ from recover_megatron.instep.timelines import newest as newest_timeline
 from recover_megatron.workload import Placement, reassign
 from recover_megatron.workload.domains import touched_by
 from recover_megatron.workload.edges import Edge, edge
-from recover_megatron.workload.seating import ring_of, seated
+from recover_megatron.workload.seating import seated
 from recover_megatron.workload.snapshots import FIRST_INTERVAL, Spread, copies
 
 _DISPUTED = "the states of workers {} differ, and as many say one thing as another: nobody knows which is right"
@@ -69,7 +68,7 @@ def decide(
     beyond = beyond or Beyond()
     heard = _hear(statuses, launch, rules, drain, beyond)
     members, there, stands = heard.members, heard.members.statuses, _stand(epoch, heard, beyond)
-    grid, whole, broken = stands.grid, members.whole, members.broken
+    grid, whole = stands.grid, members.whole
     holders, mended, disputed = _holders(members, stands.fresh, grid) if heard.boundary else ({}, (), [])
     enough, state_lost = stands.enough, stands.state_lost
     if disputed and rules.strict:
@@ -113,8 +112,7 @@ def decide(
         state_lost=state_lost,
         peer_stores={worker: there[worker].peer_store for worker in sorted(working)},
         touched=touched_by(grid.values(), domains),
-        broken=broken,
-        order=ring_of(grid, broken),
+        broken=members.broken,
         put_out=heard.put_out,
         draining=heard.draining,
         undrained=heard.undrained,
@@ -151,7 +149,7 @@ def _hear(
     timeline = newest_timeline(statuses)
     everybody = of_timeline(statuses, timeline)
     broken = _broken(everybody)
-    whole, put_out = seated(whole_replicas(everybody, launch), broken, rules.mesh)
+    whole, put_out = seated(whole_replicas(everybody, launch), broken)
     told = {replica: _told(replica, [everybody[worker] for worker in workers]) for replica, workers in whole.items()}
     at = max((status.at for status in told.values()), default=0)
     begun = {replica: status for replica, status in told.items() if status.at == at and status.step}
@@ -281,7 +279,7 @@ def _holders(
 
     And who of a column differ without a majority: there the lowest replica is followed, or nobody (``Rules.strict``).
     """
-    statuses, broken = members.statuses, members.broken
+    statuses = members.statuses
     holders: dict[int, tuple[int, ...]] = {}
     mended: list[int] = []
     disputed: list[int] = []
@@ -296,9 +294,8 @@ def _holders(
         wrong = [worker for worker in told if statuses[worker].digest != right]
         mended += wrong
         for number, worker in enumerate([*wrong, *(grid[replica][position] for replica in fresh)]):
-            heard = [donor for donor in donors if edge(worker, donor) not in broken] or donors
-            first = number % len(heard)
-            holders[worker] = (*heard[first:], *heard[:first])
+            first = number % len(donors)
+            holders[worker] = (*donors[first:], *donors[:first])
     return dict(sorted(holders.items())), tuple(sorted(mended)), sorted(disputed)
 
 

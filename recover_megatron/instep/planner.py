@@ -212,7 +212,6 @@ class Planner:
             rollback=None if decision.rollback is None else asdict(decision.rollback),
             disputed=list(decision.disputed),
             broken=[list(pair) for pair in sorted(decision.broken)],
-            order=list(decision.order),
             draining=list(decision.draining),
             undrained=dict(decision.undrained),
             leaving=sorted(decision.leaving),

@@ -104,9 +104,9 @@ class Members:
         return free_of(self.candidates(), self._working, self.broken)
 
     def placement(self) -> Placement:
-        """New replicas; where edges are broken either such that an order of the ring does, or of others."""
+        """New replicas; where edges are broken of those who can talk to all who work, and to each other."""
         placement = self._assembled(self.candidates(), self.whole)
-        if self.broken and not can_join(self.whole, placement, self.broken, self.rules.mesh):
+        if self.broken and not can_join(self.whole, placement, self.broken):
             placement = self._assembled(self.usable(), self.whole)
         return placement
 

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked
+from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.probe import unreached
+from recover_megatron.collectives.rendezvous import Known
 from recover_megatron.collectives.transport import handshake
 from recover_megatron.collectives.transport.handshake import MAC, NONCE, Handshake
 from recover_megatron.collectives.transport.shared_memory import SharedMemory, machine
@@ -261,3 +262,33 @@ def test_who_was_held_up_for_all_of_its_time_takes_nobody_that_answers_for_unrea
         closed.bind(("127.0.0.1", 0))
         ports = {worker: sock.getsockname()[1] for worker, sock in enumerate((here, closed))}
         assert unreached({worker: f"127.0.0.1 {port}" for worker, port in ports.items()}, seconds=0.0) == {1}
+
+
+def test_a_refused_connection_names_the_member_that_refuses() -> None:
+    with socket.socket() as bound:  # nobody listens there, and nobody else can take it meanwhile
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        known = Known({f"ring/named/1/{rank}": f"127.0.0.1 {port} -" for rank in range(3)})
+        with pytest.raises(EpochRevoked) as raised:
+            open_group(PlainEpoch(1, [7, 8, 9], 8), known, name="named", secret=SECRET)
+    cause = raised.value.__cause__
+    assert isinstance(cause, PeerLost)
+    assert (cause.peer, cause.road) == (2, True)
+
+
+def test_a_neighbour_that_hangs_up_is_named_and_the_road_is_not_blamed(pool: ThreadPoolExecutor) -> None:
+    store = Dictionary()
+
+    def hang_up() -> None:
+        group = opening(store, 0)
+        group.abort("it fails here")
+        group.close()
+
+    hanging_up = pool.submit(hang_up)
+    with contextlib.closing(opening(store, 1)) as group:
+        with pytest.raises(EpochRevoked):
+            group.all_reduce(Bucket(torch.zeros(100))).wait()
+        lost = group.lost
+    hanging_up.result(DEADLINE)
+    assert lost is not None
+    assert (lost.peer, lost.road) == (0, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,20 +31,18 @@ class Workers:
         self.stores = [PeerStoreServer("127.0.0.1", SECRET) for _ in range(size)]
         self.tokens = [CancelToken(1) for _ in range(size)]
 
-    def tree(self, rank: int, order: Sequence[int], broken: Collection[tuple[int, int]] = ()) -> Tree:
+    def tree(self, rank: int) -> Tree:
         addresses = [store.address for store in self.stores]
         network = PeerStores(self.stores[rank].streams, SECRET, addresses)
-        return Tree(rank, order, network, self.tokens[rank], name="tree/1/test", broken=broken)
+        return Tree(rank, len(addresses), network, self.tokens[rank], name="tree/1/test")
 
 
-def together(
-    size: int, do: Callable[[Tree], Any], *, order: Sequence[int] = (), broken: Collection[tuple[int, int]] = ()
-) -> list[Any]:
+def together(size: int, do: Callable[[Tree], Any]) -> list[Any]:
     """What ``do`` returns at each member of a tree, by rank."""
     workers = Workers(size)
 
     def run(rank: int) -> Any:
-        tree = workers.tree(rank, order or range(size), broken)
+        tree = workers.tree(rank)
         try:
             return do(tree)
         finally:
@@ -69,13 +67,6 @@ def test_everybody_has_one_parent_and_few_children_and_is_not_far_from_the_first
     assert FAN ** max(depth) <= max(1, size * FAN)
 
 
-def test_no_broken_edge_is_part_of_it() -> None:
-    broken = {(0, 2), (5, 0), (1, 9), (1, 11)}
-    edges = {(above, place) for place, above in enumerate(parents(20, broken)) if place}
-    assert not edges & (broken | {(b, a) for a, b in broken})
-    assert len(edges) == 19
-
-
 # ---- operations
 
 
@@ -86,11 +77,7 @@ def options(kind: Any, **fields: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize(
-    ("order", "broken"), [((0, 1, 2, 3), []), ((2, 0, 3, 1), []), ((0, 1, 2, 3), [(0, 2), (3, 0)])],
-    ids=["in order", "in another order", "with broken edges"],
-)  # fmt: skip
-def test_torchs_operations_give_what_gloo_would_give(order: tuple[int, ...], broken: list[tuple[int, int]]) -> None:
+def test_torchs_operations_give_what_gloo_would_give() -> None:
     def do(tree: Tree) -> Any:
         rank, backend = tree.rank, TreeBackend(tree, range(4))
         mine = torch.arange(4.0) + 10 * rank
@@ -124,7 +111,7 @@ def test_torchs_operations_give_what_gloo_would_give(order: tuple[int, ...], bro
         return results
 
     every = [[float(10 * rank + at) for at in range(4)] for rank in range(4)]
-    for rank, found in enumerate(together(4, do, order=order, broken=broken)):
+    for rank, found in enumerate(together(4, do)):
         assert found["sum"] == [[60.0, 64.0, 68.0, 72.0]]
         assert found["max"] == [[max(int(row[at]) % 7 for row in every) for at in range(4)]]
         assert found["broadcast"] == [every[2]]
@@ -173,7 +160,7 @@ def test_a_members_death_is_seen_by_its_neighbours_and_the_revocation_wakes_the_
     workers, waiting, lost_ones = Workers(size), threading.Barrier(size), list[int | None]()
 
     def run(rank: int) -> str:
-        tree = workers.tree(rank, range(size))
+        tree = workers.tree(rank)
         backend = TreeBackend(tree, range(size))
         waiting.wait(DEADLINE)
         try:
@@ -200,7 +187,7 @@ def test_a_members_death_is_seen_by_its_neighbours_and_the_revocation_wakes_the_
 def test_who_waits_for_a_member_that_does_not_come_is_woken_by_the_revocation() -> None:
     workers = Workers(3)
     with ThreadPoolExecutor(1) as pool:
-        opening = pool.submit(workers.tree, 0, range(3))
+        opening = pool.submit(workers.tree, 0)
         workers.tokens[0].cancel("worker 1 is gone")
         with pytest.raises(EpochRevoked):
             opening.result(DEADLINE)

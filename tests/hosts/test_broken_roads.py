@@ -1,7 +1,7 @@
 """Training on hosts of which two cannot talk to each other, while both hear everybody else.
 
-It equals training on whole roads.  Where a ring can go round the broken road everybody goes on;
-else the smallest number of replicas is left out.  A road that comes back in time costs nobody its place.
+It equals training on whole roads.  The smallest number of replicas is left out.  A road that comes back in time costs
+nobody its place.
 """
 
 from __future__ import annotations
@@ -68,51 +68,25 @@ def run(hosts: Hosts, each: int, case: Case, server: ForkServer, out: Path, spoi
         watcher.join()
 
 
-def said(result: Result) -> str:
-    return "".join(log.read_text() for log in result.ended.logs)
-
-
-def last_plan(result: Result) -> dict[str, object]:
-    return result.plans[max(result.plans)]
-
-
 @pytest.mark.parametrize(
-    ("name", "each", "count", "how", "left"),
-    some(
-        "roads",
-        [
-            pytest.param("dp3", 1, 3, "part", 2, id="a replica on each host, packets vanish"),
-            pytest.param("pp2-dp3", 2, 3, "refuse", 2, id="replicas over two hosts each, connections are refused"),
-            pytest.param("dp4", 1, 4, "refuse", 4, id="a ring can go round"),
-        ],
-        2,
-    ),
+    ("name", "each", "how"),
+    [
+        pytest.param("dp3", 1, "part", id="a replica on each host, packets vanish"),
+        pytest.param("pp2-dp3", 2, "refuse", id="replicas over two hosts each, connections are refused"),
+    ],
 )
 def test_two_hosts_that_cannot_talk_to_each_other_do_not_stop_the_run(
-    can_have_hosts: None,
-    forkserver: ForkServer,
-    reference: Reference,
-    tmp_path: Path,
-    name: str,
-    each: int,
-    count: int,
-    how: str,
-    left: int,
+    three_hosts: Hosts, forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str, each: int, how: str
 ) -> None:
-    case = Case(LAYOUT[name], iterations=ITERATIONS, evaluated=True)
-    with Hosts(count) as hosts:
-        result = run(hosts, each, case, forkserver, tmp_path, lambda: getattr(hosts, how)(2, 3))
+    hosts, case = three_hosts, Case(LAYOUT[name], iterations=ITERATIONS, evaluated=True)
+    result = run(hosts, each, case, forkserver, tmp_path, lambda: getattr(hosts, how)(2, 3))
     check(result, reference(case))
     assert len(result.plans) <= EPOCHS
-    assert len(last_plan(result)["replicas"]) == left, result.told()  # type: ignore[arg-type]
-    text = said(result)
+    assert len(result.plans[max(result.plans)]["replicas"]) == 2, result.told()
+    text = "".join(log.read_text() for log in result.ended.logs)
     assert f"({hosts.address(2)}) and worker" in text
     assert f"({hosts.address(3)})" in text
-    assert ("is put out for it" in text) == (left < case.layout.replicas), result.told()
-    if left == case.layout.replicas:
-        order = last_plan(result)["order"]
-        assert isinstance(order, list)
-        assert abs(order.index(1) - order.index(2)) == 2
+    assert "is put out for it" in text, result.told()
     assert any("asks for it" in str(event["reason"]) for event in result.events if event["event"] == "revoke")
 
 

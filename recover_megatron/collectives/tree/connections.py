@@ -1,8 +1,8 @@
-"""A tree of connections among the members of a group: one to the parent, at most ``FAN`` and a few to children.
+"""A tree of connections among the members of a group: one to the parent, at most ``FAN`` to children.
 
                      0                n members have n - 1 connections, nobody more than FAN + 1
-        .--------.---'---.--------.   (a few more where edges are broken), and nobody is farther from another
-        1        2       3        4   than twice log n; gloo's groups have n (n - 1) / 2
+        .--------.---'---.--------.   and nobody is farther from another than twice log n;
+        1        2       3        4   gloo's groups have n (n - 1) / 2
      .--'--.    ...
      5 6 7 8
 
@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from recover_megatron.collectives.epoch import CancelToken
@@ -50,51 +50,37 @@ class Network(Protocol):
         """It will not be taken any more."""
 
 
-def parents(size: int, broken: Collection[tuple[int, int]] = ()) -> list[int]:
-    """By place in the tree's order: that of the parent; -1 for the first.
-
-    ``broken``: pairs of places without a connection, either way round; no two that follow each other are one.
-    """
-
-    def parent(place: int) -> int:
-        first = (place - 1) // FAN
-        return place - 1 if (first, place) in broken or (place, first) in broken else first
-
-    return [-1, *map(parent, range(1, size))]
+def parents(size: int) -> list[int]:
+    """By rank: that of the parent; -1 for the first."""
+    return [-1, *((rank - 1) // FAN for rank in range(1, size))]
 
 
 class Tree:
-    """This worker's place in a tree.  ``order``: the members' ranks in the tree's order; ``rank``: its own."""
+    """This worker's place in a tree of ``size`` members; ``rank``: its own."""
 
     def __init__(
         self,
         rank: int,
-        order: Sequence[int],
+        size: int,
         network: Network,
         cancel_token: CancelToken,
         *,
         name: str,
-        broken: Collection[tuple[int, int]] = (),
         timeout: float = 60.0,
     ) -> None:
-        """``name``: of this group and epoch, the same on all members.  ``broken``: pairs of ranks.
+        """``name``: of this group and epoch, the same on all members.
 
         Raises ``EpochRevoked``, ``TimeoutError``, and ``PeerLost``, which names a rank.
         """
-        self.rank, self.size = rank, len(order)
-        self.first = order[0]
+        self.rank, self.size = rank, size
         self._cancel_token = cancel_token
         self._network, self._name = network, name
         self._sockets: dict[int, socket.socket] = {}
         self._closing = threading.Lock()
         self._number = 0
-        place = {member: at for at, member in enumerate(order)}
-        above = parents(len(order), {(place[one], place[other]) for one, other in broken})
-        mine = place[rank]
-        self.parent = order[above[mine]] if mine else None
-        self.children = [order[at] for at in range(len(order)) if above[at] == mine]
-        self.below = {child: _below(place[child], above, order) for child in self.children}
-        """Child -> the ranks in its part of the tree, itself first."""
+        above = parents(size)
+        self.parent = above[rank] if rank else None
+        self.children = [member for member in range(size) if above[member] == rank]
         self._deadline = time.monotonic() + timeout
         close_in_children(self)
         cancel_token.on_cancel(self.abort)
@@ -195,11 +181,3 @@ class Tree:
         """A forked process must not keep the connections of a worker open."""
         for sock in self._sockets.values():
             sock.close()
-
-
-def _below(place: int, above: Sequence[int], order: Sequence[int]) -> list[int]:
-    found = [place]
-    for at in range(place + 1, len(above)):
-        if above[at] in found:
-            found.append(at)
-    return [order[at] for at in found]

@@ -115,7 +115,7 @@ class TreeOperations:
         for tensor in tensors:
             self._tree.begin("reduce")
             result = self._reduce(tensor, opts.reduceOp)
-            if opts.rootRank != self._tree.first:
+            if opts.rootRank != 0:
                 result = self._spread_like(tensor, result)
             if self._rank == opts.rootRank:
                 tensor.copy_(result)
@@ -128,7 +128,7 @@ class TreeOperations:
         """What one member gives, at all."""
         self._tree.begin("broadcast")
         given = mine
-        if root != self._tree.first:
+        if root != 0:
             given = self._gather(mine)[root]
         return _tensor(self._spread(lambda: _view(_NOTHING if given is None else given)))
 
@@ -145,7 +145,7 @@ class TreeOperations:
     def gather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any) -> None:
         for at, tensor in enumerate(inputs):
             self._tree.begin("gather")
-            parts = self._gather(tensor) if opts.rootRank == self._tree.first else self._all(tensor)
+            parts = self._gather(tensor) if opts.rootRank == 0 else self._all(tensor)
             if self._rank == opts.rootRank:
                 for target, part in zip(outputs[at], parts, strict=True):
                     target.copy_(_like(target, part))

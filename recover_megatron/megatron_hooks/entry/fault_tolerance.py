@@ -357,7 +357,6 @@ class FaultTolerance:
                 strict=config.verify_interval > 0,
                 spread=spreads_optimizer(args),
                 replaced=REPLACED_VARIABLE in os.environ,
-                mesh=comm_config.mesh,
                 min_replicas=config.min_replicas,
                 shards=_shards(args, grid),
                 holders=1 + config.shadow_shards if optimizer_instances(args) == 1 else optimizer_instances(args),
