@@ -7,6 +7,7 @@ The plan of that epoch places them, and the step that follows is their first dec
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from recover_megatron.instep.assignment import Assignment
@@ -15,24 +16,17 @@ from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.instep.rendezvous import Rendezvous
 
 
+@dataclass(eq=False)
 class Boundary:
     """Of one worker; its main thread calls it.  ``verify_interval``: iterations between comparisons; 0: none."""
 
-    def __init__(
-        self,
-        hooks: Hooks,
-        progress: ProgressReports,
-        assignment: Assignment,
-        rendezvous: Rendezvous,
-        verify_interval: int,
-    ) -> None:
-        self._hooks = hooks
-        self._progress = progress
-        self._assignment = assignment
-        self._rendezvous = rendezvous
-        self._verify_interval = verify_interval
-        self._verified = 0
-        """The iteration before which states were compared last."""
+    _hooks: Hooks
+    _progress: ProgressReports
+    _assignment: Assignment
+    _rendezvous: Rendezvous
+    verify_interval: int
+    _verified: int = field(default=0, init=False)
+    """The iteration before which states were compared last."""
 
     def meet_if_wanted(self, prepare: Callable[[], Any]) -> None:
         """Meet the others once more if a plan has called for it; raises as ``Rendezvous.meet`` does.
@@ -66,7 +60,7 @@ class Boundary:
     @property
     def verifying(self) -> bool:
         """Whether states are compared before the step of this iteration."""
-        return self._verify_interval > 0 and self._hooks.iteration() % self._verify_interval == 0
+        return self.verify_interval > 0 and self._hooks.iteration() % self.verify_interval == 0
 
     @property
     def joining_next(self) -> bool:

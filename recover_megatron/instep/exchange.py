@@ -31,6 +31,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -63,30 +64,20 @@ RETRY_SECONDS = 0.25
 GO, UNREACHED = "go", "unreached"
 
 
+@dataclass(eq=False)
 class Exchange:
     """Of one worker, whose main thread calls ``run``."""
 
-    def __init__(
-        self,
-        hooks: Hooks,
-        comm_config: CommunicationConfig,
-        progress: ProgressReports,
-        assignment: Assignment,
-        planner: Planner,
-        edges: Edges,
-        orphan: Orphan,
-        announcements: Announcements,
-    ) -> None:
-        self._hooks = hooks
-        self._comm_config = comm_config
-        self._progress = progress
-        self._assignment = assignment
-        self._planner = planner
-        self._edges = edges
-        self._orphan = orphan
-        self._announcements = announcements
-        self._at = -1
-        self._counts: dict[str, int] = {}
+    _hooks: Hooks
+    _comm_config: CommunicationConfig
+    _progress: ProgressReports
+    _assignment: Assignment
+    _planner: Planner
+    _edges: Edges
+    _orphan: Orphan
+    _announcements: Announcements
+    _at: int = field(default=-1, init=False)
+    _counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, label: str, workers: Sequence[int], members: Sequence[int], perform: Perform) -> None:
         """Have an operation carried out, once, by ``members`` (slots, in rank order) or those of them that live.

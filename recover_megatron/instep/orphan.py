@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked
@@ -40,6 +40,7 @@ BLAME_SECONDS = 1.0
 """Grace period: how long to wait for the news of a death after my replica's communication failed, before saying so."""
 
 
+@dataclass(eq=False)
 class Orphan:
     """Takes this worker out of its replica when that is broken, has it wait as a spare, and gives it a place again.
 
@@ -47,29 +48,17 @@ class Orphan:
     had a place when the run was launched.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        hooks: Hooks,
-        progress: ProgressReports,
-        assignment: Assignment,
-        planner: Planner,
-        edges: Edges,
-        announcements: Announcements,
-        *,
-        at_launch: bool,
-    ) -> None:
-        self._session = session
-        self._hooks = hooks
-        self._progress = progress
-        self._assignment = assignment
-        self._planner = planner
-        self._edges = edges
-        self._announcements = announcements
-        self._at_launch = at_launch
-        self._spare: Spare | None = None
-        self.finished = False
-        """Whether the training is over for this worker: nothing that is revoked matters any more."""
+    _session: Session
+    _hooks: Hooks
+    _progress: ProgressReports
+    _assignment: Assignment
+    _planner: Planner
+    _edges: Edges
+    _announcements: Announcements
+    at_launch: bool
+    _spare: Spare | None = field(default=None, init=False)
+    finished: bool = field(default=False, init=False)
+    """Whether the training is over for this worker: nothing that is revoked matters any more."""
 
     @property
     def orphaned(self) -> bool:
@@ -198,7 +187,7 @@ class Orphan:
         elif not started and self._session.plan is not None:
             pass  # the run has begun without this worker's main thread, which is about to take up its first plan
         elif not started:
-            if self._at_launch and self._session.dead:
+            if self.at_launch and self._session.dead:
                 names = ", ".join(map(str, sorted(self._session.dead)))
                 log.info(f"worker {names} died before the training began, which needs all workers: {reason}")
                 os._exit(EXIT_NO_REPLICA)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 from recover_megatron.instep.assignment import Assignment
@@ -34,6 +34,7 @@ REPLACED_SECONDS = 300.0
 """How long those who live wait for workers in place of the lost, when they are too few to go back to a checkpoint."""
 
 
+@dataclass(eq=False)
 class Planner:
     """Joins epochs for one worker, and keeps what the last one has decided.  Called by one thread at a time.
 
@@ -41,59 +42,46 @@ class Planner:
     ``min_replicas``: with fewer the run ends.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        hooks: Hooks,
-        assignment: Assignment,
-        edges: Edges,
-        rules: Rules,
-        *,
-        node: str,
-        domains: Sequence[str],
-        device: int | None,
-        peer_store: str,
-        snapshots: SnapshotStore,
-        min_replicas: int,
-        flags: OwnFlags | None = None,
-    ) -> None:
-        self._session = session
-        self._hooks = hooks
-        self._assignment = assignment
-        self._edges = edges
-        self._rules = rules
-        self.node, self._domains = node, tuple(domains)
-        self._device = device
-        self._peer_store = peer_store
-        self._snapshots = snapshots
-        self._min_replicas = min_replicas
-        self._flags = flags or OwnFlags({}, None, b"")
-        self._losses = Failures(assignment.grid)
-        self._statuses: dict[int, JoinStatus] = {}
-        self._explained = ""
-        self.timeline: Timeline = (0, 0)
-        """That of the last epoch that this worker has joined."""
-        self._same_as = -1
-        """``Decision.same_as`` of that."""
-        self._draining: tuple[str, ...] = ()
-        """What that epoch has decided to do without."""
-        self._undone = 0
-        """See ``JoinStatus.undone``."""
-        self._undone_until = 0
-        """The number of the last epoch's decision.  When it, or a later one, is committed the rollback was carried out:
-        loading is the first thing that all commit after it.
-        """
-        self._left: frozenset[int] = frozenset()
-        self.finished = False
-        """Whether anybody has left the run that had finished its training; not since its node was drained."""
-        self._checkpoints: tuple[Checkpoint, ...] = ()
-        """Those that the members of that epoch knew of."""
-        self._short_since: float | None = None
-        """Since when there are too few workers to go back to a checkpoint."""
-        self.why = ""
-        """Why the last epoch ended, as the coordinator told."""
-        self.lost: Failure | None = None
-        """Whom the last epoch found missing that this worker has met the others for."""
+    _session: Session
+    _hooks: Hooks
+    _assignment: Assignment
+    _edges: Edges
+    _rules: Rules
+    node: str
+    domains: Sequence[str]
+    device: int | None
+    peer_store: str
+    snapshots: SnapshotStore
+    min_replicas: int
+    flags: OwnFlags = field(default_factory=lambda: OwnFlags({}, None, b""))
+    _statuses: dict[int, JoinStatus] = field(default_factory=dict, init=False)
+    _explained: str = field(default="", init=False)
+    timeline: Timeline = field(default=(0, 0), init=False)
+    """That of the last epoch that this worker has joined."""
+    _same_as: int = field(default=-1, init=False)
+    """``Decision.same_as`` of that."""
+    _draining: tuple[str, ...] = field(default=(), init=False)
+    """What that epoch has decided to do without."""
+    _undone: int = field(default=0, init=False)
+    """See ``JoinStatus.undone``."""
+    _undone_until: int = field(default=0, init=False)
+    """The number of the last epoch's decision.  When it, or a later one, is committed the rollback was carried out:
+    loading is the first thing that all commit after it.
+    """
+    _left: frozenset[int] = field(default=frozenset(), init=False)
+    finished: bool = field(default=False, init=False)
+    """Whether anybody has left the run that had finished its training; not since its node was drained."""
+    _checkpoints: tuple[Checkpoint, ...] = field(default=(), init=False)
+    """Those that the members of that epoch knew of."""
+    _short_since: float | None = field(default=None, init=False)
+    """Since when there are too few workers to go back to a checkpoint."""
+    why: str = field(default="", init=False)
+    """Why the last epoch ended, as the coordinator told."""
+    lost: Failure | None = field(default=None, init=False)
+    """The loss that the last epoch found and that this worker has met the others for."""
+
+    def __post_init__(self) -> None:
+        self._losses = Failures(self._assignment.grid)
 
     def status(self, **fields: Any) -> JoinStatus:
         """What this worker joins with; ``fields`` are added to what holds wherever it is."""
@@ -104,9 +92,9 @@ class Planner:
             "state_of": hooks.state_of(),
             "last_step": hooks.last_step(),
             "node": self.node,
-            "domains": self._domains,
-            "device": self._device,
-            "peer_store": self._peer_store,
+            "domains": self.domains,
+            "device": self.device,
+            "peer_store": self.peer_store,
             "pace": mine.shares.balance.paces.get(mine.replica, 0.0),
             **fields,
         }
@@ -131,8 +119,8 @@ class Planner:
             checkpoints=merged(kept, self._checkpoints),
             unreadable=tuple(unreadable),
             draining=self._draining,
-            flags=self._flags.digest,
-            **self._snapshots.told(),
+            flags=self.flags.digest,
+            **self.snapshots.told(),
         )
         plan = self._session.join(status.to_json(), reason)
         told = {int(worker): JoinStatus.from_json(value) for worker, value in plan.data["statuses"].items()}
@@ -150,7 +138,7 @@ class Planner:
         if mine.me == min(decision.workers or statuses):
             for node in sorted({*asked, *decision.undrained}):
                 self._session.answer_drain(node, decision.undrained.get(node, ""))
-        self._snapshots.follow(decision)
+        self.snapshots.follow(decision)
         self._edges.told(decision, statuses, plan.committed)
         self._statuses = statuses
         note = explanation(decision, mine.me, mine.replica if mine.placed else None, self._explained)
@@ -172,7 +160,7 @@ class Planner:
         mine, session, odd = self._assignment.me, self._session, odd_ones(statuses)
         placed = sorted(worker for worker in odd.workers if statuses[worker].replica is not None)
         if mine in odd.workers:
-            own = self._flags.explain(statuses[odd.model].peer_store)
+            own = self.flags.explain(statuses[odd.model].peer_store)
             flags = f"was started with other flags than worker {odd.model}, which has the run's: {own}"
             if not placed:
                 raise OtherFlags(f"it {flags}")
@@ -251,12 +239,12 @@ class Planner:
             reason = f"{self._edges.tries + 1} epochs at one point, and nobody was lost; the last one ended: {self.why}"
             self._session.give_up(EXIT_LOST_MAJORITY, reason)
             raise CoordinatorLost(reason, EXIT_LOST_MAJORITY)
-        if decision.enough >= self._min_replicas:
+        if decision.enough >= self.min_replicas:
             self._short_since = None
             return
         if decision.short and self.patience() > 0:
             return
-        message = self._losses.why_it_ends(decision, self._min_replicas)
+        message = self._losses.why_it_ends(decision, self.min_replicas)
         self._session.give_up(EXIT_STATE_LOST if decision.state_lost else EXIT_NO_REPLICA, message)
         raise StateLost(message) if decision.state_lost else NoReplica(message)
 
@@ -267,7 +255,7 @@ class Planner:
     @property
     def can_go_back(self) -> bool:
         """Whether there is a checkpoint or a snapshot that the run could go back to, should its state be lost."""
-        if self._snapshots.newest is not None:
+        if self.snapshots.newest is not None:
             return True
         kept, unreadable = self._hooks.checkpoints()
         return any(iteration not in unreadable for iteration, _ in merged(kept, self._checkpoints))
@@ -285,6 +273,6 @@ class Planner:
 
     def lose_state(self, what: str) -> NoReturn:
         """End the run, for all: something of the training's state was lost with those who are gone."""
-        message = self._losses.why_it_ends(replace(self._assignment.decision, state_lost=what), self._min_replicas)
+        message = self._losses.why_it_ends(replace(self._assignment.decision, state_lost=what), self.min_replicas)
         self._session.give_up(EXIT_STATE_LOST, message)
         raise StateLost(message)

@@ -81,7 +81,7 @@ class Recovery:
             self.edges,
             rules,
             node=node,
-            domains=domains,
+            domains=tuple(domains),
             device=device,
             peer_store=comm_config.peer_store.address,
             snapshots=self.snapshots,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
@@ -21,26 +22,17 @@ from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.membership.session import Session
 
 
+@dataclass(eq=False)
 class Rendezvous:
     """Of one worker that has a place; its main thread calls it."""
 
-    def __init__(
-        self,
-        session: Session,
-        hooks: Hooks,
-        progress: ProgressReports,
-        assignment: Assignment,
-        planner: Planner,
-        orphan: Orphan,
-        announcements: Announcements,
-    ) -> None:
-        self._session = session
-        self._hooks = hooks
-        self._progress = progress
-        self._assignment = assignment
-        self._planner = planner
-        self._orphan = orphan
-        self._announcements = announcements
+    _session: Session
+    _hooks: Hooks
+    _progress: ProgressReports
+    _assignment: Assignment
+    _planner: Planner
+    _orphan: Orphan
+    _announcements: Announcements
 
     def in_step(self, number: int, total: int, ran: Sequence[int]) -> None:
         """As ``meet``, in the middle of step ``number`` of ``total`` microbatches: my replica holds ``ran``."""

@@ -9,6 +9,7 @@ is told otherwise meets the others and, but for a step, starts it again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked
@@ -24,21 +25,19 @@ def _nothing() -> None:
     pass
 
 
+@dataclass(eq=False)
 class Sections:
     """Of one worker; its main thread calls it."""
 
-    def __init__(
-        self, hooks: Hooks, progress: ProgressReports, assignment: Assignment, orphan: Orphan, rendezvous: Rendezvous
-    ) -> None:
-        self._hooks = hooks
-        self._progress = progress
-        self._assignment = assignment
-        self._orphan = orphan
-        self._rendezvous = rendezvous
-        self.kind = ""
-        """What the last section was, or is."""
-        self.kept = Kept()
-        """What operations of the present section wrote over."""
+    _hooks: Hooks
+    _progress: ProgressReports
+    _assignment: Assignment
+    _orphan: Orphan
+    _rendezvous: Rendezvous
+    kind: str = field(default="", init=False)
+    """What the last section was, or is."""
+    kept: Kept = field(default_factory=Kept, init=False)
+    """What operations of the present section wrote over."""
 
     def run(
         self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = _nothing, together: bool = False

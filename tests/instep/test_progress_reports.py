@@ -45,8 +45,6 @@ def test_mates_of_a_newcomer_may_wait_until_its_kernels_are_compiled(mates: tupl
         grid={0: mates},
         place=lambda me: (0, 0),
         peer_stores_by_slot=lambda grid: {},
-        broken=(),
-        order=(),
     )
     nothing: Any = SimpleNamespace(settled=lambda: None)
     orphan = Orphan(session, HOOKS, progress, mine, nothing, nothing, nothing, at_launch=True)
