@@ -115,7 +115,7 @@ class ElasticDataParallel:
         self._statuses: dict[int, Status] = {}
         self._ran: list[int] = []
         self._summed: frozenset[int] = frozenset()
-        """Who made the last sum with this worker."""
+        """The workers that made the last sum with this one."""
 
     @property
     def worker(self) -> int:

@@ -19,7 +19,7 @@ def run(elastic: ElasticDataParallel, microbatch: Microbatch, steps: int) -> Ite
     a log, an evaluation); what only one is to do is for whom ``elastic.leads``.  A worker that comes into the running
     job gets the state of the others and begins with the step in which they are: it yields no step from before.
 
-    After the last step the worker leaves the run.  Who breaks off the loop calls ``elastic.leave()``.  A worker that
+    After the last step the worker leaves the run.  A script that breaks off calls ``elastic.leave()``.  A worker that
     has no part in the run any more ends here, with the exit code that says so (SystemExit): 13, it was put out; 0, the
     others had finished; else the run's.
     """

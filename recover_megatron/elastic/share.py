@@ -1,4 +1,4 @@
-"""Who holds the state of the run, and who runs which microbatch: pure functions of what the members joined with.
+"""The holders of the run's state, and who runs which microbatch: pure functions of what the members joined with.
 
     joined with   completed=7  holds  ran=(0, 3)     died in step 8: its 1 and 4 are lost
                   completed=7  holds  ran=(2, 5)
@@ -55,11 +55,11 @@ class Standing:
     completed: int
     """The last step that the state of the run has."""
     holders: tuple[int, ...]
-    """Who has that state, ascending; the other members fetch it from them."""
+    """The workers that have that state, ascending; the other members fetch it from them."""
 
 
 def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
-    """Who holds the state of the run; None: nobody does.
+    """The state of the run and who holds it; None: nobody does.
 
     At the start workers may differ (another seed, a checkpoint that only some have): who has completed most counts, of
     these the lowest id, and who has just the same.
@@ -76,7 +76,7 @@ def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
 def shares(
     statuses: Mapping[int, Status], at: Standing, members: Sequence[int], step: int, microbatches: int
 ) -> dict[int, list[int]]:
-    """Who runs what of the ``microbatches`` of ``step`` that nobody had when the epoch began; worker -> ids.
+    """Worker -> ids that it runs, of the ``microbatches`` of ``step`` that nobody had when the epoch began.
 
     In the epoch's first step only holders have a part: the others are getting the state.
     """

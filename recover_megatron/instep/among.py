@@ -1,4 +1,4 @@
-"""Who carries out an operation on a group, of those whom its caller counts on.
+"""The members that carry out an operation on a group, of those whom its caller counts on.
 
 A caller numbers the members of its group by the epoch that it knows.  Where some of them are lost in the middle of the
 operation the others carry it out, and everything that is given by rank stays at the rank that the caller knows.

@@ -1,4 +1,4 @@
-"""Whose call an operation on a group is: for what the recovery knows of, and for an error that names the place."""
+"""Finds the call that asks for an operation on a group: the recovery knows some, and an error names the place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Caller:
 
 
 def caller() -> Caller:
-    """Who has made the operation on a group that is under way."""
+    """The caller of the operation on a group that is under way."""
     frame, operation = sys._getframe(1), ""
     while frame.f_back is not None and _module(frame).partition(".")[0] in _BETWEEN:
         if _module(frame) == _GROUPS:

@@ -31,7 +31,7 @@ def draining_of(
 def without(
     draining: Sequence[str], statuses: Statuses, whole: Mapping[int, tuple[int, ...]], boundary: bool
 ) -> tuple[dict[int, JoinStatus], dict[int, tuple[int, ...]]]:
-    """Who goes on, and the replicas that do, of those that are ``whole``.
+    """The statuses of those that go on, and the replicas that do, of those that are ``whole``.
 
     Spares of these nodes do not.  Replicas leave at a boundary to which all have come knowing it: some may have had the
     plan that said so, and others not, since the coordinator died.
@@ -50,7 +50,7 @@ def leaving_of(replicas: Mapping[int, Sequence[int]], statuses: Statuses, draini
 
 
 def finished_of(left: Collection[int], statuses: Statuses, draining: Collection[str]) -> frozenset[int]:
-    """Who of those that have ``left`` in order had finished: its node was not ``draining`` then.
+    """Those that have ``left`` in order and had finished: its node was not ``draining`` then.
 
     ``statuses``: the last with which they joined; who is not there is of a node that was drained, if any was.
     """

@@ -1,4 +1,4 @@
-"""Whom this worker can reach, and how often the run has come to one decision without getting any further.
+"""The workers that this one can reach, and how often the run has come to one decision without getting any further.
 
     an epoch ends --by a death--> the next one
                   '--without----> with whom this worker's own connections failed is tried
@@ -34,7 +34,7 @@ Probe = Callable[[Mapping[int, str], float, Callable[[], Collection[int]]], set[
 
 
 class Edges:
-    """Whom worker ``me`` cannot reach.  Not thread-safe: a worker joins from one thread at a time."""
+    """The workers that worker ``me`` cannot reach.  Not thread-safe: a worker joins from one thread at a time."""
 
     def __init__(self, me: int, probe: Probe = unreached, pause: Callable[[float], None] = time.sleep) -> None:
         self._me = me
@@ -46,7 +46,7 @@ class Edges:
         self._failed: set[int] = set()
         """With whom connections of this worker's broke at the present decision, though nobody hung up."""
         self._suspects: set[int] = set()
-        """Whom to try before the next epoch."""
+        """Those that are tried before the next epoch."""
         self._at = 0
         self._last: Any = None
         self.tries = 0

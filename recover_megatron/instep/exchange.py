@@ -11,11 +11,11 @@ of another stage may wait for this one inside their replica, and would never com
                                      a death opens rendezvous n + 1      |  '--all of us are here--> UNDER WAY(n)
                                                                          '-----------------------------'
 
-Whoever is past the barrier knows that all have come to it, and so have the result: who was interrupted in it takes
+A member past the barrier knows that all have come to it, and so have the result: who was interrupted in it takes
 over its own.  If it is over for nobody, those who are there repeat it, on the input that each had.  (It may have been
 over for one who has died since: nobody knows, and nobody needs to.)
 
-Who is asked is the lowest member that lives: it asks all others and tells them the answer.  Answers are on the peer
+The lowest member that lives is asked: it asks all others and tells them the answer.  Answers are on the peer
 stores, so the main thread of whoever is past the operation may be anywhere: when a rendezvous is opened, a worker puts
 on its peer store which operations are over for it.
 

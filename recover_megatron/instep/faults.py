@@ -1,4 +1,4 @@
-"""Whose fault an exception is: that of somebody this worker communicates with, of its host or device, or of the work.
+"""Tells whose fault an exception is: of somebody this worker communicates with, of its host or device, of the work.
 
 of a mate    an operation on a group of this replica failed         ``is_in_a_group``, if a mate is lost, and else
                                                                       ``is_communication``; the worker is an orphan

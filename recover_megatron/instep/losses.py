@@ -1,4 +1,4 @@
-"""Whom the epochs of a run have found missing: who they were, where they ran, what they were last seen doing."""
+"""The workers that epochs have found missing: who they were, where they ran, what they were last seen doing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Failures:
         told: Mapping[str, Mapping[str, object]] | None = None,
         left: Collection[int] = (),
     ) -> Failure | None:
-        """Who is missing in ``decision`` and was not before; ``before``: the last one that this worker took up.
+        """The workers missing in ``decision`` and not before; ``before``: the last one that this worker took up.
 
         ``statuses``: with what those that are there have joined; ``told``: by worker id, what the coordinator says of
         those that are gone, ``phase`` and ``iteration`` of their last heartbeat.  ``left``: who has gone in order, and

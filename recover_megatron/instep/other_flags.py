@@ -39,10 +39,10 @@ class OddOnes:
 
 
 def odd_ones(statuses: Mapping[int, JoinStatus]) -> OddOnes:
-    """Who of these was started with other flags than the run.
+    """The workers that were started with other flags than the run.
 
     Those of the run are what most of those have that stand in a place; of those that hold a state, where nobody has a
-    place; else of all. Who tells none is none.
+    place; else of all. A worker that tells none is none.
     """
     told = {worker: status for worker, status in statuses.items() if status.flags}
     placed = [worker for worker, status in told.items() if status.replica is not None]

@@ -273,11 +273,10 @@ def _broken(statuses: Mapping[int, JoinStatus]) -> frozenset[Edge]:
 def _holders(
     members: Members, fresh: Sequence[int], grid: Mapping[int, tuple[int, ...]]
 ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], list[int]]:
-    """Who gets its state from whom: all of the fresh replicas, and who holds another state than most of its column.
+    """Receiver -> those that hold its state; the receivers that had another one; who differ without a majority.
 
-    Of those who hold it, each receiver begins with another one.
-
-    And who of a column differ without a majority: there the lowest replica is followed, or nobody (``Rules.strict``).
+    Receivers are all of the fresh replicas, and those whose state is not that of most of their column; each begins with
+    another holder.  Without a majority the lowest replica is followed, or nobody (``Rules.strict``).
     """
     statuses = members.statuses
     holders: dict[int, tuple[int, ...]] = {}
@@ -319,7 +318,7 @@ def _lost(
     lost = sorted(set(range(totals.pop())) - set(ran))
     load = {replica: len(status.ran) for replica, status in begun.items()}
     late = {replica: 0 for replica in replicas if replica not in begun}
-    # Whoever has not begun has all of its share still to run; the others have finished theirs and wait.
+    # A replica that has not begun has all of its share still to run; the others have finished theirs and wait.
     before = dict.fromkeys(replicas, 0) if not late else {**load, **late}
     least, speeds = rules.least * launch.inner_ranks, {replica: 1 / pace for replica, pace in paces.items()}
     return reassign(lost, launch.inner_ranks, replicas, load=before, speeds=speeds, least=least)

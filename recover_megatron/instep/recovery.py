@@ -2,7 +2,7 @@
 
     progress       the number of its decision, and what it does in it
     assignment     what the present epoch decided, and this worker's place in it: groups, mates, microbatches
-    edges          whom this worker cannot reach
+    edges          the workers that this one cannot reach
     snapshots      what this worker keeps in memory of the run's state, for a rollback
     planner        joins an epoch, and works out what it decides
     announcements  what others are told of operations between decisions
@@ -12,7 +12,7 @@
     boundary       before a step: where new replicas come in
     exchange       operations of some workers between decisions
 
-Whoever takes part in a run is given this object and uses the part that it needs; a training step (`step`) does, too.
+All that takes part in a run is given this object and uses the part that it needs; a training step (`step`) does, too.
 """
 
 from __future__ import annotations

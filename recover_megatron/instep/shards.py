@@ -185,7 +185,7 @@ class Shards:
 
     @property
     def live(self) -> frozenset[int]:
-        """Who stands somewhere and has made all updates since the layouts were made."""
+        """The workers that stand somewhere and have made all updates since the layouts were made."""
         return frozenset(self._assignment.standing.values()) - self._gone
 
     def lost(self) -> list[int]:

@@ -249,7 +249,7 @@ class Spare:
         return None if self._here or by is None else max(0.0, by - time.monotonic())
 
     def _let_them_begin(self) -> None:
-        """Whoever asks for an epoch ends the present one: not while its fresh replicas get their state.
+        """Let fresh replicas of the present epoch get their state, before this worker asks for the next one.
 
         Returns when their first step is committed, or the epoch is over anyway.
         """

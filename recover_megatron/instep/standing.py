@@ -1,4 +1,4 @@
-"""Who stands where in an epoch, of all who joined it: pure, the same answer on every worker (`plan` calls it).
+"""The places in an epoch, and who of its members takes them: pure, the same answer on every worker (`plan` calls it).
 
 whole        the replicas that are complete
 candidates   who could take a place: orphans, spares, newcomers
@@ -90,7 +90,7 @@ class Members:
     def candidates(self) -> dict[int, Candidate]:
         """Everybody who could take a place: orphans on their way out of the training count as not ready yet.
 
-        Who is not ready and has no position is out for good: its training is over.
+        A worker that is not ready and has no position is out for good: its training is over.
         """
         working = self._working
         return {

@@ -227,7 +227,7 @@ class Receiver:
         return tree, sum(tensor.nbytes for tensor in self._tensors)
 
     def _further(self, leader: int) -> list[Source]:
-        """Whom to open further connections to: each holder in turn."""
+        """The holders to which further connections are opened: each in turn."""
         known = [source for source in self._sources if source.worker != leader]
         lead = [source for source in self._sources if source.worker == leader]
         turns = [*known, *lead]
@@ -326,7 +326,7 @@ class Receiver:
                 self._progress()
 
     def _at_rest(self) -> bool:
-        """Whether nobody receives.  Who still waits for a holder when all is there writes nothing any more."""
+        """Whether nobody receives.  A thread that waits for a holder when all is there writes nothing any more."""
         return not self._running or (self._missing.complete and self._running == self._unlinked)
 
     def _one(self, work: Callable[[], Any]) -> None:

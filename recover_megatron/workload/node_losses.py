@@ -78,7 +78,7 @@ def node_losses(training: Training, world: int, per_node: int) -> list[NodeLoss]
     nodes = -(-world // per_node)
     touched = touched_by(replicas, {rank: [_name(rank // per_node)] for rank in range(world)})
     broken = Counter(name for workers in replicas for name in touched[workers[0]])
-    # Whoever is outside of whole replicas has missed the step's update.
+    # A worker outside of whole replicas has missed the step's update.
     gone = [frozenset.intersection(*(touched[w] for w in its)) for its in _copies(training, replicas, touched)]
     without_state = frozenset().union(*gone)
     found = []
@@ -107,7 +107,7 @@ def _of_orphans(replicas: Replicas, node: int, per_node: int) -> tuple[int, str]
 
 
 def _copies(training: Training, replicas: Replicas, touched: Mapping[int, frozenset[str]]) -> list[frozenset[int]]:
-    """Who has each part of an optimizer's state that is spread over the replicas; else nothing.
+    """The workers that have each part of an optimizer's state that is spread over the replicas; else nothing.
 
     Columns are in the order of their ring (``instep.shards.ring_order``).
     """

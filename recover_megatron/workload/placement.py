@@ -130,7 +130,7 @@ def assemble(
 def _form(candidates: Mapping[int, Candidate], shape: Shape, most: int) -> list[tuple[int, ...]]:
     """The new replicas, at most ``most``, by their lowest workers."""
     ready: dict[int, list[int]] = defaultdict(list)
-    # Who cannot move is worth less to the replicas that need a rebuild: use it here.  So do teams of such workers.
+    # Workers that cannot move are worth less to the replicas that need a rebuild: use them here, and teams of them.
     for worker in sorted(candidates, key=lambda worker: (candidates[worker].movable, worker)):
         position = candidates[worker].position
         if candidates[worker].ready and position is not None:
@@ -189,7 +189,7 @@ def _holding(workers: Collection[Candidate], size: int) -> Holding:
 
 
 def _changes(workers: Mapping[int, Candidate], shape: Shape, teams: Counts) -> dict[int, int]:
-    """Who of a node's ``workers`` builds what, so that it has these teams of each group."""
+    """Worker -> the position that it builds, so that a node of these ``workers`` has these teams of each group."""
     wanted = {position: count for group, count in zip(shape.tensor, teams, strict=True) for position in group}
     standing: dict[int | None, list[int]] = defaultdict(list)
     for worker in sorted(workers, key=lambda worker: (workers[worker].movable, worker)):  # who is bound stays

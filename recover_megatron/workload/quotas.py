@@ -56,8 +56,8 @@ def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit
     """Give ``units`` out, to each replica none or at least ``fewest``, such that the last one finishes as early as can
     be: replica -> units given.
 
-    ``load``, ``speeds``, ``unit``: as for `greedy`.  Who has no room by the time when the last one finishes gets none;
-    of the others as few get some as that time allows.
+    ``load``, ``speeds``, ``unit``: as for `greedy`.  A replica without room by the time when the last one finishes gets
+    none; of the others as few get some as that time allows.
 
     Raises ValueError for fewer than ``fewest`` units, but none.
     """
@@ -70,7 +70,7 @@ def dealt(units: int, load: Mapping[int, int], speeds: Mapping[int, float], unit
         return (load[replica] + given * unit) / speeds[replica]
 
     def chosen(by: float) -> list[int]:
-        """Who runs some to be over by then; nobody if that is too early."""
+        """The replicas that run some and are over by then; none if that is too early."""
         room = {}
         for replica in load:
             fits = bisect_right(range(units + 1), by, key=lambda given: ends(replica, given)) - 1

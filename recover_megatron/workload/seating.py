@@ -1,4 +1,4 @@
-"""Who works together where edges are broken: replicas and their workers, by what `edges` finds of numbers.
+"""The replicas and workers that work together where edges are broken, by what `edges` finds of numbers.
 
 Pure functions, the same answer on every worker.
 """

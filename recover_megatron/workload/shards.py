@@ -1,4 +1,4 @@
-"""Who holds which part of a state that is spread over the workers of a column: the shards of ZeRO-1, and their shadows.
+"""The parts of a state that is spread over the workers of a column: the shards of ZeRO-1, and their shadows.
 
 Megatron cuts every bucket into as many equal *shards* as a column has workers at launch; shard i is updated by worker i
 alone.  Here a shard has a home as long as somebody stands in its place; what has none is shared out:
@@ -81,7 +81,7 @@ class Layout:
         return replace(self, shadows=0)
 
     def holders(self, unit: int) -> tuple[int, ...]:
-        """Who has the state of what ``unit`` owns: itself, then its shadows."""
+        """The workers that have the state of what ``unit`` owns: itself, then its shadows."""
         at, size = self._at[unit], len(self.ring)
         return tuple(self.ring[(at + hop * self.stride) % size] for hop in range(min(self.shadows, size - 1) + 1))
 
@@ -153,7 +153,7 @@ class Instances:
         return Instances(tuple(self.holders(unit)[:1] for unit in self.units))
 
     def holders(self, unit: int) -> tuple[int, ...]:
-        """Who has the state of a shard."""
+        """The workers that have the state of a shard."""
         return tuple(worker for worker in self.homes[unit] if worker is not None)
 
     def held(self, worker: int) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int, 
 
 
 def primary(layout: AnyLayout, unit: int, live: frozenset[int]) -> int | None:
-    """Who speaks for ``unit`` among ``live``; None: nobody has its state."""
+    """The worker that speaks for ``unit`` among ``live``; None: nobody has its state."""
     return next((worker for worker in layout.holders(unit) if worker in live), None)
 
 

@@ -6,7 +6,7 @@ Megatron's default order has the same stage of every replica), a copy outside of
     domain a: position 0 of both replicas          domain b: position 1 of both
        giver of 0, keeper of 1         <------->       giver of 1, keeper of 0
 
-Whoever gives keeps its own copy, too: whichever domain is lost, the other one has all positions, of one iteration.
+A giver keeps its own copy, too: whichever domain is lost, the other one has all positions, of one iteration.
 
 A snapshot is made of *parts*: one for each position, and, where the optimizer's state is in shards over the replicas,
 behind them one for each worker, with the shards for which it speaks (``part_of``).
@@ -48,7 +48,7 @@ class Spread:
 def copies(
     replicas: Sequence[Sequence[int]], domains: Mapping[int, Sequence[str]], tier: str, spread: Spread | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Who keeps the snapshots, for workers by replica and position; empty: nobody, since none are wanted.
+    """Part -> who gives its snapshot, who else keeps it; for workers by replica and position; empty: none are wanted.
 
     ``domains``: each worker's own.  ``tier``: "always"; "auto": if the loss of one domain would take all that hold a
     part of the state, and somebody is outside of it; "off".  ``spread``: None if the optimizer's state is not.
@@ -111,7 +111,7 @@ def _column_copies(
 
 
 def _farthest(giver: int, own: Mapping[int, frozenset[str]], groups: Groups) -> list[int]:
-    """Who shares as few domains with ``giver`` as anybody else; itself may be among them."""
+    """Those that share as few domains with ``giver`` as anybody does; itself may be among them."""
     shared = {its: len(own[giver] & its) for its, there in groups.items() if there != [giver]}
     fewest = min(shared.values())
     return [worker for its, many in shared.items() if many == fewest for worker in groups[its]]
@@ -134,7 +134,7 @@ def _shard_copies(own: Mapping[int, frozenset[str]], groups: Groups, load: dict[
 
 
 def _least(queue: list[tuple[int, int]], load: Mapping[int, int], giver: int) -> int:
-    """Who keeps least of ``queue``, a heap, and is not ``giver``; loads, which only grow, are brought up to date."""
+    """The worker of ``queue``, a heap, that keeps least and is not ``giver``; its loads are brought up to date."""
     aside = []
     while True:
         told, worker = queue[0]
