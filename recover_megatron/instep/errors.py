@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from recover_megatron.membership.errors import EXIT_NO_REPLICA, EXIT_STATE_LOST
+
 EXIT_REFUSED = 2
 """That of a worker whose flags are wrong, or not those of the run; nobody is started in its place."""
 
@@ -17,6 +19,8 @@ class Orphaned(InStepError):
 class NoReplica(InStepError):
     """No complete replica is left, or fewer than the user wants: the run ends with exit code 10."""
 
+    code = EXIT_NO_REPLICA
+
 
 class Disagreement(InStepError):
     """Workers tell of what no order of events explains, or a sum is not what was agreed: nothing is committed."""
@@ -24,6 +28,8 @@ class Disagreement(InStepError):
 
 class StateLost(InStepError):
     """Workers enough for a replica live, but nobody holds the state of one of its positions: exit code 12."""
+
+    code = EXIT_STATE_LOST
 
 
 class RunOver(InStepError):

@@ -25,7 +25,7 @@ from recover_megatron.instep.snapshots import SnapshotStore
 from recover_megatron.instep.standing import room
 from recover_megatron.instep.timelines import merged
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, EXIT_STATE_LOST, CoordinatorLost
+from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, CoordinatorLost
 from recover_megatron.membership.session import Session
 
 log = get_logger(__name__)
@@ -245,8 +245,9 @@ class Planner:
         if decision.short and self.patience() > 0:
             return
         message = self._losses.why_it_ends(decision, self.min_replicas)
-        self._session.give_up(EXIT_STATE_LOST if decision.state_lost else EXIT_NO_REPLICA, message)
-        raise StateLost(message) if decision.state_lost else NoReplica(message)
+        end = StateLost(message) if decision.state_lost else NoReplica(message)
+        self._session.give_up(end.code, message)
+        raise end
 
     def has_all_replicas(self, decision: Decision) -> bool:
         """Whether there are as many replicas as at the launch, and no more can be made of the spares."""
@@ -274,5 +275,5 @@ class Planner:
     def lose_state(self, what: str) -> NoReturn:
         """End the run, for all: something of the training's state was lost with those who are gone."""
         message = self._losses.why_it_ends(replace(self._assignment.decision, state_lost=what), self.min_replicas)
-        self._session.give_up(EXIT_STATE_LOST, message)
+        self._session.give_up(StateLost.code, message)
         raise StateLost(message)

@@ -33,14 +33,7 @@ from recover_megatron.instep.errors import NoReplica, OtherFlags, StateLost
 from recover_megatron.instep.losses import READY
 from recover_megatron.instep.planner import Planner
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.errors import (
-    EXIT_FENCED,
-    EXIT_NO_REPLICA,
-    EXIT_STATE_LOST,
-    CoordinatorLost,
-    EpochRevoked,
-    Fenced,
-)
+from recover_megatron.membership.errors import EXIT_FENCED, CoordinatorLost, EpochRevoked, Fenced
 from recover_megatron.membership.session import Session
 
 log = get_logger(__name__)
@@ -169,15 +162,10 @@ class Spare:
         try:
             while outcome is None:
                 outcome = self._take_part()
-        except OtherFlags as other:
-            outcome = Over(other.code, str(other))
-            self._session.leave_idle()
-        except NoReplica as nobody:
-            outcome = Over(EXIT_NO_REPLICA, str(nobody))
-        except StateLost as lost_state:
-            outcome = Over(EXIT_STATE_LOST, str(lost_state))
-        except CoordinatorLost as lost:
-            outcome = Over(lost.code, str(lost))
+        except (OtherFlags, NoReplica, StateLost, CoordinatorLost) as end:
+            outcome = Over(end.code, str(end))
+            if isinstance(end, OtherFlags):
+                self._session.leave_idle()
         except Fenced as fenced:
             outcome = Over(EXIT_FENCED, str(fenced))
         with self._changed:
