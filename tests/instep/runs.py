@@ -24,6 +24,7 @@ import torch
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.membership.errors import EXIT_FENCED
 from recover_megatron.run_log.audit import violations
+from recover_megatron.run_log.events import read_events
 from recover_megatron.run_log.steps import StepRecord, read_steps
 from tests.harness.forkserver import ForkServer
 from tests.harness.forkserver import Run as Ended
@@ -243,12 +244,14 @@ class Result:
         """The coordinator's."""
         return [json.loads(line) for line in (self.out / "events-0.jsonl").read_text().splitlines()]
 
+    def of_training(self, kind: str) -> list[dict[str, Any]]:
+        """The training's events of this kind."""
+        return [event for event in read_events(self.out / "events.jsonl") if event["event"] == kind]
+
     @cached_property
     def plans(self) -> dict[int, dict[str, Any]]:
         """Epoch -> what the training's events tell of its plan."""
-        lines = (self.out / "events.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
-        return {event["epoch"]: event for event in events if event["event"] == "plan"}
+        return {event["epoch"]: event for event in self.of_training("plan")}
 
     @cached_property
     def grid(self) -> dict[int, list[int]]:
@@ -257,11 +260,14 @@ class Result:
         return {int(replica): workers for replica, workers in last["grid"].items()}
 
     @cached_property
+    def said(self) -> str:
+        """The logs of all workers, newcomers too."""
+        return "".join(log.read_text(errors="replace") for log in self.out.glob("worker-*.log"))
+
+    @cached_property
     def struck(self) -> set[int]:
         """The iterations in which a strike hit."""
-        said = re.compile(r"recover: injected fault \d+@(\d+):")
-        logs = self.out.glob("worker-*.log")  # of newcomers, too
-        return {int(hit) for log in logs for hit in said.findall(log.read_text(errors="replace"))}
+        return {int(hit) for hit in re.findall(r"recover: injected fault \d+@(\d+):", self.said)}
 
     @property
     def replicas(self) -> list[int]:

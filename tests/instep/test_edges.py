@@ -119,72 +119,73 @@ class Road:
         return self.broken & set(addresses)
 
 
-def epochs(edges: Edges, road: Road, count: int) -> list[tuple[int, ...]]:
+def tried_by_two(broken: set[int]) -> tuple[Road, Edges]:
+    """The roads of worker 2."""
+    road = Road(broken)
+    return road, Edges(2, road, pause=lambda seconds: None)
+
+
+def planned(edges: Edges, epoch: int, at: int) -> None:
+    """All have met in step ``at``, and the decision before it is committed."""
+    statuses = in_step(PAIRS, at=at)
+    edges.told(decide(epoch, statuses, PAIRS), statuses, committed=at - 1)
+
+
+def epochs(edges: Edges, count: int) -> list[tuple[int, ...]]:
     """So many epochs at step 7 that end without a death; what was told for each."""
     told = []
     for number in range(count):
         told.append(edges.look(7, lambda: frozenset(range(6))))
-        statuses = in_step(PAIRS)
-        edges.told(decide(number, statuses, PAIRS), statuses, committed=6)
+        planned(edges, number, at=7)
     return told
 
 
 def test_after_the_second_epoch_at_one_decision_everybody_is_tried() -> None:
-    road = Road({4})
-    edges = Edges(2, road, pause=lambda seconds: None)
-    statuses = in_step(PAIRS, at=5)
-    edges.told(decide(1, statuses, PAIRS), statuses, committed=4)
-    assert epochs(edges, road, 3) == [(), (), (4,)]
+    road, edges = tried_by_two({4})
+    planned(edges, 1, at=5)
+    assert epochs(edges, 3) == [(), (), (4,)]
     assert road.tried == [{0, 1, 3, 4, 5}]
 
 
 def test_with_whom_a_connection_failed_is_tried_at_once() -> None:
-    road = Road({4})
-    edges = Edges(2, road, pause=lambda seconds: None)
-    statuses = in_step(PAIRS, at=5)
-    edges.told(decide(1, statuses, PAIRS), statuses, committed=4)
+    road, edges = tried_by_two({4})
+    planned(edges, 1, at=5)
     edges.noticed(4)
-    assert epochs(edges, road, 1) == [(4,)]
+    assert epochs(edges, 1) == [(4,)]
     assert road.tried == [{4}]
 
 
 def test_who_was_not_reached_is_tried_again_and_a_mended_road_is_used() -> None:
-    road = Road({4})
-    edges = Edges(2, road, pause=lambda seconds: None)
-    assert epochs(edges, road, 3)[-1] == (4,)
+    road, edges = tried_by_two({4})
+    assert epochs(edges, 3)[-1] == (4,)
     road.broken = set()
-    statuses = in_step(PAIRS, at=9)
-    edges.told(decide(5, statuses, PAIRS), statuses, committed=8)
+    planned(edges, 5, at=9)
     assert edges.look(11, lambda: frozenset(range(6))) == ()
 
 
 def test_a_road_that_lets_connections_be_made_but_no_more_is_left_out_after_some_epochs() -> None:
     """Trying finds nothing: what the connections themselves failed with counts in the end."""
-    road = Road(set())
-    edges = Edges(2, road, pause=lambda seconds: None)
+    _, edges = tried_by_two(set())
     edges.noticed(4)
     told = []
     for _ in range(TRUSTED + 3):
-        told += epochs(edges, road, 1)
+        told += epochs(edges, 1)
         edges.noticed(4)
     assert told[: TRUSTED + 1] == [()] * (TRUSTED + 1)
     assert told[-1] == (4,)
 
 
 def test_epochs_at_one_decision_are_counted_to_a_bound_and_any_progress_begins_again() -> None:
-    road = Road(set())
-    edges = Edges(2, road, pause=lambda seconds: None)
-    epochs(edges, road, MOST + 1)
+    _, edges = tried_by_two(set())
+    epochs(edges, MOST + 1)
     assert edges.tries == MOST
-    statuses = in_step(PAIRS, at=8)
-    edges.told(decide(99, statuses, PAIRS), statuses, committed=7)
+    planned(edges, 99, at=8)
     assert edges.tries == 0
 
 
 def test_who_dies_meanwhile_is_tried_by_nobody() -> None:
-    road = Road({4})
-    edges = Edges(2, road, pause=lambda seconds: None)
-    epochs(edges, road, 1)
+    road, edges = tried_by_two({4})
+    epochs(edges, 1)
     edges.noticed(4)
     assert edges.look(7, lambda: frozenset({0, 1, 2, 3, 5})) == ()
     assert not any(4 in tried for tried in road.tried)

@@ -156,8 +156,7 @@ def test_a_late_replica_goes_on_when_all_others_are_lost_from_the_newest_state_t
     """``lost``: iterations that the others have committed without it, and that are run again; None: no rollback."""
     result = run(forkserver, tmp_path, late)
     check(result, reference(result.case))
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    backs = [event for event in lines if event["event"] == "rolled back"]
+    backs = result.of_training("rolled back")
     assert [(back["to"], back["tier"]) for back in backs] == [(2, "memory")] * (lost is not None), result.told()
     # What the lost did after their last heartbeat nobody knows.  Their mates live, and may have committed with each
     # other the iteration in which the lost had summed already.

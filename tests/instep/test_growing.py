@@ -104,14 +104,17 @@ CASES = {
 """Name -> the run, the most replicas that it must have had (0: that is a matter of time), those at its end."""
 
 
+def grows(server: ForkServer, reference: Reference, out: Path, case: Case, most: int, last: int) -> None:
+    result = equal(server, reference, case, out)
+    assert not most or max(result.replicas) == most, result.replicas
+    assert result.replicas[-1] == last, result.replicas
+
+
 @pytest.mark.parametrize("name", some("growing", list(CASES), 2))
 def test_a_run_grows_and_shrinks_whoever_dies_and_trains_the_same(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
 ) -> None:
-    case, most, last = CASES[name]
-    result = equal(forkserver, reference, case, tmp_path)
-    assert not most or max(result.replicas) == most, result.replicas
-    assert result.replicas[-1] == last, result.replicas
+    grows(forkserver, reference, tmp_path, *CASES[name])
 
 
 def sharded(layout: Layout, newcomers: int, when: str, deaths: str = "", iterations: int = 22) -> Case:
@@ -138,10 +141,7 @@ SHARDED_CASES = {
 def test_the_distributed_optimizer_is_spread_over_all_that_have_come_and_over_those_that_are_left(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
 ) -> None:
-    case, most, last = SHARDED_CASES[name]
-    result = equal(forkserver, reference, case, tmp_path)
-    assert not most or max(result.replicas) == most, result.replicas
-    assert result.replicas[-1] == last, result.replicas
+    grows(forkserver, reference, tmp_path, *SHARDED_CASES[name])
 
 
 def with_flags(name: str, flags: str, *, sharded: bool = False, **fields: Any) -> Case:

@@ -6,7 +6,6 @@ There is no disk: no checkpoint is written.  From the snapshot on the run is the
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ SHARDS = part_of(PP2.grid.replicas[1][1], range(4), 2)
 def corrupted(part: int) -> tuple[str, ...]:
     """Of a part that a worker of node b gives, the copy on node a."""
     (keeper,) = (worker for worker in COPIES[part] if NODES[worker] == "a")
-    return str(Path(__file__).with_name("corrupt_snapshot.py")), str(keeper), "6", str(part)
+    return str(Path(__file__).with_name("corrupt.py")), f"snapshot-{part}", str(keeper), "6"
 
 
 @dataclass(frozen=True)
@@ -185,21 +184,14 @@ def goes_back(forkserver: ForkServer, reference: Reference, tmp_path: Path, scen
         "the same processes"
     )
     assert result.replicas[-1] == scenario.replicas, result.told()
-    logs = "".join(path.read_text() for path in tmp_path.glob("worker-*.log"))
-    assert scenario.said in logs, result.told()
-    assert "memory tier: snapshots every 2 iterations; up to 0.000 GiB of host memory a worker" in logs, result.told()
-    (back,) = rollbacks(tmp_path)
+    assert scenario.said in result.said, result.told()
+    assert "memory tier: snapshots every 2 iterations; up to 0.000 GiB of host memory" in result.said, result.told()
+    (back,) = result.of_training("rolled back")
     assert back["to"] in scenario.to, result.told()
     assert (back["tier"], back["folder"]) == ("memory", "")
     committed = case.strikes[0].iteration - (case.strikes != IN_THE_UPDATE)
     assert back["lost"] == committed - back["to"], result.told()
-    assert f"rolled back to iteration {back['to']} (from memory)" in logs, result.told()
-
-
-def rollbacks(out: Path) -> list[dict[str, Any]]:
-    """Their events."""
-    lines = (out / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == "rolled back"]
+    assert f"rolled back to iteration {back['to']} (from memory)" in result.said, result.told()
 
 
 def test_where_no_node_has_all_of_a_position_nothing_is_kept(
@@ -208,16 +200,14 @@ def test_where_no_node_has_all_of_a_position_nothing_is_kept(
     case = replace(LOST, strikes=(), iterations=3, nodes=("a", "b", "a", "b"))
     result: Result = case.run(forkserver, tmp_path)
     check(result, reference(replace(case, nodes=())))
-    logs = "".join(path.read_text() for path in tmp_path.glob("worker-*.log"))
-    assert logs.count("memory tier: off: no node or other domain has all that hold a part of the state") == 1
-    assert "memory tier: snapshots" not in logs
+    assert result.said.count("memory tier: off: no node or other domain has all that hold a part of the state") == 1
+    assert "memory tier: snapshots" not in result.said
 
 
 def test_a_host_without_the_memory_for_it_is_refused_at_the_start(forkserver: ForkServer, tmp_path: Path) -> None:
     poor = (str(Path(__file__).with_name("poor_host.py")), "2")
     result = replace(LOST, strikes=(), iterations=3, train_with=poor).run(forkserver, tmp_path)
-    logs = "".join(path.read_text() for path in tmp_path.glob("worker-*.log"))
     assert 0 not in result.ended.codes, result.told()
     assert result.steps == []
-    assert "GiB of host memory a worker, which a host does not have: none is taken" in logs
-    assert "--recover-memory-tier: the hosts do not have the memory for it" in logs
+    assert "GiB of host memory a worker, which a host does not have: none is taken" in result.said
+    assert "--recover-memory-tier: the hosts do not have the memory for it" in result.said

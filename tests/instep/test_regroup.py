@@ -260,7 +260,7 @@ def test_what_users_combine_is_put_together_as_well(
 def test_a_state_that_differs_from_that_of_its_column_is_found_and_mended(
     forkserver: ForkServer, reference: Reference, tmp_path: Path
 ) -> None:
-    script = (str(Path(__file__).with_name("corrupt.py")), "3", "3")
+    script = (str(Path(__file__).with_name("corrupt.py")), "parameter", "3", "3")
     case = replace(Case(TP2, flags=("--recover-verify-interval", "4")), train_with=script)
     result = equal(forkserver, reference, case, tmp_path)
     assert [plan["mended"] for plan in result.plans.values() if plan["mended"]] == [[3]]

@@ -6,10 +6,8 @@ failure-free one, and so are its steps.jsonl and its parameters at the end.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -96,26 +94,19 @@ def gone_back(forkserver: ForkServer, reference: Reference, scenario: Scenario, 
     check(result, reference(case), 10.0 if "adam" in case.model else 1.0)
     assert 0 in result.ended.codes, "nobody was started in place of all"
     assert result.replicas[-1] >= scenario.replicas, result.replicas
-    logs = "".join(path.read_text() for path in out.glob("worker-*.log"))
-    backs = rollbacks(out)
+    backs = result.of_training("rolled back")
     (to,) = {back["to"] for back in backs}
     assert to in scenario.to, result.told()
-    assert f"rolled back to iteration {to} (from disk, {checkpoints})" in logs, result.told()
-    assert scenario.said in logs, result.told()
+    assert f"rolled back to iteration {to} (from disk, {checkpoints})" in result.said, result.told()
+    assert scenario.said in result.said, result.told()
     return result
-
-
-def rollbacks(out: Path) -> list[dict[str, Any]]:
-    """Their events."""
-    lines = (out / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == "rolled back"]
 
 
 def test_a_lost_state_is_that_of_the_newest_checkpoint(
     forkserver: ForkServer, reference: Reference, tmp_path: Path
 ) -> None:
     result = gone_back(forkserver, reference, FIRST, tmp_path)
-    (back,) = rollbacks(tmp_path)
+    (back,) = result.of_training("rolled back")
     assert (back["lost"], back["tier"]) == (1, "disk")
     assert result.replicas == [2] * 4 + [1] * 6, result.replicas
     superseded = list(read_steps(tmp_path / "steps.jsonl.1"))

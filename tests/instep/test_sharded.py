@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from recover_megatron.membership.errors import EXIT_STATE_LOST
-from recover_megatron.run_log.events import read_events
 from tests.drawn import EVERYTHING, SEED, some
 from tests.harness.forkserver import ForkServer
 from tests.instep.cells import (
@@ -177,7 +176,7 @@ def test_parameters_that_a_dead_worker_would_have_sent_are_fetched_in_the_middle
         fetched = [line for line in result.log(worker).splitlines() if "bytes of parameters were fetched" in line]
         assert len(fetched) == 1, result.told()
         assert "3]" in fetched[0], fetched
-    (told,) = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "parameters fetched"]
+    (told,) = result.of_training("parameters fetched")
     assert told["bytes"] > 0
 
 
@@ -200,7 +199,7 @@ def test_events_tell_when_the_state_changed_hands_and_how_much_of_it_came(
     case = Case(DP4, (Strike(1, 0, 3, "norm"),), 8, model=SHARDED)
     result = case.run(forkserver, tmp_path)
     check_sharded(result, reference(case))
-    told = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "repartition"]
+    told = result.of_training("repartition")
     epochs = {step.iteration: step.epoch for step in result.steps}
     assert [(e["iteration"], e["epoch"], e["worker"]) for e in told] == [(4, epochs[4], 0)], told
     assert told[0]["seconds"] > 0
@@ -295,7 +294,7 @@ def test_a_shadow_that_differs_is_found_and_made_anew_before_it_is_needed(
 ) -> None:
     """Worker 1 (2) is the shadow of its predecessor in the ring, whose death then would make the difference count."""
     shadow = layout.positions
-    script = (str(Path(__file__).with_name("corrupt_shadow.py")), str(shadow), "3")
+    script = (str(Path(__file__).with_name("corrupt.py")), "shadow", str(shadow), "3")
     case = Case(layout, (Strike(0, 0, 6, "update"),), 8, model=SHARDED, flags=("--recover-verify-interval", "4"))
     result = replace(case, train_with=script).run(forkserver, tmp_path)
     check_sharded(result, reference(case))

@@ -51,20 +51,32 @@ class Session:
         self.asked.set()
 
 
+def planner_of(*decisions: Decision, finished: bool = False, whole: bool = True) -> Any:
+    """Its epochs decide this, one after the other."""
+    plans = iter(decisions)
+    return SimpleNamespace(
+        timeline=(0, 0),
+        node="a",
+        finished=finished,
+        meet=lambda status, reason: (next(plans), None),
+        give_up_unless_enough=lambda decision: None,
+        has_all_replicas=lambda decision: whole,
+        status=lambda at: JoinStatus(0, position=0, at=at),
+    )
+
+
+def spare_of(session: Any, planner: Any) -> Spare:
+    """Worker 4, whose thread runs."""
+    spare = Spare(planner, session, 4, JoinStatus(None, position=0))
+    spare.start()
+    return spare
+
+
 @pytest.mark.parametrize("revoked", [False, True])
 def test_news_are_told_when_the_first_step_of_the_fresh_replicas_is_over(revoked: bool) -> None:
     session = Session()
     session.over = revoked
-    planner: Any = SimpleNamespace(
-        timeline=(0, 0),
-        node="a",
-        meet=lambda status, reason: (FRESH, None),
-        give_up_unless_enough=lambda decision: None,
-        has_all_replicas=lambda decision: False,
-    )
-    played: Any = session
-    spare = Spare(planner, played, 4, JoinStatus(None, position=0))
-    spare.start()
+    spare = spare_of(session, planner_of(FRESH, whole=False))
     assert session.idled.wait(DEADLINE)
     outcomes: list[Any] = []
     main = threading.Thread(target=lambda: outcomes.append(spare.arrive(version=6)))
@@ -79,16 +91,7 @@ def test_news_are_told_when_the_first_step_of_the_fresh_replicas_is_over(revoked
 
 def test_who_is_ready_while_all_places_are_taken_asks_for_no_epoch() -> None:
     session = Session()
-    planner: Any = SimpleNamespace(
-        timeline=(0, 0),
-        node="a",
-        meet=lambda status, reason: (FRESH, None),
-        give_up_unless_enough=lambda decision: None,
-        has_all_replicas=lambda decision: True,
-    )
-    played: Any = session
-    spare = Spare(planner, played, 4, JoinStatus(None, position=0))
-    spare.start()
+    spare = spare_of(session, planner_of(FRESH))
     assert session.idled.wait(DEADLINE)
     session.asked.set()  # the run ends
     assert spare.arrive(version=None) == Over(0, "the end of the test")
@@ -101,17 +104,7 @@ def test_no_whole_replica_is_the_end_of_the_run_only_where_somebody_had_finished
     session = Session()
     session.left = frozenset({2, 3})
     session.asked.set()  # the run ends
-    planner: Any = SimpleNamespace(
-        timeline=(0, 0),
-        node="a",
-        finished=finished,
-        meet=lambda status, reason: (Decision(6, {}, (0, 4), at=8), None),
-        give_up_unless_enough=lambda decision: None,
-        has_all_replicas=lambda decision: False,
-    )
-    played: Any = session
-    spare = Spare(planner, played, 4, JoinStatus(None, position=0))
-    spare.start()
+    spare = spare_of(session, planner_of(Decision(6, {}, (0, 4), at=8), finished=finished, whole=False))
     assert spare.arrive(version=None) == Over(0, "the training is over" if finished else "the end of the test")
     assert session.idled.is_set() is not finished
 
@@ -137,20 +130,6 @@ class Epochs:
         """Nobody asks."""
 
     mark = show = ask = lambda self, *args: None
-
-
-def planner_of(*decisions: Decision) -> Any:
-    """Its epochs decide this, one after the other."""
-    plans = iter(decisions)
-    return SimpleNamespace(
-        timeline=(0, 0),
-        node="a",
-        finished=False,
-        meet=lambda status, reason: (next(plans), None),
-        give_up_unless_enough=lambda decision: None,
-        has_all_replicas=lambda decision: True,
-        status=lambda at: JoinStatus(0, position=0, at=at),
-    )
 
 
 def test_who_keeps_the_state_of_the_last_replica_does_so_as_long_as_the_epoch_lasts(
@@ -179,10 +158,8 @@ def test_who_keeps_the_state_of_the_last_replica_does_so_as_long_as_the_epoch_la
 
 def test_who_builds_a_model_may_take_longer_than_who_leaves_the_training() -> None:
     session = Epochs()
-    played: Any = session
     asked = Decision(5, {0: (0, 1)}, (4,), at=7, rebuild={4: 1})
-    spare = Spare(planner_of(asked, asked), played, 4, JoinStatus(None, position=0))
-    spare.start()
+    spare = spare_of(session, planner_of(asked, asked))
     assert 0 < (session.waits.get(timeout=DEADLINE) or 0) <= STUCK_SECONDS, "it leaves the training"
     arriving: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=lambda: arriving.put(spare.arrive(version=6)), daemon=True).start()
