@@ -1,4 +1,4 @@
-"""Who holds the state, and who runs what: decided by each worker from what all have joined with."""
+"""The holders of the state, and who runs what: decided by each worker from what all have joined with."""
 
 from __future__ import annotations
 

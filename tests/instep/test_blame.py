@@ -1,4 +1,4 @@
-"""Who is to blame for what a worker met: a mate, its device, or itself."""
+"""The blame for what a worker met: a mate, its device, or itself."""
 
 from __future__ import annotations
 

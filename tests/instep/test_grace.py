@@ -48,7 +48,7 @@ class Late:
     nth: int = 1
     model: tuple[str, ...] = ()
     others: tuple[Strike, ...] = ()
-    """Who is killed besides."""
+    """Those that are killed besides."""
 
     def __str__(self) -> str:
         struck = ",".join(strike.spec(self.layout) for strike in (self.strike, *self.others))

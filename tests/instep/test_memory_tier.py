@@ -33,7 +33,7 @@ SHARDED = (*MODEL, *ADAM, "--use-distributed-optimizer")
 NODE_B = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
 """All that hold the state of position 1, at once."""
 TRAVELLING = (Strike(0, 1, 5, "backward"), Strike(1, 1, 5, "snapshot"))
-"""Who gives the snapshot of position 1 has copied it, and nobody has got it."""
+"""The giver of the snapshot of position 1 has copied it, and nobody has got it."""
 AT_ONCE = (Strike(0, 1, 3, "backward"), Strike(1, 1, 3, "snapshot"))
 """The same, where the one that has arrived is that of before the first step."""
 IN_THE_UPDATE = (Strike(0, 1, 6, "optimizer"), Strike(1, 1, 6, "optimizer"))

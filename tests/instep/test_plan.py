@@ -415,7 +415,7 @@ def test_all_go_back_to_what_it_holds_if_they_did(seen: int, lost: int) -> None:
 
 @pytest.mark.parametrize("told", [(0,), (1,), (0, 1)])
 def test_the_coordinator_may_be_lost_while_it_tells_of_that(told: tuple[int, ...]) -> None:
-    """Who has the plan is in the new timeline, and who has not holds a state that this one began with."""
+    """Those that have the plan are in the new timeline; the others hold a state that this one began with."""
     first = decide(9, late(6), TWO, beyond=Beyond(committed=12, seen=10))
     statuses = late(6)
     for worker in told:  # it has begun to take its place

@@ -1,4 +1,4 @@
-"""Whose copy counts: who has been away holds nothing, whatever the layout says."""
+"""The copies that count: a worker that has been away holds nothing, whatever the layout says."""
 
 from __future__ import annotations
 

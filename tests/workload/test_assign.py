@@ -1,4 +1,4 @@
-"""Who runs which microbatch: every id exactly once, own ids stay, and nobody could finish the lost ones earlier."""
+"""The microbatches of each replica: every id once, own ids stay, and nobody could finish the lost ones earlier."""
 
 from __future__ import annotations
 

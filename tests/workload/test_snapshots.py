@@ -1,4 +1,4 @@
-"""Who keeps snapshots of whose state: outside of the domain that would take it, evenly; how often they are taken."""
+"""The keepers of snapshots: outside of the domain that would take it, evenly; how often they are taken."""
 
 from __future__ import annotations
 
