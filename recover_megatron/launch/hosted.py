@@ -22,7 +22,7 @@ from pathlib import Path
 from recover_megatron.launch.loop import EventLoop, Timer
 from recover_megatron.launch.processes import spawn
 from recover_megatron.launch.states import signal_name
-from recover_megatron.membership.node_agent import NodeAgent
+from recover_megatron.membership.node_agent import NoAgent, NodeAgent
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.testimony import Scope
 
@@ -94,18 +94,18 @@ class HostedCandidate:
         loop: EventLoop,
         command: CandidateCommand,
         listener: socket.socket,
-        node_agent: NodeAgent,
+        agent: NodeAgent | NoAgent,
         say: Callable[[str], None],
     ) -> None:
         """Starts the first process.  Raises OSError where it cannot be started.
 
-        ``node_agent``: the launcher's own session, which knows whether the run has ended, so that nobody needs another
+        ``agent``: the launcher's own session, which knows whether the run has ended, so that nobody needs another
         candidate.
         """
         self._loop = loop
         self._command = command
         self._listener = listener
-        self._node_agent = node_agent
+        self._agent = agent
         self._say = say
         self._timer: Timer | None = None
         self._soon = 0
@@ -158,7 +158,7 @@ class HostedCandidate:
 
     def _replace(self, what: str) -> None:
         self._timer = None
-        if self._node_agent.out is not None:
+        if self._agent.out is not None:
             return
         try:
             self._run()

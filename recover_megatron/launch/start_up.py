@@ -79,7 +79,7 @@ class StartUp:
     @property
     def under_way(self) -> bool:
         """Whether the launch still needs all of its workers."""
-        return self._plan.needs_all and not self._control.planned
+        return self._plan.needs_all and not self._control.agent.planned
 
     def ended_in_it(self, worker: WorkerProcess) -> bool:
         """Whether ``worker`` was lost while it was needed, for all that is known here."""
@@ -98,7 +98,9 @@ class StartUp:
 
     def others_lost(self) -> None:
         """The coordinator does without some of the launch's workers, perhaps of other nodes."""
-        theirs = self._control.missing - {worker.worker_id for worker in self._table.launched}
+        theirs = self._control.agent.missing(self._plan.world_size) - {
+            worker.worker_id for worker in self._table.launched
+        }
         if theirs and self.under_way:
             what = "worker" if len(theirs) == 1 else "workers"
             text = f"{what} {ranges(sorted(theirs))} of another node lost"

@@ -176,3 +176,23 @@ class NodeAgent:
         elif notice.kind == "candidates":
             told = notice.detail
             self._events.may_host(told["world"], told.get("lease"), told.get("slack", 0), told.get("witnessed", False))
+
+
+class NoAgent:
+    """In the place of a ``NodeAgent`` where none is open: it knows nobody, was told nothing, and waits for nothing."""
+
+    out: MembershipError | None = None
+    turned_to: Address | None = None
+    addresses: Sequence[Address] = ()
+    epoch = 0
+    planned = condemned = taken = frozenset[int]()
+    led = had_all = False
+
+    def missing(self, world: int) -> frozenset[int]:
+        """No rendezvous is open."""
+        return frozenset()
+
+    def _nothing(self, *_: object) -> None:
+        """Nobody hears it, nobody answers."""
+
+    spawned = ended = stopping = hosts = catch_up = wait_led = wait_out = close = _nothing
