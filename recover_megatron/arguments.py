@@ -24,12 +24,7 @@ from recover_megatron.options import (
     seconds_above_0,
     seconds_from_0,
 )
-
-LOG_DIR_VARIABLE = "RECOVER_LOG_DIR"
-"""Environment variable by which ``recover-run --log-dir`` tells its workers the default of ``--recover-log-dir``."""
-
-COORDINATOR_VARIABLE = "RECOVER_COORDINATOR"
-"""Environment variable by which recover-run tells its workers the default of ``--recover-coordinator``."""
+from recover_megatron.variables import COORDINATOR_VARIABLE, LOG_DIR_VARIABLE
 
 
 def parse_addresses(text: str) -> list[tuple[str, int]]:

@@ -28,7 +28,7 @@ from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.logger import get_logger, use_lines
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import SecretError
-from recover_megatron.membership.worker import HOST_VARIABLE
+from recover_megatron.variables import HOST_VARIABLE
 
 log = get_logger(__name__)
 

@@ -30,13 +30,20 @@ from recover_megatron.launch.candidates import BACKLOG, Address, Candidates, joi
 from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate
 from recover_megatron.launch.leasing import is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import EXIT_NO_REPLICA, CoordinatorLost
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent
 from recover_megatron.membership.records import FIRST_JOINED, Settings
 from recover_megatron.membership.testimony import Scope
-from recover_megatron.membership.worker import COORDINATOR_VARIABLE, HOST_VARIABLE, NODE_VARIABLE
+from recover_megatron.variables import (
+    COORDINATOR_VARIABLE,
+    HOST_VARIABLE,
+    LAUNCH_ID_VARIABLE,
+    NODE_VARIABLE,
+    SECRET_FILE_VARIABLE,
+    SECRET_VARIABLE,
+)
 
 HERE = 2
 """Candidates of a launch on one node."""

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from recover_megatron.arguments import COORDINATOR_VARIABLE, RecoverConfig, config_from_argv, metrics_address
+from recover_megatron.arguments import RecoverConfig, config_from_argv, metrics_address
 from recover_megatron.errors import UserError
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
+from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.processes import spawn
 from recover_megatron.launch.states import signal_name
+from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
 END_SECONDS = 5.0
 """How long it may take to tell of the end of the run."""

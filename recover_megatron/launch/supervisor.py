@@ -26,7 +26,6 @@ import time
 import traceback
 from collections.abc import Mapping
 
-from recover_megatron.arguments import COORDINATOR_VARIABLE
 from recover_megatron.launch import messages, newcomers
 from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.conclusion import Conclusion
@@ -51,8 +50,9 @@ from recover_megatron.launch.subreaper import Subreaper
 from recover_megatron.launch.successors import Successors
 from recover_megatron.launch.worker_environment import WorkerEnvironment
 from recover_megatron.launch.worker_table import WorkerTable
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
+from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import SecretError
+from recover_megatron.variables import COORDINATOR_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 FAULT_SECONDS = 0.2
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron import __version__
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
+from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.errors import SecretError
 from recover_megatron.membership.journal import Journal
@@ -22,6 +22,7 @@ from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.records import MAX_WORKERS, Planner, Settings, members_only
 from recover_megatron.membership.server import CoordinatorServer
 from recover_megatron.membership.testimony import Scope, WitnessThread
+from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 EXIT_USAGE = 2
 BACKLOG = 4096

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 from recover_megatron.membership.events import Statement
+from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 SLURM, KUBERNETES = "slurm", "kubernetes"
 ASK_SECONDS = 5.0
