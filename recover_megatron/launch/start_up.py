@@ -21,6 +21,7 @@ A training without a coordinator never begins in this sense: there, any loss at 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -57,24 +58,16 @@ class StartEvents(Protocol):
         """End the launch on all nodes: the reason, and the exit code."""
 
 
+@dataclass(eq=False)
 class StartUp:
     """Made once per launch."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        plan: LaunchPlan,
-        table: WorkerTable,
-        control: ControlPlane,
-        say: Callable[[str], None],
-        events: StartEvents,
-    ) -> None:
-        self._loop = loop
-        self._plan = plan
-        self._table = table
-        self._control = control
-        self._say = say
-        self._events = events
+    _loop: EventLoop
+    _plan: LaunchPlan
+    _table: WorkerTable
+    _control: ControlPlane
+    _say: Callable[[str], None]
+    _events: StartEvents
 
     @property
     def under_way(self) -> bool:
