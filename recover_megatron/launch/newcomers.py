@@ -70,8 +70,9 @@ class Replacements:
         """The one that takes the place of ``worker``, which has ended while the run goes on; None: nobody does.
 
         ``words``: its last ones.
-        ``first_joined``: the lowest id of a launcher that joins. Who finished, or ended by what is decided about the
-        run or about itself, or was refused, would end so again; who was put out for a hang is left to people.
+        ``first_joined``: the lowest id of a launcher that joins. A worker that finished, or ended by what is decided
+        about the run or about itself, or was refused, would end so again; one that was put out for a hang is left to
+        people.
         """
         plan = self._plan
         self.kept, repeated = False, False

@@ -66,7 +66,7 @@ class LaunchPlan:
     lease: str = "off"
     """How the candidates of several nodes get their lease: auto, off, or an absolute path (leasing.py)."""
     witness: str = "off"
-    """Who may tell the candidates which nodes are off: auto, slurm, kubernetes, off (witnessing.py)."""
+    """The witness, which may tell the candidates which nodes are off: auto, slurm, kubernetes, off (witnessing.py)."""
     spares: int = 0
     """Workers that the last node starts beyond those of the launch."""
     joins: tuple[tuple[str, int], ...] = ()

@@ -364,7 +364,7 @@ class Supervisor:
         self._stop(reason, code, START_GRACE_SECONDS if self._start_up.under_way else None)
 
     def store_failed(self, reason: str) -> None:
-        """Whoever trains by now does without the store, a launch that has not begun does not."""
+        """The workers do without the store once they train; a launch that has not begun cannot."""
         if self._control.under_way:
             self._console.say(f"{reason}; the workers go on, but nobody can come to them any more")
         else:

@@ -1,4 +1,4 @@
-"""Who comes to a coordinator: whether it may be who it says, what it presents, and what it is told first.
+"""The first message of a session: whether it is from whom it says, what it presents, and what is told first.
 
 attach, attach_node_agent ---> barred: fenced, or refused
               |

@@ -21,8 +21,8 @@ GATHERING   Tells who leads (``lead``), and waits for the others that may be run
 RENDEZVOUS  ``revoke(n)`` has been pushed; waits for ``join(n, status)`` of every worker the run counts on. A change
             of membership opens n+1, and so does a newcomer. If a worker is left out that may still run somewhere
             (*contested*), the plan also waits for the quorum and for the acknowledgement of the members' node agents.
-STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits iteration t. Who has said ``idle(n)``
-            has no part in epoch n: commits and hang detection pass it over.
+STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits iteration t. A worker that has
+            said ``idle(n)`` has no part in epoch n: commits and hang detection pass it over.
 STOPPED     The run is over or may not go on here; everybody was told why.
 
 Members that hear nothing turn away from a coordinator (``abandon``), and it cannot know of it while it does not run: it

@@ -1,4 +1,4 @@
-"""Who hangs: a pure judgement over progress marks.
+"""Which workers hang: a pure judgement over progress marks.
 
 A worker is *waiting* while it says so in its mark, has reported its step done, or has joined a rendezvous. A worker
 that does not wait and has not made a new mark for ``hang_timeout`` (plus what its mark allows) while another has been
@@ -52,8 +52,8 @@ class WorkerProgress:
     def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
         """Take in a checked message ``heartbeat``.
 
-        ``may_wait``: whether it counts that it waits for others, as its marks say. Who has reported its step, or has
-        joined a rendezvous, waits whatever its marks say.
+        ``may_wait``: whether it counts that it waits for others, as its marks say. A worker that has reported its step,
+        or has joined a rendezvous, waits whatever its marks say.
         """
         self.iteration, self.phase = message["iteration"], message["phase"]
         self.microbatch, self.place = message.get("microbatch"), message.get("place")

@@ -185,7 +185,7 @@ class Drains:
         return frozenset(number for number, worker in self._roster.workers.items() if worker.node == node)
 
     def _live(self, node: str) -> frozenset[int]:
-        """Who is aside is one of them: it comes back, and leaves then, or is put out."""
+        """With those aside: they come back, and leave then, or are put out."""
         return self._workers_of(node) & (self._roster.with_fate(Fate.LIVE) | self._roster.with_fate(Fate.ASIDE))
 
 

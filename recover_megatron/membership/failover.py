@@ -98,6 +98,6 @@ class Evidence:
 
     @property
     def target(self) -> frozenset[int]:
-        """Whom the run still counts on: the members of the newest rendezvous. Who is not in it was put out for good."""
+        """The members of the newest rendezvous: the run counts on them, and all others were put out for good."""
         unfinished = self.unfinished
         return unfinished[-1].members if unfinished else self.formed.members

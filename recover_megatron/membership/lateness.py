@@ -1,7 +1,7 @@
-"""Who is late, and what becomes of them.
+"""The late, and what becomes of them.
 
-Late is who is silent, who hangs (``detect``), and whose connection has ended although its process may be running. What
-is done about it is ``stall``'s answer: they are put out, or waited for.
+A worker is late that is silent, or hangs (``detect``), or whose connection has ended although its process may be
+running. What is done about it is ``stall``'s answer: they are put out, or waited for.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Lateness:
         return [w for w in workers if w.session is not None and self._roster.silence(w, now) > seconds]
 
     def _not_heard(self, now: float) -> dict[int, str]:
-        """Who is silent or has lost its connection, and why it is late."""
+        """Why a worker that is silent, or has lost its connection, is late."""
         workers, settings, fresh = self._roster.workers, self._roster.settings, self.stall.fresh
         late = {w.number: f"silent for {now - w.heard:.1f} s" for w in self.silent(now, fresh)}
         self._deaf = {

@@ -1,4 +1,4 @@
-"""Who may go on: the rule of partition and failover, as pure functions.
+"""The rule of partition and failover, by which some of the workers may go on, as pure functions.
 
 Words. ``gone``: workers known to have ended (their kernel closed the connection, a node agent saw the process end) or
 to have left in order. The unreachable are not gone: they may be running on the other side of a partition.
@@ -11,8 +11,8 @@ The rule, for a coordinator that wants to fix the plan of a new epoch with the w
 * It did not (the old coordinator is lost): it needs more than half of them, and more than half of every rendezvous
   that anybody presents as opened after that epoch, since one of those may have been formed unseen.
 * With a lease (``lease``, on shared storage) the same holds for both: more than half of the epoch's members, those
-  that are gone counted as if they were missing, may go on. Whoever is fewer, but misses no more than half and still has
-  one of them, needs the lease (``standing``). Others may not go on.
+  that are gone counted as if they were missing, may go on. Fewer of them that miss no more than half, and still
+  have one, need the lease (``standing``). Others may not go on.
 
   One case more is ``witness``'s: those that are fewer need the lease where nobody else can be running.
 
@@ -94,7 +94,7 @@ def standing(reached: frozenset[int], bases: Iterable[frozenset[int]], gone: fro
 def can_tell(reached: frozenset[int], idle: frozenset[int], missing: frozenset[int], own: bool) -> bool:
     """Whether what the last epoch committed is known to ``reached``, or to nobody who may be running elsewhere.
 
-    ``idle``: members without a part in that epoch; ``missing``: those not reached that are not gone. Who has a part
-    has reported what may have been committed, and the coordinator that formed the epoch (``own``) has decided it.
+    ``idle``: members without a part in that epoch; ``missing``: those not reached that are not gone. Members with a
+    part have reported what may have been committed, and the coordinator that formed the epoch (``own``) has decided it.
     """
     return own or not missing or bool(reached - idle)

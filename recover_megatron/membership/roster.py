@@ -5,8 +5,8 @@ is *dead* and never counts again. Its host is silent, or it hangs (``detect``): 
 wakes up, is killed by its launcher, and until that is confirmed it counts as possibly running elsewhere (``quorum``).
 It says bye: it has *left*. None of these is ever undone. Its replica is late (``Settings.grace``): it is *aside*, in no
 epoch, until it asks for a place; from then on it is as a newcomer. It may lose its connection and come again, and turn
-to another coordinator, which learns from what others present that it is aside. Who turns away from this coordinator is
-none of these, but *awaited*: it is a live worker without a session.
+to another coordinator, which learns from what others present that it is aside. A worker that turns away from this
+coordinator is none of these, but *awaited*: it lives, and has no session.
 
 A *newcomer* is a worker whose id is none of the launch's (those are below ``world``). It becomes known when it
 attaches, or when a member presents an epoch that counts on it. Ids never come back: who is started again has a new one.
@@ -106,7 +106,7 @@ class NodeAgentStatus:
 
 
 class Roster:
-    """Who is there: workers, launchers, their sessions. It notes in ``changes`` what calls for a new epoch."""
+    """Workers, launchers and their sessions. It notes in ``changes`` what calls for a new epoch."""
 
     def __init__(self, world: int, settings: Settings, out: Outbox) -> None:
         self.world = world
@@ -176,7 +176,7 @@ class Roster:
     def vouched(self, worker: Member, now: float) -> bool:
         """Whether the worker's launcher is heard, so that it would have told if the process had ended; or is awaited.
 
-        Who turns away does so since this coordinator did not run. That is no fault of the launcher's, nor of a worker
+        A launcher turns away since this coordinator did not run. That is no fault of the launcher's, nor of a worker
         for which it has spoken.
         """
         node_agent = self.node_agent_of(worker)

@@ -57,7 +57,7 @@ class Stall:
         self.waited: dict[int, str] = {}
         """For whom it is waited, and why."""
         self.lately: dict[int, float] = {}
-        """Who was put out within the last hang timeout, and when."""
+        """When workers were put out, within the last hang timeout."""
         self.fresh = float("-inf")
         """Nobody is late by what was before: the last stall ended then."""
         self._settings = settings

@@ -34,7 +34,7 @@ class Survivors:
             raise RunOver(0, "all workers that had a part in the work have left")
 
     def heirs(self, members: frozenset[int]) -> frozenset[int]:
-        """Who has to ask for a place before the next epoch, beside ``members`` of the last one: the aside.
+        """The aside: they have to ask for a place before the next epoch, beside ``members`` of the last one.
 
         Where nobody lives who had a part in that epoch, all that is left of the run's state is what they hold. They
         may go on as any others may: if the rest is gone for certain. No rendezvous counts on one that has not asked:

@@ -1,4 +1,4 @@
-"""Who knows from outside which nodes are off: SLURM's controller, or Kubernetes' API server; asked in a thread.
+"""The word of SLURM's controller or Kubernetes' API server on which nodes are off; asked in a thread.
 
 What is believed is an end that cannot be taken back, and that somebody has made sure of:
 
