@@ -23,7 +23,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch.candidates import BACKLOG, Address, Candidates, join_addresses, local_address
@@ -33,7 +32,7 @@ from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import EXIT_NO_REPLICA, CoordinatorLost
-from recover_megatron.membership.node_agent import NoAgent, NodeAgent
+from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.records import FIRST_JOINED, Settings
 from recover_megatron.membership.testimony import Scope
 from recover_megatron.variables import (
@@ -58,38 +57,21 @@ def has_secret(environ: Mapping[str, str]) -> bool:
     return SECRET_VARIABLE in environ or SECRET_FILE_VARIABLE in environ
 
 
-class ControlPlaneEvents(Protocol):
-    """What the coordinator has for this launcher.  Called in the main thread, by the event loop."""
-
-    def put_out(self, worker_id: int, reason: str) -> None:
-        """A worker of this node is out of the run: it is to be killed.  Perhaps more than once for a worker."""
-
-    def noted(self, worker_id: int, text: str) -> None:
-        """A worker of this node wants ``text`` to be known of it."""
-
-    def epoch_wanted(self) -> None:
-        """The coordinator wants a new epoch: somebody may be ``missing``."""
-
-    def draining(self, stays: bool) -> None:
-        """This node is about to be switched off: its workers leave, and no more are to be started.  Perhaps more than
-        once.  ``stays``: it is not after all."""
-
-
 class _InMainThread:
     """The session's events, handled by the event loop."""
 
     def __init__(
         self,
         loop: EventLoop,
-        events: ControlPlaneEvents,
+        orders: Orders,
         say: Callable[[str], None],
         may_host: Callable[[int, str | None, int, bool], None],
     ) -> None:
         self.may_host = loop.from_thread(may_host)
-        self.put_out = loop.from_thread(events.put_out)
-        self.epoch_wanted = loop.from_thread(events.epoch_wanted)
-        self.noted = loop.from_thread(events.noted)
-        self.draining = loop.from_thread(events.draining)
+        self.put_out = loop.from_thread(orders.put_out)
+        self.epoch_wanted = loop.from_thread(orders.epoch_wanted)
+        self.noted = loop.from_thread(orders.noted)
+        self.draining = loop.from_thread(orders.draining)
         self.said = loop.from_thread(say)
 
 
@@ -106,25 +88,16 @@ class ControlPlane:
         inherited: Mapping[str, str],
         loop: EventLoop,
         say: Callable[[str], None],
-        events: ControlPlaneEvents,
+        orders: Orders,
     ) -> None:
-        """``inherited``: the launcher's environment; ``say``: what people should read."""
+        """``inherited``: the launcher's environment; ``say``: what people should read; ``orders``: in this thread."""
         self._plan = plan
         self._inherited = inherited
         self._loop = loop
         self._say = say
-        self._events = events
+        self._orders = orders
         # All processes of a run must use the same times: they are those of the script's flags.
-        times = times_from_argv(plan.script_args)
-        self._settings = Settings(
-            heartbeat_interval=times.heartbeat_interval,
-            heartbeat_timeout=times.heartbeat_timeout,
-            hang_timeout=times.hang_timeout,
-            stall_timeout=times.stall_timeout,
-            grace=times.grace,
-            min_replicas=times.min_replicas,
-            start_needs_all=plan.needs_all,
-        )
+        self._settings = Settings.of(times_from_argv(plan.script_args), start_needs_all=plan.needs_all)
         self._variables: dict[str, str] = {}
         self._environment: dict[str, str] = {}
         self._host_address = "127.0.0.1"
@@ -150,7 +123,7 @@ class ControlPlane:
             addresses,
             plan.node_name,
             secret,
-            _InMainThread(self._loop, self._events, self._say, self._may_host),
+            _InMainThread(self._loop, self._orders, self._say, self._may_host),
             self._settings,
             late=bool(plan.joins),
         )

@@ -93,16 +93,7 @@ def make_listener(listen: str, descriptor: int | None) -> socket.socket:
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """The protocol's times; ``ValueError`` if they contradict each other."""
-    settings = Settings(
-        heartbeat_interval=args.heartbeat_interval,
-        heartbeat_timeout=args.heartbeat_timeout,
-        hang_timeout=args.hang_timeout,
-        stall_timeout=args.stall_timeout,
-        start_timeout=args.start_timeout,
-        grace=args.grace,
-        min_replicas=args.min_replicas,
-        start_needs_all=args.start_needs_all,
-    )
+    settings = Settings.of(args)
     if not 0 < settings.heartbeat_interval * 2 <= settings.heartbeat_timeout:
         raise ValueError("--heartbeat-timeout must be at least twice --heartbeat-interval")
     if settings.stall_timeout < 0:

@@ -15,8 +15,8 @@ from recover_megatron.membership.node_agent_client import NodeAgentClient
 from recover_megatron.membership.records import Settings
 
 
-class NodeAgentEvents(Protocol):
-    """What a launcher does about what its session hears.  Called in the session's thread, so they must be quick."""
+class Orders(Protocol):
+    """What the coordinator has for a launcher."""
 
     def put_out(self, worker: int, reason: str) -> None:
         """End the whole process group of ``worker``, of this node, then report ``ended``; perhaps said repeatedly."""
@@ -27,18 +27,22 @@ class NodeAgentEvents(Protocol):
     def noted(self, worker: int, text: str) -> None:
         """What ``worker``, of this node, wants to be known of it."""
 
+    def draining(self, stays: bool) -> None:
+        """The workers of this node leave the run, and no more are to be started; perhaps said repeatedly.
+
+        ``stays``: they do not after all, since the run cannot do without the node any more.
+        """
+
+
+class NodeAgentEvents(Orders, Protocol):
+    """What a launcher does about what its session hears.  Called in the session's thread, so they must be quick."""
+
     def said(self, text: str) -> None:
         """What the coordinator has to say to people."""
 
     def may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
         """A candidate here is to know this: workers of the launch, the lease (None: there is none) and its slack, and
         whether the run has a witness; said by each coordinator anew."""
-
-    def draining(self, stays: bool) -> None:
-        """The workers of this node leave the run, and no more are to be started; perhaps said repeatedly.
-
-        ``stays``: they do not after all, since the run cannot do without the node any more.
-        """
 
 
 class NodeAgent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 Json = Any
@@ -69,6 +69,12 @@ class Settings:
     """None is set aside where fewer would be left."""
     start_needs_all: bool = False
     """A worker of the launch that is lost before the first plan ends the run: it is no run yet."""
+
+    @classmethod
+    def of(cls, flags: object, **others: Any) -> Settings:
+        """Those that are attributes of ``flags``, and ``others``; the defaults for the rest."""
+        names = [each.name for each in fields(cls) if hasattr(flags, each.name)]
+        return cls(**{name: getattr(flags, name) for name in names}, **others)
 
     @property
     def lost_timeout(self) -> float:

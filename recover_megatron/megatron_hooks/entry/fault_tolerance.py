@@ -307,16 +307,8 @@ class FaultTolerance:
     def _connect(self) -> Any:
         config = self._config
         assert config.coordinator is not None  # or it would have been refused
-        settings = Settings(
-            heartbeat_interval=config.heartbeat_interval,
-            heartbeat_timeout=config.heartbeat_timeout,
-            hang_timeout=config.hang_timeout,
-            stall_timeout=config.stall_timeout,
-            grace=config.grace,
-            min_replicas=config.min_replicas,
-        )
         try:
-            return connect(settings, addresses=parse_addresses(config.coordinator))
+            return connect(Settings.of(config), addresses=parse_addresses(config.coordinator))
         except (SecretError, ValueError) as error:
             raise UserError(f"--recover: {error}") from None
 
