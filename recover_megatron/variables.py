@@ -168,17 +168,3 @@ def _against(environ: Mapping[str, str], rule: Rule) -> list[tuple[Variable, str
         for name in variable.names
         if name in environ and environ[name].upper() not in variable.fine
     ]
-
-
-def markdown_table() -> str:
-    """For docs/operations.md."""
-    lines = ["| variable | yours is | why |", "| --- | --- | --- |"]
-    for variable in TABLE:
-        names = ", ".join(f"`{name}`" for name in variable.names)
-        to = f" to {variable.value}" if variable.value and variable.rule is Rule.DEFAULT else ""
-        if variable.rule is Rule.OVERRULED:
-            to = f": {variable.value}" if variable.value else ": unset"
-        fine = [value for value in variable.fine if value not in ("", variable.value)]
-        but = f" ({' and '.join(fine)} is fine)" if fine and variable.rule in (Rule.OVERRULED, Rule.REFUSED) else ""
-        lines.append(f"| {names} | {variable.rule.value}{to}{but} | {variable.why} |")
-    return "\n".join(lines)
