@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.client import Address
-from recover_megatron.membership.records import Settings
+from recover_megatron.membership.records import Settings, WorkerId
 from recover_megatron.membership.session import RevokeCallback, Session
 from recover_megatron.network.kernel import use_all_descriptors
 from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
@@ -49,9 +49,9 @@ def connect(
     )
 
 
-def worker_id(environ: Mapping[str, str] = os.environ) -> int:
+def worker_id(environ: Mapping[str, str] = os.environ) -> WorkerId:
     """Which worker this process is. Raises KeyError where the launcher gave neither an id nor a rank."""
-    return int(environ.get(WORKER_ID_VARIABLE) or environ["RANK"])
+    return WorkerId(int(environ.get(WORKER_ID_VARIABLE) or environ["RANK"]))
 
 
 def is_newcomer(environ: Mapping[str, str] = os.environ) -> bool:
