@@ -24,12 +24,7 @@ from recover_megatron.options import (
     seconds_above_0,
     seconds_from_0,
 )
-
-LOG_DIR_VARIABLE = "RECOVER_LOG_DIR"
-"""Environment variable by which ``recover-run --log-dir`` tells its workers the default of ``--recover-log-dir``."""
-
-COORDINATOR_VARIABLE = "RECOVER_COORDINATOR"
-"""Environment variable by which recover-run tells its workers the default of ``--recover-coordinator``."""
+from recover_megatron.variables import COORDINATOR_VARIABLE, LOG_DIR_VARIABLE
 
 
 def parse_addresses(text: str) -> list[tuple[str, int]]:
@@ -335,22 +330,21 @@ def problems(config: RecoverConfig) -> list[str]:
     return found
 
 
-def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
-    """The config in a script's command line for who starts its coordinators; defaults where it is bad.
-
-    The script refuses a bad one itself.
-    """
+def config_or_defaults(argv: Sequence[str]) -> RecoverConfig:
+    """As ``config_from_argv``, for a launcher: the defaults where a value is bad, which the script refuses."""
     try:
-        config = config_from_argv(argv)
+        return config_from_argv(argv)
     except UserError:
         return RecoverConfig()
+
+
+def times_from_argv(argv: Sequence[str]) -> RecoverConfig:
+    """The same for the script's coordinators: the defaults, too, where values do not go together."""
+    config = config_or_defaults(argv)
     return RecoverConfig() if problems(replace(config, coordinator=None)) else config
 
 
 def spares_from_argv(argv: Sequence[str]) -> int:
     """``--recover-spares`` of a run with ``--recover``; 0 where it is bad, which the script refuses."""
-    try:
-        config = config_from_argv(argv)
-    except UserError:
-        return 0
+    config = config_or_defaults(argv)
     return max(0, config.spares) if config.enabled else 0

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from recover_megatron.variables import JOIN_VARIABLE, SPARE_VARIABLE
+
 EXIT_USAGE = 2
 """Exit code of every refusal at start (argparse's own)."""
 
@@ -23,6 +25,11 @@ class UserError(Exception):
         self.reasons = reasons
 
 
+def traceback_wanted() -> bool:
+    """Whether a refusal is to be shown with its traceback, as raised."""
+    return os.environ.get("RECOVER_TRACEBACK") == "1"
+
+
 def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
     """Print the reasons and exit with ``EXIT_USAGE``.
 
@@ -30,7 +37,7 @@ def refuse(program: str, reasons: Sequence[str]) -> NoReturn:
     a running job by itself; the others exit silently.
     """
     first = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
-    if first or (os.environ.get("RECOVER_JOIN") == "1" and os.environ.get("RECOVER_SPARE") != "1"):
+    if first or (os.environ.get(JOIN_VARIABLE) == "1" and os.environ.get(SPARE_VARIABLE) != "1"):
         if len(reasons) == 1:
             text = f"{program}: error: {reasons[0]}"
         else:

@@ -19,11 +19,11 @@ import os
 import sys
 from datetime import UTC, datetime
 
+from recover_megatron.variables import LINES_VARIABLE
+
 PACKAGE = "recover_megatron"
 PREFIXES = {f"{PACKAGE}.hostdevice": "[hostdevice] ", f"{PACKAGE}.launch": "recover-run: "}
 """By the beginning of a logger's name."""
-LINES_VARIABLE = "RECOVER_LOG_LINES"
-"""In the environment of a process whose stderr is its launcher's: the form of lines (``LineFormat``), and the node."""
 PREFIX = "recover: "
 """Of all others."""
 

@@ -2,9 +2,9 @@
 
     class Config:                                    add_options      the flags of an argparse parser or group
         spares: int = option(0, "...", metavar="N")  checked          the values that cannot be used, all of them
-                                                     markdown_table   the table in the docs
 
 The flag of a field is its name with dashes (``--recover-spares``, given the prefix ``recover``), unless it has another.
+``scripts/flag_tables.py`` makes the tables in the docs.
 """
 
 from __future__ import annotations
@@ -155,23 +155,3 @@ def at_least(minimum: int, maximum: int | None = None) -> Check:
             raise ValueError(f"give {limits}")
 
     return check
-
-
-def markdown_table(flags: Sequence[Flag], head: str, *, helps: bool) -> str:
-    """A table of the flags, their defaults, and ``docs``, whose column is called ``head``.
-
-    ``helps``: with the text of ``--help`` before ``docs``.
-    """
-    rows = [f"| flag | default | {head} |", "| --- | --- | --- |"]
-    for flag in flags:
-        value = "|".join(flag.option.choices) or flag.option.metavar or ""
-        name = f"{flag.name} {value}".strip().replace("|", "\\|")
-        short = f"`{flag.option.short}`, " if flag.option.short else ""
-        default = flag.default_in_words or ("" if flag.default is None else str(flag.default))
-        if flag.switch:
-            default = "off"
-        text = flag.option.docs
-        if helps:
-            text = flag.option.help.replace("<", "&lt;") + (f" ({text})" if text else "")
-        rows.append(f"| {short}`{name}` | {default} | {text} |")
-    return "\n".join(rows)

@@ -1,7 +1,7 @@
-"""The variables of torch, gloo, NCCL and Python that change what recovery rests on, and what becomes of a user's value.
+"""Environment variables: names of ours, and those of torch, gloo, NCCL and Python that change what recovery rests on.
 
-One table (``TABLE``), of which docs/operations.md has its own.  The launcher applies it to what its workers inherit,
-and a worker with --recover to what it finds, whoever has started it.
+What becomes of a user's value of the others is one table (``TABLE``), of which docs/operations.md has its own.  The
+launcher applies it to what its workers inherit, and a worker with --recover to what it finds, in any launch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,33 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
+
+LOG_DIR_VARIABLE = "RECOVER_LOG_DIR"
+"""The default of ``--recover-log-dir``: recover-run's ``--log-dir``."""
+COORDINATOR_VARIABLE = "RECOVER_COORDINATOR"
+"""The default of ``--recover-coordinator``: recover-run's candidates."""
+SECRET_VARIABLE = "RECOVER_SECRET"
+SECRET_FILE_VARIABLE = "RECOVER_SECRET_FILE"
+NODE_VARIABLE = "RECOVER_NODE_AGENT"
+"""The name under which the launcher of this worker's node is a node agent; not set: there is none."""
+NODE_NAME_VARIABLE = "RECOVER_NODE_NAME"
+"""The name of this worker's node: workers with the same one are on the same host."""
+HOST_VARIABLE = "RECOVER_HOST"
+"""The address of this worker's node by which the other nodes reach it; not set: there are no others."""
+WORKER_ID_VARIABLE = "RECOVER_WORKER_ID"
+"""The worker id; not set: it is the rank."""
+JOIN_VARIABLE = "RECOVER_JOIN"
+"""1: this worker is a newcomer, not one of the launch."""
+SPARE_VARIABLE = "RECOVER_SPARE"
+"""1: this newcomer was started with the run, to take the place of one that dies."""
+REPLACED_VARIABLE = "RECOVER_REPLACED"
+"""There: workers may come in place of those that are lost."""
+LAUNCH_ID_VARIABLE = "RECOVER_LAUNCH_ID"
+"""The mark of all processes that a launcher has started."""
+LINES_VARIABLE = "RECOVER_LOG_LINES"
+"""Of a process whose stderr is its launcher's: the form of lines (``logger.LineFormat``), and the node."""
+ATTEMPT_VARIABLE = "RECOVER_START_ATTEMPT"
+"""How often the start has been made before, for the launcher itself."""
 
 
 class Rule(Enum):
@@ -141,17 +168,3 @@ def _against(environ: Mapping[str, str], rule: Rule) -> list[tuple[Variable, str
         for name in variable.names
         if name in environ and environ[name].upper() not in variable.fine
     ]
-
-
-def markdown_table() -> str:
-    """For docs/operations.md."""
-    lines = ["| variable | yours is | why |", "| --- | --- | --- |"]
-    for variable in TABLE:
-        names = ", ".join(f"`{name}`" for name in variable.names)
-        to = f" to {variable.value}" if variable.value and variable.rule is Rule.DEFAULT else ""
-        if variable.rule is Rule.OVERRULED:
-            to = f": {variable.value}" if variable.value else ": unset"
-        fine = [value for value in variable.fine if value not in ("", variable.value)]
-        but = f" ({' and '.join(fine)} is fine)" if fine and variable.rule in (Rule.OVERRULED, Rule.REFUSED) else ""
-        lines.append(f"| {names} | {variable.rule.value}{to}{but} | {variable.why} |")
-    return "\n".join(lines)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,14 +18,49 @@ sys.path.insert(0, str(ROOT))
 
 from recover_megatron import __version__, arguments, variables  # noqa: E402
 from recover_megatron.launch import arguments as launch_arguments  # noqa: E402
-from recover_megatron.options import markdown_table  # noqa: E402
+from recover_megatron.options import Flag  # noqa: E402
+from recover_megatron.variables import Rule  # noqa: E402
+
+
+def flag_table(flags: Sequence[Flag], head: str, *, helps: bool) -> str:
+    """A table of the flags, their defaults, and ``docs``, whose column is called ``head``.
+
+    ``helps``: with the text of ``--help`` before ``docs``.
+    """
+    rows = [f"| flag | default | {head} |", "| --- | --- | --- |"]
+    for flag in flags:
+        value = "|".join(flag.option.choices) or flag.option.metavar or ""
+        name = f"{flag.name} {value}".strip().replace("|", "\\|")
+        short = f"`{flag.option.short}`, " if flag.option.short else ""
+        default = flag.default_in_words or ("" if flag.default is None else str(flag.default))
+        if flag.switch:
+            default = "off"
+        text = flag.option.docs
+        if helps:
+            text = flag.option.help.replace("<", "&lt;") + (f" ({text})" if text else "")
+        rows.append(f"| {short}`{name}` | {default} | {text} |")
+    return "\n".join(rows)
+
+
+def variable_table() -> str:
+    lines = ["| variable | yours is | why |", "| --- | --- | --- |"]
+    for variable in variables.TABLE:
+        names = ", ".join(f"`{name}`" for name in variable.names)
+        to = f" to {variable.value}" if variable.value and variable.rule is Rule.DEFAULT else ""
+        if variable.rule is Rule.OVERRULED:
+            to = f": {variable.value}" if variable.value else ": unset"
+        fine = [value for value in variable.fine if value not in ("", variable.value)]
+        but = f" ({' and '.join(fine)} is fine)" if fine and variable.rule in (Rule.OVERRULED, Rule.REFUSED) else ""
+        lines.append(f"| {names} | {variable.rule.value}{to}{but} | {variable.why} |")
+    return "\n".join(lines)
+
 
 TABLES = {
     "operations.md": {
-        "--recover-*": lambda: markdown_table(arguments.FLAGS, "when to touch it", helps=False),
-        "variables": variables.markdown_table,
+        "--recover-*": lambda: flag_table(arguments.FLAGS, "when to touch it", helps=False),
+        "variables": variable_table,
     },
-    "launcher.md": {"recover-run": lambda: markdown_table(launch_arguments.FLAGS, "meaning", helps=True)},
+    "launcher.md": {"recover-run": lambda: flag_table(launch_arguments.FLAGS, "meaning", helps=True)},
 }
 """File in docs/ -> its tables, by name, and what makes each."""
 END = "<!-- end of flags -->"

@@ -40,7 +40,8 @@ from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, CoordinatorLost
 from recover_megatron.membership.records import Json, Plan
 from recover_megatron.membership.session import Session
-from recover_megatron.membership.worker import HOST_VARIABLE, connect, worker_id
+from recover_megatron.membership.worker import connect, worker_id
+from recover_megatron.variables import HOST_VARIABLE
 
 LOOPBACK = "127.0.0.1"
 MOST = 10

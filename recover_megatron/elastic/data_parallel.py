@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from recover_megatron.arguments import COORDINATOR_VARIABLE
 from recover_megatron.collectives.column import LOOPBACK, Column
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
 from recover_megatron.elastic.gradients import Gradients
@@ -30,7 +29,8 @@ from recover_megatron.errors import UserError
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import EXIT_STATE_LOST, CoordinatorLost
-from recover_megatron.membership.worker import HOST_VARIABLE, is_newcomer
+from recover_megatron.membership.worker import is_newcomer
+from recover_megatron.variables import COORDINATOR_VARIABLE, HOST_VARIABLE
 
 log = get_logger(__name__)
 

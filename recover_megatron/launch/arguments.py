@@ -22,8 +22,7 @@ from typing import Any
 
 from recover_megatron import __version__
 from recover_megatron.arguments import FLAGS as SCRIPT_FLAGS
-from recover_megatron.arguments import RecoverConfig, config_from_argv, parse_addresses
-from recover_megatron.errors import UserError
+from recover_megatron.arguments import config_or_defaults, parse_addresses
 from recover_megatron.launch import shape
 from recover_megatron.launch.readers import lease, log_format, nodes, seconds, whole, witness, workers_here
 from recover_megatron.launch.script import check_module, check_script
@@ -338,7 +337,7 @@ def _check_newcomers(options: Options) -> list[str]:
         reasons.append(
             "--join needs the run's store: --master-addr A and --master-port P, as the run says at its start"
         )
-    text = options.recover_coordinator or config_of(options.script_args).coordinator
+    text = options.recover_coordinator or config_or_defaults(options.script_args).coordinator
     if text is None:
         reasons.append("--join needs --recover-coordinator HOST:PORT[,HOST:PORT...], as the run says at its start")
         return reasons
@@ -363,14 +362,6 @@ def _check_device_test(options: Options) -> list[str]:
         return [f"--device-test {options.device_test}: there is no such program on the PATH"]
     options.device_test_command = (program, *words[1:])
     return []
-
-
-def config_of(script_args: Sequence[str]) -> RecoverConfig:
-    """The script's --recover-* flags; their defaults where one is bad, which the script refuses."""
-    try:
-        return config_from_argv(script_args)
-    except UserError:
-        return RecoverConfig()
 
 
 def check_files(options: Options) -> list[str]:

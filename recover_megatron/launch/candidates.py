@@ -37,7 +37,7 @@ class Candidates:
     lease: Path | None = None
     """What they share as a lease; None: they have none."""
     witness: Scope | None = None
-    """Who may tell them which nodes are off; None: nobody."""
+    """The witness, which may tell them which nodes are off; None: there is none."""
 
 
 class OwnPlace:

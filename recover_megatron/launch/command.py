@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recover_megatron import variables
-from recover_megatron.arguments import spares_from_argv
+from recover_megatron.arguments import config_or_defaults, spares_from_argv
 from recover_megatron.launch import arguments, domains, listener, preflight, script, slurm_launch
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_tests import command_of
@@ -28,7 +28,7 @@ from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.logger import get_logger, use_lines
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import SecretError
-from recover_megatron.membership.worker import HOST_VARIABLE
+from recover_megatron.variables import HOST_VARIABLE
 
 log = get_logger(__name__)
 
@@ -182,7 +182,7 @@ def _device_test(options: arguments.Options) -> tuple[str, ...]:
     """The command that tests a device before a worker is started on it in place of another; empty: none."""
     if not options.max_restarts:
         return ()
-    return command_of(options.device_test_command, arguments.config_of(options.script_args).device)
+    return command_of(options.device_test_command, config_or_defaults(options.script_args).device)
 
 
 def _plan(options: arguments.Options, reserved: socket.socket | None, attempt: int) -> LaunchPlan:

@@ -10,6 +10,7 @@ The first that there is decides::
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.control_plane import ControlPlane
@@ -22,24 +23,16 @@ from recover_megatron.launch.states import WorkerState
 from recover_megatron.launch.worker_table import WorkerTable
 
 
+@dataclass(eq=False)
 class Conclusion:
     """Made once per launch."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        table: WorkerTable,
-        control: ControlPlane,
-        peers: Peers,
-        start_up: StartUp,
-        say: Callable[[str], None],
-    ) -> None:
-        self._plan = plan
-        self._table = table
-        self._control = control
-        self._peers = peers
-        self._start_up = start_up
-        self._say = say
+    _plan: LaunchPlan
+    _table: WorkerTable
+    _control: ControlPlane
+    _peers: Peers
+    _start_up: StartUp
+    _say: Callable[[str], None]
 
     def verdict(self) -> int | None:
         """How the coordinator says that the run has ended; None: it does not, or was not heard.

@@ -21,21 +21,28 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch.candidates import BACKLOG, Address, Candidates, join_addresses, local_address
 from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate
 from recover_megatron.launch.leasing import is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
+from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import EXIT_NO_REPLICA, CoordinatorLost
-from recover_megatron.membership.node_agent import NodeAgent
+from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.records import FIRST_JOINED, Settings
 from recover_megatron.membership.testimony import Scope
-from recover_megatron.membership.worker import COORDINATOR_VARIABLE, HOST_VARIABLE, NODE_VARIABLE
+from recover_megatron.variables import (
+    COORDINATOR_VARIABLE,
+    HOST_VARIABLE,
+    LAUNCH_ID_VARIABLE,
+    NODE_VARIABLE,
+    SECRET_FILE_VARIABLE,
+    SECRET_VARIABLE,
+)
 
 HERE = 2
 """Candidates of a launch on one node."""
@@ -44,29 +51,10 @@ STOPPING_SECONDS = 1.0
 LAST_WORD_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
 
-NOBODY: frozenset[int] = frozenset()
-
 
 def has_secret(environ: Mapping[str, str]) -> bool:
     """Whether the user has chosen the job's secret."""
     return SECRET_VARIABLE in environ or SECRET_FILE_VARIABLE in environ
-
-
-class ControlPlaneEvents(Protocol):
-    """What the coordinator has for this launcher.  Called in the main thread, by the event loop."""
-
-    def put_out(self, worker_id: int, reason: str) -> None:
-        """A worker of this node is out of the run: it is to be killed.  Perhaps more than once for a worker."""
-
-    def noted(self, worker_id: int, text: str) -> None:
-        """A worker of this node wants ``text`` to be known of it."""
-
-    def epoch_wanted(self) -> None:
-        """The coordinator wants a new epoch: somebody may be ``missing``."""
-
-    def draining(self, stays: bool) -> None:
-        """This node is about to be switched off: its workers leave, and no more are to be started.  Perhaps more than
-        once.  ``stays``: it is not after all."""
 
 
 class _InMainThread:
@@ -75,15 +63,15 @@ class _InMainThread:
     def __init__(
         self,
         loop: EventLoop,
-        events: ControlPlaneEvents,
+        orders: Orders,
         say: Callable[[str], None],
         may_host: Callable[[int, str | None, int, bool], None],
     ) -> None:
         self.may_host = loop.from_thread(may_host)
-        self.put_out = loop.from_thread(events.put_out)
-        self.epoch_wanted = loop.from_thread(events.epoch_wanted)
-        self.noted = loop.from_thread(events.noted)
-        self.draining = loop.from_thread(events.draining)
+        self.put_out = loop.from_thread(orders.put_out)
+        self.epoch_wanted = loop.from_thread(orders.epoch_wanted)
+        self.noted = loop.from_thread(orders.noted)
+        self.draining = loop.from_thread(orders.draining)
         self.said = loop.from_thread(say)
 
 
@@ -100,32 +88,24 @@ class ControlPlane:
         inherited: Mapping[str, str],
         loop: EventLoop,
         say: Callable[[str], None],
-        events: ControlPlaneEvents,
+        orders: Orders,
     ) -> None:
-        """``inherited``: the launcher's environment; ``say``: what people should read."""
+        """``inherited``: the launcher's environment; ``say``: what people should read; ``orders``: in this thread."""
         self._plan = plan
         self._inherited = inherited
         self._loop = loop
         self._say = say
-        self._events = events
+        self._orders = orders
         # All processes of a run must use the same times: they are those of the script's flags.
-        times = times_from_argv(plan.script_args)
-        self._settings = Settings(
-            heartbeat_interval=times.heartbeat_interval,
-            heartbeat_timeout=times.heartbeat_timeout,
-            hang_timeout=times.hang_timeout,
-            stall_timeout=times.stall_timeout,
-            grace=times.grace,
-            min_replicas=times.min_replicas,
-            start_needs_all=plan.needs_all,
-        )
+        self._settings = Settings.of(times_from_argv(plan.script_args), start_needs_all=plan.needs_all)
         self._variables: dict[str, str] = {}
         self._environment: dict[str, str] = {}
         self._host_address = "127.0.0.1"
         self._candidates: dict[Address, HostedCandidate] = {}
         self._joins_as_candidate = bool(plan.joins)
         """Whether a candidate may still be started here."""
-        self._node_agent: NodeAgent | None = None
+        self.agent: NodeAgent | NoAgent = NoAgent()
+        """This launcher's session."""
 
     def open(self, candidates: Candidates | None) -> None:
         """Start this launcher's candidates and open its session; once.
@@ -139,11 +119,11 @@ class ControlPlane:
         secret = find_secret(environment)
         addresses, listeners, host = self._places(candidates)
         self._host_address = host or self._host_address
-        self._node_agent = NodeAgent(
+        self.agent = NodeAgent(
             addresses,
             plan.node_name,
             secret,
-            _InMainThread(self._loop, self._events, self._say, self._may_host),
+            _InMainThread(self._loop, self._orders, self._say, self._may_host),
             self._settings,
             late=bool(plan.joins),
         )
@@ -155,7 +135,7 @@ class ControlPlane:
         except OSError:
             self.end_candidates()
             self.close()
-            self._node_agent = None
+            self.agent = NoAgent()
             raise
         self._variables = {
             **made_up,
@@ -186,14 +166,13 @@ class ControlPlane:
         witnessed: bool,
     ) -> Address:
         """Start a candidate; its address."""
-        assert self._node_agent is not None
         plan, address = self._plan, listener.getsockname()[:2]
         events = plan.log_dir / f"events-{number}.jsonl" if plan.log_dir else Path(os.devnull)
         environment = {**self._environment, **plan.lines}
         command = CandidateCommand(
             number, plan.world_size, events, self._settings, environment, lease, slack, witness, witnessed
         )
-        self._candidates[address] = HostedCandidate(self._loop, command, listener, self._node_agent, self._say)
+        self._candidates[address] = HostedCandidate(self._loop, command, listener, self.agent, self._say)
         return address
 
     def _may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
@@ -201,7 +180,7 @@ class ControlPlane:
 
         Without one here the run goes on all the same, as long as another is left.
         """
-        if not self._joins_as_candidate or self._node_agent is None or self._node_agent.out is not None:
+        if not self._joins_as_candidate or self.agent.out is not None:
             return
         self._joins_as_candidate = False
         if world != self._plan.world_size:
@@ -220,7 +199,7 @@ class ControlPlane:
         except OSError as error:
             self._say(f"no candidate coordinator on this node: {error.strerror or error}")
             return
-        self._node_agent.hosts(address)
+        self.agent.hosts(address)
         self._say(f"this node has a candidate coordinator, too: {join_addresses([address])}")
 
     def end_candidates(self) -> None:
@@ -231,28 +210,14 @@ class ControlPlane:
 
     def close(self) -> None:
         """End the node agent's session; the candidates end with the launch."""
-        if self._node_agent is not None:
-            self._node_agent.close()
-
-    # --- what the launcher tells ---
-
-    def spawned(self, worker_id: int, pid: int) -> None:
-        """A worker of this node has been started."""
-        if self._node_agent is not None:
-            self._node_agent.spawned(worker_id, pid)
-
-    def ended(self, worker_id: int, how: str) -> None:
-        """A worker of this node has been reaped; ``how``: "SIGKILL", "exit code 1"."""
-        if self._node_agent is not None:
-            self._node_agent.ended(worker_id, how)
+        self.agent.close()
 
     def stopping(self, number: int) -> None:
         """The signal ``number`` has told this launcher to end its workers.
 
         Said before they end, or their ends would be losses.
         """
-        if self._node_agent is not None:
-            self._node_agent.stopping(number, STOPPING_SECONDS)
+        self.agent.stopping(number, STOPPING_SECONDS)
 
     # --- what the launcher asks ---
 
@@ -264,9 +229,9 @@ class ControlPlane:
     @property
     def variables(self) -> dict[str, str]:
         """What the workers' environment needs; nothing before ``open``."""
-        if self._node_agent is None or not self._variables:
+        if not self._variables:
             return {}
-        return {**self._variables, COORDINATOR_VARIABLE: join_addresses(self._node_agent.addresses)}
+        return {**self._variables, COORDINATOR_VARIABLE: join_addresses(self.agent.addresses)}
 
     @property
     def pids(self) -> set[int]:
@@ -274,86 +239,52 @@ class ControlPlane:
         return {candidate.pid for candidate in self._candidates.values() if candidate.pid is not None}
 
     @property
-    def led(self) -> bool:
-        """Whether a coordinator leads, or has led."""
-        return self._node_agent is not None and self._node_agent.led
-
-    @property
     def undecided(self) -> bool:
         """Whether the run is under way, for all that this launcher knows: others may go on without its workers."""
-        return self._node_agent is not None and self._node_agent.led and self._node_agent.out is None
+        return self.agent.led and self.agent.out is None
 
     @property
     def under_way(self) -> bool:
         """Whether the run has had its first plan, and goes on."""
-        return self._node_agent is not None and self._node_agent.epoch > 0 and self._node_agent.out is None
-
-    @property
-    def planned(self) -> frozenset[int]:
-        """The workers that were in any plan."""
-        return self._node_agent.planned if self._node_agent is not None else NOBODY
-
-    @property
-    def condemned(self) -> frozenset[int]:
-        """The workers that the coordinator has put out: they do not go on."""
-        return self._node_agent.condemned if self._node_agent is not None else NOBODY
-
-    @property
-    def taken(self) -> frozenset[int]:
-        """The ids that the run has used."""
-        return self._node_agent.taken if self._node_agent is not None else NOBODY
-
-    @property
-    def missing(self) -> frozenset[int]:
-        """Whom, of the workers of the launch, the coordinator does without; nobody before it leads."""
-        return self._node_agent.missing(self._plan.world_size) if self._node_agent is not None else NOBODY
+        return self.agent.epoch > 0 and self.agent.out is None
 
     @property
     def told(self) -> bool:
         """Whether a coordinator has said how the run ends; else what ``verdict`` says is that none was reached."""
-        out = self._node_agent.out if self._node_agent is not None else None
+        out = self.agent.out
         return isinstance(out, CoordinatorLost) and out.told
 
     @property
     def reason(self) -> str:
         """Why the run has ended, as the coordinator told; empty if it has told nothing."""
-        out = self._node_agent.out if self._node_agent is not None else None
+        out = self.agent.out
         return str(out) if isinstance(out, CoordinatorLost) else ""
 
     @property
     def missed(self) -> bool:
         """Whether the coordinator has ended the run since workers are missing."""
-        out = self._node_agent.out if self._node_agent is not None else None
+        out = self.agent.out
         return isinstance(out, CoordinatorLost) and out.told and out.by is None and out.code == EXIT_NO_REPLICA
-
-    @property
-    def complaint(self) -> str:
-        """Why this launcher has no coordinator any more; empty: it has, or still looks for one."""
-        return str((self._node_agent.out if self._node_agent is not None else None) or "")
 
     # --- waiting ---
 
     def when_decided(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the run is over or no coordinator is reached any more."""
-        assert self._node_agent is not None
-        self._after(self._node_agent.wait_out, callback)
+        self._after(self.agent.wait_out, callback)
 
     def when_led(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call ``callback`` when a coordinator leads, or is not reached within ``seconds``."""
-        node_agent = self._node_agent
-        assert node_agent is not None
-        self._after(lambda: node_agent.wait_led(seconds), callback)
+        self._after(partial(self.agent.wait_led, seconds), callback)
 
     def when_up_to_date(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call ``callback`` when all is known that the coordinator knows now, after ``seconds`` at the latest.
 
         Without a session: at once.
         """
-        node_agent = self._node_agent
-        if node_agent is None:
-            callback()
+        if self.is_open:
+            self._after(partial(self.agent.catch_up, seconds), callback)
         else:
-            self._after(lambda: node_agent.catch_up(seconds), callback)
+            callback()
 
     def _after(self, wait: Callable[[], object], callback: Callable[[], None]) -> None:
         def run() -> None:
@@ -371,14 +302,12 @@ class ControlPlane:
         Asked when all workers have ended; waits LAST_WORD_SECONDS.  None: it decided nothing, since no worker opened a
         session, or the run did not get as far as its first epoch; unless a worker said that the run must end.
         """
-        node_agent = self._node_agent
-        if node_agent is None:
+        self.agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have been told first
+        if not self.agent.led and self.agent.out is None:
             return None
-        node_agent.catch_up(LAST_WORD_SECONDS)  # the last worker may have been told first
-        if not node_agent.led and node_agent.out is None:
-            return None
-        out = node_agent.wait_out(LAST_WORD_SECONDS)
-        if not isinstance(out, CoordinatorLost) or (node_agent.epoch == 0 and out.by is None):
+        self.agent.wait_out(LAST_WORD_SECONDS)
+        out = self.agent.out
+        if not isinstance(out, CoordinatorLost) or (self.agent.epoch == 0 and out.by is None):
             return None
         return out.code
 
@@ -388,13 +317,13 @@ class ControlPlane:
         It would be ended with the launch: before it has written to its log how the run has ended, and, of several
         nodes, before it has told those that are on their way back to it. Waits for a bounded time.
         """
-        turned_to = self._node_agent.turned_to if self._node_agent is not None else None
+        turned_to = self.agent.turned_to
         candidate = self._candidates.get(turned_to) if turned_to is not None else None
         if self.told and candidate is not None:
             candidate.wait(2 * self._settings.heartbeat_timeout + 1)
 
     def stopped(self) -> None:
         """The workers of a launch that was told to stop have ended: as ``linger``, where the run is over with them."""
-        if self._node_agent is not None and self._node_agent.had_all:
-            self._node_agent.wait_out(LAST_WORD_SECONDS)
+        if self.agent.had_all:
+            self.agent.wait_out(LAST_WORD_SECONDS)
             self.linger()

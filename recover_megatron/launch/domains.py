@@ -10,6 +10,7 @@ from typing import Any
 
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.errors import UserError
+from recover_megatron.launch.messages import count
 from recover_megatron.launch.preflight import given_flags, is_megatrons
 from recover_megatron.workload.layout import data_parallel_ranks_per_replica
 from recover_megatron.workload.node_losses import NodeLoss, Training, node_losses
@@ -129,7 +130,7 @@ def _said(loss: NodeLoss) -> str:
         end = f"the run ends unless workers come in their place: {loss.lost}"
     else:
         end = f"the run ends: {loss.lost}" if loss.lost else f"{loss.whole} go on"
-    return f"{_count(loss.workers, 'worker')} lost, {_count(loss.broken, 'replica')} broken, {end}"
+    return f"{count(loss.workers)} lost, {count(loss.broken, 'replica', 'replicas')} broken, {end}"
 
 
 def _names(numbers: Sequence[int]) -> str:
@@ -138,7 +139,3 @@ def _names(numbers: Sequence[int]) -> str:
     if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
         return f"one of nodes {numbers[0]} to {numbers[-1]}"
     return "one of nodes " + ", ".join(map(str, numbers))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -6,26 +6,19 @@ It is no part of the run: where it cannot be started, or ends, a line says so an
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from recover_megatron.arguments import COORDINATOR_VARIABLE, RecoverConfig, config_from_argv, metrics_address
-from recover_megatron.errors import UserError
+from recover_megatron.arguments import config_or_defaults, metrics_address
+from recover_megatron.launch.hosted import has_ended, program, wait_for
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, LaunchPlan
+from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.processes import spawn
-from recover_megatron.launch.states import signal_name
+from recover_megatron.variables import COORDINATOR_VARIABLE, LAUNCH_ID_VARIABLE
 
 END_SECONDS = 5.0
 """How long it may take to tell of the end of the run."""
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from recover_megatron.status.exporter import main; sys.exit(main())"
-)
 
 
 class ExporterProcess:
@@ -54,7 +47,7 @@ class ExporterProcess:
         if plan.log_dir is None:
             self._say("no metrics and events of this run: they are read from its files, so give recover-run --log-dir")
             return
-        command = [sys.executable, "-I", "-c", _BOOT, _PACKAGE_ROOT, "--log-dir", str(plan.log_dir), *flags]
+        command = [*program("recover_megatron.status.exporter"), "--log-dir", str(plan.log_dir), *flags]
         command += ["--coordinators", variables[COORDINATOR_VARIABLE]]
         environment = {**self._inherited, **variables, **plan.lines, LAUNCH_ID_VARIABLE: plan.launch_id}
         try:
@@ -69,17 +62,14 @@ class ExporterProcess:
         if self._pid is None:
             return
         signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        poll.poll(1000 * END_SECONDS)
+        wait_for(self._pidfd, END_SECONDS)
         self._loop.unwatch(self._pidfd)
         os.close(self._pidfd)
         self._pid = None  # what is left of it ends with the launch
 
     def _ended(self) -> None:
         assert self._pid is not None
-        status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        how = f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with exit code {status}"
+        how = has_ended(os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]))
         self._say(f"the process for metrics and events (pid {self._pid}) {how}; the run goes on without it")
         self._loop.unwatch(self._pidfd)
         os.close(self._pidfd)
@@ -88,10 +78,7 @@ class ExporterProcess:
 
 def _flags(plan: LaunchPlan) -> list[str]:
     """What it is asked for; empty: nothing."""
-    try:
-        config = config_from_argv(plan.script_args)
-    except UserError:
-        config = RecoverConfig()
+    config = config_or_defaults(plan.script_args)
     flags = []
     if config.metrics:
         host, port = metrics_address(config.metrics)

@@ -54,7 +54,7 @@ class Host:
         self._fail = fail
         self._values: dict[str, str] = {}
         self._members: dict[int, _Member] = {}
-        """Who takes part and has not reported."""
+        """The nodes that take part and have not reported."""
         self._candidates: dict[int, Address] = {}
         """Those of other nodes, until all are known."""
         self._trial: Trial | None = None

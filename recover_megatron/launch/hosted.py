@@ -22,7 +22,7 @@ from pathlib import Path
 from recover_megatron.launch.loop import EventLoop, Timer
 from recover_megatron.launch.processes import spawn
 from recover_megatron.launch.states import signal_name
-from recover_megatron.membership.node_agent import NodeAgent
+from recover_megatron.membership.node_agent import NoAgent, NodeAgent
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.testimony import Scope
 
@@ -31,11 +31,24 @@ PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 SOON = 60.0
 LAST_WORD_SECONDS = 0.5
 """One that ends by itself has usually ended the run: so long after it the launcher's session knows that."""
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from recover_megatron.membership.__main__ import main; sys.exit(main())"
-)
+
+
+def program(module: str) -> list[str]:
+    """The command that runs ``main`` of a module of ours, in a process that no folder or variable can change."""
+    boot = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {module} import main; sys.exit(main())"
+    return [sys.executable, "-I", "-c", boot, str(Path(__file__).resolve().parents[2])]
+
+
+def has_ended(status: int) -> str:
+    """What people read of a process that has ended; ``status``: the exit code, or minus the signal that killed it."""
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with exit code {status}"
+
+
+def wait_for(pidfd: int, seconds: float) -> None:
+    """Wait until the process has ended; so long at most."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(1000 * seconds)
 
 
 @dataclass(frozen=True)
@@ -53,20 +66,18 @@ class CandidateCommand:
     slack: int = 0
     """See ``quorum.standing``."""
     witness: Scope | None = None
-    """Who may tell it which nodes are off."""
+    """The witness, which may tell it which nodes are off."""
     witnessed: bool = False
     """Whether the run has such a witness, so that this candidate keeps to what follows from that."""
 
     def start(self, listener: socket.socket) -> tuple[int, int]:
         """Start a candidate that serves ``listener``.  Returns pid and pidfd; raises OSError if it cannot."""
-        times = self.settings
-        command = [sys.executable, "-I", "-c", _BOOT, _PACKAGE_ROOT, "--world", str(self.world_size)]
+        command = [*program("recover_megatron.membership.__main__"), "--world", str(self.world_size)]
         command += ["--listen-fd", str(listener.fileno()), "--events", str(self.events)]
-        command += ["--heartbeat-interval", str(times.heartbeat_interval)]
-        command += ["--heartbeat-timeout", str(times.heartbeat_timeout)]
-        command += ["--hang-timeout", str(times.hang_timeout), "--stall-timeout", str(times.stall_timeout)]
-        command += ["--grace", str(times.grace), "--min-replicas", str(times.min_replicas)]
-        command += ["--start-needs-all"] * times.start_needs_all
+        numbers = ("heartbeat_interval", "heartbeat_timeout", "hang_timeout", "stall_timeout", "grace", "min_replicas")
+        for name in numbers:
+            command += [f"--{name.replace('_', '-')}", str(getattr(self.settings, name))]
+        command += ["--start-needs-all"] * self.settings.start_needs_all
         if self.lease is not None:
             command += ["--lease", str(self.lease), "--slack", str(self.slack)]
         command += ["--witnessed"] * self.witnessed
@@ -94,18 +105,18 @@ class HostedCandidate:
         loop: EventLoop,
         command: CandidateCommand,
         listener: socket.socket,
-        node_agent: NodeAgent,
+        agent: NodeAgent | NoAgent,
         say: Callable[[str], None],
     ) -> None:
         """Starts the first process.  Raises OSError where it cannot be started.
 
-        ``node_agent``: the launcher's own session, which knows whether the run has ended, so that nobody needs another
+        ``agent``: the launcher's own session, which knows whether the run has ended, so that nobody needs another
         candidate.
         """
         self._loop = loop
         self._command = command
         self._listener = listener
-        self._node_agent = node_agent
+        self._agent = agent
         self._say = say
         self._timer: Timer | None = None
         self._soon = 0
@@ -123,9 +134,7 @@ class HostedCandidate:
     def wait(self, seconds: float) -> None:
         """Wait until the process that runs, if one does, has ended; so long at most."""
         if self.pid is not None:
-            poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
-            poll.poll(1000 * seconds)
+            wait_for(self._pidfd, seconds)
 
     def _run(self) -> None:
         self.pid, self._pidfd = self._command.start(self._listener)
@@ -140,8 +149,7 @@ class HostedCandidate:
     def _ended(self) -> None:
         assert self.pid is not None
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        how = f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with exit code {status}"
-        what = f"candidate coordinator {self._command.number} (pid {self.pid}) {how}"
+        what = f"candidate coordinator {self._command.number} (pid {self.pid}) {has_ended(status)}"
         self._forget()
         if status == 0:
             return  # it led the run to its end
@@ -158,7 +166,7 @@ class HostedCandidate:
 
     def _replace(self, what: str) -> None:
         self._timer = None
-        if self._node_agent.out is not None:
+        if self._agent.out is not None:
             return
         try:
             self._run()

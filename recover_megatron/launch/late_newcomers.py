@@ -37,7 +37,7 @@ class LateNewcomers:
         if not self._run_is_over:
             return
         for worker in self._table.running:
-            if worker.worker_id >= self._plan.world_size and worker.worker_id not in self._control.planned:
+            if worker.worker_id >= self._plan.world_size and worker.worker_id not in self._control.agent.planned:
                 self._killed.add(worker.worker_id)
                 self._say(messages.late(worker))
                 self._table.signal([worker], signal.SIGKILL)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import WorkerProcess, WorkerState, describe_end
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 from recover_megatron.membership.records import ranges
+from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 SHARE_A_SECRET = (
     f"set {SECRET_VARIABLE} (16 random characters or more) or {SECRET_FILE_VARIABLE} (a file of mode 0600) to the same "

@@ -24,7 +24,7 @@ from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import WorkerProcess, WorkerState
 from recover_megatron.membership.errors import EXIT_FENCED
 from recover_megatron.membership.exception_reports import alike
-from recover_megatron.membership.records import JOINED_FROM, MAX_WORKERS
+from recover_megatron.membership.records import JOINED_FROM, MAX_WORKERS, WorkerId
 
 WAIT_SECONDS, LONGEST_WAIT_SECONDS = 30.0, 600.0
 """How long the next replacement waits after two in a row have failed alike, and at most."""
@@ -70,8 +70,9 @@ class Replacements:
         """The one that takes the place of ``worker``, which has ended while the run goes on; None: nobody does.
 
         ``words``: its last ones.
-        ``first_joined``: the lowest id of a launcher that joins. Who finished, or ended by what is decided about the
-        run or about itself, or was refused, would end so again; who was put out for a hang is left to people.
+        ``first_joined``: the lowest id of a launcher that joins. A worker that finished, or ended by what is decided
+        about the run or about itself, or was refused, would end so again; one that was put out for a hang is left to
+        people.
         """
         plan = self._plan
         self.kept, repeated = False, False
@@ -99,5 +100,5 @@ class Replacements:
 def _worker(plan: LaunchPlan, worker_id: int, local_rank: int, rank: int | None) -> WorkerProcess:
     log = str(path) if (path := plan.log_file(worker_id)) else None
     return WorkerProcess(
-        worker_id, None, plan.host, WorkerState.STARTING, plan.node_rank, local_rank, log=log, rank=rank
+        WorkerId(worker_id), None, plan.host, WorkerState.STARTING, plan.node_rank, local_rank, log=log, rank=rank
     )

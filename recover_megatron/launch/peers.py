@@ -74,6 +74,10 @@ class Peers:
         self._store_lost = self._silent = False
         self._waiting = False
         self._timer: Timer | None = None
+        # Of NodeEvents: what is passed on as it comes.
+        self.note, self.delivered = say, self._stop_waiting
+        self.coordinators, self.failed = events.start_control_plane, events.stop_with_peers
+        self.store_failed = events.store_failed
         self._threads = NodeThreads(loop, plan, secret, self)
 
     @property
@@ -124,10 +128,6 @@ class Peers:
         self._loop.call_later(LOST_SECONDS, self._watch_store)
         self._events.start_workers_if_ready()
 
-    def coordinators(self, candidates: Candidates) -> None:
-        """All candidate coordinators are known."""
-        self._events.start_control_plane(candidates)
-
     def all_joined(self) -> None:
         """Every node takes part."""
         self._say(f"all {self._plan.nnodes} nodes take part")
@@ -135,22 +135,6 @@ class Peers:
     def refused(self, reason: str) -> None:
         """Node 0 does not have this node take part."""
         self._events.stop_with_peers(f"refused by node 0: {reason}", REFUSED)
-
-    def note(self, text: str) -> None:
-        """People should read ``text``."""
-        self._say(text)
-
-    def failed(self, reason: str, code: int) -> None:
-        """The launch cannot go on here."""
-        self._events.stop_with_peers(reason, code)
-
-    def store_failed(self, reason: str) -> None:
-        """The store here is not served."""
-        self._events.store_failed(reason)
-
-    def delivered(self) -> None:
-        """Our report is in the store, or the store is gone."""
-        self._stop_waiting()
 
     def store_lost(self, reason: str) -> None:
         """The store of node 0 is gone, or not reached."""

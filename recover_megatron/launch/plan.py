@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recover_megatron import script_flags
-from recover_megatron.arguments import LOG_DIR_VARIABLE, config_from_argv
+from recover_megatron.arguments import config_from_argv
 from recover_megatron.launch.states import WorkerProcess
-from recover_megatron.logger import LINES_VARIABLE
-from recover_megatron.membership.worker import (
+from recover_megatron.variables import (
     JOIN_VARIABLE,
+    LAUNCH_ID_VARIABLE,
+    LINES_VARIABLE,
+    LOG_DIR_VARIABLE,
     NODE_NAME_VARIABLE,
     REPLACED_VARIABLE,
     SPARE_VARIABLE,
     WORKER_ID_VARIABLE,
 )
 
-LAUNCH_ID_VARIABLE = "RECOVER_LAUNCH_ID"
 TRAINING = "pretrain_gpt_recover"
 """The script that comes with this package, as a file or a module."""
 
@@ -65,7 +66,7 @@ class LaunchPlan:
     lease: str = "off"
     """How the candidates of several nodes get their lease: auto, off, or an absolute path (leasing.py)."""
     witness: str = "off"
-    """Who may tell the candidates which nodes are off: auto, slurm, kubernetes, off (witnessing.py)."""
+    """The witness, which may tell the candidates which nodes are off: auto, slurm, kubernetes, off (witnessing.py)."""
     spares: int = 0
     """Workers that the last node starts beyond those of the launch."""
     joins: tuple[tuple[str, int], ...] = ()

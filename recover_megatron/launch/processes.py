@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from recover_megatron.launch.plan import LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
+from recover_megatron.variables import LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
 
 _PR_SET_CHILD_SUBREAPER = 36
 _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))

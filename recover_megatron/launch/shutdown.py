@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.worker_table import WorkerTable
@@ -17,16 +18,14 @@ from recover_megatron.membership.records import ranges
 UNKILLABLE_SECONDS = 10.0
 
 
+@dataclass(eq=False)
 class Shutdown:
     """Made once per launch.  ``given_up``: called in the main thread when SIGKILL has had its time, whoever is left."""
 
-    def __init__(
-        self, loop: EventLoop, table: WorkerTable, say: Callable[[str], None], given_up: Callable[[], None]
-    ) -> None:
-        self._loop = loop
-        self._table = table
-        self._say = say
-        self._given_up = given_up
+    _loop: EventLoop
+    _table: WorkerTable
+    _say: Callable[[str], None]
+    _given_up: Callable[[], None]
 
     def begin(self, grace: float, *, at_once: bool) -> None:
         """SIGTERM now, SIGKILL after ``grace`` seconds; ``at_once``: SIGKILL now, nothing of theirs is kept."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import sys
 
-ATTEMPT_VARIABLE = "RECOVER_START_ATTEMPT"
-"""How often the start has been made before, for the launcher itself."""
+from recover_megatron.variables import ATTEMPT_VARIABLE
+
 START_AGAIN = -1
 """In place of an exit code: all launchers make the start again."""
 AGAIN_SECONDS = 30.0

@@ -21,6 +21,7 @@ A training without a coordinator never begins in this sense: there, any loss at 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -57,29 +58,21 @@ class StartEvents(Protocol):
         """End the launch on all nodes: the reason, and the exit code."""
 
 
+@dataclass(eq=False)
 class StartUp:
     """Made once per launch."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        plan: LaunchPlan,
-        table: WorkerTable,
-        control: ControlPlane,
-        say: Callable[[str], None],
-        events: StartEvents,
-    ) -> None:
-        self._loop = loop
-        self._plan = plan
-        self._table = table
-        self._control = control
-        self._say = say
-        self._events = events
+    _loop: EventLoop
+    _plan: LaunchPlan
+    _table: WorkerTable
+    _control: ControlPlane
+    _say: Callable[[str], None]
+    _events: StartEvents
 
     @property
     def under_way(self) -> bool:
         """Whether the launch still needs all of its workers."""
-        return self._plan.needs_all and not self._control.planned
+        return self._plan.needs_all and not self._control.agent.planned
 
     def ended_in_it(self, worker: WorkerProcess) -> bool:
         """Whether ``worker`` was lost while it was needed, for all that is known here."""
@@ -98,7 +91,9 @@ class StartUp:
 
     def others_lost(self) -> None:
         """The coordinator does without some of the launch's workers, perhaps of other nodes."""
-        theirs = self._control.missing - {worker.worker_id for worker in self._table.launched}
+        theirs = self._control.agent.missing(self._plan.world_size) - {
+            worker.worker_id for worker in self._table.launched
+        }
         if theirs and self.under_way:
             what = "worker" if len(theirs) == 1 else "workers"
             text = f"{what} {ranges(sorted(theirs))} of another node lost"

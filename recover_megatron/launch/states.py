@@ -23,6 +23,7 @@ import signal
 from dataclasses import dataclass
 
 from recover_megatron.launch.exit_codes import ExitOutcome
+from recover_megatron.membership.records import WorkerId
 
 
 class WorkerState(enum.StrEnum):
@@ -56,7 +57,7 @@ class WorkerProcess:
     stays None afterwards.
     """
 
-    worker_id: int
+    worker_id: WorkerId
     pid: int | None
     host: str
     state: WorkerState

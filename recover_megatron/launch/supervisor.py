@@ -26,7 +26,6 @@ import time
 import traceback
 from collections.abc import Mapping
 
-from recover_megatron.arguments import COORDINATOR_VARIABLE
 from recover_megatron.launch import messages, newcomers
 from recover_megatron.launch.candidates import Candidates
 from recover_megatron.launch.conclusion import Conclusion
@@ -51,8 +50,9 @@ from recover_megatron.launch.subreaper import Subreaper
 from recover_megatron.launch.successors import Successors
 from recover_megatron.launch.worker_environment import WorkerEnvironment
 from recover_megatron.launch.worker_table import WorkerTable
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
+from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.errors import SecretError
+from recover_megatron.variables import COORDINATOR_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 FAULT_SECONDS = 0.2
 
@@ -194,11 +194,11 @@ class Supervisor:
         """The run that this launcher joins has a coordinator, or none was reached in time."""
         if self._state is not LaunchState.STARTING:
             return
-        if not self._control.led:
+        if not self._control.agent.led:
             waited = f"none answered as the leader within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
-            self._stop(f"the run's coordinators are not reached: {self._control.complaint or waited}", LAUNCH_FAILED)
+            self._stop(f"the run's coordinators are not reached: {self._control.agent.out or waited}", LAUNCH_FAILED)
             return
-        self._table.add(newcomers.joined(self._plan, self._control.taken, secrets.randbelow))
+        self._table.add(newcomers.joined(self._plan, self._control.agent.taken, secrets.randbelow))
         self.start_workers_if_ready()
 
     def start_workers_if_ready(self) -> None:
@@ -225,7 +225,7 @@ class Supervisor:
         """Raises OSError."""
         self._environment.add(self._control.variables)  # the candidates that are known now
         pid = self._table.start(worker, self._environment.of(worker, self._peers.run_id))
-        self._control.spawned(worker.worker_id, pid)
+        self._control.agent.spawned(worker.worker_id, pid)
         self._late.look()
 
     # --- a worker's end ---
@@ -233,7 +233,7 @@ class Supervisor:
     def worker_exited(self, worker: WorkerProcess) -> None:
         """The process of ``worker`` has ended."""
         left_behind = self._table.reap(worker)
-        self._control.ended(worker.worker_id, worker.how)
+        self._control.agent.ended(worker.worker_id, worker.how)
         cause = self._table.close(worker)
         self._subreaper.due = True
         if self._state is not LaunchState.STOPPING and self._start_up.ended_in_it(worker):
@@ -247,7 +247,9 @@ class Supervisor:
         stopping = self._state is LaunchState.STOPPING
         others = [other for other in (self._table.running if stopping else self._table.live) if other is not successor]
         if self._is_news(worker, left_behind):
-            condemned = sum(other.live and other.worker_id in self._control.condemned for other in self._table.all)
+            condemned = sum(
+                other.live and other.worker_id in self._control.agent.condemned for other in self._table.all
+            )
             tests, going_on = bool(self._plan.device_test), None if stopping else len(others) - condemned
             said = messages.worker_ended(worker, going_on, left_behind, successor, condemned, tests_device=tests)
             self._console.say(said)
@@ -255,7 +257,7 @@ class Supervisor:
             self._successors.start(successor, self._environment.of(successor, self._peers.run_id))
         elif not others:
             self._own_workers_ended()
-        elif not self._plan.joins and not self._control.planned and not any(w.live for w in self._table.launched):
+        elif not self._plan.joins and not self._control.agent.planned and not any(w.live for w in self._table.launched):
             self._late.run_over()
 
     def _is_news(self, worker: WorkerProcess, left_behind: int) -> bool:
@@ -362,7 +364,7 @@ class Supervisor:
         self._stop(reason, code, START_GRACE_SECONDS if self._start_up.under_way else None)
 
     def store_failed(self, reason: str) -> None:
-        """Whoever trains by now does without the store, a launch that has not begun does not."""
+        """The workers do without the store once they train; a launch that has not begun cannot."""
         if self._control.under_way:
             self._console.say(f"{reason}; the workers go on, but nobody can come to them any more")
         else:

@@ -13,7 +13,7 @@ from recover_megatron.launch.candidates import local_address
 from recover_megatron.launch.interfaces import LOOPBACK, variables_for
 from recover_megatron.launch.plan import LaunchPlan, launch_environment, worker_variables
 from recover_megatron.launch.states import WorkerProcess
-from recover_megatron.membership.worker import HOST_VARIABLE
+from recover_megatron.variables import HOST_VARIABLE
 
 
 class WorkerEnvironment:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron import __version__
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE, find_secret
+from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.errors import SecretError
 from recover_megatron.membership.journal import Journal
@@ -22,6 +22,7 @@ from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.records import MAX_WORKERS, Planner, Settings, members_only
 from recover_megatron.membership.server import CoordinatorServer
 from recover_megatron.membership.testimony import Scope, WitnessThread
+from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 EXIT_USAGE = 2
 BACKLOG = 4096
@@ -92,16 +93,7 @@ def make_listener(listen: str, descriptor: int | None) -> socket.socket:
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """The protocol's times; ``ValueError`` if they contradict each other."""
-    settings = Settings(
-        heartbeat_interval=args.heartbeat_interval,
-        heartbeat_timeout=args.heartbeat_timeout,
-        hang_timeout=args.hang_timeout,
-        stall_timeout=args.stall_timeout,
-        start_timeout=args.start_timeout,
-        grace=args.grace,
-        min_replicas=args.min_replicas,
-        start_needs_all=args.start_needs_all,
-    )
+    settings = Settings.of(args)
     if not 0 < settings.heartbeat_interval * 2 <= settings.heartbeat_timeout:
         raise ValueError("--heartbeat-timeout must be at least twice --heartbeat-interval")
     if settings.stall_timeout < 0:

@@ -1,4 +1,4 @@
-"""Who comes to a coordinator: whether it may be who it says, what it presents, and what it is told first.
+"""The first message of a session: whether it is from whom it says, what it presents, and what is told first.
 
 attach, attach_node_agent ---> barred: fenced, or refused
               |
@@ -12,6 +12,7 @@ bound, its presentation taken in ---> standby              (this candidate does 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from recover_megatron.membership.detect import WorkerProgress
@@ -24,24 +25,16 @@ from recover_megatron.membership.records import ADMITTED, from_runs, to_runs
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
 
 
+@dataclass(eq=False)
 class Admission:
     """Takes in the first message of a session, a checked ``attach`` or ``attach_node_agent``."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        leadership: Leadership,
-        epochs: Epochs,
-        rendezvous: Rendezvous,
-        drains: Drains,
-        out: Outbox,
-    ) -> None:
-        self._roster = roster
-        self._leadership = leadership
-        self._epochs = epochs
-        self._rendezvous = rendezvous
-        self._drains = drains
-        self._out = out
+    _roster: Roster
+    _leadership: Leadership
+    _epochs: Epochs
+    _rendezvous: Rendezvous
+    _drains: Drains
+    _out: Outbox
 
     def attach(self, session: int, message: Mapping[str, Any], now: float) -> None:
         """A worker or a launcher attaches."""

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from recover_megatron.membership.errors import SecretError
 from recover_megatron.network import proof
+from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
-SECRET_VARIABLE = "RECOVER_SECRET"
-SECRET_FILE_VARIABLE = "RECOVER_SECRET_FILE"
 SECRET_FILE = "secret"
 """Name of the file in a launch's log folder with the secret that the launch made up."""
 MIN_SECRET = 16

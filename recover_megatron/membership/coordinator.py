@@ -21,8 +21,8 @@ GATHERING   Tells who leads (``lead``), and waits for the others that may be run
 RENDEZVOUS  ``revoke(n)`` has been pushed; waits for ``join(n, status)`` of every worker the run counts on. A change
             of membership opens n+1, and so does a newcomer. If a worker is left out that may still run somewhere
             (*contested*), the plan also waits for the quorum and for the acknowledgement of the members' node agents.
-STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits iteration t. Who has said ``idle(n)``
-            has no part in epoch n: commits and hang detection pass it over.
+STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits iteration t. A worker that has
+            said ``idle(n)`` has no part in epoch n: commits and hang detection pass it over.
 STOPPED     The run is over or may not go on here; everybody was told why.
 
 Members that hear nothing turn away from a coordinator (``abandon``), and it cannot know of it while it does not run: it
@@ -62,7 +62,7 @@ from recover_megatron.membership.exception_reports import ExceptionReports
 from recover_megatron.membership.lateness import Lateness
 from recover_megatron.membership.leadership import Leadership
 from recover_megatron.membership.observing import Observing
-from recover_megatron.membership.records import NEW_COORDINATOR, Planner, Settings, members_only, to_runs
+from recover_megatron.membership.records import NEW_COORDINATOR, Planner, Settings, Workers, members_only, to_runs
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
 from recover_megatron.membership.states import State
 from recover_megatron.membership.survivors import Survivors
@@ -213,7 +213,7 @@ class Coordinator:
         return self.state in (State.STANDBY, State.GATHERING)
 
     @property
-    def _awaited(self) -> frozenset[int]:
+    def _awaited(self) -> Workers:
         """The workers that the run waits for now."""
         return self.epochs.working if self.state is State.STEADY else self.rendezvous.members
 
@@ -411,7 +411,7 @@ class Coordinator:
 
     def _stop(self, over: RunOver, now: float) -> None:
         """The run is over, or may not go on here."""
-        absent = frozenset[int]()
+        absent = Workers()
         if self.state is State.RENDEZVOUS:
             absent = self.rendezvous.members & self.roster.with_fate(Fate.LIVE) - self.roster.reached
         self._ending.begin(over, self.epochs.formed, absent, self.rendezvous.patience, self._observers.sessions, now)

@@ -1,4 +1,4 @@
-"""Who hangs: a pure judgement over progress marks.
+"""Which workers hang: a pure judgement over progress marks.
 
 A worker is *waiting* while it says so in its mark, has reported its step done, or has joined a rendezvous. A worker
 that does not wait and has not made a new mark for ``hang_timeout`` (plus what its mark allows) while another has been
@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recover_megatron.membership.records import Settings
+from recover_megatron.membership.records import Settings, WorkerId, Workers
 
 STEP_PHASES = ("data", "forward", "reduce-scatter", "agree", "optimizer")
 """In one of these is who computes a training step, sums its gradients, or applies them: who stops in the next step
@@ -34,7 +34,7 @@ STORAGE_PHASES = ("data", "eval-data")
 class WorkerProgress:
     """What is known of one worker's progress. Times by the coordinator's clock."""
 
-    worker: int
+    worker: WorkerId
     count: int = -1
     """The worker's own number of its last mark."""
     marked: float = 0.0
@@ -52,8 +52,8 @@ class WorkerProgress:
     def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
         """Take in a checked message ``heartbeat``.
 
-        ``may_wait``: whether it counts that it waits for others, as its marks say. Who has reported its step, or has
-        joined a rendezvous, waits whatever its marks say.
+        ``may_wait``: whether it counts that it waits for others, as its marks say. A worker that has reported its step,
+        or has joined a rendezvous, waits whatever its marks say.
         """
         self.iteration, self.phase = message["iteration"], message["phase"]
         self.microbatch, self.place = message.get("microbatch"), message.get("place")
@@ -80,9 +80,9 @@ class WorkerProgress:
 class Judgement:
     """The hung workers, or ``stuck``: all wait for each other."""
 
-    hung: list[int] = field(default_factory=list)
+    hung: list[WorkerId] = field(default_factory=list)
     stuck: bool = False
-    slow: list[int] = field(default_factory=list)
+    slow: list[WorkerId] = field(default_factory=list)
     """Workers that would hang, had they not said that they wait for storage."""
 
 
@@ -111,8 +111,8 @@ def judge(group: Iterable[WorkerProgress], now: float, hang_timeout: float, fres
 
 
 def behind(
-    group: Iterable[WorkerProgress], replica_of: Mapping[int, Hashable], now: float, settings: Settings
-) -> frozenset[int]:
+    group: Iterable[WorkerProgress], replica_of: Mapping[WorkerId, Hashable], now: float, settings: Settings
+) -> Workers:
     """The workers of the one replica for which all others have waited in a step for longer than ``settings.grace``.
 
     Nobody where two are late, where fewer than ``min_replicas`` would be left, or while the late one does what others

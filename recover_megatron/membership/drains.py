@@ -23,7 +23,7 @@ from enum import Enum
 
 from recover_megatron.membership.epochs import Epochs
 from recover_megatron.membership.events import Outbox
-from recover_megatron.membership.records import Json, to_runs
+from recover_megatron.membership.records import Json, WorkerId, Workers, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 
 MOST = 64
@@ -76,7 +76,7 @@ class Drains:
             self._asked.append(node)
             self._roster.changes.append(f"node {node} is to be drained")
 
-    def to_decide(self, members: Iterable[int]) -> tuple[str, ...]:
+    def to_decide(self, members: Iterable[WorkerId]) -> tuple[str, ...]:
         """What ``members``, who have joined, have to decide in the epoch that is formed now, in the order asked.
 
         Asked again, too: what they had accepted, and none of them tells any more. They have refused it since, and the
@@ -181,11 +181,11 @@ class Drains:
         known = name in self._nodes or name in self._known_to_members
         return [name] if known else sorted(hosts.get(name, set()) - {""})
 
-    def _workers_of(self, node: str) -> frozenset[int]:
+    def _workers_of(self, node: str) -> Workers:
         return frozenset(number for number, worker in self._roster.workers.items() if worker.node == node)
 
-    def _live(self, node: str) -> frozenset[int]:
-        """Who is aside is one of them: it comes back, and leaves then, or is put out."""
+    def _live(self, node: str) -> Workers:
+        """With those aside: they come back, and leave then, or are put out."""
         return self._workers_of(node) & (self._roster.with_fate(Fate.LIVE) | self._roster.with_fate(Fate.ASIDE))
 
 

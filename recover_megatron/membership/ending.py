@@ -9,7 +9,7 @@ from typing import Any
 
 from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, RunOver
 from recover_megatron.membership.events import Close, CoordinatorEvent, Exit, Outbox, Received
-from recover_megatron.membership.records import Formed
+from recover_megatron.membership.records import Formed, Workers
 from recover_megatron.membership.roster import Roster
 
 
@@ -30,7 +30,7 @@ class Ending:
         self,
         over: RunOver,
         formed: Formed,
-        absent: frozenset[int],
+        absent: Workers,
         patience: float,
         observers: Iterable[int],
         now: float,
@@ -47,7 +47,7 @@ class Ending:
         code, reason = over.code, over.reason
         if code and (told := self._told_to_stop(formed)):
             code, reason = told
-        workers = absent if over.by is not None else frozenset[int]()
+        workers = absent if over.by is not None else Workers()
         nodes: set[str] = set()
         if over.by is not None or code != EXIT_LOST_MAJORITY:
             nodes = {

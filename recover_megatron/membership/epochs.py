@@ -20,7 +20,7 @@ from recover_megatron.membership.events import Outbox
 from recover_megatron.membership.failover import Evidence
 from recover_megatron.membership.leadership import Leadership
 from recover_megatron.membership.quorum import Standing
-from recover_megatron.membership.records import Formed, Json, Opened, Planner, PlanRequest, to_runs
+from recover_megatron.membership.records import Formed, Json, Opened, Planner, PlanRequest, WorkerId, Workers, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 
 
@@ -28,7 +28,7 @@ class Epochs:
     """The last epoch that was formed: who is in it, its plan, and what it commits."""
 
     def __init__(self, roster: Roster, planner: Planner, out: Outbox) -> None:
-        self.formed = Formed(0, frozenset(range(roster.world)))
+        self.formed = Formed(0, frozenset(roster.workers))
         self.own = False
         """Whether this coordinator has formed it."""
         self.plan: Json = None
@@ -43,7 +43,7 @@ class Epochs:
         self._stuck = 0  # epochs in a row that ended because all waited for each other, without a commit
 
     @property
-    def working(self) -> frozenset[int]:
+    def working(self) -> Workers:
         """The members with a part in the epoch."""
         return self.formed.members - self._roster.idle(self.formed)
 
@@ -53,7 +53,7 @@ class Epochs:
         self.committed = max(self.committed, evidence.committed)
         self._roster.told_of(evidence.dead, evidence.left)
 
-    def take_over(self, evidence: Evidence, now: float) -> frozenset[int]:
+    def take_over(self, evidence: Evidence, now: float) -> Workers:
         """Adopt ``evidence`` as a new coordinator; returns the workers that the run counts on.
 
         A live worker that is not among them stays aside if it was presented as that, and is put out otherwise.
@@ -101,7 +101,7 @@ class Epochs:
         plan = {"members": to_runs(members), "committed": self.committed, "seconds": seconds}
         self._out.log("plan", epoch=opened.epoch, **plan)
 
-    def _lost(self, missing: frozenset[int]) -> dict[int, Json]:
+    def _lost(self, missing: Workers) -> dict[WorkerId, Json]:
         """Of those ``missing`` that have not left in order: what each was last seen doing."""
         gone = [worker for number in sorted(missing) if (worker := self._roster.workers[number]).fate is not Fate.LEFT]
         return {
@@ -158,7 +158,7 @@ class Epochs:
         fates = {self._roster.workers[member].fate for member in self.working} if self.own else set()
         return Fate.LEFT in fates and Fate.LIVE not in fates
 
-    def commit(self, reporters: frozenset[int]) -> bool:
+    def commit(self, reporters: Workers) -> bool:
         """Commit what all ``reporters`` (those with a part in an epoch) have reported; whether that is anything new."""
         workers = self._roster.workers
         decided = min((workers[number].done for number in reporters), default=0)
@@ -213,11 +213,11 @@ class Rendezvous:
         self._joined = 0  # members
 
     @property
-    def members(self) -> frozenset[int]:
+    def members(self) -> Workers:
         """Those that have to join it."""
         return self.opened.members
 
-    def open(self, members: frozenset[int], now: float) -> None:
+    def open(self, members: Workers, now: float) -> None:
         """Open the next one: these have to join it, whatever they had joined before."""
         settings = self._roster.settings
         if self._epochs.formed.epoch > 0:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recover_megatron.membership.records import Json
+from recover_megatron.membership.records import Json, Workers
 
 # -- into the coordinator ---------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class AskForLease:
 
     term: int
     epoch: int
-    members: frozenset[int]
+    members: Workers
     renew: bool = field(default=False, compare=False)
     """The epoch is formed, and nobody waits for the answer: see ``lease.is_due``."""
 

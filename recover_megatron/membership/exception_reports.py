@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recover_megatron.membership.events import Outbox
+from recover_megatron.membership.records import WorkerId, Workers
 from recover_megatron.membership.roster import Member
 
 MAX_ERROR = 2000
@@ -131,7 +132,7 @@ class ExceptionReports:
     """What the workers of a run have said that exceptions ended, each once."""
 
     def __init__(self, out: Outbox) -> None:
-        self._reports: dict[int, ExceptionReport] = {}
+        self._reports: dict[WorkerId, ExceptionReport] = {}
         self._out = out
 
     def add(self, worker: Member, message: Mapping[str, Any]) -> str | None:
@@ -148,7 +149,7 @@ class ExceptionReports:
         self._reports[worker.number] = report
         return cause
 
-    def last_of(self, workers: frozenset[int]) -> str:
+    def last_of(self, workers: Workers) -> str:
         """What the last of ``workers`` said that said anything, as the end of a sentence; empty: none did."""
         said = next((self._reports[number] for number in reversed(self._reports) if number in workers), None)
         return f"; {said.name} was the last to say why: {said.error[:1000]}" if said else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recover_megatron.membership.records import Formed, Opened, Presentation, from_runs, to_runs
+from recover_megatron.membership.records import Formed, Opened, Presentation, Workers, first_workers, from_runs, to_runs
 
 _COUNTER_SHIFT = 32
 
@@ -57,14 +57,14 @@ class Evidence:
     """All presentations a candidate has seen, merged. It only grows."""
 
     def __init__(self, world: int) -> None:
-        self.formed = Formed(0, frozenset(range(world)))
+        self.formed = Formed(0, first_workers(world))
         self.opened: dict[tuple[int, int], Opened] = {}
         self.highest_term = 0
         self.highest_epoch = 0
         self.committed = 0
-        self.dead: frozenset[int] = frozenset()
-        self.left: frozenset[int] = frozenset()
-        self.aside: frozenset[int] = frozenset()
+        self.dead: Workers = frozenset()
+        self.left: Workers = frozenset()
+        self.aside: Workers = frozenset()
         """Whom the newest rendezvous that anybody knows of has left out, alive; not what the safety rests on."""
         self._aside_in = (0, 0)  # the term and epoch of that one
 
@@ -92,12 +92,12 @@ class Evidence:
         return [self.opened[key] for key in sorted(self.opened) if self.opened[key].epoch > self.formed.epoch]
 
     @property
-    def bases(self) -> list[frozenset[int]]:
+    def bases(self) -> list[Workers]:
         """The sets that a new coordinator needs a majority of."""
         return [self.formed.members, *(opened.members for opened in self.unfinished)]
 
     @property
-    def target(self) -> frozenset[int]:
-        """Whom the run still counts on: the members of the newest rendezvous. Who is not in it was put out for good."""
+    def target(self) -> Workers:
+        """The members of the newest rendezvous: the run counts on them, and all others were put out for good."""
         unfinished = self.unfinished
         return unfinished[-1].members if unfinished else self.formed.members

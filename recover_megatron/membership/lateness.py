@@ -1,7 +1,7 @@
-"""Who is late, and what becomes of them.
+"""The late, and what becomes of them.
 
-Late is who is silent, who hangs (``detect``), and whose connection has ended although its process may be running. What
-is done about it is ``stall``'s answer: they are put out, or waited for.
+A worker is late that is silent, or hangs (``detect``), or whose connection has ended although its process may be
+running. What is done about it is ``stall``'s answer: they are put out, or waited for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from recover_megatron.membership.detect import behind, judge
 from recover_megatron.membership.epochs import Epochs
 from recover_megatron.membership.events import Outbox, Probe
-from recover_megatron.membership.records import to_runs
+from recover_megatron.membership.records import WorkerId, Workers, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 from recover_megatron.membership.stall import Answer, Stall
 from recover_megatron.membership.view import statuses_of
@@ -28,9 +28,10 @@ class Lateness:
         """``lease``: whether the run may go on with the smaller part of its workers."""
         self._lease = lease
         self.stall = Stall(roster.settings)
-        self.unreached: dict[int, tuple[float, str]] = {}
+        self.unreached: dict[WorkerId, tuple[float, str]] = {}
         """Workers whose connection has ended though they may be running -> since when, and why."""
-        self._deaf: dict[int, tuple[float, str]] = {}  # worker that its host does not answer for -> when asked last
+        self._deaf: dict[WorkerId, tuple[float, str]] = {}
+        """Workers that their host does not answer for -> when asked last, and why they are late."""
         self._roster = roster
         self._epochs = epochs
         self._out = out
@@ -82,7 +83,7 @@ class Lateness:
         """This process was kept from running for so long, and waited for nobody meanwhile."""
         self.stall.excuse(pause)
 
-    def put_out(self, members: frozenset[int], now: float) -> bool:
+    def put_out(self, members: Workers, now: float) -> bool:
         """Put out those of ``members`` that are late, or wait for them; whether all wait for each other.
 
         ``members``: those that the run waits for now, in an epoch or in a rendezvous.
@@ -120,7 +121,7 @@ class Lateness:
             if now - workers[number].aside_since > max(settings.hang_timeout, settings.grace):
                 self._roster.exclude(workers[number], "it was set aside, and has not come back", now)
 
-    def set_aside(self, members: frozenset[int], now: float) -> None:
+    def set_aside(self, members: Workers, now: float) -> None:
         """Set the replica aside for which all others have waited for the grace.
 
         ``members``: those that the epoch waits for.
@@ -131,7 +132,7 @@ class Lateness:
             late = behind(group, self._replica_of(), now, settings)
             self._roster.set_aside(late, f"its replica is late by more than {settings.grace:g} s", now)
 
-    def _is_lost_node(self, away: set[int], replica_of: dict[int, Hashable], now: float) -> bool:
+    def _is_lost_node(self, away: set[WorkerId], replica_of: dict[WorkerId, Hashable], now: float) -> bool:
         """Whether those ``away`` are of one node that is not heard at all, and others hold a whole replica."""
         workers = [self._roster.workers[number] for number in away]
         if len({w.node_agent for w in workers}) != 1 or any(self._roster.vouched(w, now) for w in workers):
@@ -144,8 +145,8 @@ class Lateness:
         workers = self._roster.workers.values()
         return [w for w in workers if w.session is not None and self._roster.silence(w, now) > seconds]
 
-    def _not_heard(self, now: float) -> dict[int, str]:
-        """Who is silent or has lost its connection, and why it is late."""
+    def _not_heard(self, now: float) -> dict[WorkerId, str]:
+        """Why a worker that is silent, or has lost its connection, is late."""
         workers, settings, fresh = self._roster.workers, self._roster.settings, self.stall.fresh
         late = {w.number: f"silent for {now - w.heard:.1f} s" for w in self.silent(now, fresh)}
         self._deaf = {
@@ -164,14 +165,14 @@ class Lateness:
                 late[number] = reason
         return late
 
-    def _no_progress(self, number: int, now: float) -> str:
+    def _no_progress(self, number: WorkerId, now: float) -> str:
         progress = self._roster.workers[number].progress
         where = f"iteration {progress.iteration}, {progress.phase or 'no phase'}"
         return f"no progress for {now - progress.marked:.1f} s at {where} while others wait"
 
     def _held_up(
-        self, late: dict[int, str], slow: set[Hashable], replica_of: dict[int, Hashable], now: float
-    ) -> dict[int, str]:
+        self, late: dict[WorkerId, str], slow: set[Hashable], replica_of: dict[WorkerId, Hashable], now: float
+    ) -> dict[WorkerId, str]:
         """Those of the late that run and have a mate that waits for storage: they wait for it, and cannot say so."""
         return {
             number: reason
@@ -181,14 +182,14 @@ class Lateness:
             and self._roster.silence(self._roster.workers[number], now) <= self._roster.settings.heartbeat_timeout
         }
 
-    def _replica_of(self) -> dict[int, Hashable]:
+    def _replica_of(self) -> dict[WorkerId, Hashable]:
         """The replicas of the last plan that have lost nobody, but to what makes workers late; see ``stall``.
 
         What a worker says of its place now, else what the plan's statuses say. Where there are no replicas each worker
         is one.
         """
         told = statuses_of(self._epochs.plan)
-        replica_of: dict[int, Hashable] = {}
+        replica_of: dict[WorkerId, Hashable] = {}
         broken: set[Hashable] = {None}
         for number in self._epochs.working | self.stall.lately.keys():
             worker = self._roster.workers[number]
@@ -200,7 +201,7 @@ class Lateness:
                 broken.add(replica)
         return {number: replica for number, replica in replica_of.items() if replica not in broken}
 
-    def _tell(self, answer: Answer, replica_of: dict[int, Hashable], now: float) -> None:
+    def _tell(self, answer: Answer, replica_of: dict[WorkerId, Hashable], now: float) -> None:
         """Say on the launchers' consoles and in the event log that the run waits, or that it does not any more."""
         if answer.say:
             assert self.stall.since is not None
@@ -219,7 +220,7 @@ class Lateness:
             self._out.log("stall_over", seconds=answer.over)
             self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text})
 
-    def _who(self, waited: dict[int, str]) -> str:
+    def _who(self, waited: dict[WorkerId, str]) -> str:
         """Workers with their hosts and what they do, for people."""
         named = [f"{self._roster.workers[number].name}: {waited[number]}" for number in sorted(waited)[:NAMED]]
         more = [f"and {len(waited) - NAMED} more workers"] * (len(waited) > NAMED)

@@ -14,7 +14,7 @@ from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, RunOver
 from recover_megatron.membership.events import AskForLease, Outbox, Verdict
 from recover_megatron.membership.failover import Evidence, next_term
 from recover_megatron.membership.quorum import Standing, can_tell, may_go_on, standing
-from recover_megatron.membership.records import Formed, Opened, Presentation, to_runs
+from recover_megatron.membership.records import Formed, Opened, Presentation, Workers, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 from recover_megatron.membership.witness import Witness
 
@@ -26,7 +26,7 @@ _LEAP, _LEAPS, _STRIDE = 1 << 16, 1 << 12, 1 << 8
 class Contest:
     """An open rendezvous leaves out workers that may still be running."""
 
-    missing: frozenset[int]
+    missing: Workers
     """These workers."""
     standing: Standing
     """Whether the members of the rendezvous may go on without them."""
@@ -227,7 +227,7 @@ class Leadership:
             self._out.log("lease", epoch=verdict.epoch, granted=verdict.granted, reason=verdict.reason)
         self._verdict = verdict
 
-    def _standing(self, reached: frozenset[int], own: Formed | None, epoch: int | None = None) -> Standing:
+    def _standing(self, reached: Workers, own: Formed | None, epoch: int | None = None) -> Standing:
         """``epoch``: of an open rendezvous, whose members ``reached`` are."""
         bases, gone = self._bases(own), self._roster.gone
         if self.slack is None:
@@ -238,8 +238,8 @@ class Leadership:
             return Standing.CLAIM if self.witness.leaves_alone(reached, missing, epoch) else may
         return may
 
-    def _bases(self, own: Formed | None) -> list[frozenset[int]]:
+    def _bases(self, own: Formed | None) -> list[Workers]:
         return self.evidence.bases if own is None else [own.members]
 
-    def _missing(self, reached: frozenset[int], bases: list[frozenset[int]]) -> frozenset[int]:
+    def _missing(self, reached: Workers, bases: list[Workers]) -> Workers:
         return frozenset().union(*bases) - self._roster.gone - reached

@@ -12,20 +12,30 @@ from recover_megatron.membership.client import Address, Client
 from recover_megatron.membership.errors import MembershipError
 from recover_megatron.membership.events import Notify
 from recover_megatron.membership.node_agent_client import NodeAgentClient
-from recover_megatron.membership.records import Settings
+from recover_megatron.membership.records import Settings, WorkerId, Workers, first_workers
 
 
-class NodeAgentEvents(Protocol):
-    """What a launcher does about what its session hears.  Called in the session's thread, so they must be quick."""
+class Orders(Protocol):
+    """What the coordinator has for a launcher."""
 
-    def put_out(self, worker: int, reason: str) -> None:
+    def put_out(self, worker: WorkerId, reason: str) -> None:
         """End the whole process group of ``worker``, of this node, then report ``ended``; perhaps said repeatedly."""
 
     def epoch_wanted(self) -> None:
         """A rendezvous was opened: somebody may be ``missing``."""
 
-    def noted(self, worker: int, text: str) -> None:
+    def noted(self, worker: WorkerId, text: str) -> None:
         """What ``worker``, of this node, wants to be known of it."""
+
+    def draining(self, stays: bool) -> None:
+        """The workers of this node leave the run, and no more are to be started; perhaps said repeatedly.
+
+        ``stays``: they do not after all, since the run cannot do without the node any more.
+        """
+
+
+class NodeAgentEvents(Orders, Protocol):
+    """What a launcher does about what its session hears.  Called in the session's thread, so they must be quick."""
 
     def said(self, text: str) -> None:
         """What the coordinator has to say to people."""
@@ -33,12 +43,6 @@ class NodeAgentEvents(Protocol):
     def may_host(self, world: int, lease: str | None, slack: int, witnessed: bool) -> None:
         """A candidate here is to know this: workers of the launch, the lease (None: there is none) and its slack, and
         whether the run has a witness; said by each coordinator anew."""
-
-    def draining(self, stays: bool) -> None:
-        """The workers of this node leave the run, and no more are to be started; perhaps said repeatedly.
-
-        ``stays``: they do not after all, since the run cannot do without the node any more.
-        """
 
 
 class NodeAgent:
@@ -81,17 +85,17 @@ class NodeAgent:
         return max(self._core.presentation.formed.epoch, self._core.last_epoch)
 
     @property
-    def planned(self) -> frozenset[int]:
+    def planned(self) -> Workers:
         """The workers that were in any plan that this launcher was told of."""
         return self._core.planned
 
     @property
-    def condemned(self) -> frozenset[int]:
+    def condemned(self) -> Workers:
         """The workers that the coordinator has put out, as far as this launcher was told: they do not go on."""
         return self._core.condemned
 
     @property
-    def taken(self) -> frozenset[int]:
+    def taken(self) -> Workers:
         """The ids that no newcomer may have, for all that this launcher was told."""
         return self._core.planned | self._core.presentation.mentioned
 
@@ -102,11 +106,11 @@ class NodeAgent:
             formed = self._core.presentation.formed
             return formed.epoch > 0 and formed.members <= self._core.ended_here
 
-    def missing(self, world: int) -> frozenset[int]:
+    def missing(self, world: int) -> Workers:
         """Whom, of the first ``world`` workers, the open rendezvous does without, those apart that left in order."""
         with self._client.condition:
             opened, left = self._core.presentation.opened, self._core.presentation.left
-            return frozenset(range(world)) - opened.members - left if opened is not None else frozenset()
+            return first_workers(world) - opened.members - left if opened is not None else frozenset()
 
     def wait_led(self, timeout: float) -> bool:
         """Wait until a coordinator leads, or ``out`` is known, at most ``timeout`` seconds; whether one has led."""
@@ -119,7 +123,7 @@ class NodeAgent:
         """Whether a coordinator has ever led: enough workers had come to it."""
         return self._core.presentation.term > 0
 
-    def spawned(self, worker: int, pid: int) -> None:
+    def spawned(self, worker: WorkerId, pid: int) -> None:
         """Report a started worker (for the event log)."""
         with self._client.condition:
             self._client.perform(self._core.spawned(worker, pid))
@@ -141,7 +145,7 @@ class NodeAgent:
             self._client.perform(self._core.stopping(signal))
         self.catch_up(timeout)
 
-    def ended(self, worker: int, how: str) -> None:
+    def ended(self, worker: WorkerId, how: str) -> None:
         """Report that a worker's process has ended, ``how`` in a few words ("SIGKILL", "exit code 1")."""
         with self._client.condition:
             self._client.perform(self._core.ended(worker, how[:256]))
@@ -176,3 +180,23 @@ class NodeAgent:
         elif notice.kind == "candidates":
             told = notice.detail
             self._events.may_host(told["world"], told.get("lease"), told.get("slack", 0), told.get("witnessed", False))
+
+
+class NoAgent:
+    """In the place of a ``NodeAgent`` where none is open: it knows nobody, was told nothing, and waits for nothing."""
+
+    out: MembershipError | None = None
+    turned_to: Address | None = None
+    addresses: Sequence[Address] = ()
+    epoch = 0
+    planned = condemned = taken = Workers()
+    led = had_all = False
+
+    def missing(self, world: int) -> Workers:
+        """No rendezvous is open."""
+        return frozenset()
+
+    def _nothing(self, *_: object) -> None:
+        """Nobody hears it, nobody answers."""
+
+    spawned = ended = stopping = hosts = catch_up = wait_led = wait_out = close = _nothing

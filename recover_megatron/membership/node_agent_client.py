@@ -7,7 +7,7 @@ from typing import Any
 
 from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify, Say
 from recover_megatron.membership.follower import Follower
-from recover_megatron.membership.records import Settings, from_runs, to_runs
+from recover_megatron.membership.records import Settings, WorkerId, Workers, from_runs, to_runs
 
 
 class NodeAgentClient(Follower):
@@ -18,12 +18,12 @@ class NodeAgentClient(Follower):
     ) -> None:
         hello = {"type": "attach_node_agent", "node": node, "incarnation": incarnation}
         super().__init__(hello, candidates, settings, now, late=late)
-        self.planned: frozenset[int] = frozenset()
+        self.planned: Workers = frozenset()
         """The workers that were in any plan."""
-        self._running: set[int] = set()
-        self.condemned: frozenset[int] = frozenset()
+        self._running: set[WorkerId] = set()
+        self.condemned: Workers = frozenset()
         """The workers of this node or others that are to be killed, as far as this launcher was told."""
-        self._ended: dict[int, str] = {}
+        self._ended: dict[WorkerId, str] = {}
         self._stopping = 0
         self._own: tuple[str, int] | None = None  # the candidate here, if it was added after the launch
         self._unanswered = 0  # beats
@@ -44,7 +44,7 @@ class NodeAgentClient(Follower):
             self._say({"type": "candidate", "address": list(address)})
         return self._effects
 
-    def ended(self, worker: int, how: str) -> list[MemberEffect]:
+    def ended(self, worker: WorkerId, how: str) -> list[MemberEffect]:
         """Report that a worker's process has ended; every coordinator attached to from now on is told."""
         self._ended[worker] = how
         self._running.discard(worker)
@@ -54,11 +54,11 @@ class NodeAgentClient(Follower):
         return self._effects
 
     @property
-    def ended_here(self) -> frozenset[int]:
+    def ended_here(self) -> Workers:
         """The workers whose end was reported."""
         return frozenset(self._ended)
 
-    def spawned(self, worker: int, pid: int) -> list[MemberEffect]:
+    def spawned(self, worker: WorkerId, pid: int) -> list[MemberEffect]:
         """Report a worker's process: whoever leads knows then who can tell of its end."""
         self._running.add(worker)
         return [Say({"type": "spawned", "worker": worker, "pid": pid})] if self._connected else []

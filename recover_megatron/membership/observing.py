@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from recover_megatron.membership.drains import Drains
@@ -15,29 +16,22 @@ from recover_megatron.membership.states import State
 from recover_megatron.membership.view import History, Observers, view
 
 
+@dataclass(eq=False)
 class Observing:
     """Reads the parts of one coordinator.  It changes none of them; what an observer asks of ``Drains`` may."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        leadership: Leadership,
-        epochs: Epochs,
-        rendezvous: Rendezvous,
-        lateness: Lateness,
-        drains: Drains,
-        out: Outbox,
-    ) -> None:
-        self.observers = Observers(out)
-        self.history = History()
-        """To be told every record of the event log."""
-        self._roster = roster
-        self._leadership = leadership
-        self._epochs = epochs
-        self._rendezvous = rendezvous
-        self._lateness = lateness
-        self._drains = drains
-        self._out = out
+    _roster: Roster
+    _leadership: Leadership
+    _epochs: Epochs
+    _rendezvous: Rendezvous
+    _lateness: Lateness
+    _drains: Drains
+    _out: Outbox
+    history: History = field(default_factory=History, init=False)
+    """To be told every record of the event log."""
+
+    def __post_init__(self) -> None:
+        self.observers = Observers(self._out)
 
     def view(self, state: State, now: float) -> dict[str, Any]:
         """What an observer is shown. Changes nothing."""

@@ -1,4 +1,4 @@
-"""Who may go on: the rule of partition and failover, as pure functions.
+"""The rule of partition and failover, by which some of the workers may go on, as pure functions.
 
 Words. ``gone``: workers known to have ended (their kernel closed the connection, a node agent saw the process end) or
 to have left in order. The unreachable are not gone: they may be running on the other side of a partition.
@@ -11,8 +11,8 @@ The rule, for a coordinator that wants to fix the plan of a new epoch with the w
 * It did not (the old coordinator is lost): it needs more than half of them, and more than half of every rendezvous
   that anybody presents as opened after that epoch, since one of those may have been formed unseen.
 * With a lease (``lease``, on shared storage) the same holds for both: more than half of the epoch's members, those
-  that are gone counted as if they were missing, may go on. Whoever is fewer, but misses no more than half and still has
-  one of them, needs the lease (``standing``). Others may not go on.
+  that are gone counted as if they were missing, may go on. Fewer of them that miss no more than half, and still
+  have one, need the lease (``standing``). Others may not go on.
 
   One case more is ``witness``'s: those that are fewer need the lease where nobody else can be running.
 
@@ -46,8 +46,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
+from recover_megatron.membership.records import Workers
 
-def majority(reached: frozenset[int], members: frozenset[int], gone: frozenset[int], tie: bool) -> bool:
+
+def majority(reached: Workers, members: Workers, gone: Workers, tie: bool) -> bool:
     """Whether ``reached`` is more than half of ``members`` that are not ``gone`` (with ``tie``: at least half).
 
     When all members are gone nobody can be running on another side, so anybody is a majority.
@@ -57,7 +59,7 @@ def majority(reached: frozenset[int], members: frozenset[int], gone: frozenset[i
     return votes >= len(living) if tie or not living else votes > len(living)
 
 
-def may_go_on(reached: frozenset[int], bases: Iterable[frozenset[int]], gone: frozenset[int], own: bool) -> bool:
+def may_go_on(reached: Workers, bases: Iterable[Workers], gone: Workers, own: bool) -> bool:
     """The rule above, without an arbiter. ``own``: this coordinator formed the last epoch (``bases`` is it alone)."""
     return bool(reached) and all(majority(reached, base, gone, tie=own) for base in bases)
 
@@ -73,7 +75,7 @@ class Standing(Enum):
     """Nothing: the others may go on."""
 
 
-def standing(reached: frozenset[int], bases: Iterable[frozenset[int]], gone: frozenset[int], slack: int) -> Standing:
+def standing(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: int) -> Standing:
     """The rule above with a lease. The same for whoever formed the last epoch.
 
     ``slack``: by so many workers two halves may differ that can each get the lease, since a node has more workers left
@@ -91,10 +93,10 @@ def standing(reached: frozenset[int], bases: Iterable[frozenset[int]], gone: fro
     return answer if reached else Standing.TOO_FEW
 
 
-def can_tell(reached: frozenset[int], idle: frozenset[int], missing: frozenset[int], own: bool) -> bool:
+def can_tell(reached: Workers, idle: Workers, missing: Workers, own: bool) -> bool:
     """Whether what the last epoch committed is known to ``reached``, or to nobody who may be running elsewhere.
 
-    ``idle``: members without a part in that epoch; ``missing``: those not reached that are not gone. Who has a part
-    has reported what may have been committed, and the coordinator that formed the epoch (``own``) has decided it.
+    ``idle``: members without a part in that epoch; ``missing``: those not reached that are not gone. Members with a
+    part have reported what may have been committed, and the coordinator that formed the epoch (``own``) has decided it.
     """
     return own or not missing or bool(reached - idle)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, NewType, cast
 
 Json = Any
 """A value that ``json.dumps`` takes: what statuses and plans are made of."""
+
+WorkerId = NewType("WorkerId", int)
+"""Which worker of the run, for good; no session, rank or slot."""
+Workers = frozenset[WorkerId]
 
 Runs = list[list[int]]
 """A set of worker ids on the wire: sorted, inclusive runs ``[[first, last], ...]`` (4,000 workers: 10 bytes)."""
@@ -41,9 +45,14 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in to_runs(numbers))
 
 
-def from_runs(runs: Runs) -> frozenset[int]:
+def from_runs(runs: Runs) -> Workers:
     """Unpack ``to_runs``; the runs must have passed ``wire``'s check (bounded, ordered)."""
-    return frozenset(worker for first, last in runs for worker in range(first, last + 1))
+    return cast("Workers", frozenset(worker for first, last in runs for worker in range(first, last + 1)))
+
+
+def first_workers(world: int) -> Workers:
+    """The workers that a run of ``world`` workers is launched with."""
+    return cast("Workers", frozenset(range(world)))
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,12 @@ class Settings:
     start_needs_all: bool = False
     """A worker of the launch that is lost before the first plan ends the run: it is no run yet."""
 
+    @classmethod
+    def of(cls, flags: object, **others: Any) -> Settings:
+        """Those that are attributes of ``flags``, and ``others``; the defaults for the rest."""
+        names = [each.name for each in fields(cls) if hasattr(flags, each.name)]
+        return cls(**{name: getattr(flags, name) for name in names}, **others)
+
     @property
     def lost_timeout(self) -> float:
         """A member without a leading coordinator for this long gives up (``CoordinatorLost``)."""
@@ -87,7 +102,7 @@ class Formed:
     """An epoch whose plan was fixed. Epoch 0 is the launch: all workers of the run, no plan."""
 
     epoch: int
-    members: frozenset[int]
+    members: Workers
     term: int = 0
 
 
@@ -96,7 +111,7 @@ class Opened:
     """A rendezvous that was opened, whether or not its plan was fixed: ``members`` are those it waits for."""
 
     epoch: int
-    members: frozenset[int]
+    members: Workers
     term: int
 
 
@@ -105,7 +120,7 @@ class Plan:
     """What an epoch decides, as every member of it receives it, byte for byte the same."""
 
     epoch: int
-    members: frozenset[int]
+    members: Workers
     committed: int
     """The last committed iteration. A worker that had reported done(t) with t <= committed must apply step t."""
     data: Json
@@ -117,19 +132,19 @@ class PlanRequest:
     """Everything a planner may look at: a plan is a pure function of it."""
 
     epoch: int
-    members: tuple[int, ...]
+    members: tuple[WorkerId, ...]
     """Sorted worker ids of the new epoch."""
-    statuses: Mapping[int, Json]
+    statuses: Mapping[WorkerId, Json]
     """What each member joined with."""
     previous: Json
     """The plan data of the last formed epoch; None before the first."""
     committed: int
     """The last committed iteration, including what this rendezvous decides."""
-    lost: Mapping[int, Json] = field(default_factory=dict)
+    lost: Mapping[WorkerId, Json] = field(default_factory=dict)
     """Of each member of the last epoch that has died or was put out: its last ``iteration`` and ``phase``."""
     drain: tuple[str, ...] = ()
     """Nodes that somebody is about to switch off, if the members can do without them."""
-    aside: tuple[int, ...] = ()
+    aside: tuple[WorkerId, ...] = ()
     """Live workers that were late, and may come back."""
 
 
@@ -164,15 +179,15 @@ class Presentation:
     opened: Opened | None = None
     """The last rendezvous joined or acknowledged, if it is newer than ``formed``."""
     committed: int = 0
-    dead: frozenset[int] = frozenset()
+    dead: Workers = frozenset()
     """Workers known to have ended, as the coordinator told."""
-    left: frozenset[int] = frozenset()
+    left: Workers = frozenset()
     """Workers that had finished and left in order."""
-    aside: frozenset[int] = frozenset()
+    aside: Workers = frozenset()
     """Live workers that the newest of ``formed`` and ``opened`` leaves out since they are late: they may come back."""
 
     @property
-    def mentioned(self) -> frozenset[int]:
+    def mentioned(self) -> Workers:
         """Every worker in it."""
         opened = self.opened.members if self.opened is not None else frozenset()
         return self.formed.members | opened | self.dead | self.left | self.aside

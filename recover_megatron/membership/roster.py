@@ -5,8 +5,8 @@ is *dead* and never counts again. Its host is silent, or it hangs (``detect``): 
 wakes up, is killed by its launcher, and until that is confirmed it counts as possibly running elsewhere (``quorum``).
 It says bye: it has *left*. None of these is ever undone. Its replica is late (``Settings.grace``): it is *aside*, in no
 epoch, until it asks for a place; from then on it is as a newcomer. It may lose its connection and come again, and turn
-to another coordinator, which learns from what others present that it is aside. Who turns away from this coordinator is
-none of these, but *awaited*: it is a live worker without a session.
+to another coordinator, which learns from what others present that it is aside. A worker that turns away from this
+coordinator is none of these, but *awaited*: it lives, and has no session.
 
 A *newcomer* is a worker whose id is none of the launch's (those are below ``world``). It becomes known when it
 attaches, or when a member presents an epoch that counts on it. Ids never come back: who is started again has a new one.
@@ -21,7 +21,7 @@ from typing import Any
 
 from recover_megatron.membership.detect import WorkerProgress
 from recover_megatron.membership.events import Close, Outbox
-from recover_megatron.membership.records import Formed, Json, Settings, to_runs
+from recover_megatron.membership.records import Formed, Json, Settings, WorkerId, Workers, to_runs
 
 ENDED_IN_ORDER = "exit code 0"
 """How a launcher says that."""
@@ -41,7 +41,7 @@ class Fate(Enum):
 class Member:
     """What is known of one worker."""
 
-    number: int
+    number: WorkerId
     progress: WorkerProgress
     fate: Fate = Fate.LIVE
     session: int | None = None
@@ -87,7 +87,7 @@ class NodeAgentStatus:
     session: int | None
     heard: float
     excused: float = 0.0
-    running: set[int] = field(default_factory=set)
+    running: set[WorkerId] = field(default_factory=set)
     """The workers that it has started and not seen end."""
     awaited_until: float = 0.0
     """It has turned away from this coordinator, so it lives and may come back; until then it speaks for its workers."""
@@ -106,13 +106,13 @@ class NodeAgentStatus:
 
 
 class Roster:
-    """Who is there: workers, launchers, their sessions. It notes in ``changes`` what calls for a new epoch."""
+    """Workers, launchers and their sessions. It notes in ``changes`` what calls for a new epoch."""
 
     def __init__(self, world: int, settings: Settings, out: Outbox) -> None:
         self.world = world
         """Workers of the launch."""
         self.settings = settings
-        self.workers = {n: Member(n, WorkerProgress(n)) for n in range(world)}
+        self.workers = {n: Member(n, WorkerProgress(n)) for n in map(WorkerId, range(world))}
         self.node_agents: dict[str, NodeAgentStatus] = {}
         """By the name of the node."""
         self.sessions: dict[int, Member | NodeAgentStatus] = {}
@@ -120,45 +120,45 @@ class Roster:
         """Why the next rendezvous has to be opened, for people; empty: it has not."""
         self.fault_at: float | None = None
         """When the first fault since the last plan was seen."""
-        self.heirs: frozenset[int] = frozenset()
+        self.heirs: Workers = frozenset()
         """Workers that are aside and that no epoch is formed without: nobody else is left who had a part."""
         self.deserted = False
         """Whether somebody has turned away who may follow another coordinator."""
-        self._untold: set[int] = set()
+        self._untold: set[WorkerId] = set()
         """Workers that have ended in order while this candidate did not lead: it cannot know whether they had left."""
         self._out = out
 
     # -- views --------------------------------------------------------------------------------------------------------
 
     @property
-    def gone(self) -> frozenset[int]:
+    def gone(self) -> Workers:
         """Workers that are certainly not running any more, or have left in order."""
         return frozenset(n for n, w in self.workers.items() if w.fate in (Fate.DEAD, Fate.LEFT))
 
     @property
-    def reached(self) -> frozenset[int]:
+    def reached(self) -> Workers:
         """The live workers that are connected."""
         return frozenset(n for n, w in self.workers.items() if w.session is not None and w.fate is Fate.LIVE)
 
     @property
-    def newcomers(self) -> frozenset[int]:
+    def newcomers(self) -> Workers:
         """Those that wait for their first plan."""
         return frozenset(n for n in self.reached if self.workers[n].new)
 
     @property
-    def returning(self) -> frozenset[int]:
+    def returning(self) -> Workers:
         """Those of them that were aside."""
         return frozenset(n for n in self.newcomers if self.workers[n].back)
 
-    def with_fate(self, fate: Fate) -> frozenset[int]:
+    def with_fate(self, fate: Fate) -> Workers:
         """The workers of that fate."""
         return frozenset(n for n, w in self.workers.items() if w.fate is fate)
 
-    def idle(self, epoch: Formed) -> frozenset[int]:
+    def idle(self, epoch: Formed) -> Workers:
         """The members of ``epoch`` that have said that they have no part in it."""
         return frozenset(n for n, w in self.workers.items() if w.idle_in == epoch.epoch > 0) & epoch.members
 
-    def sessions_of(self, members: Iterable[int]) -> list[int]:
+    def sessions_of(self, members: Iterable[WorkerId]) -> list[int]:
         """The sessions of those members that have one."""
         return [s for n in sorted(members) if (s := self.workers[n].session) is not None]
 
@@ -176,7 +176,7 @@ class Roster:
     def vouched(self, worker: Member, now: float) -> bool:
         """Whether the worker's launcher is heard, so that it would have told if the process had ended; or is awaited.
 
-        Who turns away does so since this coordinator did not run. That is no fault of the launcher's, nor of a worker
+        A launcher turns away since this coordinator did not run. That is no fault of the launcher's, nor of a worker
         for which it has spoken.
         """
         node_agent = self.node_agent_of(worker)
@@ -191,7 +191,7 @@ class Roster:
 
     # -- what is heard ------------------------------------------------------------------------------------------------
 
-    def meet(self, numbers: Iterable[int]) -> None:
+    def meet(self, numbers: Iterable[WorkerId]) -> None:
         """From now on these are known, if they were not: newcomers that others count on."""
         for number in numbers:
             if number not in self.workers:
@@ -314,7 +314,7 @@ class Roster:
             self.deserted = True
             self.changes.append(f"{worker.name} has turned away and is waited for")
 
-    def told_of(self, dead: frozenset[int], left: frozenset[int]) -> None:
+    def told_of(self, dead: Workers, left: Workers) -> None:
         """Another coordinator had learnt that these have died, and that those have left in order."""
         for number in dead | left:
             worker = self.workers[number]
@@ -322,7 +322,7 @@ class Roster:
                 worker.fate = Fate.LEFT if number in left else Fate.DEAD
                 self.unbind(worker)
 
-    def exclude(self, worker: Member, reason: str, now: float, together: frozenset[int] = frozenset()) -> None:
+    def exclude(self, worker: Member, reason: str, now: float, together: Workers = frozenset()) -> None:
         """Put a worker out that may still be running: tell it, and have its launcher kill it.
 
         ``together``: all that are being put out at once, so that their launcher says of none that it goes on.
@@ -335,7 +335,7 @@ class Roster:
         self.unbind(worker)
         self.kill(worker, reason, together)
 
-    def set_aside(self, workers: Iterable[int], reason: str, now: float) -> None:
+    def set_aside(self, workers: Iterable[WorkerId], reason: str, now: float) -> None:
         """Go on without live workers that are late, and may come back."""
         for worker in (self.workers[number] for number in sorted(workers)):
             self.changes.append(f"{worker.name} is set aside: {reason}")
@@ -353,7 +353,7 @@ class Roster:
         self.changes.append(f"{worker.name} was back, and has lost its connection")
         worker.fate, worker.new, worker.back = Fate.ASIDE, False, False
 
-    def kill(self, worker: Member, reason: str, together: frozenset[int] = frozenset()) -> None:
+    def kill(self, worker: Member, reason: str, together: Workers = frozenset()) -> None:
         """Have the launcher of a worker that is out end its process, if it is reached."""
         node_agent = self.node_agent_of(worker)
         if node_agent is not None and node_agent.session is not None:
@@ -362,7 +362,7 @@ class Roster:
                 order["with"] = to_runs(together)
             self._out.send([node_agent.session], order)
 
-    def _ended(self, number: int, how: str, now: float, *, leads: bool) -> None:
+    def _ended(self, number: WorkerId, how: str, now: float, *, leads: bool) -> None:
         """A launcher has seen a process end. Whether one that ended in order had left, another coordinator may know."""
         if number not in self.workers:  # a newcomer, before it came here: it may be in what others will present
             self.meet([number])

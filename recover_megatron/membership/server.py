@@ -53,7 +53,7 @@ MAX_BACKLOG = 128 << 20
 
 
 class Arbiter(Protocol):
-    """Who grants the lease. Neither call may wait."""
+    """Grants the lease. Neither call may wait."""
 
     def ask(self, claim: AskForLease) -> None:
         """Try for it from now on; an earlier claim is forgotten."""
@@ -63,7 +63,7 @@ class Arbiter(Protocol):
 
 
 class Asker(Protocol):
-    """Who asks the witness."""
+    """Asks the witness."""
 
     def ask(self, nodes: frozenset[str]) -> None:
         """Ask about these nodes, without waiting; what was asked before may be forgotten."""

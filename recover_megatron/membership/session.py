@@ -18,7 +18,7 @@ from recover_megatron.membership.errors import EXIT_FENCED, CoordinatorLost, Epo
 from recover_megatron.membership.events import Notify
 from recover_megatron.membership.exception_reports import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED, cut_middle
 from recover_megatron.membership.member import Member
-from recover_megatron.membership.records import Json, Plan, Settings
+from recover_megatron.membership.records import Json, Plan, Settings, Workers
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, encode
 
 RevokeCallback = Callable[[int, str], None]
@@ -125,22 +125,22 @@ class Session:
         return isinstance(self._core.out, Fenced)
 
     @property
-    def dead(self) -> frozenset[int]:
+    def dead(self) -> Workers:
         """Workers that have ended, as the coordinator told with the last revoke. Put out is not dead (yet)."""
         return self._core.presentation.dead
 
     @property
-    def left(self) -> frozenset[int]:
+    def left(self) -> Workers:
         """Workers that had finished and left in order, as the coordinator told with the last revoke."""
         return self._core.presentation.left
 
     @property
-    def aside(self) -> frozenset[int]:
+    def aside(self) -> Workers:
         """Live workers that the run goes on without, since they were late, as told with the last revoke."""
         return self._core.presentation.aside
 
     @property
-    def opened_members(self) -> frozenset[int]:
+    def opened_members(self) -> Workers:
         """Whom the run counts on: whom the open rendezvous waits for, else the members of ``plan``; empty before both.
 
         In a callback of ``on_revoke`` this (as ``dead`` and ``left``) is that of the rendezvous told, or a newer one:

@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from recover_megatron.membership.records import Settings
+from recover_megatron.membership.records import Settings, WorkerId, Workers
 
 SAY_SECONDS = 10.0
 """A stall is told of so often."""
 
 
-def many_share(late: Iterable[int], replica_of: Mapping[int, Hashable]) -> bool:
+def many_share(late: Iterable[WorkerId], replica_of: Mapping[WorkerId, Hashable]) -> bool:
     """Whether more than half of the replicas, and more than one, have a worker that is ``late``.
 
     ``replica_of``: the workers of whole replicas; who is not in it (a spare, an orphan) counts for none.
@@ -39,7 +39,7 @@ def many_share(late: Iterable[int], replica_of: Mapping[int, Hashable]) -> bool:
 class Answer:
     """What is to be done about those who are late."""
 
-    put_out: frozenset[int] = frozenset()
+    put_out: Workers = frozenset()
     say: bool = False
     """Tell of the stall, now."""
     over: float | None = None
@@ -54,10 +54,10 @@ class Stall:
         """When this stall was seen; None: there is none."""
         self.told = False
         """Whether it is one for certain, so that people were told."""
-        self.waited: dict[int, str] = {}
+        self.waited: dict[WorkerId, str] = {}
         """For whom it is waited, and why."""
-        self.lately: dict[int, float] = {}
-        """Who was put out within the last hang timeout, and when."""
+        self.lately: dict[WorkerId, float] = {}
+        """When workers were put out, within the last hang timeout."""
         self.fresh = float("-inf")
         """Nobody is late by what was before: the last stall ended then."""
         self._settings = settings
@@ -73,7 +73,9 @@ class Stall:
         """The coordinator did not run for so long: it did not wait for anybody meanwhile."""
         self.since = None if self.since is None else self.since + pause
 
-    def _some_are_back(self, away: set[int], late: Mapping[int, str], replica_of: Mapping[int, Hashable]) -> bool:
+    def _some_are_back(
+        self, away: set[WorkerId], late: Mapping[WorkerId, str], replica_of: Mapping[WorkerId, Hashable]
+    ) -> bool:
         """Whether, of those for whom it was waited, some are back, and others are ``late``, or a mate of theirs is."""
         back = {replica_of.get(worker) for worker in self.waited.keys() - away}
         mates = any(replica_of[worker] in back for worker in late if worker in replica_of)
@@ -81,10 +83,10 @@ class Stall:
 
     def consider(
         self,
-        late: Mapping[int, str],
-        allowed: Mapping[int, str],
-        suspected: Iterable[int],
-        replica_of: Mapping[int, Hashable],
+        late: Mapping[WorkerId, str],
+        allowed: Mapping[WorkerId, str],
+        suspected: Iterable[WorkerId],
+        replica_of: Mapping[WorkerId, Hashable],
         now: float,
     ) -> Answer:
         """``late``: who would be put out, and why; ``suspected``: who has used up half of its time.
@@ -95,7 +97,7 @@ class Stall:
         hang = self._settings.hang_timeout
         self.lately = {worker: at for worker, at in self.lately.items() if now - at <= hang}
         shared = bool(late) and many_share([*late, *allowed, *suspected, *self.lately], replica_of)
-        put_out = frozenset[int]()
+        put_out = Workers()
         if shared and self.since is not None and self.left(now) <= 0:
             shared, put_out, self.told = False, frozenset(late), False
         elif not shared and late and (self._shared or self._some_are_back({*late, *allowed}, late, replica_of)):

@@ -6,7 +6,7 @@ from recover_megatron.membership.epochs import Epochs
 from recover_megatron.membership.errors import EXIT_NO_REPLICA, RunOver
 from recover_megatron.membership.events import Outbox
 from recover_megatron.membership.exception_reports import ExceptionReports
-from recover_megatron.membership.records import to_runs
+from recover_megatron.membership.records import Workers, to_runs
 from recover_megatron.membership.roster import Fate, Roster
 
 
@@ -19,7 +19,7 @@ class Survivors:
         self._exceptions = exceptions
         self._out = out
 
-    def check(self, members: frozenset[int], counted_on: frozenset[int]) -> None:
+    def check(self, members: Workers, counted_on: Workers) -> None:
         """Raise RunOver where nobody of ``members``, the live of ``counted_on``, and no heir can go on."""
         roster, epochs = self._roster, self._epochs
         heirs = roster.heirs | (roster.returning if epochs.own else frozenset())
@@ -33,8 +33,8 @@ class Survivors:
         if epochs.finished:
             raise RunOver(0, "all workers that had a part in the work have left")
 
-    def heirs(self, members: frozenset[int]) -> frozenset[int]:
-        """Who has to ask for a place before the next epoch, beside ``members`` of the last one: the aside.
+    def heirs(self, members: Workers) -> Workers:
+        """The aside: they have to ask for a place before the next epoch, beside ``members`` of the last one.
 
         Where nobody lives who had a part in that epoch, all that is left of the run's state is what they hold. They
         may go on as any others may: if the rest is gone for certain. No rendezvous counts on one that has not asked:

@@ -1,4 +1,4 @@
-"""Who knows from outside which nodes are off: SLURM's controller, or Kubernetes' API server; asked in a thread.
+"""The word of SLURM's controller or Kubernetes' API server on which nodes are off; asked in a thread.
 
 What is believed is an end that cannot be taken back, and that somebody has made sure of:
 
@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 from recover_megatron.membership.events import Statement
+from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 SLURM, KUBERNETES = "slurm", "kubernetes"
 ASK_SECONDS = 5.0

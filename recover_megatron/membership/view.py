@@ -22,7 +22,7 @@ from typing import Any
 
 from recover_megatron.membership.epochs import Epochs
 from recover_megatron.membership.events import Close, Outbox
-from recover_megatron.membership.records import Json, Opened, to_runs
+from recover_megatron.membership.records import Json, Opened, WorkerId, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 from recover_megatron.membership.stall import Stall
 
@@ -85,7 +85,7 @@ class History:
         self.faults: deque[tuple[float, dict[str, Json]]] = deque(maxlen=LAST)
         self.recoveries: deque[tuple[float, dict[str, Json]]] = deque(maxlen=LAST)
         self.committed_at: float | None = None
-        self.ends: dict[int, tuple[float, str]] = {}
+        self.ends: dict[WorkerId, tuple[float, str]] = {}
         """Worker -> when it went (or told that it would), and why."""
         self.replicas: set[int] = set()
         """Ids of all replicas that any plan had."""
@@ -136,13 +136,13 @@ class History:
         self.recoveries.append((now, {**recovery, "seconds": record["seconds"]}))
 
 
-def statuses_of(plan: Json) -> dict[int, Mapping[str, Json]]:
+def statuses_of(plan: Json) -> dict[WorkerId, Mapping[str, Json]]:
     """What the members of a plan joined with, bounded; empty where the planner tells nothing of it."""
     statuses = plan.get("statuses") if isinstance(plan, dict) else None
     if not isinstance(statuses, dict):
         return {}
     numbered = {worker: status for worker, status in statuses.items() if worker.isdecimal() and len(worker) < 10}
-    return {int(worker): _bounded(status) for worker, status in numbered.items()}
+    return {WorkerId(int(worker)): _bounded(status) for worker, status in numbered.items()}
 
 
 def _bounded(status: Json) -> dict[str, Json]:

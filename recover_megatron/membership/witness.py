@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from recover_megatron.membership.events import AskForLease, AskWitness, Outbox, Statement
-from recover_megatron.membership.records import JOINED_FROM, Formed
+from recover_megatron.membership.records import JOINED_FROM, Formed, WorkerId, Workers
 from recover_megatron.membership.roster import Fate, Roster
 
 ASK_SECONDS = 2.0
@@ -36,12 +36,12 @@ ASK_SECONDS = 2.0
 
 
 def alone(
-    members: frozenset[int],
-    missing: frozenset[int],
-    gone: frozenset[int],
+    members: Workers,
+    missing: Workers,
+    gone: Workers,
     nodes: frozenset[str],
     off: frozenset[str],
-    here: Mapping[str, Iterable[int]],
+    here: Mapping[str, Iterable[WorkerId]],
 ) -> bool:
     """Whether nobody but ``members`` can be running: see above.
 
@@ -76,7 +76,7 @@ class Witness:
         self._asked_at: float | None = None
         self._needed_since: float | None = None
         self._reasons: set[str] = set()
-        self._asked: dict[tuple[int, int], frozenset[int]] = {}  # claims by term and epoch -> whom they name
+        self._asked: dict[tuple[int, int], Workers] = {}  # claims by term and epoch -> whom they name
         self._granted = False  # the first of these, or a later one, is the lease's holder
 
     # -- what it says -------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Witness:
         """A rendezvous is opened: its launchers acknowledge it after all that was heard of the witness by now."""
         self._then = self.off
 
-    def leaves_alone(self, members: frozenset[int], missing: frozenset[int], epoch: int | None) -> bool:
+    def leaves_alone(self, members: Workers, missing: Workers, epoch: int | None) -> bool:
         """Whether nobody but ``members`` can be running.
 
         ``epoch``: of the rendezvous that launchers must have acknowledged to be here; None: there is none yet.
@@ -144,7 +144,7 @@ class Witness:
 
     # -- newcomers of launchers that joined ---------------------------------------------------------------------------
 
-    def lets_in(self, number: int, formed: Formed) -> bool:
+    def lets_in(self, number: WorkerId, formed: Formed) -> bool:
         """Whether a worker may come into the next epoch: always, but for newcomers of launchers that joined.
 
         These may not while somebody is (or may be, ``took_over``) left out who may be running, and would not know of
@@ -161,7 +161,7 @@ class Witness:
         return self._granted and left_out.isdisjoint(frozenset().union(*self._asked.values()))
 
     @property
-    def _left_out(self) -> frozenset[int]:
+    def _left_out(self) -> Workers:
         return self._roster.with_fate(Fate.OUT) | self._roster.with_fate(Fate.ASIDE)
 
     def has_to_record(self) -> bool:

@@ -5,27 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from recover_megatron.arguments import COORDINATOR_VARIABLE, parse_addresses
+from recover_megatron.arguments import parse_addresses
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.client import Address
-from recover_megatron.membership.records import Settings
+from recover_megatron.membership.records import Settings, WorkerId
 from recover_megatron.membership.session import RevokeCallback, Session
 from recover_megatron.network.kernel import use_all_descriptors
-
-NODE_VARIABLE = "RECOVER_NODE_AGENT"
-"""The name under which the launcher of this worker's node is a node agent; not set: there is none."""
-HOST_VARIABLE = "RECOVER_HOST"
-"""The address of this worker's node by which the other nodes reach it; not set: there are no others."""
-WORKER_ID_VARIABLE = "RECOVER_WORKER_ID"
-"""The worker id; not set: it is the rank."""
-JOIN_VARIABLE = "RECOVER_JOIN"
-"""1: this worker is a newcomer, not one of the launch."""
-REPLACED_VARIABLE = "RECOVER_REPLACED"
-"""There: workers may come in place of those that are lost."""
-SPARE_VARIABLE = "RECOVER_SPARE"
-"""1: this newcomer was started with the run, to take the place of one that dies."""
-NODE_NAME_VARIABLE = "RECOVER_NODE_NAME"
-"""The name of this worker's node: workers with the same one are on the same host."""
+from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
 
 def connect(
@@ -63,9 +49,9 @@ def connect(
     )
 
 
-def worker_id(environ: Mapping[str, str] = os.environ) -> int:
+def worker_id(environ: Mapping[str, str] = os.environ) -> WorkerId:
     """Which worker this process is. Raises KeyError where the launcher gave neither an id nor a rank."""
-    return int(environ.get(WORKER_ID_VARIABLE) or environ["RANK"])
+    return WorkerId(int(environ.get(WORKER_ID_VARIABLE) or environ["RANK"]))
 
 
 def is_newcomer(environ: Mapping[str, str] = os.environ) -> bool:

@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron import __version__
-from recover_megatron.arguments import COORDINATOR_VARIABLE
-from recover_megatron.membership.auth import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 from recover_megatron.membership.errors import AuthenticationError, SecretError
 from recover_megatron.membership.observer import NoAnswer, OtherVersion
 from recover_megatron.status.drain import drain
 from recover_megatron.status.folder import candidates
 from recover_megatron.status.headline import Level, headline
 from recover_megatron.status.source import Source, source_of
+from recover_megatron.variables import COORDINATOR_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 EXIT_NOBODY = 1
 EXIT_USAGE = 2

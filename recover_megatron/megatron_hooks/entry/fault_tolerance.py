@@ -84,8 +84,9 @@ from recover_megatron.membership.errors import (
 )
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.session import EXCEPTION_REPORT_SECONDS
-from recover_megatron.membership.worker import HOST_VARIABLE, REPLACED_VARIABLE, connect, worker_id
+from recover_megatron.membership.worker import connect, is_newcomer, worker_id
 from recover_megatron.network.peer_store import PeerStoreServer
+from recover_megatron.variables import HOST_VARIABLE, NODE_NAME_VARIABLE, NODE_VARIABLE, REPLACED_VARIABLE
 from recover_megatron.workload import domains
 
 log = get_logger(__name__)
@@ -116,7 +117,7 @@ class FaultTolerance:
             raise UserError(NO_COORDINATOR)
         self._config, self._loop = config, loop
         self._me = worker_id()
-        self._newcomer = os.environ.get("RECOVER_JOIN") == "1"
+        self._newcomer = is_newcomer()
         ports = {int(os.environ["MASTER_PORT"]), *(port for _, port in parse_addresses(config.coordinator))}
         self._groups = Groups(int(os.environ["RANK"]), ports, alone=self._newcomer, most=config.max_replicas)
         self._records = Records(config.log_dir)
@@ -306,16 +307,8 @@ class FaultTolerance:
     def _connect(self) -> Any:
         config = self._config
         assert config.coordinator is not None  # or it would have been refused
-        settings = Settings(
-            heartbeat_interval=config.heartbeat_interval,
-            heartbeat_timeout=config.heartbeat_timeout,
-            hang_timeout=config.hang_timeout,
-            stall_timeout=config.stall_timeout,
-            grace=config.grace,
-            min_replicas=config.min_replicas,
-        )
         try:
-            return connect(settings, addresses=parse_addresses(config.coordinator))
+            return connect(Settings.of(config), addresses=parse_addresses(config.coordinator))
         except (SecretError, ValueError) as error:
             raise UserError(f"--recover: {error}") from None
 
@@ -339,7 +332,7 @@ class FaultTolerance:
             transport_kind="tcp" if self._device.type == "cuda" and not nccl else None,
             hook=None if self._faults is None else self._faults.in_ring,
         )
-        node = os.environ.get("RECOVER_NODE_NAME") or os.environ.get("RECOVER_NODE_AGENT") or socket.gethostname()
+        node = os.environ.get(NODE_NAME_VARIABLE) or os.environ.get(NODE_VARIABLE) or socket.gethostname()
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
         return Recovery(
             self._session,

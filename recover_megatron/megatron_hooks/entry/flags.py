@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from recover_megatron import arguments, hostdevice
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
-from recover_megatron.errors import UserError
+from recover_megatron.errors import UserError, traceback_wanted
 from recover_megatron.megatron_hooks.entry.settled import not_settled, say, settle
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
@@ -114,7 +114,7 @@ def in_plain_words(call: Callable[[], Any]) -> Any:
         return call()
     except (AssertionError, ValueError, RuntimeError, KeyError, ImportError, FileNotFoundError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        if "megatron" not in Path(last.filename).parts or os.environ.get("RECOVER_TRACEBACK") == "1":
+        if "megatron" not in Path(last.filename).parts or traceback_wanted():
             raise  # a bug of ours, or asked for
         raise UserError(_refusal(error, last)) from None
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
-from recover_megatron.errors import UserError
+from recover_megatron.errors import UserError, traceback_wanted
 from recover_megatron.hostdevice import megatron_fixes
 from recover_megatron.megatron_hooks.entry import flags
 from recover_megatron.megatron_hooks.entry.versions import SCRIPT, Megatron, find_megatron
@@ -94,7 +94,7 @@ class Program:
             self._call(pretrain, parameters, **options)
         except ImportError as error:
             at = traceback.extract_tb(error.__traceback__)
-            if any(frame.name in ("train", "evaluate") for frame in at) or os.environ.get("RECOVER_TRACEBACK") == "1":
+            if any(frame.name in ("train", "evaluate") for frame in at) or traceback_wanted():
                 raise
             words = " ".join(str(error).split())
             raise UserError(
