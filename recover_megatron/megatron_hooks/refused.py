@@ -73,7 +73,7 @@ RULES = [
     Rule("--recover needs --dataloader-type single or cyclic, not {args.dataloader_type}: a loader of your own gives "
          "batches one after the other, and a lost one must be read by its number",
          lambda args: getattr(args, "dataloader_type", None) not in (None, "single", "cyclic")),
-    Rule("--recover cannot be combined with --rerun-mode {args.rerun_mode}: Megatron 0.17 to 0.19 does not start with "
+    Rule("--recover cannot be combined with --rerun-mode {args.rerun_mode}: Megatron 0.18 to 0.19 does not start with "
          "it either (ValueError: it looks for a mode report_determinism_stats, which its flag does not take); a "
          "Megatron that does runs each step twice and compares the n-th result with the n-th, which after a death is "
          "of another microbatch",
