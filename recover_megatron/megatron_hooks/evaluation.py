@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args
 
+from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
@@ -68,13 +69,13 @@ class Evaluation:
 
         return evaluate
 
-    def forward_only(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
+    @staticmethod
+    def forward_only(recovery: Recovery, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
         """One evaluation step.  ``call``: the keyword arguments with which Megatron called the schedule."""
-        assert self.recovery is not None
-        args, mine, progress = get_args(), self.recovery.assignment, self.recovery.progress
+        args, mine, progress = get_args(), recovery.assignment, recovery.progress
         total = call["num_microbatches"] * args.data_parallel_size
         share = mine.share(total)[mine.inner_rank]
-        ids = share or self._borrowed(total)
+        ids = share or _borrowed(mine, total)
         chunks = call["data_iterator"] if isinstance(call["data_iterator"], list) else [call["data_iterator"]]
         iterators: list[Any] = []
         for chunk in chunks:
@@ -98,15 +99,13 @@ class Evaluation:
             found = schedule(**{**call, **mine_only})
         return found if share or call.get("collect_non_loss_data") else _counting_nothing(found, args)
 
-    def _borrowed(self, total: int) -> list[int]:
-        """What a replica evaluates that has no share of so few microbatches (the run has grown): some of the others'.
 
-        All sum up the same losses, and only a pass tells which those are.
-        """
-        assert self.recovery is not None
-        mine = self.recovery.assignment
-        lanes, least = mine.shares.granularity, mine.shares.least
-        return list(range(total))[mine.inner_rank : least : lanes]
+def _borrowed(mine: Assignment, total: int) -> list[int]:
+    """What a replica evaluates that has no share of so few microbatches (the run has grown): some of the others'.
+
+    All sum up the same losses, and only a pass tells which those are.
+    """
+    return list(range(total))[mine.inner_rank : mine.shares.least : mine.shares.granularity]
 
 
 def _counting_nothing(losses: list[Any], args: Any) -> list[Any]:

@@ -178,8 +178,8 @@ class Groups:
     def in_section(self) -> Iterator[None]:
         """Run what a section runs: collectives inside the replica, too, go over groups of the epoch.
 
-        The epoch's end reaches the workers of a replica one after the other.  Who has heard of it goes to meet the
-        others, and is not to be waited for inside the replica by one who has not.
+        The epoch's end reaches the workers of a replica one after the other.  One that has heard of it goes to meet
+        the others, and is not to be waited for inside the replica by one that has not.
         """
         assert self.grid is not None
         slots = self.grid.replicas[self._replica]
