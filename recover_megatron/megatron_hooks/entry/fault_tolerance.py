@@ -324,7 +324,6 @@ class FaultTolerance:
         config = self._config
         slot = None if self._newcomer else int(os.environ["RANK"])
         args, grid = args or get_args(), grid or self._groups.grid
-        assert grid is not None
         secret, host = find_secret(os.environ).key("ring"), _my_address()
         # NCCL refuses workers that share a GPU, and whoever asks Megatron for gloo does not want it.
         nccl = self._device.type == "cuda" and args.distributed_backend != "gloo"
