@@ -28,11 +28,9 @@ def megatron(tmp_path):
     """A Megatron of a few functions; returns the folder to put on the path."""
     top = tmp_path / "fake" / "megatron"
 
-    def write(version="MINOR = 19", **modules):
-        sources = {"core/__init__": "", "core/package_info": f"MAJOR = 0\n{version}\n"}
-        sources |= {f"core/{name}": source for name, source in modules.items()}
-        for name, source in sources.items():
-            file = top / f"{name}.py"
+    def write(**modules):
+        for name, source in {"__init__": "", **modules}.items():
+            file = top / "core" / f"{name}.py"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(source)
         return top.parent
