@@ -25,11 +25,10 @@ from recover_megatron.megatron_hooks.groups import Groups
 
 
 class Evaluation:
-    """Of one worker.  ``recovery``: None as long as the training has not begun: then evaluation is Megatron's own."""
+    """Of one worker."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self.recovery: Recovery | None = None
 
     def install(self, loop: Loop) -> None:
         """Wrap the seams; raises UserError if the loop's are not the ones we know."""
@@ -39,7 +38,7 @@ class Evaluation:
     def _with_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
             megatron_args = get_args()
-            if self.recovery is None or not getattr(megatron_args, "full_validation", False):
+            if self._groups.recovery is None or not getattr(megatron_args, "full_validation", False):
                 return original(*args, **kwargs)
             megatron_args.eval_iters = _steps(megatron_args)
             # Megatron would have it from rank 0 of the world, who may be lost before all have it.
@@ -50,7 +49,7 @@ class Evaluation:
 
     def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.recovery is None:
+            if (recovery := self._groups.recovery) is None:
                 return original(forward_step_func, data_iterator, model, *args, **kwargs)
             megatron_args = get_args()
             consumed = megatron_args.consumed_valid_samples
@@ -65,7 +64,7 @@ class Evaluation:
                 for source, position in starts:
                     source.position = position
 
-            return self.recovery.sections.run("eval", run, reset=reset, together=True)
+            return recovery.sections.run("eval", run, reset=reset, together=True)
 
         return evaluate
 

@@ -33,6 +33,7 @@ from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.process_group import EpochGroup, register, register_new, renumber, stands_in
+from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import WORLD, Mode, Traffic
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch, writers
@@ -59,6 +60,8 @@ class Groups:
         self._most = most
         self._ports = ports
         self.inside = ModelParallelGroups(ports)
+        self.recovery: Recovery | None = None
+        """None as long as the training has not begun: then evaluations, checkpoints and the like are Megatron's own."""
         self._grid: LaunchGrid | None = None
         self.model: Sequence[torch.nn.Module] = ()
         """What is trained, once there is one: parts of it keep global ranks."""

@@ -104,7 +104,6 @@ class TrainingHooks:
         self._accumulated = Accumulated()
         self._bucket_seams = BucketSeams()
         self._tracker_seam = TrackerSeam()
-        self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
         self._evaluation = Evaluation(groups)
         self._checkpoints = Checkpoints(groups, records, self._before_checkpoint, self._saving)
@@ -138,14 +137,8 @@ class TrainingHooks:
 
     @property
     def recovery(self) -> Recovery:
-        assert self._recovery is not None, "training has not begun"
-        return self._recovery
-
-    @recovery.setter
-    def recovery(self, recovery: Recovery) -> None:
-        """Set from outside for a newcomer, which waits for a place before it has entered ``train``."""
-        self._recovery = self._checkpoints.recovery = self._evaluation.recovery = recovery
-        self._over_parameters.recovery = recovery
+        assert self._groups.recovery is not None, "training has not begun"
+        return self._groups.recovery
 
     @property
     def iteration(self) -> int:
@@ -186,7 +179,7 @@ class TrainingHooks:
     @property
     def begun(self) -> bool:
         """Whether ``train`` has been entered."""
-        return self._recovery is not None
+        return self._groups.recovery is not None
 
     def install(self) -> None:
         """Wrap the seams; raises UserError if this loop's or Megatron-Core's are not the ones we know."""
@@ -213,9 +206,9 @@ class TrainingHooks:
             forward_step_func: Any, model: Any, optimizer: Any, scheduler: Any, data: Any, validation: Any, *rest: Any,
             **kwargs: Any,
         ) -> Any:  # fmt: skip
-            late = self._recovery is not None  # a newcomer, which waited without a model until it was to build one
-            if self._recovery is None:
-                self.recovery = self._make_recovery()
+            late = self.begun  # a newcomer, which waited without a model until it was to build one
+            if not late:
+                self._groups.recovery = self._make_recovery()
             parts = self._take_up(model, optimizer, scheduler, validation, late=late)
             rejoin, rollback = self._rejoin(parts), self._rollback(parts)
             if late:

@@ -211,7 +211,7 @@ class FaultTolerance:
 
     def _wait_for_a_position(self, args: Any) -> None:
         grid = grid_of(args, int(os.environ["WORLD_SIZE"]), self._config.max_replicas)
-        self._training.recovery = self._make_recovery(args, grid)
+        self._groups.recovery = self._make_recovery(args, grid)
         self._records.joined_late()
         log.info(f"worker {self._me} waits for a place")
         self._training.recovery.orphan.wait()
