@@ -3,7 +3,7 @@
     recover-run --nproc-per-node 8 pretrain_gpt_recover.py <Megatron's flags> --recover
 
 Takes every flag of Megatron's pretrain_gpt.py.  Without --recover it is that script: no hook is installed.  Runs from
-the Megatron-Core wheel (0.19), or with a Megatron-LM checkout (0.17 to 0.19) first on PYTHONPATH.  `--help` lists all
+the Megatron-Core wheel (0.19), or with a Megatron-LM checkout (0.18 to 0.19) first on PYTHONPATH.  `--help` lists all
 flags, ours in the group "recover"; `--version` alone says ours.
 """
 

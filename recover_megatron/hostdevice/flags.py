@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,145 +22,106 @@ def host_defaults() -> list[str]:
     ]
 
 
+Condition = Callable[[Any], bool]
+
+
 @dataclass(frozen=True)
-class _Rule:
-    """What cannot run: ``reason`` holds where ``applies(args)``."""
+class Rule:
+    """What is refused: ``reason`` holds where ``when(args)``, and may name an argument ("{args.seed}")."""
 
-    applies: Callable[[Any], bool]
     reason: str
+    when: Condition
 
 
-def _set(name: str) -> Callable[[Any], bool]:
-    return lambda args: bool(getattr(args, name, None))
+def is_set(*names: str) -> Condition:
+    """Any of these attributes; one that this version of Megatron lacks counts as not set."""
+    return lambda args: any(getattr(args, name, None) for name in names)
 
 
-def _is(name: str, *values: Any) -> Callable[[Any], bool]:
+def is_one_of(name: str, *values: Any) -> Condition:
     return lambda args: getattr(args, name, None) in values
 
 
-def _half(args: Any) -> bool:
-    return bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
+def is_given(flag: str) -> Condition:
+    return is_set(flag.removeprefix("--").replace("-", "_"))
+
+
+def is_above_one(name: str) -> Condition:
+    return lambda args: (getattr(args, name, None) or 1) > 1
+
+
+def all_of(*conditions: Condition) -> Condition:
+    return lambda args: all(condition(args) for condition in conditions)
+
+
+def unless(condition: Condition) -> Condition:
+    return lambda args: not condition(args)
+
+
+def has_cuda_graphs(args: Any) -> bool:
+    older = is_set("enable_cuda_graph", "external_cuda_graph")
+    return getattr(args, "cuda_graph_impl", None) not in (None, "none") or older(args)
+
+
+def reasons(rules: Iterable[Rule], args: Any) -> list[str]:
+    """All that apply to Megatron's arguments, in the rules' order."""
+    return [rule.reason.format(args=args) for rule in rules if rule.when(args)]
+
+
+def _out(flag: str, why: str, file: str, when: Condition | None = None, do: str = "leave it out") -> Rule:
+    """``file``: of Megatron, where the run would end.  ``when``: by default, where the flag is given."""
+    return Rule(f"{flag}: {why}; {do} (megatron/{file})", when or is_given(flag))
 
 
 _TE = "needs TransformerEngine's GPU kernels"
+_CONFIG = "core/transformer/transformer_config.py"
+_ARGUMENTS = "training/arguments.py"
 
 RULES = [
-    _Rule(
-        lambda args: getattr(args, "transformer_impl", "local") != "local",
-        f"--transformer-impl other than local: {_TE}; use --transformer-impl local "
-        "(megatron/core/models/gpt/gpt_layer_specs.py)",
-    ),
-    _Rule(
-        _is("distributed_backend", "nccl", "ucc"),
-        "--distributed-backend nccl: NCCL reaches GPU memory only; use --distributed-backend gloo "
-        "(megatron/training/initialize.py)",
-    ),
-    _Rule(
-        _set("gradient_accumulation_fusion"),
-        "gradient accumulation fusion: a CUDA extension; use --no-gradient-accumulation-fusion "
-        "(megatron/core/tensor_parallel/layers.py)",
-    ),
-    _Rule(
-        lambda args: _half(args) and bool(getattr(args, "masked_softmax_fusion", False)),
-        "masked softmax fusion with --bf16 or --fp16: a CUDA extension; use --no-masked-softmax-fusion "
-        "(megatron/core/fusions/fused_softmax.py)",
-    ),
-    _Rule(
-        lambda args: (
-            bool(getattr(args, "apply_rope_fusion", False))
-            and getattr(args, "position_embedding_type", None) in ("rope", "yarn", "mrope")
-        ),
-        f"rope fusion: {_TE}; use --no-rope-fusion (megatron/core/transformer/transformer_config.py)",
-    ),
-    _Rule(
-        _set("fp8"),
-        "--fp8-format: the local transformer ignores it silently and would train at another precision; leave it out "
-        "(megatron/core/fp8_utils.py)",
-    ),
-    _Rule(_set("fp4"), f"--fp4-format: {_TE}; leave it out (megatron/training/arguments.py)"),
-    _Rule(
-        lambda args: (
-            getattr(args, "cuda_graph_impl", "none") not in ("none", None)
-            or bool(getattr(args, "enable_cuda_graph", False) or getattr(args, "external_cuda_graph", False))
-        ),
-        "CUDA graphs: there is no CUDA; use --cuda-graph-impl none and neither --enable-cuda-graph nor "
-        "--external-cuda-graph (megatron/core/transformer/cuda_graphs.py)",
-    ),
-    _Rule(
-        _set("optimizer_cuda_graph"),
-        "--optimizer-cuda-graph: there is no CUDA; leave it out (megatron/core/optimizer/optimizer_cuda_graph.py)",
-    ),
-    _Rule(_set("nccl_ub"), "--use-nccl-ub: NCCL only; leave it out (megatron/core/nccl_allocator.py)"),
-    _Rule(_set("use_sharp"), "--use-sharp: NCCL only; leave it out (megatron/core/parallel_state.py)"),
-    _Rule(_set("tp_comm_overlap"), f"--tp-comm-overlap: {_TE}; leave it out (megatron/training/initialize.py)"),
-    _Rule(
-        _set("symmetric_ar_type"),
-        f"--symmetric-ar-type: {_TE}; leave it out (megatron/core/transformer/transformer_config.py)",
-    ),
-    _Rule(
-        lambda args: (
-            bool(getattr(args, "cross_entropy_loss_fusion", False))
-            and getattr(args, "cross_entropy_fusion_impl", "native") == "te"
-        ),
-        f"--cross-entropy-fusion-impl te: {_TE}; use native "
-        "(megatron/core/models/common/language_module/language_module.py)",
-    ),
-    _Rule(
-        _set("moe_permute_fusion"),
-        f"--moe-permute-fusion: {_TE}; leave it out (megatron/core/transformer/transformer_config.py)",
-    ),
-    _Rule(
-        _set("moe_router_fusion"),
-        f"--moe-router-fusion: {_TE}; leave it out (megatron/core/transformer/moe/moe_utils.py)",
-    ),
-    _Rule(
-        lambda args: (
-            bool(getattr(args, "moe_enable_deepep", False))
-            or getattr(args, "moe_token_dispatcher_type", None) == "flex"
-        ),
-        "--moe-token-dispatcher-type flex (DeepEP, HybridEP): GPU communication libraries; use alltoall or allgather "
-        "(megatron/core/transformer/moe/token_dispatcher.py)",
-    ),
-    _Rule(
-        _set("use_precision_aware_optimizer"),
-        "--use-precision-aware-optimizer: needs TransformerEngine's FusedAdam; leave it out "
-        "(megatron/core/optimizer/optimizer_config.py)",
-    ),
-    _Rule(
-        _set("optimizer_cpu_offload"),
-        "--optimizer-cpu-offload: there is no device to offload from; leave it out "
-        "(megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py)",
-    ),
-    _Rule(
-        _set("cpu_offloading_num_layers"),
-        f"--cpu-offloading-num-layers: {_TE}; leave it out (megatron/core/transformer/transformer_block.py)",
-    ),
-    _Rule(
-        _set("fine_grained_activation_offloading"),
-        f"--fine-grained-activation-offloading: {_TE}; leave it out (megatron/training/arguments.py)",
-    ),
-    _Rule(
-        _set("delay_wgrad_compute"),
-        f"--delay-wgrad-compute: {_TE}; leave it out (megatron/training/arguments.py)",
-    ),
-    _Rule(
-        _set("batch_invariant_mode"),
-        "--batch-invariant-mode: FlashAttention and Triton kernels; leave it out "
-        "(megatron/core/transformer/custom_layers/batch_invariant_kernels.py)",
-    ),
-    _Rule(
-        lambda args: bool(getattr(args, "profile", False)) and not getattr(args, "use_pytorch_profiler", False),
-        "--profile alone: starts the CUDA profiler; add --use-pytorch-profiler (megatron/training/training.py)",
-    ),
-    _Rule(
-        _set("record_memory_history"),
-        "--record-memory-history: of CUDA memory; leave it out (megatron/training/utils/utils.py)",
-    ),
-    _Rule(
-        _set("log_straggler"),
-        "--log-straggler: reads the GPU's clock and power; leave it out (megatron/core/utils.py)",
-    ),
-]
+    _out("--transformer-impl other than local", _TE, "core/models/gpt/gpt_layer_specs.py",
+         lambda args: getattr(args, "transformer_impl", "local") != "local", "use --transformer-impl local"),
+    _out("--distributed-backend nccl", "NCCL reaches GPU memory only", "training/initialize.py",
+         is_one_of("distributed_backend", "nccl", "ucc"), "use --distributed-backend gloo"),
+    _out("gradient accumulation fusion", "a CUDA extension", "core/tensor_parallel/layers.py",
+         is_set("gradient_accumulation_fusion"), "use --no-gradient-accumulation-fusion"),
+    _out("masked softmax fusion with --bf16 or --fp16", "a CUDA extension", "core/fusions/fused_softmax.py",
+         all_of(is_set("bf16", "fp16"), is_set("masked_softmax_fusion")), "use --no-masked-softmax-fusion"),
+    _out("rope fusion", _TE, _CONFIG,
+         all_of(is_set("apply_rope_fusion"), is_one_of("position_embedding_type", "rope", "yarn", "mrope")),
+         "use --no-rope-fusion"),
+    _out("--fp8-format", "the local transformer ignores it silently and would train at another precision",
+         "core/fp8_utils.py", is_set("fp8")),
+    _out("--fp4-format", _TE, _ARGUMENTS, is_set("fp4")),
+    _out("CUDA graphs", "there is no CUDA", "core/transformer/cuda_graphs.py",
+         has_cuda_graphs, "use --cuda-graph-impl none and neither --enable-cuda-graph nor --external-cuda-graph"),
+    _out("--optimizer-cuda-graph", "there is no CUDA", "core/optimizer/optimizer_cuda_graph.py"),
+    _out("--use-nccl-ub", "NCCL only", "core/nccl_allocator.py", is_set("nccl_ub")),
+    _out("--use-sharp", "NCCL only", "core/parallel_state.py"),
+    _out("--tp-comm-overlap", _TE, "training/initialize.py"),
+    _out("--symmetric-ar-type", _TE, _CONFIG),
+    _out("--cross-entropy-fusion-impl te", _TE, "core/models/common/language_module/language_module.py",
+         all_of(is_set("cross_entropy_loss_fusion"), is_one_of("cross_entropy_fusion_impl", "te")), "use native"),
+    _out("--moe-permute-fusion", _TE, _CONFIG),
+    _out("--moe-router-fusion", _TE, "core/transformer/moe/moe_utils.py"),
+    _out("--moe-token-dispatcher-type flex (DeepEP, HybridEP)", "GPU communication libraries",
+         "core/transformer/moe/token_dispatcher.py",
+         lambda args: is_set("moe_enable_deepep")(args) or is_one_of("moe_token_dispatcher_type", "flex")(args),
+         "use alltoall or allgather"),
+    _out("--use-precision-aware-optimizer", "needs TransformerEngine's FusedAdam",
+         "core/optimizer/optimizer_config.py"),
+    _out("--optimizer-cpu-offload", "there is no device to offload from",
+         "core/optimizer/cpu_offloading/hybrid_optimizer.py"),
+    _out("--cpu-offloading-num-layers", _TE, "core/transformer/transformer_block.py"),
+    _out("--fine-grained-activation-offloading", _TE, _ARGUMENTS),
+    _out("--delay-wgrad-compute", _TE, _ARGUMENTS),
+    _out("--batch-invariant-mode", "FlashAttention and Triton kernels",
+         "core/transformer/custom_layers/batch_invariant_kernels.py"),
+    _out("--profile alone", "starts the CUDA profiler", "training/training.py",
+         all_of(is_set("profile"), unless(is_set("use_pytorch_profiler"))),
+         "add --use-pytorch-profiler"),
+    _out("--record-memory-history", "of CUDA memory", "training/utils/utils.py"),
+    _out("--log-straggler", "reads the GPU's clock and power", "core/utils.py"),
+]  # fmt: skip
 """Each was seen to fail (or, --fp8-format, to be ignored) in a run of Megatron 0.19.2 on the host device."""
 
 
@@ -168,9 +129,9 @@ def unsupported(args: Any) -> list[str]:
     """What of ``args``, Megatron's parsed namespace, cannot run without a GPU; empty if everything can.
 
     One line each: the flag, why, what to do, and the file of Megatron where it ends.  Works before and after Megatron's
-    own validation; an attribute that this version of Megatron lacks counts as not set.
+    own validation.
     """
-    return [rule.reason for rule in RULES if rule.applies(args)]
+    return reasons(RULES, args)
 
 
 def never_summed(args: Any) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SUPPORTED = "0.17 to 0.19"
+SUPPORTED = "0.18 to 0.19"
 
 
 class UnsupportedMegatron(RuntimeError):
@@ -48,15 +47,6 @@ def _expect(module: ModuleType, path: str, parameters: list[str]) -> Any:
     return found
 
 
-def _minor_version() -> int:
-    """Megatron-Core's minor version, from its file: while its package is being imported it has no attributes yet."""
-    text = (Path(str(sys.modules["megatron.core"].__file__)).parent / "package_info.py").read_text(encoding="utf-8")
-    found = re.search(r"^MINOR = (\d+)", text, re.MULTILINE)
-    if found is None:
-        raise UnsupportedMegatron(f"megatron/core/package_info.py names no minor version; supported are {SUPPORTED}.")
-    return int(found[1])
-
-
 def _skip_make_in_wheel(module: ModuleType) -> None:
     compile_helpers = _expect(module, "compile_helpers", [])
     makefile = Path(str(module.__file__)).parent / "Makefile"
@@ -69,18 +59,11 @@ def _skip_make_in_wheel(module: ModuleType) -> None:
     module.compile_helpers = compile_unless_built  # type: ignore[attr-defined]
 
 
-def _load_without_grad(module: ModuleType) -> None:
+def _load_and_save_shards(module: ModuleType) -> None:
     import torch
 
     load = _expect(module, "DistributedOptimizer.load_state_dict", ["self", "state_dict"])
     module.DistributedOptimizer.load_state_dict = torch.no_grad()(load)
-    if hasattr(module.DistributedOptimizer, "sharded_param_state_fsdp_dtensor"):  # from 0.18 on
-        _states_of_empty_shards(module)
-
-
-def _states_of_empty_shards(module: ModuleType) -> None:
-    import torch
-
     save = _expect(module, "DistributedOptimizer.sharded_param_state_fsdp_dtensor", ["self", "is_loading"])
 
     @functools.wraps(save)
@@ -157,20 +140,6 @@ def _shards_on_host(module: ModuleType) -> None:
     module.DeviceMesh = HostMesh  # type: ignore[attr-defined]
 
 
-def _send_copies(module: ModuleType) -> None:
-    operands = ["tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"]
-    send = _expect(module, "_p2p_ops", [*operands, "group", "prev_pipeline_rank", "next_pipeline_rank"])
-    if _minor_version() >= 18:
-        return
-
-    @functools.wraps(send)
-    def send_copies(*, tensor_send_prev: Any, tensor_send_next: Any, **others: Any) -> Any:
-        prev, next_ = (None if t is None else t.clone() for t in (tensor_send_prev, tensor_send_next))
-        return send(tensor_send_prev=prev, tensor_send_next=next_, **others)
-
-    module._p2p_ops = send_copies  # type: ignore[attr-defined]
-
-
 def _with_rms_norm(class_name: str) -> Callable[[ModuleType], None]:
     parameters = ["config", "hidden_size", "eps", "persist_layer_norm", "zero_centered_gamma", "normalization"]
 
@@ -228,7 +197,7 @@ FIXES = {
     ),
     "load-without-grad": Fix(
         "megatron.core.optimizer.distrib_optimizer",
-        _load_without_grad,
+        _load_and_save_shards,
         "loading the distributed optimizer's float32 parameters writes to views of leaves with grad mode on, which "
         "autograd refuses; and torch's Adam keeps nothing of a parameter of which a worker's shard is empty, while "
         "for a checkpoint of Megatron-FSDP all workers ask each other about the state of each",
@@ -254,12 +223,6 @@ FIXES = {
         "megatron.core.distributed.torch_fully_sharded_data_parallel",
         _shards_on_host,
         "--use-torch-fsdp2 gives torch a mesh of CUDA devices, and torch places parameters where the mesh says",
-    ),
-    "send-copies": Fix(
-        "megatron.core.pipeline_parallel.p2p_communication",
-        _send_copies,
-        "0.17 frees a pipeline tensor that is still being sent; a CUDA stream forgives that, gloo would send garbage "
-        "(0.18 waits first)",
     ),
     "attention": Fix(
         "megatron.core.transformer.dot_product_attention",

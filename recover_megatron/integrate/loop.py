@@ -64,7 +64,3 @@ class Loop:
         """Wrap the functions that fill ``role``; none where this loop has none."""
         for seam in self.seams.get(role, ()):
             seam.wrap(wrapper, self.supported)
-
-    def has(self, role: str) -> bool:
-        """Whether this loop, in this version, fills it."""
-        return any(seam.present for seam in self.seams.get(role, ()))

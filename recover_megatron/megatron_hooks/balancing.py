@@ -18,8 +18,8 @@ from recover_megatron.instep.step import Outcome
 def rebalance(recovery: Recovery, outcome: Outcome, total: int) -> None:
     """Take up quotas for the next step by the paces of the one just committed; every worker of the replica calls it.
 
-    Whoever learnt of the commit from a plan leaves it out, as those do whom the plan found further on; and all leave
-    out a step that fresh replicas began late, who ran little of it.
+    A worker that learnt of the commit from a plan leaves it out, as those do whom the plan found further on; and all
+    leave out a step that fresh replicas began late, who ran little of it.
     """
     if outcome.by_plan or recovery.assignment.shares.easing:
         return

@@ -9,43 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode, Traffic
-from recover_megatron.megatron_hooks.training_parts import TrainingParts
+from recover_megatron.megatron_hooks.memory_tier import MemoryTier
+from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
+from recover_megatron.megatron_hooks.state import TrainingState
+from recover_megatron.megatron_hooks.state_exchange import StateExchange
 
 
+@dataclass(eq=False)
 class BetweenSteps:
-    """Of one worker, with the model that it has; its main thread calls it.
+    """Of one worker, with the model that it has; its main thread calls it."""
 
-    ``finish_saves``: returns when no checkpoint is under way.
-    """
-
-    def __init__(
-        self, parts: TrainingParts, recovery: Recovery, traffic: Traffic, finish_saves: Callable[[], None]
-    ) -> None:
-        self._parts = parts
-        self._recovery = recovery
-        self._traffic = traffic
-        self._finish_saves = finish_saves
+    _recovery: Recovery
+    _traffic: Traffic
+    _finish_saves: Callable[[], None]
+    """Returns when no checkpoint is under way."""
+    _state: TrainingState
+    _places: StateExchange
+    _sharded: ShardedOptimizer | None
+    _memory: MemoryTier
 
     def at_boundary(self) -> None:
         """New replicas come in, states are compared and given.
 
         Raises ``Orphaned`` if this worker must not compute with the state that it has.
         """
-        parts, recovery = self._parts, self._recovery
+        recovery = self._recovery
         self._traffic.mode = Mode.OPEN
-        parts.state.begin()
+        self._state.begin()
         recovery.boundary.meet_if_wanted(self._before_meeting)
         if recovery.assignment.decision.transfers:
             self.complete()
-        parts.places.at_boundary()
+        self._places.at_boundary()
         self._settle()
-        if parts.sharded is not None and recovery.boundary.verifying and not recovery.boundary.joining_next:
-            parts.sharded.verify()
+        if self._sharded is not None and recovery.boundary.verifying and not recovery.boundary.joining_next:
+            self._sharded.verify()
             self._settle()
-        parts.memory.at_boundary()
+        self._memory.at_boundary()
 
     def _before_meeting(self) -> None:
         self._finish_saves()  # by those who began it
@@ -60,14 +63,14 @@ class BetweenSteps:
 
     def saving(self) -> AbstractContextManager[None]:
         """While a checkpoint is written."""
-        return nullcontext() if self._parts.sharded is None else self._parts.sharded.saving()
+        return nullcontext() if self._sharded is None else self._sharded.saving()
 
     def complete(self) -> None:
         """Wait for what a distributed optimizer does while the next step computes."""
-        if self._parts.sharded is not None:
-            self._parts.sharded.complete()
+        if self._sharded is not None:
+            self._sharded.complete()
 
     def _settle(self) -> None:
         """Where the optimizer's state is spread: spread it over those who are there now."""
-        if self._parts.sharded is not None and self._parts.sharded.due():
-            self._parts.sharded.renew()
+        if self._sharded is not None and self._sharded.due():
+            self._sharded.renew()

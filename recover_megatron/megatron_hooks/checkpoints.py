@@ -77,8 +77,6 @@ class Checkpoints:
         saving: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._before, self._saving = before, saving
-        self.recovery: Recovery | None = None
-        """None as long as the training has not begun: then checkpoints are Megatron's own."""
         self._groups = groups
         self._records = records
         self._parts = Parts()
@@ -113,7 +111,7 @@ class Checkpoints:
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-            recovery = self.recovery
+            recovery = self._groups.recovery
             if recovery is None:
                 return original(iteration, *args, **kwargs)
 
@@ -158,7 +156,7 @@ class Checkpoints:
 
     def _finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
-            recovery = self.recovery
+            recovery = self._groups.recovery
             # The same answer on all workers: who ran the last section together has the same under way, and at the
             # boundary where others come in nothing is.
             if recovery is None or async_utils.is_empty_async_queue():
@@ -258,7 +256,7 @@ class Checkpoints:
 
     def _written(self, original: Callable[..., str]) -> Callable[..., str]:
         def written(path: str, *args: Any, **kwargs: Any) -> str:
-            recovery = self.recovery
+            recovery = self._groups.recovery
             complete = self._attempt is not None and dist.get_rank() == 0 and not get_args().async_save
             if complete and recovery is not None:
                 self._publish(recovery, self._folders)
@@ -268,7 +266,7 @@ class Checkpoints:
 
     def _schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def schedule_async_save(async_request: Any) -> Any:
-            attempt, folders, recovery = self._attempt, self._folders, self.recovery
+            attempt, folders, recovery = self._attempt, self._folders, self._groups.recovery
             if attempt is not None and recovery is not None and attempt not in (o.attempt for o in self._under_way):
                 self._under_way.append(UnderWay(attempt, folders, recovery.assignment.decision.workers))
                 # Megatron counts the calls, and compares the numbers: a worker that came late, or that an attempt was
@@ -297,7 +295,7 @@ class Checkpoints:
                     publish(folder, final)
 
     def _in_touch(self) -> None:
-        if (recovery := self.recovery) is not None:
+        if (recovery := self._groups.recovery) is not None:
             recovery.session.be_in_touch()
 
     def _tell(self, original: Callable[..., Any]) -> Callable[..., Any]:

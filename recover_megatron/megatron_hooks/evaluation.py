@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args
 
+from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
@@ -24,11 +25,10 @@ from recover_megatron.megatron_hooks.groups import Groups
 
 
 class Evaluation:
-    """Of one worker.  ``recovery``: None as long as the training has not begun: then evaluation is Megatron's own."""
+    """Of one worker."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self.recovery: Recovery | None = None
 
     def install(self, loop: Loop) -> None:
         """Wrap the seams; raises UserError if the loop's are not the ones we know."""
@@ -38,7 +38,7 @@ class Evaluation:
     def _with_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
             megatron_args = get_args()
-            if self.recovery is None or not getattr(megatron_args, "full_validation", False):
+            if self._groups.recovery is None or not getattr(megatron_args, "full_validation", False):
                 return original(*args, **kwargs)
             megatron_args.eval_iters = _steps(megatron_args)
             # Megatron would have it from rank 0 of the world, who may be lost before all have it.
@@ -49,7 +49,7 @@ class Evaluation:
 
     def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.recovery is None:
+            if (recovery := self._groups.recovery) is None:
                 return original(forward_step_func, data_iterator, model, *args, **kwargs)
             megatron_args = get_args()
             consumed = megatron_args.consumed_valid_samples
@@ -64,17 +64,17 @@ class Evaluation:
                 for source, position in starts:
                     source.position = position
 
-            return self.recovery.sections.run("eval", run, reset=reset, together=True)
+            return recovery.sections.run("eval", run, reset=reset, together=True)
 
         return evaluate
 
-    def forward_only(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
+    @staticmethod
+    def forward_only(recovery: Recovery, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
         """One evaluation step.  ``call``: the keyword arguments with which Megatron called the schedule."""
-        assert self.recovery is not None
-        args, mine, progress = get_args(), self.recovery.assignment, self.recovery.progress
+        args, mine, progress = get_args(), recovery.assignment, recovery.progress
         total = call["num_microbatches"] * args.data_parallel_size
         share = mine.share(total)[mine.inner_rank]
-        ids = share or self._borrowed(total)
+        ids = share or _borrowed(mine, total)
         chunks = call["data_iterator"] if isinstance(call["data_iterator"], list) else [call["data_iterator"]]
         iterators: list[Any] = []
         for chunk in chunks:
@@ -98,15 +98,13 @@ class Evaluation:
             found = schedule(**{**call, **mine_only})
         return found if share or call.get("collect_non_loss_data") else _counting_nothing(found, args)
 
-    def _borrowed(self, total: int) -> list[int]:
-        """What a replica evaluates that has no share of so few microbatches (the run has grown): some of the others'.
 
-        All sum up the same losses, and only a pass tells which those are.
-        """
-        assert self.recovery is not None
-        mine = self.recovery.assignment
-        lanes, least = mine.shares.granularity, mine.shares.least
-        return list(range(total))[mine.inner_rank : least : lanes]
+def _borrowed(mine: Assignment, total: int) -> list[int]:
+    """What a replica evaluates that has no share of so few microbatches (the run has grown): some of the others'.
+
+    All sum up the same losses, and only a pass tells which those are.
+    """
+    return list(range(total))[mine.inner_rank : mine.shares.least : mine.shares.granularity]
 
 
 def _counting_nothing(losses: list[Any], args: Any) -> list[Any]:

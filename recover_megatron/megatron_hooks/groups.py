@@ -33,6 +33,7 @@ from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.process_group import EpochGroup, register, register_new, renumber, stands_in
+from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import WORLD, Mode, Traffic
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch, writers
@@ -46,7 +47,7 @@ RANK_LISTS = tuple(name for name in vars(parallel_state) if name.endswith("_GLOB
 
 
 class Groups:
-    """The groups of this worker.  ``install`` before Megatron makes any; ``grid`` is known once it has.
+    """The groups of this worker.  ``install`` before Megatron makes any.
 
     ``slot``: where it stands at launch, or for which it builds its model ``alone``.  ``ports``: of the rendezvous store
     and the coordinators, to which this worker may still be connecting while Megatron makes its groups.  ``most``: how
@@ -59,7 +60,9 @@ class Groups:
         self._most = most
         self._ports = ports
         self.inside = ModelParallelGroups(ports)
-        self.grid: LaunchGrid | None = None
+        self.recovery: Recovery | None = None
+        """None as long as the training has not begun: then evaluations, checkpoints and the like are Megatron's own."""
+        self._grid: LaunchGrid | None = None
         self.model: Sequence[torch.nn.Module] = ()
         """What is trained, once there is one: parts of it keep global ranks."""
         self._replica = -1
@@ -84,7 +87,7 @@ class Groups:
         """Everything is built once more, for another slot, alone: forget the groups that there are."""
         self.traffic, self.alone = Traffic(slot, Mode.ALONE, is_known), True
         self.inside = ModelParallelGroups(self._ports)
-        self.grid, self._replica, self.model = None, -1, ()
+        self._grid, self._replica, self.model = None, -1, ()
         self._own, self._mates, self._lists = [], None, {}
 
     def _initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,10 +128,16 @@ class Groups:
         return EpochGroup(self.traffic, original, everyone, WORLD, grid.column(everyone))
 
     def _known_grid(self, world: int) -> LaunchGrid:
-        if self.grid is None:
-            self.grid = grid_of(get_args(), world, self._most)
-            self._replica = self.grid.place(self.traffic.slot)[0]
-        return self.grid
+        if self._grid is None:
+            self._grid = grid_of(get_args(), world, self._most)
+            self._replica = self._grid.place(self.traffic.slot)[0]
+        return self._grid
+
+    @property
+    def grid(self) -> LaunchGrid:
+        """Known once Megatron has made its groups."""
+        assert self._grid is not None
+        return self._grid
 
     def _create_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def create_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +171,6 @@ class Groups:
         return create_group
 
     def _inside(self, group: Any, members: tuple[int, ...], label: str, backend: str, options: Any) -> SwappableGroup:
-        assert self.grid is not None
         positions = [self.grid.place(slot)[1] for slot in members]
         name = "-".join([label or "group", *map(str, positions)])
         number = sum(own.own_name.startswith(f"{name}#") for own in self._own)
@@ -178,10 +186,9 @@ class Groups:
     def in_section(self) -> Iterator[None]:
         """Run what a section runs: collectives inside the replica, too, go over groups of the epoch.
 
-        The epoch's end reaches the workers of a replica one after the other.  Who has heard of it goes to meet the
-        others, and is not to be waited for inside the replica by one who has not.
+        The epoch's end reaches the workers of a replica one after the other.  One that has heard of it goes to meet
+        the others, and is not to be waited for inside the replica by one that has not.
         """
-        assert self.grid is not None
         slots = self.grid.replicas[self._replica]
         with ExitStack() as stack:
             stack.enter_context(self.traffic.during(Mode.SECTION))
@@ -197,7 +204,6 @@ class Groups:
 
         Every worker of that replica calls it.  Raises ``EpochRevoked`` and ``PeerLost``.
         """
-        assert self.grid is not None
         default = dist.distributed_c10d._get_default_group()
         assert isinstance(default, EpochGroup)
         slots = self.grid.replicas[mine.replica]
@@ -220,7 +226,6 @@ class Groups:
 
     def planned(self, decision: Decision) -> None:
         """Take up the ranks of a new plan."""
-        assert self.grid is not None
         ranks = {slot: at for at, slot in enumerate(decision.slots(self.grid))}
         renumber(ranks)
         for name, ranks_at_launch in self._lists.items():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
@@ -36,35 +37,31 @@ SNAPSHOT_SECONDS = 600.0
 """What copying a state, and waiting for the one before, may take beyond the hang timeout."""
 
 
+@dataclass(eq=False)
 class MemoryTier:
-    """Of one worker, with the model that it has; its main thread calls it.
+    """Of one worker, with the model that it has; its main thread calls it."""
 
-    ``wanted``: whether the user has not turned it off.  ``every``: iterations between snapshots as the user wants them;
-    0: by what they cost.
-    """
-
-    def __init__(
-        self, recovery: Recovery, state: TrainingState, sharded: ShardedOptimizer | None, *, wanted: bool, every: int
-    ) -> None:
-        self._recovery = recovery
-        self._state = state
-        self._sharded = sharded
-        self._wanted = wanted
-        self._every = every
-        self._taken = 0
-        """The epoch in which one was to be begun last."""
-        self._short = False
-        """Whether a host lacks the memory for it, in that epoch."""
-        self._last: tuple[float, int] | None = None
-        """When that was over, and after which iteration it was taken."""
-        self._met = 0.0
-        """When all had come to it."""
-        self._cost = 0.0
-        """Seconds that the training waited for it, from then on."""
-        self._size = 0
-        """Bytes of the largest state, once it was said what the tier costs."""
-        self._told = False
-        """Whether it was said what the tier costs, or why it is off."""
+    _recovery: Recovery
+    _state: TrainingState
+    _sharded: ShardedOptimizer | None
+    wanted: bool
+    """Whether the user has not turned it off."""
+    every: int
+    """Iterations between snapshots as the user wants them; 0: by what they cost."""
+    _taken: int = field(default=0, init=False)
+    """The epoch in which one was to be begun last."""
+    _short: bool = field(default=False, init=False)
+    """Whether a host lacks the memory for it, in that epoch."""
+    _last: tuple[float, int] | None = field(default=None, init=False)
+    """When that was over, and after which iteration it was taken."""
+    _met: float = field(default=0.0, init=False)
+    """When all had come to it."""
+    _cost: float = field(default=0.0, init=False)
+    """Seconds that the training waited for it, from then on."""
+    _size: int = field(default=0, init=False)
+    """Bytes of the largest state, once it was said what the tier costs."""
+    _told: bool = field(default=False, init=False)
+    """Whether it was said what the tier costs, or why it is off."""
 
     def at_boundary(self) -> None:
         """Take a snapshot if one is due before the next step."""
@@ -104,7 +101,7 @@ class MemoryTier:
             store.settle()
             seconds = {"waited": round(cost, 6), "behind": round(behind, 6)}
             recovery.hooks.log("snapshot", epoch=decision.epoch, after=store.newest, seconds=seconds)
-            if not self._every and each > 0:
+            if not self.every and each > 0:
                 store.interval = interval(cost, behind, each, _nodes(decision))
         if decision.copies and not (decision.leaving and self._sharded is not None):
             # Else who leaves has shards for which there is no part: they change hands at the next boundary.
@@ -179,12 +176,12 @@ class MemoryTier:
 
     def _say_off(self, decision: Decision) -> None:
         self._told = True
-        if self._wanted and _nodes(decision) > 1 and self._recovery.assignment.me == min(decision.workers):
+        if self.wanted and _nodes(decision) > 1 and self._recovery.assignment.me == min(decision.workers):
             log.info("memory tier: off: no node or other domain has all that hold a part of the state")
 
     def _say(self, size: int, short: bool) -> None:
         every = f"every {self._recovery.snapshots.interval} iterations"
-        first = "" if self._every else " at first, then as often as measured costs say"
+        first = "" if self.every else " at first, then as often as measured costs say"
         told = f"memory tier: snapshots {every}{first}; up to {size / 2**30:.3f} GiB of host memory a worker"
         log.info(told + (", which a host does not have: none is taken" if short else ""))
 

@@ -5,23 +5,16 @@ Those of a training loop are wrapped by their roles: ``recover_megatron.integrat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from recover_megatron.integrate import seams
 from recover_megatron.megatron_hooks.entry.versions import SUPPORTED
 
-
-def wrap(
-    owner: Any, name: str, parameters: Sequence[str], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[..., Any]:
-    """Replace ``owner.name`` by ``wrapper(owner.name)`` and return the original.
-
-    ``parameters`` are the names that the original's parameters must begin with, in order; later versions may have more.
-    Raises UserError, naming the seam and the supported versions, if it is missing or begins otherwise.
-    """
-    return seams.wrap(owner, name, parameters, wrapper, SUPPORTED)
+wrap = partial(seams.wrap, supported=SUPPORTED)
+"""Replace ``owner.name`` by ``wrapper(owner.name)``; see `seams.wrap`."""
 
 
 @contextmanager

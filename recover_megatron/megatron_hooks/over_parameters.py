@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks.groups import Groups
@@ -28,8 +27,6 @@ class OverParameters:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self.recovery: Recovery | None = None
-        """None as long as the training has not begun."""
         self.sharded: ShardedOptimizer | None = None
         """The distributed optimizer, where there is one."""
 
@@ -58,7 +55,7 @@ class OverParameters:
         return calc_params_l2_norm
 
     def _section(self, kind: str, run: Callable[[], Any]) -> Any:
-        recovery = self.recovery
+        recovery = self._groups.recovery
         if recovery is None or self._groups.traffic.mode is not Mode.OPEN:
             return run()
 

@@ -12,8 +12,8 @@ So flags, model, data and loss are those of whichever script calls Megatron's pr
 rest is what pretrain_gpt_recover.py does (`program`): the same checks, the same hooks.  Under that script a patched
 Megatron does nothing of its own.
 
-A worker that is wanted in another position calls pretrain() once more.  From 0.18 on the script parses the flags and
-makes a configuration of them before: ``_Call`` keeps copies of both, as they were when the script handed them over.
+A worker that is wanted in another position calls pretrain() once more.  The script parses the flags and makes a
+configuration of them before: ``_Call`` keeps copies of both, as they were when the script handed them over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.errors import UserError, refuse
 from recover_megatron.megatron_hooks.entry import flags
-from recover_megatron.megatron_hooks.entry.program import choose_device, is_in_charge, validated
+from recover_megatron.megatron_hooks.entry.program import choose_device, is_in_charge
 from recover_megatron.megatron_hooks.entry.versions import find_megatron
 
 
@@ -88,25 +88,18 @@ class _Call:
         self._pretrain = pretrain
         self._bound = bound
         self._rank = os.environ.get("RANK")
-        self._configured = "cfg_container" in bound.arguments  # from 0.18 on: by the script
-        if self._configured:
-            from megatron.training import get_args
+        from megatron.training import get_args
 
-            # In one copy: what they share stays shared.  Megatron goes on changing the ones in use.
-            self._kept = copy.deepcopy((get_args(), bound.arguments["cfg_container"]))
+        # In one copy: what they share stays shared.  Megatron goes on changing the ones in use.
+        self._kept = copy.deepcopy((get_args(), bound.arguments["cfg_container"]))
 
     def arguments(self) -> argparse.Namespace:
         """Megatron's arguments, for a worker that has to wait before it builds anything."""
-        from megatron.training import arguments
-
-        if self._configured:
-            return self._kept[0]
-        given = self._bound.arguments
-        parsed = arguments.parse_args(given.get("extra_args_provider"))
-        return validated(parsed, given.get("args_defaults") or {})
+        args: argparse.Namespace = self._kept[0]
+        return args
 
     def __call__(self) -> None:
-        if self._configured and os.environ["RANK"] != self._rank:
+        if os.environ["RANK"] != self._rank:
             self._configure()
         self._rank = None  # whichever is wanted the next time, everything has been used
         self._pretrain(*self._bound.args, **self._bound.kwargs)

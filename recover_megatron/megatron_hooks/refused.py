@@ -6,64 +6,129 @@ import argparse
 import importlib.util
 import os
 import re
+from functools import partial
 
 from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
+from recover_megatron.hostdevice.flags import (
+    Condition,
+    Rule,
+    all_of,
+    is_above_one,
+    is_given,
+    is_one_of,
+    is_set,
+    reasons,
+    unless,
+)
 from recover_megatron.workload.interleaved import runs
 
 EMERGING = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
 """Megatron's optimizers that are in the package emerging-optimizers."""
 
-REFUSED = {
-    "use_layer_wise_distributed_optimizer": "each worker would hold state that nobody else has",
-    "use_torch_fsdp2": "its groups can't be changed",
-    "inprocess_restart": "when a worker dies it ends the step on all others and calls pretrain() again; --recover "
-    "finishes the step",
-    "enable_ft_package": "its ft_launcher restarts all workers when one dies; recover-run keeps them running, and "
-    "--recover-hang-timeout finds one that hangs",
-    "hybrid_context_parallel": "its microbatches differ in size",
-    "perform_rl_step": "its microbatches are not known by their numbers",
-}
-"""Attribute of Megatron's arguments -> why its flag is refused with --recover."""
 
-REFUSED_SHARDED = {
-    "use_precision_aware_optimizer": "with types other than float32 "
-    "(--main-grads-dtype, --main-params-dtype, --exp-avg-dtype, --exp-avg-sq-dtype) Transformer Engine's optimizer "
-    "holds and rounds the main parameters and the moments, of which shadows would need the same bits",
-    "optimizer_cpu_offload": "its state moves between devices by itself",
-    "fp8_param": "its parameters are not views of the buffer that is gathered",
-    "fp4_param": "its parameters are not views of the buffer that is gathered",
-    "reduce_scatter_with_fp32_accumulation": "the ring sums in the gradients' type: use "
-    "--accumulate-allreduce-grads-in-fp32",
-    "qk_clip": "it scales whole weights, of whose copies in 32 bits a worker has a part alone; Megatron itself ends "
-    "with an error there",
-    "mtp_detach_heads": "their gradients have a norm of their own",
-}
-"""The same for what is refused with --recover and --use-distributed-optimizer together."""
+def yet(flag: str, why: str, when: Condition | None = None, among: str = "--recover") -> Rule:
+    """``when``: by default, where the flag is given."""
+    return Rule(f"{among} cannot be combined with {flag} yet: {why}", when or is_given(flag))
 
-UNTESTED = {
-    "te_rng_tracker": "Transformer Engine's random states are set per microbatch, which was run on a stand-in alone",
-}
+
+def _spreads_weights(flag: str, size: str) -> Rule:
+    name = flag.removeprefix("--").replace("-", "_")
+
+    def when(args: argparse.Namespace) -> bool:
+        return (getattr(args, name, None) or 0) > (getattr(args, size, None) or args.tensor_model_parallel_size)
+
+    return yet(f"{flag} {{args.{name}}}", "weights would be spread over replicas, and gathered in the step", when)
+
+
+def balances_by(kind: str) -> Condition:
+    """Whether routers are balanced in this way, among others."""
+
+    def when(args: argparse.Namespace) -> bool:
+        kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
+        return kind in ([kinds] if isinstance(kinds, str) else kinds)
+
+    return when
+
+
+RULES = [
+    yet("the layer-wise distributed optimizer", "each worker would hold state that nobody else has",
+         is_set("use_layer_wise_distributed_optimizer")),
+    yet("--use-torch-fsdp2", "its groups can't be changed"),
+    yet("--inprocess-restart", "when a worker dies it ends the step on all others and calls pretrain() again; "
+         "--recover finishes the step"),
+    yet("--enable-ft-package", "its ft_launcher restarts all workers when one dies; recover-run keeps them running, "
+         "and --recover-hang-timeout finds one that hangs"),
+    yet("--hybrid-context-parallel", "its microbatches differ in size"),
+    yet("--perform-rl-step", "its microbatches are not known by their numbers"),
+    Rule("--recover has nothing to keep in a run that trains nothing (--skip-train, --train-iters 0): start it without "
+         "--recover",
+         lambda args: getattr(args, "skip_train", False) or getattr(args, "train_iters", None) == 0),
+    yet("--muon-tp-mode {args.muon_tp_mode}", "in the middle of the update it asks the other tensor ranks, of which "
+         "one may be dead: take blockwise",
+         all_of(is_one_of("optimizer", *EMERGING), is_above_one("tensor_model_parallel_size"),
+                lambda args: getattr(args, "muon_tp_mode", "blockwise") != "blockwise")),
+    _spreads_weights("--tensor-parallel-num-weight-shards", "tensor_model_parallel_size"),
+    _spreads_weights("--expert-tensor-parallel-num-weight-shards", "expert_tensor_parallel_size"),
+    Rule("--recover needs --dataloader-type single or cyclic, not {args.dataloader_type}: a loader of your own gives "
+         "batches one after the other, and a lost one must be read by its number",
+         lambda args: getattr(args, "dataloader_type", None) not in (None, "single", "cyclic")),
+    Rule("--recover cannot be combined with --rerun-mode {args.rerun_mode}: Megatron 0.18 to 0.19 does not start with "
+         "it either (ValueError: it looks for a mode report_determinism_stats, which its flag does not take); a "
+         "Megatron that does runs each step twice and compares the n-th result with the n-th, which after a death is "
+         "of another microbatch",
+         lambda args: getattr(args, "rerun_mode", "disabled") != "disabled"),
+    yet("--moe-router-load-balancing-type global_aux_loss", "in the forward pass a router sums its tokens over all "
+         "replicas, so the loss of a rank's n-th microbatch is made of the n-th ones of all others: of a lost one "
+         "nobody would have them, and what runs them again comes too late (aux_loss and seq_aux_loss need no other "
+         "replica)", balances_by("global_aux_loss")),
+    yet("delayed FP8 scaling", "its scales are a history of what each worker has computed, to which a re-run adds and "
+         "which a worker that takes a place has not; take another --fp8-recipe (tensorwise, blockwise, mxfp8), which "
+         "scales by what it is about to multiply",
+         all_of(is_set("fp8"), lambda args: getattr(args, "fp8_recipe", "delayed") == "delayed")),
+    yet("--non-persistent-ckpt-type local", "NVRx takes such a checkpoint for complete where every rank has written "
+         "its own, and a restart would find none that was begun while one is lost; --recover-memory-tier keeps states "
+         "in the memory of other nodes", is_one_of("non_persistent_ckpt_type", "local")),
+    Rule("--recover cannot be combined with --iterations-to-skip and a batch that grows yet",
+         all_of(is_set("iterations_to_skip"), is_set("rampup_batch_size", "step_batch_size_schedule"))),
+    Rule("--qk-clip needs --bf16 or --fp16: without them Megatron itself does not find the attention, and ends in the "
+         "first step with an AttributeError", all_of(is_set("qk_clip"), unless(is_set("bf16", "fp16")))),
+    Rule("--qk-clip with --tensor-model-parallel-size {args.tensor_model_parallel_size} needs "
+         "--multi-latent-attention: elsewhere Megatron itself takes a tensor rank's weight for the whole one where it "
+         "clips, and ends with a RuntimeError",
+         all_of(is_set("qk_clip"), is_above_one("tensor_model_parallel_size"),
+                unless(is_set("multi_latent_attention")))),
+]  # fmt: skip
+
+UNTESTED = [
+    Rule("--recover takes --te-rng-tracker only with --recover-untested: Transformer Engine's random states are set "
+         "per microbatch, which was run on a stand-in alone", is_set("te_rng_tracker")),
+]  # fmt: skip
 """What is refused without --recover-untested: it is built, and a part of it needs a GPU or Transformer Engine."""
 
-NAMES = {
-    "use_layer_wise_distributed_optimizer": "the layer-wise distributed optimizer",
-    "fp8_param": "--fp8-param-gather",
-    "fp4_param": "--fp4-param-gather",
-}
-"""Attributes that are not their flag's name with underscores."""
+_of_shards = partial(yet, among="--recover with --use-distributed-optimizer")
 
-
-def _refused(args: argparse.Namespace, table: dict[str, str]) -> dict[str, str]:
-    """Flag -> why, of what is set; two attributes of one flag are one."""
-    set_here = {name: why for name, why in table.items() if getattr(args, name, None)}
-    return {NAMES.get(name, f"--{name.replace('_', '-')}"): why for name, why in set_here.items()}
+SHARDED_RULES = [
+    _of_shards("--use-precision-aware-optimizer", "with types other than float32 (--main-grads-dtype, "
+               "--main-params-dtype, --exp-avg-dtype, --exp-avg-sq-dtype) Transformer Engine's optimizer holds and "
+               "rounds the main parameters and the moments, of which shadows would need the same bits"),
+    _of_shards("--optimizer-cpu-offload", "its state moves between devices by itself"),
+    _of_shards("--fp8-param-gather", "its parameters are not views of the buffer that is gathered",
+               is_set("fp8_param")),
+    _of_shards("--fp4-param-gather", "its parameters are not views of the buffer that is gathered",
+               is_set("fp4_param")),
+    _of_shards("--reduce-scatter-with-fp32-accumulation", "the ring sums in the gradients' type: use "
+               "--accumulate-allreduce-grads-in-fp32"),
+    _of_shards("--qk-clip", "it scales whole weights, of whose copies in 32 bits a worker has a part alone; Megatron "
+               "itself ends with an error there"),
+    _of_shards("--mtp-detach-heads", "their gradients have a norm of their own"),
+]  # fmt: skip
 
 
 def cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """What is refused with --recover and the distributed optimizer; empty without it."""
     # Megatron turns the distributed optimizer on with Megatron-FSDP.
-    if not getattr(args, "use_distributed_optimizer", False) and not getattr(args, "use_megatron_fsdp", False):
+    if not is_set("use_distributed_optimizer", "use_megatron_fsdp")(args):
         return []
     if (
         config.shadow_device == "cpu"
@@ -74,71 +139,13 @@ def cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     if config.grace and not config.shadow_shards:
         return ["--recover-grace with --use-distributed-optimizer needs --recover-shadow-shards 1 or 2: while a "
                 "replica is set aside nobody else has its part of the optimizer's state"]  # fmt: skip
-    return [
-        f"--recover with --use-distributed-optimizer cannot be combined with {flag} yet: {why}"
-        for flag, why in _refused(args, REFUSED_SHARDED).items()
-    ]
+    return reasons(SHARDED_RULES, args)
 
 
 def cannot_recover(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """What --recover refuses for now: where it could not keep every microbatch counted once, or has not been tried."""
-    found = [f"--recover cannot be combined with {flag} yet: {why}" for flag, why in _refused(args, REFUSED).items()]
-    if not config.untested:
-        found += [f"--recover takes {flag} only with --recover-untested: {why}"
-                  for flag, why in _refused(args, UNTESTED).items()]  # fmt: skip
-    if getattr(args, "skip_train", False) or getattr(args, "train_iters", None) == 0:
-        found.append("--recover has nothing to keep in a run that trains nothing (--skip-train, --train-iters 0): "
-                     "start it without --recover")  # fmt: skip
-    if getattr(args, "optimizer", None) in EMERGING and args.tensor_model_parallel_size > 1:
-        mode = getattr(args, "muon_tp_mode", "blockwise")
-        if mode != "blockwise":
-            found.append(f"--recover cannot be combined with --muon-tp-mode {mode} yet: in the middle of the update it "
-                         "asks the other tensor ranks, of which one may be dead: take blockwise")  # fmt: skip
-    for name, size in (
-        ("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
-        ("expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"),
-    ):
-        shards = getattr(args, name, None)
-        if shards is not None and shards > (getattr(args, size, None) or args.tensor_model_parallel_size):
-            found.append(
-                f"--recover cannot be combined with --{name.replace('_', '-')} {shards} yet: "
-                "weights would be spread over replicas, and gathered in the step"
-            )
-    loader = getattr(args, "dataloader_type", None)
-    if loader not in (None, "single", "cyclic"):
-        found.append(f"--recover needs --dataloader-type single or cyclic, not {loader}: a loader of your own gives "
-                     "batches one after the other, and a lost one must be read by its number")  # fmt: skip
-    if getattr(args, "rerun_mode", "disabled") != "disabled":
-        found.append(
-            f"--recover cannot be combined with --rerun-mode {args.rerun_mode}: Megatron 0.17 to 0.19 does not start "
-            "with it either (ValueError: it looks for a mode report_determinism_stats, which its flag does not take); "
-            "a Megatron that does runs each step twice and compares the n-th result with the n-th, which after a death "
-            "is of another microbatch"
-        )
-    balancing = getattr(args, "moe_router_load_balancing_type", None) or ()
-    for kind in {balancing} if isinstance(balancing, str) else set(balancing):
-        if kind == "global_aux_loss":
-            found.append(
-                f"--recover cannot be combined with --moe-router-load-balancing-type {kind} yet: in the "
-                "forward pass a router sums its tokens over all replicas, so the loss of a rank's n-th "
-                "microbatch is made of the n-th ones of all others: of a lost one nobody would have them, and "
-                "what runs them again comes too late (aux_loss and seq_aux_loss need no other replica)"
-            )
-    if getattr(args, "fp8", None) and getattr(args, "fp8_recipe", "delayed") == "delayed":
-        found.append(
-            "--recover cannot be combined with delayed FP8 scaling yet: its scales are a history of what each worker "
-            "has computed, to which a re-run adds and which a worker that takes a place has not; take another "
-            "--fp8-recipe (tensorwise, blockwise, mxfp8), which scales by what it is about to multiply"
-        )
-    if getattr(args, "non_persistent_ckpt_type", None) == "local":
-        found.append(
-            "--recover cannot be combined with --non-persistent-ckpt-type local yet: NVRx takes such a checkpoint for "
-            "complete where every rank has written its own, and a restart would find none that was begun while one is "
-            "lost; --recover-memory-tier keeps states in the memory of other nodes"
-        )
-    if getattr(args, "iterations_to_skip", None) and _grows(args):
-        found.append("--recover cannot be combined with --iterations-to-skip and a batch that grows yet")
-    return [*found, *_never_clips(args), *_groups_of_microbatches(args)]
+    rules = RULES if config.untested else [*RULES, *UNTESTED]
+    return [*reasons(rules, args), *_groups_of_microbatches(args)]
 
 
 def cannot_grow(args: argparse.Namespace, config: RecoverConfig, replicas: int, lanes: int) -> list[str]:
@@ -177,25 +184,6 @@ def _least(args: argparse.Namespace) -> int:
     if layers:
         chunks = (args.num_layers or 0) // (stages * layers)
     return stages if max(chunks, getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1) > 1 else 1
-
-
-def _never_clips(args: argparse.Namespace) -> list[str]:
-    """What Megatron itself takes with --qk-clip, and ends at in the first step, or where it would clip first."""
-    if not getattr(args, "qk_clip", False):
-        return []
-    found = []
-    if not (getattr(args, "bf16", False) or getattr(args, "fp16", False)):
-        found.append("--qk-clip needs --bf16 or --fp16: without them Megatron itself does not find the attention, and "
-                     "ends in the first step with an AttributeError")  # fmt: skip
-    if args.tensor_model_parallel_size > 1 and not getattr(args, "multi_latent_attention", False):
-        found.append(f"--qk-clip with --tensor-model-parallel-size {args.tensor_model_parallel_size} needs "
-                     "--multi-latent-attention: elsewhere Megatron itself takes a tensor rank's weight for the whole "
-                     "one where it clips, and ends with a RuntimeError")  # fmt: skip
-    return found
-
-
-def _grows(args: argparse.Namespace) -> bool:
-    return bool(getattr(args, "rampup_batch_size", None) or getattr(args, "step_batch_size_schedule", None))
 
 
 def _groups_of_microbatches(args: argparse.Namespace) -> list[str]:

@@ -19,6 +19,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -46,32 +47,21 @@ from recover_megatron.megatron_hooks.step_guard import StepGuard
 log = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Rejoin:
     """Takes one worker out of the training and back, with the model that it has.  Called by its main thread."""
 
-    def __init__(
-        self,
-        recovery: Recovery,
-        groups: Groups,
-        state: TrainingState,
-        places: StateExchange,
-        checkpoints: Checkpoints,
-        sharded: ShardedOptimizer | None,
-        blame: Blame,
-        step_guard: StepGuard,
-        rings: Sequence[Column],
-    ) -> None:
-        """``rings``: the columns over which this worker sums in a step."""
-        self._recovery = recovery
-        self._groups = groups
-        self._state = state
-        self._places = places
-        self._checkpoints = checkpoints
-        self._sharded = sharded
-        self._blame = blame
-        self._step_guard = step_guard
-        self._rings = rings
-        self._untaken = UntakenPlaces()
+    _recovery: Recovery
+    _groups: Groups
+    _state: TrainingState
+    _places: StateExchange
+    _checkpoints: Checkpoints
+    _sharded: ShardedOptimizer | None
+    _blame: Blame
+    _step_guard: StepGuard
+    _rings: Sequence[Column]
+    """The columns over which this worker sums in a step."""
+    _untaken: UntakenPlaces = field(default_factory=UntakenPlaces, init=False)
 
     def leave(self, error: BaseException) -> None:
         """Leave the training, which ``error`` has ended: have all others told, and forget what was begun."""

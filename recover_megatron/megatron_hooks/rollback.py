@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.training import checkpointing, get_args
@@ -58,30 +59,20 @@ def kept(checkpoints: Checkpoints, state: TrainingState) -> list[Checkpoint]:
     return [*found, (state.loaded_at_launch, "load")] if state.loaded_at_launch else found
 
 
+@dataclass(eq=False)
 class Rollback:
     """Of one worker, with the model that it has; its main thread calls it."""
 
-    def __init__(
-        self,
-        recovery: Recovery,
-        groups: Groups,
-        state: TrainingState,
-        checkpoints: Checkpoints,
-        records: Records,
-        console: Console,
-        sharded: ShardedOptimizer | None,
-        memory: MemoryTier,
-    ) -> None:
-        self._recovery = recovery
-        self._groups = groups
-        self._state = state
-        self._checkpoints = checkpoints
-        self._records = records
-        self._console = console
-        self._sharded = sharded
-        self._memory = memory
-        self._done = 0
-        """The epoch of the last one that was carried out."""
+    _recovery: Recovery
+    _groups: Groups
+    _state: TrainingState
+    _checkpoints: Checkpoints
+    _records: Records
+    _console: Console
+    _sharded: ShardedOptimizer | None
+    _memory: MemoryTier
+    _done: int = field(default=0, init=False)
+    """The epoch of the last one that was carried out."""
 
     def carry_out(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """Load what the plan that gave this worker its place says, if it says so.  Before ``train`` is entered.

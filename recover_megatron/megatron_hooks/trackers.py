@@ -15,8 +15,6 @@ so no such operation is made for it, by all stages of a pipeline or by some.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +22,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.integrate import Loop
-
-EXPERT_TRACKER = "megatron.core.transformer.moe.moe_logging"
-HAS_EXPERT_TRACKER = importlib.util.find_spec(EXPERT_TRACKER) is not None
-"""0.17 has a dictionary instead; its averages are taken over the living, which changes nothing in them."""
 
 BALANCING = {
     "aux_loss": "load_balancing_loss",
@@ -92,12 +87,12 @@ class Trackers:
         prediction = MTPLossLoggingHelper.tracker
         if "avg_group" in prediction:
             prediction["avg_group"] = None
-        if self._experts and HAS_EXPERT_TRACKER:
+        if self._experts:
             self._stay_in_the_replica()
 
     def _stay_in_the_replica(self) -> None:
         """Let the numbers of the experts be averaged over this replica's tensor ranks alone, which differ."""
-        tracker = importlib.import_module(EXPERT_TRACKER).get_moe_metrics_tracker()
+        tracker = get_moe_metrics_tracker()
         for name in self._experts:
             tracker.ensure_initialized(name, self._layers)  # as Megatron does later in a stage that has no experts
             entry = tracker.metrics[name]
@@ -116,21 +111,12 @@ def _names_of_experts(args: Any) -> list[str]:
 
 
 def _expert_sums(name: str) -> Callable[[], torch.Tensor | None]:
-    if HAS_EXPERT_TRACKER:
-        tracker = importlib.import_module(EXPERT_TRACKER).get_moe_metrics_tracker
-        return lambda: getattr(tracker().metrics.get(name), "values", None)
-    known = importlib.import_module("megatron.core.transformer.moe.moe_utils").get_moe_layer_wise_logging_tracker
-    return lambda: known().get(name, {}).get("values")
+    return lambda: getattr(get_moe_metrics_tracker().metrics.get(name), "values", None)
 
 
 def _of_prediction(args: Any) -> list[_Sums]:
     depth = getattr(args, "mtp_num_layers", None) or 0
-    names = {
-        "loss_values": False,
-        "values": False,
-        "correct_values": True,
-        "total_values": True,
-    }  # "values": 0.17, 0.18
+    names = {"loss_values": False, "values": False, "correct_values": True, "total_values": True}  # "values": 0.18
     return [_Sums(depth, _held(MTPLossLoggingHelper.tracker, name), added) for name, added in names.items() if depth]
 
 

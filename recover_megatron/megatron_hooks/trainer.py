@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,36 +61,29 @@ class NominalCount:
         return forward_step_calc_loss
 
 
+@dataclass(eq=False)
 class MegatronTrainer:
-    """One step of one worker.  ``call``: the keyword arguments with which Megatron called the schedule."""
+    """One step of one worker."""
 
-    def __init__(
-        self,
-        schedule: Callable[..., Any],
-        call: dict[str, Any],
-        buckets: Buckets | FsdpBuckets,
-        progress: ProgressReports,
-        seeds: MicrobatchSeeds,
-        accumulated: Accumulated,
-        routers: RouterSums,
-        trackers: Trackers,
-        logits: AttentionLogits,
-        iteration: int,
-    ) -> None:
-        self._schedule = schedule
-        self._call = call
-        self._model = call["model"] if isinstance(call["model"], list) else [call["model"]]
-        self._buckets = buckets
-        self._progress = progress
-        self._seeds = seeds
-        self._accumulated = accumulated
-        self._routers = routers
-        self._trackers = trackers
-        self._logits = logits
-        self._iteration = iteration
-        self._losses: list[dict[str, torch.Tensor]] = []
-        self._tokens = 0
-        self._finalize_call: dict[str, Any] = {}
+    _schedule: Callable[..., Any]
+    _call: dict[str, Any]
+    """The keyword arguments with which Megatron called the schedule."""
+    _buckets: Buckets | FsdpBuckets
+    _progress: ProgressReports
+    _seeds: MicrobatchSeeds
+    _accumulated: Accumulated
+    _routers: RouterSums
+    _trackers: Trackers
+    _logits: AttentionLogits
+    _iteration: int
+    _losses: list[dict[str, torch.Tensor]] = field(default_factory=list, init=False)
+    _tokens: int = field(default=0, init=False)
+    _finalize_call: dict[str, Any] = field(default_factory=dict, init=False)
+
+    @property
+    def _model(self) -> list[Any]:
+        model = self._call["model"]
+        return model if isinstance(model, list) else [model]
 
     @property
     def gradients(self) -> Gradients:

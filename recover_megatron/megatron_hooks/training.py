@@ -34,7 +34,6 @@ from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import rng, skipping, writers
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.balancing import rebalance
-from recover_megatron.megatron_hooks.between_steps import BetweenSteps
 from recover_megatron.megatron_hooks.buckets import Buckets, BucketSeams
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.console import Console
@@ -105,14 +104,12 @@ class TrainingHooks:
         self._accumulated = Accumulated()
         self._bucket_seams = BucketSeams()
         self._tracker_seam = TrackerSeam()
-        self._recovery: Recovery | None = None
         self._outcome: Outcome | None = None
         self._evaluation = Evaluation(groups)
         self._checkpoints = Checkpoints(groups, records, self._before_checkpoint, self._saving)
         self._over_parameters = OverParameters(groups)
         self._parts: TrainingParts | None = None
-        self._between_steps: BetweenSteps | None = None
-        """Both None before ``train`` has been entered."""
+        """None before ``train`` has been entered."""
 
     @property
     def _traffic(self) -> Traffic:
@@ -140,14 +137,8 @@ class TrainingHooks:
 
     @property
     def recovery(self) -> Recovery:
-        assert self._recovery is not None, "training has not begun"
-        return self._recovery
-
-    @recovery.setter
-    def recovery(self, recovery: Recovery) -> None:
-        """Set from outside for a newcomer, which waits for a place before it has entered ``train``."""
-        self._recovery = self._checkpoints.recovery = self._evaluation.recovery = recovery
-        self._over_parameters.recovery = recovery
+        assert self._groups.recovery is not None, "training has not begun"
+        return self._groups.recovery
 
     @property
     def iteration(self) -> int:
@@ -158,7 +149,7 @@ class TrainingHooks:
         """Drop all that belongs to the model: one for another position is to be built."""
         self._bucket_seams.buckets = self._over_parameters.sharded = None
         self._tracker_seam.active = False
-        self._parts = self._between_steps = self._outcome = None
+        self._parts = self._outcome = None
 
     def replica_ends(self) -> None:
         """The groups inside the replica are about to be aborted.  Called in any thread."""
@@ -188,7 +179,7 @@ class TrainingHooks:
     @property
     def begun(self) -> bool:
         """Whether ``train`` has been entered."""
-        return self._recovery is not None
+        return self._groups.recovery is not None
 
     def install(self) -> None:
         """Wrap the seams; raises UserError if this loop's or Megatron-Core's are not the ones we know."""
@@ -215,13 +206,10 @@ class TrainingHooks:
             forward_step_func: Any, model: Any, optimizer: Any, scheduler: Any, data: Any, validation: Any, *rest: Any,
             **kwargs: Any,
         ) -> Any:  # fmt: skip
-            late = self._recovery is not None  # a newcomer, which waited without a model until it was to build one
-            if self._recovery is None:
-                self.recovery = self._make_recovery()
+            late = self.begun  # a newcomer, which waited without a model until it was to build one
+            if not late:
+                self._groups.recovery = self._make_recovery()
             parts = self._take_up(model, optimizer, scheduler, validation, late=late)
-            between_steps = self._between_steps = BetweenSteps(
-                parts, self.recovery, self._traffic, self.loop.services.finish_saves
-            )
             rejoin, rollback = self._rejoin(parts), self._rollback(parts)
             if late:
                 rejoin.come_back()
@@ -231,7 +219,7 @@ class TrainingHooks:
                 try:
                     rollback.carry_out(model, optimizer, scheduler)
                     done = original(forward_step_func, model, optimizer, scheduler, data, validation, *rest, **kwargs)
-                    between_steps.complete()
+                    parts.between_steps.complete()
                     return done
                 except BaseException as error:
                     if isinstance(error, FINAL) or not self.replica_broken(error):
@@ -250,9 +238,10 @@ class TrainingHooks:
             scheduler,
             validation,
             recovery=self.recovery,
+            traffic=self._traffic,
             accumulated=self._accumulated,
             copies=self._copies,
-            operations=self.loop.services.operations,
+            services=self.loop.services,
             blank=late,
         )
         self._bucket_seams.buckets = parts.buckets if isinstance(parts.buckets, Buckets) else None
@@ -303,8 +292,7 @@ class TrainingHooks:
         def train_step(
             forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            assert self._between_steps is not None
-            self._between_steps.at_boundary()
+            self._in_training.between_steps.at_boundary()
             started = time.perf_counter()
             with self._traffic.during(Mode.STEP):
                 result = original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
@@ -329,11 +317,11 @@ class TrainingHooks:
         return training_log
 
     def _before_checkpoint(self) -> None:
-        if self._between_steps is not None:
-            self._between_steps.before_checkpoint()
+        if self._parts is not None:
+            self._parts.between_steps.before_checkpoint()
 
     def _saving(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._between_steps is None else self._between_steps.saving()
+        return nullcontext() if self._parts is None else self._parts.between_steps.saving()
 
     # ---- one pass of the schedule
 
@@ -345,7 +333,7 @@ class TrainingHooks:
                 if not self.begun:
                     return schedule(**call)
                 if call.get("forward_only"):
-                    return self._evaluation.forward_only(schedule, call)
+                    return self._evaluation.forward_only(self.recovery, schedule, call)
                 return self._step(schedule, call)
 
             return forward_backward_func

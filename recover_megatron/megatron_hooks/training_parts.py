@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +10,11 @@ import torch
 from megatron.training import get_args
 
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.traffic import Traffic
+from recover_megatron.integrate.loop import Services
 from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.attention_logits import AttentionLogits
+from recover_megatron.megatron_hooks.between_steps import BetweenSteps
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.fsdp.outer import InShardGroups
@@ -54,6 +56,7 @@ class TrainingParts:
     state: TrainingState
     places: StateExchange
     memory: MemoryTier
+    between_steps: BetweenSteps
 
     def count_updates(self, optimizer: Any, step_guard: StepGuard) -> None:
         """Know whether the parameters are those before or after the step under way, whatever interrupts it."""
@@ -81,19 +84,22 @@ def assemble(
     validation: Any,
     *,
     recovery: Recovery,
+    traffic: Traffic,
     accumulated: Accumulated,
     copies: StateCopies,
-    operations: Callable[[int], float],
+    services: Services,
     blank: bool,
 ) -> TrainingParts:
-    """Make the parts for what train() is entered with.  ``operations``, ``blank``: see ``TrainingState``."""
+    """Make the parts for what train() is entered with.  ``blank``: see ``TrainingState``."""
     buckets = _buckets(model, recovery, accumulated, copies.shadows)
     sharded = None
     if buckets.shards is not None:
         keeping = InBuckets(buckets) if isinstance(buckets, Buckets) else InShardGroups(buckets.outer)
         sharded = ShardedOptimizer(optimizer, buckets, keeping, recovery, copies.shadows, copies.shadow_device)
-    state = TrainingState(model, optimizer, scheduler, validation, operations, blank=blank, sharded=sharded)
+    state = TrainingState(model, optimizer, scheduler, validation, services.operations, blank=blank, sharded=sharded)
     wanted = copies.memory_tier != "off"
+    places = StateExchange(recovery, state)
+    memory = MemoryTier(recovery, state, sharded, wanted=wanted, every=copies.memory_interval)
     return TrainingParts(
         buckets,
         Trackers(get_args(), buckets.tail, recovery.assignment.grid),
@@ -101,8 +107,9 @@ def assemble(
         AttentionLogits(get_args(), model),
         sharded,
         state,
-        StateExchange(recovery, state),
-        MemoryTier(recovery, state, sharded, wanted=wanted, every=copies.memory_interval),
+        places,
+        memory,
+        BetweenSteps(recovery, traffic, services.finish_saves, state, places, sharded, memory),
     )
 
 

@@ -1,4 +1,4 @@
-"""Who writes checkpoints: nobody waits for a process that is dead or has nothing to do; what failed is told to all."""
+"""Writers of checkpoints: nobody waits for a process that is dead or has nothing to do; what failed is told to all."""
 
 from __future__ import annotations
 

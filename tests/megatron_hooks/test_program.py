@@ -144,7 +144,7 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
         ),
         (
             [*GOOD, "--recover", "--rerun-mode", "report_stats"],
-            "--recover cannot be combined with --rerun-mode report_stats: Megatron 0.17 to 0.19 does not start with it",
+            "--recover cannot be combined with --rerun-mode report_stats: Megatron 0.18 to 0.19 does not start with it",
         ),
         (
             [*GOOD, "--recover", "--te-rng-tracker"],
@@ -188,13 +188,13 @@ def test_a_package_that_megatron_misses_late_is_one_line_unless_the_training_has
 
     its: Any = None
     made = program.Program(its, its, RecoverConfig(), 0.0)
-    monkeypatch.setattr(program.Program, "_call", lambda self, run, parameters: run())
+    monkeypatch.setattr(program.Program, "_call", lambda self, run: run())
     with pytest.raises(
         UserError, match="lacks a Python package for these flags: pallas is required for this attention, "
     ):
-        made._pretrain(imports, {})
+        made._pretrain(imports)
     with pytest.raises(ImportError):
-        made._pretrain(train, {})
+        made._pretrain(train)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def fake_megatron(root: Path, minor: int, *, training: bool = True, script: bool
 @pytest.mark.parametrize(
     ("minor", "training", "reason"),
     [
-        (16, True, "Megatron 0.16.1 in {root} is not supported (supported: Megatron 0.17 to 0.19, tested: 0.19.2)"),
+        (17, True, "Megatron 0.17.1 in {root} is not supported (supported: Megatron 0.18 to 0.19, tested: 0.19.2)"),
         (19, False, "Megatron 0.19.1 in {root} has no megatron.training"),
         (18, True, "the wheel of Megatron 0.18.1 has no GPT builder: put a Megatron-LM checkout"),
     ],

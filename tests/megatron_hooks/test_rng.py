@@ -64,7 +64,7 @@ def test_a_checkpoint_has_as_many_random_states_as_the_launch_has_replicas(
     monkeypatch: pytest.MonkeyPatch, kept: Callable[[list[str]], Any], living: str, expected: str
 ) -> None:
     def gathered(ckpt_format: str) -> Any:
-        """As Megatron 0.17 makes them: a list by its count of the replicas, filled by those who are asked."""
+        """As Megatron 0.18 makes them: a list by its count of the replicas, filled by those who are asked."""
         states = [""] * parallel_state.get_data_parallel_world_size()
         for number, state in enumerate(living):
             states[number] = state

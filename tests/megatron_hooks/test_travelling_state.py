@@ -1,5 +1,5 @@
-"""Who takes a place goes on with all that the others go on with: also with what they have from a checkpoint, not from
-their flags."""
+"""A worker that takes a place goes on with all that the others go on with: also with what they have from a checkpoint,
+not from their flags."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness.patience import patient
 
-WHEELS = {"0.17.1": "core_v0.17.1", "0.18.2": "core_v0.18.2", "0.19.0": "core_v0.19.0", "0.19.2": "core_v0.19.0"}
+WHEELS = {"0.18.2": "core_v0.18.2", "0.19.0": "core_v0.19.0", "0.19.2": "core_v0.19.0"}
 """Version -> the patch that is its."""
 
 

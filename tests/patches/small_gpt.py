@@ -1,4 +1,4 @@
-"""A pretrain_gpt.py as small as can be, for Megatron 0.17 and 0.18, whose wheels bring none.
+"""A pretrain_gpt.py as small as can be, for Megatron 0.18, whose wheel brings none.
 
 Beside the tree of such a wheel it makes a checkout: pretrain_gpt_recover.py takes its parts from it, and a patched
 Megatron runs it as a script.  It shares no code with recover_megatron.
@@ -79,19 +79,14 @@ def get_embedding_ranks(pp_ranks):
 
 
 if __name__ == "__main__":
-    from inspect import signature
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
 
-    parts = (
+    pretrain(
+        pretrain_cfg_container_from_args(parse_and_validate_args()),
         train_valid_test_datasets_provider,
         partial(model_provider, gpt_builder),
         ModelType.encoder_or_decoder,
         forward_step,
+        get_embedding_ranks=get_embedding_ranks,
     )
-    options = {"get_embedding_ranks": get_embedding_ranks}
-    if "cfg_container" in signature(pretrain).parameters:  # 0.18
-        from megatron.training.argument_utils import pretrain_cfg_container_from_args
-        from megatron.training.arguments import parse_and_validate_args
-
-        pretrain(pretrain_cfg_container_from_args(parse_and_validate_args()), *parts, **options)
-    else:
-        pretrain(*parts, **options)

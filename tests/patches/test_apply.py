@@ -54,7 +54,7 @@ def test_the_seams_are_the_functions_that_are_wrapped(wheel: tuple[str, Path], t
     assert apply(tree).returncode == 0
     parameters = {
         "parse_args": ["extra_args_provider", "ignore_unknown_args"],
-        "pretrain": ["train_valid_test_dataset_provider"] if wheel[0] == "0.17.1" else ["cfg_container"],
+        "pretrain": ["cfg_container"],
     }
     for path, (name, expected) in zip(FILES[1:], parameters.items(), strict=True):
         module = ast.parse((tree / path).read_text())
@@ -129,12 +129,12 @@ def fake_checkout(root: Path, version: str) -> Path:
     return root
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.18.0", "0.20.0"])
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.0", "0.20.0"])
 def test_an_unknown_version_is_refused_by_name_with_the_known_ones(tmp_path: Path, version: str) -> None:
     done = apply(fake_checkout(tmp_path, version))
     assert done.returncode == 2
     assert f"error: there is no patch for Megatron {version} ({tmp_path})" in done.stderr
-    assert "known versions: 0.17.1, 0.18.2, 0.19.0, 0.19.1, 0.19.2\n" in done.stderr
+    assert "known versions: 0.18.2, 0.19.0, 0.19.1, 0.19.2\n" in done.stderr
 
 
 def test_a_folder_that_is_no_megatron_and_a_wrong_command_line_are_refused(tmp_path: Path) -> None:

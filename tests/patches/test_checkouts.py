@@ -1,6 +1,6 @@
 """Real Megatron-LM checkouts, with the patch and with the hooks alone: a run with deaths equals the stock one without.
 
-    MEGATRON_LM_CHECKOUTS=/path/to/core_v0.17.1:/path/to/core_v0.19.0 bash scripts/test.sh tests/patches
+    MEGATRON_LM_CHECKOUTS=/path/to/core_v0.18.2:/path/to/core_v0.19.0 bash scripts/test.sh tests/patches
 
 Each is copied before it is patched.  What it needs besides (docs/compatibility.md) must be there.  In both ways, for
 three replicas of two tensor-parallel workers:

@@ -212,7 +212,7 @@ class FaultTolerance:
 
     def _wait_for_a_position(self, args: Any) -> None:
         grid = grid_of(args, int(os.environ["WORLD_SIZE"]), self._config.max_replicas)
-        self._training.recovery = self._make_recovery(args, grid)
+        self._groups.recovery = self._make_recovery(args, grid)
         self._records.joined_late()
         log.info(f"worker {self._me} waits for a place")
         self._training.recovery.orphan.wait()
@@ -317,7 +317,6 @@ class FaultTolerance:
         config = self._config
         slot = None if self._newcomer else int(os.environ["RANK"])
         args, grid = args or get_args(), grid or self._groups.grid
-        assert grid is not None
         secret, host = find_secret(os.environ).key("ring"), _my_address()
         # NCCL refuses workers that share a GPU, and whoever asks Megatron for gloo does not want it.
         nccl = self._device.type == "cuda" and args.distributed_backend != "gloo"

@@ -5,8 +5,7 @@
     run         install hooks if --recover, call pretrain()
 
 A Megatron-LM checkout brings its own pretrain_gpt.py: its functions are used.  The wheel of 0.19 has none, so
-`gpt_script` stands in.  Megatron's pretrain() takes other arguments from version to version; `_pretrain` knows three
-forms, told apart by their parameters.
+`gpt_script` stands in.  Megatron's pretrain() takes a model provider in 0.18, and none from 0.19 on.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ import argparse
 import contextlib
 import copy
 import importlib
-import inspect
 import io
 import os
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -77,21 +75,18 @@ class Program:
         _print_versions(self.megatron, print_rank_0)
         set_startup_timestamps(program_start=self.loaded_at, main_entry=time.time())
         self.script.train_valid_test_datasets_provider.is_distributed = True
-        parameters = inspect.signature(training.pretrain).parameters
         if self.config.enabled:
             from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
 
-            survive(
-                self.config, lambda: self._pretrain(training.pretrain, parameters), lambda: validated(self._parse())
-            )
+            survive(self.config, lambda: self._pretrain(training.pretrain), lambda: validated(self._parse()))
             return
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(training.pretrain)
-        self._pretrain(pretrain, parameters, store=store)
+        self._pretrain(pretrain, store=store)
 
-    def _pretrain(self, pretrain: Callable[..., None], parameters: Any, **options: Any) -> None:
+    def _pretrain(self, pretrain: Callable[..., None], **options: Any) -> None:
         """Call pretrain(); raises UserError where it lacks a Python package before it trains."""
         try:
-            self._call(pretrain, parameters, **options)
+            self._call(pretrain, **options)
         except ImportError as error:
             at = traceback.extract_tb(error.__traceback__)
             if any(frame.name in ("train", "evaluate") for frame in at) or traceback_wanted():
@@ -102,30 +97,27 @@ class Program:
                 f"({sys.executable}; RECOVER_TRACEBACK=1 shows the traceback)"
             ) from None
 
-    def _call(self, pretrain: Callable[..., None], parameters: Any, **options: Any) -> None:
+    def _call(self, pretrain: Callable[..., None], **options: Any) -> None:
         """Call pretrain() in the form that this version has."""
         from megatron.core.enums import ModelType
-
-        options |= {"get_embedding_ranks": self.script.get_embedding_ranks}
-        datasets = self.script.train_valid_test_datasets_provider
-        forward_step = self.script.forward_step
-        if "cfg_container" not in parameters:  # 0.17: pretrain() parses the flags
-            options |= {"extra_args_provider": self._options, "args_defaults": dict(DEFAULTS)}
-            pretrain(datasets, self._model_provider(), ModelType.encoder_or_decoder, forward_step, **options)
-            return
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
         from megatron.training.arguments import parse_and_validate_args
 
+        script = self.script
         args = flags.in_plain_words(partial(parse_and_validate_args, self._options, args_defaults=dict(DEFAULTS)))
-        if parameters["model_provider"].default is inspect.Parameter.empty:  # 0.18: the script builds the model
+        if self.megatron.release < (0, 19):  # the script builds the model
             container = pretrain_cfg_container_from_args(args)
-            pretrain(container, datasets, self._model_provider(), ModelType.encoder_or_decoder, forward_step, **options)
-            return
-        container = pretrain_cfg_container_from_args(args, self._model_config(args))  # 0.19: the configuration does
-        pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step, **options)
-
-    def _model_provider(self) -> Callable[..., Any]:
-        return partial(self.script.model_provider, self.script.gpt_builder)
+            options["model_provider"] = partial(script.model_provider, script.gpt_builder)
+        else:  # the configuration does
+            container = pretrain_cfg_container_from_args(args, self._model_config(args))
+        pretrain(
+            container,
+            script.train_valid_test_datasets_provider,
+            model_type=ModelType.encoder_or_decoder,
+            forward_step_func=script.forward_step,
+            get_embedding_ranks=script.get_embedding_ranks,
+            **options,
+        )
 
     def _model_config(self, args: argparse.Namespace) -> Any:
         """The model's configuration; ModelOpt, which only a checkout can bring, has one of its own."""
@@ -138,7 +130,7 @@ class Program:
         return gpt_config_from_args(args)
 
 
-def validated(args: argparse.Namespace, defaults: Mapping[str, Any] = DEFAULTS) -> argparse.Namespace:
+def validated(args: argparse.Namespace) -> argparse.Namespace:
     """What Megatron makes of parsed arguments, with its defaults filled in; as they are with ``--yaml-cfg``.
 
     A dry run on a copy, in silence: validation prints, and has its real turn in pretrain().
@@ -150,7 +142,7 @@ def validated(args: argparse.Namespace, defaults: Mapping[str, Any] = DEFAULTS) 
     found = copy.deepcopy(args)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        flags.in_plain_words(partial(arguments.validate_args, found, dict(defaults)))
+        flags.in_plain_words(partial(arguments.validate_args, found, dict(DEFAULTS)))
     return found
 
 

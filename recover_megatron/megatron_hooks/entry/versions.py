@@ -15,7 +15,7 @@ from recover_megatron.logger import get_logger
 
 log = get_logger(__name__)
 
-OLDEST = (0, 17)
+OLDEST = (0, 18)
 NEWEST = (0, 19)
 TESTED = "0.19.2"
 SUPPORTED = f"supported: Megatron {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, tested: {TESTED}"

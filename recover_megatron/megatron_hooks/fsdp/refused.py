@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from recover_megatron.arguments import RecoverConfig
+from recover_megatron.hostdevice.flags import Rule, is_above_one, is_one_of, reasons, unless
+from recover_megatron.megatron_hooks.refused import balances_by, yet
 
-REFUSED = {
-    "check_weight_hash_across_dp_replicas_interval": "it compares parameters that are not whole",
-    "ddp_average_in_collective": "the step sums over shard groups, and does not average",
-    "megatron_fsdp_enable_fine_grained_param_gather": "it has not been tried",
-    "fp16": "it has not been tried",
-}
-"""Attribute of Megatron's arguments -> why its flag is refused with --recover and --use-megatron-fsdp."""
+_WITH = "--recover with --use-megatron-fsdp"
+_TAKEN = ("optim_grads_params", "optim_grads", "optim")
+_STRATEGY = "data_parallel_sharding_strategy"
 
-REFUSED_OUTER = {
-    "log_params_norm": "it is that of the parameters in 32 bits, of which each shard group has a part",
-    "async_save": "the state that is written is there only until the save has begun",
-}
-"""The same with --outer-dp-sharding-strategy optim."""
+_yet = partial(yet, among=_WITH)
+RULES = [
+    _yet("--check-weight-hash-across-dp-replicas-interval", "it compares parameters that are not whole"),
+    _yet("--ddp-average-in-collective", "the step sums over shard groups, and does not average"),
+    _yet("--megatron-fsdp-enable-fine-grained-param-gather", "it has not been tried"),
+    _yet("--fp16", "it has not been tried"),
+    Rule(f"{_WITH} needs --num-distributed-optimizer-instances 2 or more: a replica is a shard group, and of one alone "
+         "nothing is left when one of its workers dies", unless(is_above_one("num_distributed_optimizer_instances"))),
+    Rule(f"{_WITH} needs a --data-parallel-sharding-strategy that shards: with no_shard it is plain data parallelism, "
+         "which --recover has without --use-megatron-fsdp",
+         lambda args: getattr(args, _STRATEGY, "no_shard") == "no_shard"),
+    _yet("--data-parallel-sharding-strategy {args.data_parallel_sharding_strategy}", f"take {' or '.join(_TAKEN)}",
+         lambda args: getattr(args, _STRATEGY, "no_shard") not in ("no_shard", *_TAKEN)),
+    Rule(f"{_WITH} needs --megatron-fsdp-grad-comm-dtype auto or that of --megatron-fsdp-main-grads-dtype: over shard "
+         "groups gradients are summed in the type in which they are kept",
+         lambda args: (getattr(args, "megatron_fsdp_grad_comm_dtype", None)
+                       not in (None, "auto", getattr(args, "megatron_fsdp_main_grads_dtype", None)))),
+    _yet("--pipeline-model-parallel-size", "Megatron 0.19.2 makes its mesh of several shard groups as if there were no "
+         "stages, and ends with an error of einops, without --recover, too",
+         is_above_one("pipeline_model_parallel_size")),
+    _yet("--moe-router-load-balancing-type quantile_balancing", "it has not been tried",
+         balances_by("quantile_balancing")),
+]  # fmt: skip
 
-SIZES = {
-    "pipeline_model_parallel_size": "Megatron 0.19.2 makes its mesh of several shard groups as if there were no "
-    "stages, and ends with an error of einops, without --recover, too",
-}
-"""The same of sizes above 1."""
-
-STRATEGIES = ("optim_grads_params", "optim_grads", "optim")
+_OPTIM = f"{_WITH} and --outer-dp-sharding-strategy optim"
+OUTER_RULES = [
+    Rule(f"{_OPTIM} needs --data-parallel-sharding-strategy optim_grads_params, as in Megatron",
+         unless(is_one_of(_STRATEGY, "optim_grads_params"))),
+    Rule(f"{_OPTIM} needs --megatron-fsdp-main-params-dtype fp32: shadows are kept in 32 bits",
+         lambda args: str(getattr(args, "megatron_fsdp_main_params_dtype", "fp32")) not in ("fp32", "torch.float32")),
+    yet("--log-params-norm", "it is that of the parameters in 32 bits, of which each shard group has a part",
+        among=_OPTIM),
+    yet("--async-save", "the state that is written is there only until the save has begun", among=_OPTIM),
+]  # fmt: skip
+"""The same with --outer-dp-sharding-strategy optim, as far as Megatron has it: where shard groups share all they have,
+main parameters in 32 bits."""
 
 
 def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: int) -> list[str]:
@@ -36,71 +58,17 @@ def cannot_shard_model(args: argparse.Namespace, config: RecoverConfig, world: i
     """
     if not getattr(args, "use_megatron_fsdp", False):
         return []
-    found = [
-        f"--recover with --use-megatron-fsdp cannot be combined with --{name.replace('_', '-')} yet: {why}"
-        for name, why in REFUSED.items()
-        if getattr(args, name, None)
-    ]
-    if (getattr(args, "num_distributed_optimizer_instances", None) or 1) < 2:
-        found.append(
-            "--recover with --use-megatron-fsdp needs --num-distributed-optimizer-instances 2 or more: a replica is a "
-            "shard group, and of one alone nothing is left when one of its workers dies"
-        )
-    found += _too_small(args, world)
-    strategy = getattr(args, "data_parallel_sharding_strategy", "no_shard")
-    if strategy == "no_shard":
-        found.append(
-            "--recover with --use-megatron-fsdp needs a --data-parallel-sharding-strategy that shards: with no_shard "
-            "it is plain data parallelism, which --recover has without --use-megatron-fsdp"
-        )
-    elif strategy not in STRATEGIES:
-        found.append(
-            f"--recover with --use-megatron-fsdp cannot be combined with --data-parallel-sharding-strategy {strategy} "
-            f"yet: take {' or '.join(STRATEGIES)}"
-        )
-    found += _outer(args, strategy)
-    kept = getattr(args, "megatron_fsdp_main_grads_dtype", None)
-    if getattr(args, "megatron_fsdp_grad_comm_dtype", None) not in (None, "auto", kept):
-        found.append(
-            "--recover with --use-megatron-fsdp needs --megatron-fsdp-grad-comm-dtype auto or that of "
-            "--megatron-fsdp-main-grads-dtype: over shard groups gradients are summed in the type in which they are "
-            "kept"
-        )
-    for name, why in SIZES.items():
-        if (getattr(args, name, None) or 1) > 1:
-            found.append(
-                f"--recover with --use-megatron-fsdp cannot be combined with --{name.replace('_', '-')} yet: {why}"
-            )
-    balancing = getattr(args, "moe_router_load_balancing_type", None) or ()
-    if "quantile_balancing" in ([balancing] if isinstance(balancing, str) else balancing):
-        found.append(
-            "--recover with --use-megatron-fsdp cannot be combined with --moe-router-load-balancing-type "
-            "quantile_balancing yet: it has not been tried"
-        )
+    found = [*reasons(RULES, args), *_too_small(args, world)]
+    outer = getattr(args, "outer_dp_sharding_strategy", "no_shard")
+    if outer == "optim":
+        found += reasons(OUTER_RULES, args)
+    elif outer != "no_shard":
+        found.append(f"{_WITH} and --outer-dp-sharding-strategy {outer}: take no_shard or optim")
     if config.verify_interval:
         found.append(
-            "--recover with --use-megatron-fsdp cannot be combined with --recover-verify-interval yet: a shard that is "
-            "replaced may have been gathered by its mates before"
+            f"{_WITH} cannot be combined with --recover-verify-interval yet: a shard that is replaced may have been "
+            "gathered by its mates before"
         )
-    return found
-
-
-def _outer(args: argparse.Namespace, strategy: str) -> list[str]:
-    """With ``optim`` as far as Megatron has it: where shard groups share all they have, main parameters in 32 bits."""
-    outer = getattr(args, "outer_dp_sharding_strategy", "no_shard")
-    if outer == "no_shard":
-        return []
-    said = "--recover with --use-megatron-fsdp and --outer-dp-sharding-strategy"
-    if outer != "optim":
-        return [f"{said} {outer}: take no_shard or optim"]
-    found = []
-    if strategy != "optim_grads_params":
-        found.append(f"{said} optim needs --data-parallel-sharding-strategy optim_grads_params, as in Megatron")
-    if str(getattr(args, "megatron_fsdp_main_params_dtype", "fp32")) not in ("fp32", "torch.float32"):
-        found.append(f"{said} optim needs --megatron-fsdp-main-params-dtype fp32: shadows are kept in 32 bits")
-    for name, why in REFUSED_OUTER.items():
-        if getattr(args, name, False):
-            found.append(f"{said} optim cannot be combined with --{name.replace('_', '-')} yet: {why}")
     return found
 
 
@@ -121,8 +89,7 @@ def _too_small(args: argparse.Namespace, world: int) -> list[str]:
             f"{world // tensor} data-parallel ranks of {world} workers: all shard groups are of one size"
         ]
     return [
-        f"--recover with --use-megatron-fsdp needs shard groups of two workers or more: lower {flag}, or start more "
-        "workers"
+        f"{_WITH} needs shard groups of two workers or more: lower {flag}, or start more workers"
         for flag, size in sizes
         if size < 2
     ]

@@ -60,12 +60,10 @@ SEAMS = {
     "load": [Seam(TRAINING, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))],
     "loaders": [Seam(TRAINING, "build_train_valid_test_data_loaders", ("build_train_valid_test_datasets_provider",))],
     "progress_log": [Seam(TRAINING, "append_to_progress_log")],
-    # 0.17 has no such function: it writes `args.world_size`.
-    "world_size": [Seam("megatron.training.utils.log_utils", "safe_get_world_size", optional=True)],
+    "world_size": [Seam("megatron.training.utils.log_utils", "safe_get_world_size")],
     "weight_hashes": [Seam(TRAINING, "check_param_hashes_across_dp_replicas", ("model", "cross_check"))],
     "parameters_norm": [Seam(TRAINING, "calc_params_l2_norm", ("model", "force_create_fp32_copy"))],
-    # From 0.18 on.
-    "sequence_lengths": [Seam(TRAINING, "consume_seqlen_stats_in_iteration", optional=True)],
+    "sequence_lengths": [Seam(TRAINING, "consume_seqlen_stats_in_iteration")],
 }
 
 MEGATRON_LM = Loop("Megatron-LM", SUPPORTED, SEAMS, Services())

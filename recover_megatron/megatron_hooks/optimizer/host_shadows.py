@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ import torch
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
 
 
+@dataclass(eq=False)
 class HostShadows:
-    """Updates them.  ``fragments``: of each distributed optimizer of Megatron's; ``clip``: its --clip-grad."""
+    """Updates them."""
 
-    def __init__(self, fragments: Sequence[ShardFragments], clip: float) -> None:
-        self._fragments = fragments
-        self._clip = clip
-        self._thread: threading.Thread | None = None
-        self._failed: list[BaseException] = []
+    _fragments: Sequence[ShardFragments]
+    """Of each distributed optimizer of Megatron's."""
+    _clip: float
+    """Its --clip-grad."""
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _failed: list[BaseException] = field(default_factory=list, init=False)
 
     def begin(self, norm: float, scales: Sequence[float]) -> None:
         """An update with the gradients as they are now; before the device's own one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from recover_megatron.instep.assignment import Assignment
@@ -15,13 +16,13 @@ Layouts = Mapping[Column, Any]
 """By column: which worker holds which units (``Shards.wanted``)."""
 
 
+@dataclass(eq=False)
 class LayoutPieces:
     """Of one worker, with the model that it has."""
 
-    def __init__(self, buckets: Buckets | FsdpBuckets, shards: Shards, assignment: Assignment) -> None:
-        self._buckets = buckets
-        self._shards = shards
-        self._assignment = assignment
+    _buckets: Buckets | FsdpBuckets
+    _shards: Shards
+    _assignment: Assignment
 
     def wanted(self) -> dict[Column, Any]:
         """The layouts for who is there now."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,22 +28,16 @@ Held = dict[int, list[ShardFragment]]
 """The pieces of one of Megatron's optimizers, by unit."""
 
 
+@dataclass(eq=False)
 class Repartition:
-    """Of one worker.  ``fragments``: those of each of Megatron's optimizers."""
+    """Of one worker."""
 
-    def __init__(
-        self,
-        fragments: Sequence[ShardFragments],
-        pieces: LayoutPieces,
-        buckets: Buckets | FsdpBuckets,
-        shards: Shards,
-        recovery: Recovery,
-    ) -> None:
-        self._fragments = fragments
-        self._pieces = pieces
-        self._buckets = buckets
-        self._shards = shards
-        self._recovery = recovery
+    _fragments: Sequence[ShardFragments]
+    """Those of each of Megatron's optimizers."""
+    _pieces: LayoutPieces
+    _buckets: Buckets | FsdpBuckets
+    _shards: Shards
+    _recovery: Recovery
 
     def run(self) -> None:
         """Have it change hands, for who is there now; a section: all or nobody."""

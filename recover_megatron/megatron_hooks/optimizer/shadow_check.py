@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
@@ -14,22 +15,16 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragm
 log = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class ShadowCheck:
-    """Of one worker.  ``tail``: the column whose members tell each other what they hold."""
+    """Of one worker."""
 
-    def __init__(
-        self,
-        fragments: Sequence[ShardFragments],
-        pieces: LayoutPieces,
-        shards: Shards,
-        tail: Column,
-        recovery: Recovery,
-    ) -> None:
-        self._fragments = fragments
-        self._pieces = pieces
-        self._shards = shards
-        self._tail = tail
-        self._recovery = recovery
+    _fragments: Sequence[ShardFragments]
+    _pieces: LayoutPieces
+    _shards: Shards
+    _tail: Column
+    """Its members tell each other what they hold."""
+    _recovery: Recovery
 
     def run(self) -> None:
         """Compare, in a section; where one differs, all are made anew with the next repartition, by all workers."""
