@@ -41,7 +41,7 @@ MOST_BYTES = 4 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Say = Callable[[str], None]
-Job = Callable[[], None]
+Job = Callable[[], object]
 """May be called several times: again after an OSError."""
 
 
@@ -230,7 +230,7 @@ def open_to_append(path: Path) -> int:
     return descriptor
 
 
-class LogWriter:
+class LogWriter(Aside):
     """Adds lines to one file, which is opened with the first one.
 
     ``opening`` gives the descriptor, in the thread, and again when the file has to be opened anew (its folder was
@@ -245,53 +245,38 @@ class LogWriter:
         gap: Callable[[int], bytes] | None = None,
         most_bytes: int = MOST_BYTES,
     ) -> None:
+        super().__init__(str(path), say, most_bytes)
         self._path = path
         self._opening = opening
         self._gap = gap
-        self._dropped = 0
+        self._missing = 0
         self._descriptor: int | None = None
-        self._aside = Aside(str(path), say, most_bytes)
 
     def make(self) -> None:
         """Open the file now, so that it is there before the first line."""
-        self._aside.submit(self._make, 0)
+        self.submit(lambda: self._add(b"", 0, None), 0)
 
     def put(self, line: bytes, wanted: Callable[[], bool] | None = None) -> None:
-        """Add ``line``, with its end, as soon as the disk takes it.
+        """Add ``line``, with its end, as soon as the disk takes it: it is there after ``settle`` if the disk is well.
 
         ``wanted`` is asked in the thread, when the file is open: whether it is still to be written.
         """
-        if self._dropped and self._gap is not None:
-            line = self._gap(self._dropped) + line
-        if self._aside.submit(_Append(self, line, wanted), len(line)):
-            self._dropped = 0
-        else:
-            self._dropped += 1
+        if self._missing and self._gap is not None:
+            line = self._gap(self._missing) + line
+        written = 0
 
-    def settle(self) -> None:
-        """As ``Aside.settle``: a line that was put is on the disk now, if the disk is well."""
-        self._aside.settle()
+        def append() -> None:
+            """Called again after an error it goes on where the disk was full."""
+            nonlocal written
+            while written < len(line):
+                written = self._add(line, written, wanted)
 
-    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """As ``Aside.flush``."""
-        return self._aside.flush(seconds)
-
-    @property
-    def finished(self) -> bool:
-        """Whether it is closed, with nothing left to write."""
-        return self._aside.finished
-
-    def discard(self) -> None:
-        """As ``Aside.discard``."""
-        self._aside.discard()
+        self._missing = 0 if self.submit(append, len(line)) else self._missing + 1
 
     def close(self) -> None:
         """No more lines; returns at once, what was put is still written."""
-        self._aside.submit(self._close, 0)
-        self._aside.close()
-
-    def _make(self) -> None:
-        self._add(b"", 0, None)
+        self.submit(self._close, 0)
+        super().close()
 
     def _close(self) -> None:
         if self._descriptor is not None:
@@ -318,22 +303,8 @@ class LogWriter:
             raise
 
 
-def flush_all(files: Iterable[LogWriter | Aside], seconds: float = FLUSH_SECONDS) -> None:
+def flush_all(files: Iterable[Aside], seconds: float = FLUSH_SECONDS) -> None:
     """Flush all of them; when one gives up, the others, on the same disk perhaps, have no such time more."""
     for file in files:
         if not file.flush(seconds):
             seconds = PATIENCE_SECONDS
-
-
-class _Append:
-    """One line on its way into a file; called again after an error it goes on where the disk was full."""
-
-    def __init__(self, file: LogWriter, line: bytes, wanted: Callable[[], bool] | None) -> None:
-        self._file = file
-        self._line = line
-        self._written = 0
-        self._wanted = wanted
-
-    def __call__(self) -> None:
-        while self._written < len(self._line):
-            self._written = self._file._add(self._line, self._written, self._wanted)

@@ -21,7 +21,7 @@ from recover_megatron.launch.output import LogFile
 from recover_megatron.launch.secret_file import SecretFile
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.launch.workers_file import WorkersFile
-from recover_megatron.log_writer import PATIENCE_SECONDS, Aside, LogWriter, flush_all
+from recover_megatron.log_writer import PATIENCE_SECONDS, Aside, flush_all
 
 
 class LogFolder:
@@ -36,7 +36,7 @@ class LogFolder:
         self._lock = lock
         self._say = loop.from_thread(say)
         self._locks = [held for held in (lock, save_lock) if held]
-        self._logs: list[LogWriter | Aside] = []
+        self._logs: list[Aside] = []
         self._workers_file = WorkersFile(folder, self._say) if folder else None
         self._secret_file = SecretFile(folder, self._say) if folder else None
         self._secret_is_ours = False
@@ -48,8 +48,7 @@ class LogFolder:
     def open_log(self, path: Path) -> LogFile:
         """The log of one worker."""
         log = LogFile(path, self._say)
-        self._logs = [file for file in self._logs if not file.finished]
-        self._logs.append(log.file)
+        self._logs = [file for file in self._logs if not file.finished] + [log]
         return log
 
     def write_workers(self, run_id: str, workers: Sequence[WorkerProcess]) -> bool:

@@ -34,7 +34,7 @@ _MOST_UNWRITTEN = 16 * 1024 * 1024
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
-class LogFile:
+class LogFile(LogWriter):
     """A worker's log: both its streams, unprefixed, in order of arrival.
 
     The file of an earlier run is kept as ``<name>.old``.  The disk neither stops nor ends the launcher
@@ -43,9 +43,9 @@ class LogFile:
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         """``say``, called in any thread, tells of a log that cannot be written."""
+        super().__init__(path, say, self._open, _missing, most_bytes=_MOST_UNWRITTEN)
         self._first = True
-        self.file = LogWriter(path, say, self._open, _missing, most_bytes=_MOST_UNWRITTEN)
-        self.file.make()
+        self.make()
         self._last: tuple[object, bool] = (None, True)
 
     def write(self, source: object, data: bytes) -> None:
@@ -54,12 +54,8 @@ class LogFile:
         if not complete and last_source is not source:
             data = b"\n" + data
         self._last = (source, data.endswith(b"\n"))
-        self.file.put(data)
-        self.file.settle()
-
-    def close(self) -> None:
-        """No more output; returns at once, what is left is still written."""
-        self.file.close()
+        self.put(data)
+        self.settle()
 
     def _open(self, path: Path) -> int:
         """In the writer's thread."""
