@@ -6,8 +6,8 @@
 
 Nobody who decides or trains touches the disk: ``put`` takes microseconds and raises nothing.  What does not fit into
 the queue any more is dropped and counted.  When the disk takes data again the file goes on where it stopped, whole line
-after whole line.  The price: the last lines of a process that is killed may be lost.  Who must not lose them waits for
-them with ``settle`` or ``flush``, both for a bounded time.
+after whole line.  The price: the last lines of a process that is killed may be lost.  A caller that must not lose them
+waits for them with ``settle`` or ``flush``, both for a bounded time.
 
 A kernel does not end a process while one of its threads is inside a write to a file system that was frozen
 (``fsfreeze``): such a process ends when it thaws, and whoever waits for it sees that end then.
