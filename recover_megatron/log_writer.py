@@ -56,13 +56,13 @@ class Aside:
         self._say = say
         self._most_bytes = most_bytes
         self._jobs: deque[tuple[int, Job]] = deque()  # the first one is being carried out
-        self._bytes = 0
+        self.left = 0
+        """Bytes that are not written yet."""
         self._done = 0
         self._failures = 0
         self._hurry = False
         """Somebody waits: try again at once."""
         self._dropped = 0
-        self._trouble = ""
         self._told_at = -QUIET_SECONDS
         self._told = False
         self._since = 0.0
@@ -74,7 +74,7 @@ class Aside:
     def submit(self, job: Job, size: int) -> bool:
         """Have ``job`` carried out; it keeps ``size`` bytes of memory until then.  False: it was dropped."""
         with self._changed:
-            full = self._bytes > 0 and self._bytes + size > self._most_bytes
+            full = self.left > 0 and self.left + size > self._most_bytes
             taken = not full and not self._closed
             if not taken:
                 self._dropped += 1
@@ -82,7 +82,7 @@ class Aside:
                 if not self._jobs:
                     self._since = time.monotonic()  # the thread may not have begun with it when the next one comes
                 self._jobs.append((size, job))
-                self._bytes += size
+                self.left += size
                 self._run_thread()
                 self._changed.notify_all()
             waits_for_thread = self._thread is None and bool(self._jobs)
@@ -111,18 +111,13 @@ class Aside:
         """Forget all jobs but the one that is being carried out."""
         with self._changed:
             while len(self._jobs) > 1:
-                self._bytes -= self._jobs.pop()[0]
+                self.left -= self._jobs.pop()[0]
 
     def close(self) -> None:
         """No more jobs; returns at once.  The thread ends when the queue is empty, or at the next error."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    @property
-    def left(self) -> int:
-        """Bytes that are not written yet."""
-        return self._bytes
 
     @property
     def finished(self) -> bool:
@@ -175,27 +170,25 @@ class Aside:
     def _failed(self, error: OSError) -> bool:
         """Wait until it is time for the next attempt; False: there will be none."""
         with self._changed:
-            self._trouble = error.strerror or str(error)
             self._failures += 1
             self._hurry = False
             self._changed.notify_all()
-        self._tell(f"cannot be written ({self._trouble})")
+        self._tell(f"cannot be written ({error.strerror or error})")
         with self._changed:
             if not self._closed:
                 self._changed.wait_for(lambda: self._closed or self._hurry, RETRY_SECONDS)
                 return True
             self._jobs.clear()
-            self._bytes = 0
+            self.left = 0
             self._changed.notify_all()
             return False
 
     def _succeeded(self) -> None:
         with self._changed:
             size, _ = self._jobs.popleft()
-            self._bytes -= size
+            self.left -= size
             self._done += 1
             recovered, self._told = self._told, False
-            self._trouble = ""
             dropped = self._dropped
             if recovered:
                 self._dropped = 0
