@@ -6,8 +6,8 @@
 
 Nobody who decides or trains touches the disk: ``put`` takes microseconds and raises nothing.  What does not fit into
 the queue any more is dropped and counted.  When the disk takes data again the file goes on where it stopped, whole line
-after whole line.  The price: the last lines of a process that is killed may be lost.  Who must not lose them waits for
-them with ``settle`` or ``flush``, both for a bounded time.
+after whole line.  The price: the last lines of a process that is killed may be lost.  A caller that must not lose them
+waits for them with ``settle`` or ``flush``, both for a bounded time.
 
 A kernel does not end a process while one of its threads is inside a write to a file system that was frozen
 (``fsfreeze``): such a process ends when it thaws, and whoever waits for it sees that end then.
@@ -41,7 +41,7 @@ MOST_BYTES = 4 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Say = Callable[[str], None]
-Job = Callable[[], None]
+Job = Callable[[], object]
 """May be called several times: again after an OSError."""
 
 
@@ -56,13 +56,13 @@ class Aside:
         self._say = say
         self._most_bytes = most_bytes
         self._jobs: deque[tuple[int, Job]] = deque()  # the first one is being carried out
-        self._bytes = 0
+        self.left = 0
+        """Bytes that are not written yet."""
         self._done = 0
         self._failures = 0
         self._hurry = False
         """Somebody waits: try again at once."""
         self._dropped = 0
-        self._trouble = ""
         self._told_at = -QUIET_SECONDS
         self._told = False
         self._since = 0.0
@@ -74,7 +74,7 @@ class Aside:
     def submit(self, job: Job, size: int) -> bool:
         """Have ``job`` carried out; it keeps ``size`` bytes of memory until then.  False: it was dropped."""
         with self._changed:
-            full = self._bytes > 0 and self._bytes + size > self._most_bytes
+            full = self.left > 0 and self.left + size > self._most_bytes
             taken = not full and not self._closed
             if not taken:
                 self._dropped += 1
@@ -82,7 +82,7 @@ class Aside:
                 if not self._jobs:
                     self._since = time.monotonic()  # the thread may not have begun with it when the next one comes
                 self._jobs.append((size, job))
-                self._bytes += size
+                self.left += size
                 self._run_thread()
                 self._changed.notify_all()
             waits_for_thread = self._thread is None and bool(self._jobs)
@@ -111,18 +111,13 @@ class Aside:
         """Forget all jobs but the one that is being carried out."""
         with self._changed:
             while len(self._jobs) > 1:
-                self._bytes -= self._jobs.pop()[0]
+                self.left -= self._jobs.pop()[0]
 
     def close(self) -> None:
         """No more jobs; returns at once.  The thread ends when the queue is empty, or at the next error."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    @property
-    def left(self) -> int:
-        """Bytes that are not written yet."""
-        return self._bytes
 
     @property
     def finished(self) -> bool:
@@ -175,27 +170,25 @@ class Aside:
     def _failed(self, error: OSError) -> bool:
         """Wait until it is time for the next attempt; False: there will be none."""
         with self._changed:
-            self._trouble = error.strerror or str(error)
             self._failures += 1
             self._hurry = False
             self._changed.notify_all()
-        self._tell(f"cannot be written ({self._trouble})")
+        self._tell(f"cannot be written ({error.strerror or error})")
         with self._changed:
             if not self._closed:
                 self._changed.wait_for(lambda: self._closed or self._hurry, RETRY_SECONDS)
                 return True
             self._jobs.clear()
-            self._bytes = 0
+            self.left = 0
             self._changed.notify_all()
             return False
 
     def _succeeded(self) -> None:
         with self._changed:
             size, _ = self._jobs.popleft()
-            self._bytes -= size
+            self.left -= size
             self._done += 1
             recovered, self._told = self._told, False
-            self._trouble = ""
             dropped = self._dropped
             if recovered:
                 self._dropped = 0
@@ -230,7 +223,7 @@ def open_to_append(path: Path) -> int:
     return descriptor
 
 
-class LogWriter:
+class LogWriter(Aside):
     """Adds lines to one file, which is opened with the first one.
 
     ``opening`` gives the descriptor, in the thread, and again when the file has to be opened anew (its folder was
@@ -245,53 +238,38 @@ class LogWriter:
         gap: Callable[[int], bytes] | None = None,
         most_bytes: int = MOST_BYTES,
     ) -> None:
+        super().__init__(str(path), say, most_bytes)
         self._path = path
         self._opening = opening
         self._gap = gap
-        self._dropped = 0
+        self._missing = 0
         self._descriptor: int | None = None
-        self._aside = Aside(str(path), say, most_bytes)
 
     def make(self) -> None:
         """Open the file now, so that it is there before the first line."""
-        self._aside.submit(self._make, 0)
+        self.submit(lambda: self._add(b"", 0, None), 0)
 
     def put(self, line: bytes, wanted: Callable[[], bool] | None = None) -> None:
-        """Add ``line``, with its end, as soon as the disk takes it.
+        """Add ``line``, with its end, as soon as the disk takes it: it is there after ``settle`` if the disk is well.
 
         ``wanted`` is asked in the thread, when the file is open: whether it is still to be written.
         """
-        if self._dropped and self._gap is not None:
-            line = self._gap(self._dropped) + line
-        if self._aside.submit(_Append(self, line, wanted), len(line)):
-            self._dropped = 0
-        else:
-            self._dropped += 1
+        if self._missing and self._gap is not None:
+            line = self._gap(self._missing) + line
+        written = 0
 
-    def settle(self) -> None:
-        """As ``Aside.settle``: a line that was put is on the disk now, if the disk is well."""
-        self._aside.settle()
+        def append() -> None:
+            """Called again after an error it goes on where the disk was full."""
+            nonlocal written
+            while written < len(line):
+                written = self._add(line, written, wanted)
 
-    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """As ``Aside.flush``."""
-        return self._aside.flush(seconds)
-
-    @property
-    def finished(self) -> bool:
-        """Whether it is closed, with nothing left to write."""
-        return self._aside.finished
-
-    def discard(self) -> None:
-        """As ``Aside.discard``."""
-        self._aside.discard()
+        self._missing = 0 if self.submit(append, len(line)) else self._missing + 1
 
     def close(self) -> None:
         """No more lines; returns at once, what was put is still written."""
-        self._aside.submit(self._close, 0)
-        self._aside.close()
-
-    def _make(self) -> None:
-        self._add(b"", 0, None)
+        self.submit(self._close, 0)
+        super().close()
 
     def _close(self) -> None:
         if self._descriptor is not None:
@@ -318,22 +296,8 @@ class LogWriter:
             raise
 
 
-def flush_all(files: Iterable[LogWriter | Aside], seconds: float = FLUSH_SECONDS) -> None:
+def flush_all(files: Iterable[Aside], seconds: float = FLUSH_SECONDS) -> None:
     """Flush all of them; when one gives up, the others, on the same disk perhaps, have no such time more."""
     for file in files:
         if not file.flush(seconds):
             seconds = PATIENCE_SECONDS
-
-
-class _Append:
-    """One line on its way into a file; called again after an error it goes on where the disk was full."""
-
-    def __init__(self, file: LogWriter, line: bytes, wanted: Callable[[], bool] | None) -> None:
-        self._file = file
-        self._line = line
-        self._written = 0
-        self._wanted = wanted
-
-    def __call__(self) -> None:
-        while self._written < len(self._line):
-            self._written = self._file._add(self._line, self._written, self._wanted)

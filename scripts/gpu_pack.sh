@@ -17,7 +17,7 @@ if [[ ! -x $root/.venv/bin/python ]]; then "$scripts/setup.sh"; fi
 version=${RECOVER_GPU_VERSION:-3.12}
 # Not torch, which a GPU's image has with its CUDA, and not numpy, which comes with it.
 packages=(megatron-core 'nccl4py>=0.6,<0.7' cuda-core 'cuda-bindings>=13,<14' cuda-pathfinder packaging
-    jinja2 markupsafe rich markdown-it-py mdurl pygments einops nvidia-ml-py)
+    jinja2 markupsafe rich markdown-it-py mdurl pygments einops nvidia-ml-py psutil)
 "$root/.venv/bin/python" -m pip install --quiet --upgrade --no-deps --only-binary :all: --python-version "$version" \
     --constraint "$scripts/constraints.txt" --target "$1" "${packages[@]}"
 du -sh -- "$1" >&2

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "elastic": {"membership", "network", "workload", "collectives", "instep", "torch"},
     "hostdevice": {"torch"},
     "integrate": set(),
-    "launch": {"network", "membership", "workload"},
+    "launch": {"network", "membership", "workload", "psutil"},
     "launch.preflight": {"chaos"},
     "launch.store": {"torch"},
     "launch.device_test": {"torch"},

@@ -7,47 +7,24 @@ too.  The launcher knows better: by which interface this host and node 0 reach e
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import ipaddress
-import os
 import socket
 from collections.abc import Mapping
+
+import psutil
 
 VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """For NCCL a bare name is the beginning of one."""
 LOOPBACK = "127.0.0.1"
 
 
-class _Interface(ctypes.Structure):
-    """``struct ifaddrs`` of getifaddrs(3)."""
-
-
-_Interface._fields_ = [
-    ("next", ctypes.POINTER(_Interface)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-    ("netmask", ctypes.c_void_p),
-    ("destination", ctypes.c_void_p),
-    ("data", ctypes.c_void_p),
-]
-
-
 def interfaces() -> dict[str, str]:
-    """The name of the interface of each address of this host.  Raises OSError where the system does not tell."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Interface)()
-    if libc.getifaddrs(ctypes.byref(first)) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    """The name of the interface of each IP address of this host.  Raises OSError where the system does not tell."""
     found: dict[str, str] = {}
-    entry = first
-    while entry:
-        if (address := _text(entry.contents.address)) is not None:
-            found.setdefault(address, entry.contents.name.decode(errors="replace"))
-        entry = entry.contents.next
-    libc.freeifaddrs(first)
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                found.setdefault(each.address.partition("%")[0], name)
     return found
 
 
@@ -89,15 +66,3 @@ def _is_loopback(host: str) -> bool:
         ipaddress.ip_address(str(name[0]).partition("%")[0]).is_loopback
         for _, _, _, _, name in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     )
-
-
-def _text(address: int | None) -> str | None:
-    """The address in a ``struct sockaddr``, if it is one of IP."""
-    if not address:
-        return None
-    family = ctypes.c_ushort.from_address(address).value
-    if family == socket.AF_INET:
-        return str(ipaddress.IPv4Address(ctypes.string_at(address + 4, 4)))
-    if family == socket.AF_INET6:
-        return str(ipaddress.IPv6Address(ctypes.string_at(address + 8, 16)))
-    return None

@@ -1,6 +1,6 @@
 """What a launch writes into its log folder, and that no other run does.
 
-    launch.lock         held, and touched every BEAT_SECONDS, until the launch ends      (folder_lock.py)
+    launch.lock         held until the launch ends                                       (folder_lock.py)
     worker-<id>.log     the output of each worker                                        (output.LogFile)
     workers.json        what became of each worker                                       (workers_file.py)
     secret              the secret that the launch made up                               (secret_file.py)
@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from recover_megatron.launch.folder_lock import BEAT_SECONDS, FolderLock
+from recover_megatron.launch.folder_lock import FolderLock
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import LogFile
 from recover_megatron.launch.secret_file import SecretFile
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.launch.workers_file import WorkersFile
-from recover_megatron.log_writer import PATIENCE_SECONDS, Aside, LogWriter, flush_all
+from recover_megatron.log_writer import PATIENCE_SECONDS, Aside, flush_all
 
 
 class LogFolder:
@@ -34,32 +34,21 @@ class LogFolder:
         """``lock``: of ``folder``; ``say`` tells people of trouble with the disk; ``save_lock``: of --save, held as
         ``lock`` is."""
         self._lock = lock
-        self._loop = loop
         self._say = loop.from_thread(say)
-        # A beat that fails is of no interest; one that hangs is to keep no other.
-        self._beats = [(held, Aside("", lambda text: None)) for held in (lock, save_lock) if held]
-        self._logs: list[LogWriter | Aside] = []
+        self._locks = [held for held in (lock, save_lock) if held]
+        self._logs: list[Aside] = []
         self._workers_file = WorkersFile(folder, self._say) if folder else None
         self._secret_file = SecretFile(folder, self._say) if folder else None
         self._secret_is_ours = False
 
     def share(self, run_id: str) -> str | None:
         """Make sure that the folders are those of the run ``run_id``; the reason, if another run holds one."""
-        return next((reason for lock, _ in self._beats if (reason := lock.share(run_id))), None)
-
-    def beat(self) -> None:
-        """Touch the locks, from now on, again and again."""
-        for lock, beats in self._beats:
-            if not beats.left:
-                beats.submit(lock.beat, 1)
-        if self._beats:
-            self._loop.call_later(BEAT_SECONDS, self.beat)
+        return next((reason for lock in self._locks if (reason := lock.share(run_id))), None)
 
     def open_log(self, path: Path) -> LogFile:
         """The log of one worker."""
         log = LogFile(path, self._say)
-        self._logs = [file for file in self._logs if not file.finished]
-        self._logs.append(log.file)
+        self._logs = [file for file in self._logs if not file.finished] + [log]
         return log
 
     def write_workers(self, run_id: str, workers: Sequence[WorkerProcess]) -> bool:
@@ -94,9 +83,10 @@ class LogFolder:
             if self._secret_is_ours:
                 self._secret_file.remove()
             files.append(self._secret_file.writing)
-        for lock, beats in self._beats:
-            beats.submit(partial(lock.end, code, reason), 1)
-            files.append(beats)
+        for lock in self._locks:
+            ending = Aside("", lambda text: None)  # that it fails is of no interest; where it hangs it keeps no other
+            ending.submit(partial(lock.end, code, reason), 1)
+            files.append(ending)
         flush_all(files)
 
     def flush_logs(self) -> None:

@@ -14,6 +14,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from recover_megatron.launch.lines import Voice
@@ -34,7 +36,7 @@ _MOST_UNWRITTEN = 16 * 1024 * 1024
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
-class LogFile:
+class LogFile(LogWriter):
     """A worker's log: both its streams, unprefixed, in order of arrival.
 
     The file of an earlier run is kept as ``<name>.old``.  The disk neither stops nor ends the launcher
@@ -43,9 +45,9 @@ class LogFile:
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         """``say``, called in any thread, tells of a log that cannot be written."""
+        super().__init__(path, say, self._open, _missing, most_bytes=_MOST_UNWRITTEN)
         self._first = True
-        self.file = LogWriter(path, say, self._open, _missing, most_bytes=_MOST_UNWRITTEN)
-        self.file.make()
+        self.make()
         self._last: tuple[object, bool] = (None, True)
 
     def write(self, source: object, data: bytes) -> None:
@@ -54,12 +56,8 @@ class LogFile:
         if not complete and last_source is not source:
             data = b"\n" + data
         self._last = (source, data.endswith(b"\n"))
-        self.file.put(data)
-        self.file.settle()
-
-    def close(self) -> None:
-        """No more output; returns at once, what is left is still written."""
-        self.file.close()
+        self.put(data)
+        self.settle()
 
     def _open(self, path: Path) -> int:
         """In the writer's thread."""
@@ -74,37 +72,29 @@ def _missing(pieces: int) -> bytes:
     return f"\nrecover-run: {pieces} pieces of output are missing here, which the disk did not take\n".encode()
 
 
+@dataclass(eq=False)
 class Stream:
     """One output stream of one process: a pipe, read by the loop."""
 
-    def __init__(
-        self,
-        console: Console,
-        pipe: int,
-        sink: Sink,
-        prefix: bytes,
-        log: LogFile | None,
-        voice: Voice,
-        lines: LineFormat,
-        name: str,
-    ) -> None:
-        """``name``: stdout or stderr."""
-        self._console = console
-        self.pipe = pipe
-        self._sink = sink
-        self._prefix = prefix
-        self._log = log
-        self._voice = voice
-        self._lines = lines
-        self._name = name
-        self._held = b""
-        self._last = b""
-        self._timer: Timer | None = None
-        self._watched = False
-        self.open = True
-        self.wanted = False
-        """Whether it may be read."""
-        os.set_blocking(pipe, False)
+    _console: Console
+    pipe: int
+    _sink: Sink
+    _prefix: bytes
+    _log: LogFile | None
+    _voice: Voice
+    _lines: LineFormat
+    _name: str
+    """stdout or stderr."""
+    open: bool = True
+    wanted: bool = False
+    """Whether it may be read."""
+    _held: bytes = b""
+    _last: bytes = b""
+    _timer: Timer | None = None
+    _watched: bool = False
+
+    def __post_init__(self) -> None:
+        os.set_blocking(self.pipe, False)
 
     @property
     def last_line(self) -> str:
@@ -290,30 +280,21 @@ class Console:
         return (text + padding).encode()
 
 
-class ReaderWatch:
-    """Looks every STALL_SECONDS whether the reader of the launcher's own output still reads."""
-
-    def __init__(self, loop: EventLoop, console: Console, patient: bool) -> None:
-        """``patient``: wait for as long as it reads; else until the first look."""
-        self._loop = loop
-        self._console = console
-        self._patient = patient
-        self.given_up = False
-        self._look_later()
-
-    def _look_later(self) -> None:
-        self._written = self._console.written
-        self._loop.call_later(STALL_SECONDS, self._look)
-
-    def _look(self) -> None:
-        if self._patient and self._console.written != self._written:
-            self._look_later()
-        else:
-            self.given_up = True
-
-
 def flush(loop: EventLoop, console: Console, given_up: Callable[[], bool], *, patient: bool) -> None:
-    """Wait until our own reader has taken everything, as long as it takes anything; not ``patient``: not for long."""
-    reader = ReaderWatch(loop, console, patient)
-    while not (console.flushed or reader.given_up or given_up()):
+    """Wait until our own reader has taken everything, as long as it takes something in STALL_SECONDS; not ``patient``:
+    for so long in all."""
+    stalled = False
+
+    def look(written: int) -> None:
+        nonlocal stalled
+        if patient and console.written != written:
+            look_later()
+        else:
+            stalled = True
+
+    def look_later() -> None:
+        loop.call_later(STALL_SECONDS, partial(look, console.written))
+
+    look_later()
+    while not (console.flushed or stalled or given_up()):
         loop.run_once()

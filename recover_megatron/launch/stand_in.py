@@ -1,7 +1,7 @@
-"""Who reads the workers' output while the launcher does not run: nobody waits in ``print`` for one that is stopped.
+"""Reads the workers' output while the launcher does not run: nobody waits in ``print`` for one that is stopped.
 
-A pipe takes 64 KiB; who writes more waits until it is read. A launcher that is stopped (Ctrl-Z, a debugger) or waits in
-the kernel reads nothing, so the reaper holds the reading ends, too::
+A pipe takes 64 KiB; a process that writes more waits until it is read. A launcher that is stopped (Ctrl-Z, a debugger)
+or waits in the kernel reads nothing, so the reaper holds the reading ends, too::
 
     the launcher beats --no new beat in MISSED looks--> what is more than a quarter of a pipe is read, and dropped
         ^                                                              |
@@ -57,7 +57,7 @@ class StandIn:
         return RELIEF_SECONDS if self._missed >= MISSED else LOOK_SECONDS
 
     def add(self, session: int, pipes: Sequence[int]) -> None:
-        """Whoever leads ``session`` writes into these pipes, which do not block who reads them."""
+        """The leader of ``session`` writes into these pipes; to read them does not block."""
         self._pipes[session] = pipes
 
     def remove(self, session: int) -> None:

@@ -104,7 +104,6 @@ class Supervisor:
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
         self._announce()
-        self._folder.beat()
         self._table.add(newcomers.launched(self._plan))
         self._peers.join()
         if self._plan.nnodes == 1:

@@ -76,7 +76,7 @@ def test_it_leaves_as_many_alone_as_it_was_told_and_ends_when_the_launcher_is_ki
     killer = chaos(bench.folder / "logs", "--mtbf", 0.02, "--seed", 1, "--keep", 2)
     log = bench.folder / "logs" / "chaos.jsonl"
     eventually(lambda: any(event["event"] == "kept" for event in read_events(log)), "a strike that was not made")
-    # Whoever is killed lives on until its host runs it once more.
+    # A process that is killed lives on until its host runs it once more.
     eventually(lambda: sum(alive(worker["pid"]) for worker in bench.workers()) == 2, "the end of who was struck")
     assert len(strikes(bench.folder / "logs")) == 1
     launch.send(signal.SIGKILL)  # workers.json stays as it is: it still calls the workers running

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 from dataclasses import replace
 
@@ -32,7 +33,7 @@ WAITS = """
 
 @pytest.fixture
 def lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", 0.2)
+    monkeypatch.setattr(folder_lock, "ENDING_SECONDS", 0.2)
     monkeypatch.setattr(folder_lock, "_LOOK_SECONDS", 0.01)
     return lambda claim, say=pytest.fail: FolderLock(tmp_path, claim, say)
 
@@ -65,8 +66,8 @@ def test_the_next_run_waits_for_the_launchers_that_a_run_that_has_ended_still_ha
     assert (first.take(), mate.share("first")) == (None, None)
     first.end(0, "")
     die(first)
-    assert "in use" in lock(OTHER).take()  # they have not ended within WATCH_SECONDS
-    monkeypatch.setattr(folder_lock, "WATCH_SECONDS", DEADLINE)
+    assert "in use" in lock(OTHER).take()  # they have not ended within ENDING_SECONDS
+    monkeypatch.setattr(folder_lock, "ENDING_SECONDS", DEADLINE)
     monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: die(mate))
     assert lock(OTHER).take() is None
 
@@ -98,6 +99,35 @@ def test_a_node_that_comes_while_node_0_makes_its_claim_waits_until_that_is_writ
     assert answers == [None]
 
 
+def test_a_node_that_looks_does_not_keep_node_0_from_the_folder_that_a_killed_launch_left(lock, monkeypatch):
+    """To look is to lock for a moment."""
+    killed, first, mate = lock(OTHER), lock(MINE), lock(replace(MINE, pid=3))
+    assert killed.take() is None
+    die(killed)
+    read, answers = FolderLock._read, []
+    taking = threading.Thread(target=lambda: answers.append(first.take()))
+
+    def read_while_taken(self):
+        if self is mate:
+            taking.start()
+            taking.join(0.2)  # as long as it is refused for the look, it is so here
+        return read(self)
+
+    monkeypatch.setattr(FolderLock, "_read", read_while_taken)
+    assert mate.check() is None
+    taking.join(DEADLINE)
+    assert answers == [None]
+
+
+def test_what_a_launcher_has_started_does_not_hold_the_folder_after_it(lock):
+    first = lock(MINE)
+    assert first.take() is None
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, close_fds=False) as child:
+        die(first)
+        assert lock(OTHER).take() is None
+        assert child.poll() is None
+
+
 def test_nodes_that_share_a_folder_of_their_own_may_come_at_the_same_time(lock):
     second, third = lock(replace(MINE, pid=2)), lock(replace(MINE, pid=3))
     assert second.share("of node 0") is None
@@ -119,42 +149,30 @@ def test_who_joins_a_run_shares_its_folder_and_takes_another_for_itself(lock):
     assert "in use" in lock(replace(MINE, world_size=8, run_id="joined")).join("joined")
 
 
-@pytest.mark.parametrize("lives", [True, False])
-def test_a_run_of_another_host_is_watched_where_its_lock_is_not_seen(lock, lives, monkeypatch):
+def test_a_run_of_another_host_that_has_not_ended_and_holds_no_lock_is_told_of(lock):
     first = lock(MINE)
     assert first.take() is None
-    die(first)  # its lock is gone here, but it may live on its host
+    die(first)  # or it lives on its host, and the file system keeps no locks between hosts
     said = []
     second = lock(replace(OTHER, host="there"), said.append)
-    if lives:
-        monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: os.utime(second._folder / folder_lock.NAME))
-    reason = second.take()
-    assert (reason is not None) == lives
+    assert second.take() is None
     assert "was used by recover-run with pid 100 on host here" in said[0]
+    second.end(0, "")
+    die(second)
+    assert lock(MINE).take() is None
 
 
-def test_a_run_that_has_ended_is_not_watched(lock):
-    first = lock(MINE)
-    assert first.take() is None
-    first.end(0, "")
-    die(first)
-    assert lock(replace(OTHER, host="there")).take() is None
-
-
-@pytest.mark.parametrize("lives", [True, False])
-def test_without_locks_the_file_tells_who_lives(lock, lives, monkeypatch):
+def test_without_locks_a_run_goes_on_and_says_once_that_another_would_not_be_noticed(lock, monkeypatch):
     def no_locks(*arguments):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "fcntl", no_locks)
-    first = lock(MINE)
-    assert first.take() is None
-    if lives:
-        monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: first.beat())
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     said = []
-    assert (lock(OTHER, said.append).take() is not None) == lives
-    assert said
-    assert (lock(replace(OTHER, run_id="third", nnodes=9), said.append).check() is not None) == lives
+    first, mate, joiner = (lock(replace(MINE, pid=pid), said.append) for pid in (100, 101, 102))
+    assert (first.take(), mate.check(), mate.share("first"), joiner.join("joined")) == (None, None, None, None)
+    assert (first.held, mate.held, joiner.run_id) == (True, True, "first")  # so workers.json is written
+    assert len(said) == 3
+    assert all("has no locks (No locks available): another run there would not be noticed" in text for text in said)
 
 
 @pytest.mark.slow

@@ -127,7 +127,8 @@ def test_a_disk_that_takes_nothing_more_costs_a_warning_for_each_file_and_no_ite
     most = {name: 2 if name in LAST else 1 for name in told_of}
     for name in told_of:
         assert 1 <= sum(f"/{name} " in line for line in warnings) <= most[name], warnings
-    # Whoever was killed may have said it before, and the candidate that does not lead if it logged that it was held up.
+    # The worker that was killed may have said it before, and a candidate that does not lead if it logged a delay of its
+    # own.
     others = {"worker-0.log", "events-1.jsonl"}
     assert {line.partition(" cannot")[0].rpartition("/")[2] for line in warnings} <= told_of | others
     undo()
