@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.__main__ import main
 from recover_megatron.report.follow import Follower
+from recover_megatron.report.full import without_page as main
 from recover_megatron.run_log.audit import microbatches_per_iteration, violations
 from recover_megatron.run_log.steps import StepRecord
 
