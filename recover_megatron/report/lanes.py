@@ -225,7 +225,7 @@ def _count(counts: Mapping[str, int], kind: str) -> str:
 
 
 def _were(kind: str, found: Sequence[Stretch]) -> str:
-    """Who was ever that."""
+    """The workers that were ever that."""
     workers = sorted({stretch.worker for stretch in found if stretch.kind == kind})
     more = f" and {len(workers) - 8} more" if len(workers) > 8 else ""
     return f"{_short(kind)} at some time: workers {', '.join(map(str, workers[:8]))}{more}" if workers else ""
