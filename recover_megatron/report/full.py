@@ -11,15 +11,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from recover_megatron import __version__
 from recover_megatron.report import plot
 from recover_megatron.report.compare import compare, unfit
-from recover_megatron.report.goodput import Account, accounts
-from recover_megatron.report.history import read_history
+from recover_megatron.report.goodput import accounts
+from recover_megatron.report.history import history
 from recover_megatron.report.page import Report, page
 from recover_megatron.report.run_dir import NotARun, RecordedRun, read_run
 from recover_megatron.report.summary import summary
@@ -49,18 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         reference = read_run(args.reference) if args.reference else None
         if reference and (why := unfit(run.steps, reference.steps)):
             raise NotARun(f"--reference {args.reference} is not of the same training: {why}")
-        past = read_history(args.run_dir)
-        workers, coordinators, _ = read_run_events(args.run_dir)
-        report = Report(
-            run=run,
-            violations=found,
-            history=past,
-            reference=reference,
-            comparison=compare(run.steps, reference.steps) if reference else None,
-            events=workers,
-            coordinators=coordinators,
-            live=past.good_end is None,
-        )
+        with _schema(args.run_dir):
+            workers, coordinators, chaos = read_run_events(args.run_dir)
+            report = Report(
+                run=run,
+                violations=found,
+                history=history(workers, coordinators, chaos),
+                reference=reference,
+                comparison=compare(run.steps, reference.steps) if reference else None,
+                events=workers,
+                coordinators=coordinators,
+                spent=accounts(run.steps, workers, coordinators),
+            )
     except (NotARun, OSError, ValueError) as error:
         return _refuse(error)
     out = args.out or args.run_dir / "report.html"
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         elsewhere = "" if args.out else "; name another place for the page: --out FILE"
         return _refuse(f"cannot write {error.filename or out}: {error.strerror}{elsewhere}")
-    _say(summary(run, found, accounts(run.steps, workers, coordinators)))
+    _say(summary(run, found, report.spent))
     if report.comparison is not None:
         _say(f"{'reference':<16}{_reference(report)}")
     if report.run.steps and not drawn:
@@ -89,7 +90,9 @@ def without_page(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         run, found = _audited(args)
-        spent = _where_time_went(run)
+        with _schema(args.run_dir):
+            workers, coordinators, _ = read_run_events(args.run_dir)
+            spent = accounts(run.steps, workers, coordinators)
     except (NotARun, OSError, ValueError) as error:
         return _refuse(error)
     _say(summary(run, found, spent))
@@ -119,13 +122,13 @@ def _audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
     return run, violations(run.steps, args.microbatches or run.settings.get("microbatches"))
 
 
-def _where_time_went(run: RecordedRun) -> list[Account]:
-    """Of the whole run; empty where its files do not tell.  Raises OSError, ValueError for a damaged event."""
+@contextmanager
+def _schema(folder: Path) -> Iterator[None]:
+    """Around what is read out of events.  Raises ValueError for one that does not have what it should."""
     try:
-        workers, coordinators, _ = read_run_events(run.folder)
-        return accounts(run.steps, workers, coordinators)
+        yield
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"an event in {run.folder} does not keep to the schema: {error!r}") from error
+        raise ValueError(f"an event in {folder} does not keep to the schema: {error!r}") from error
 
 
 def _refuse(error: object) -> int:
