@@ -12,7 +12,6 @@ nodes allow.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from benchmarks.megatron_runs import command_line, write  # noqa: E402
 from recover_megatron.workload import Candidate, Placement, Shape, assemble  # noqa: E402
 
 
@@ -71,13 +71,12 @@ def measure(tp: int, pp: int, workers: int, options: argparse.Namespace, seed: i
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--layouts", nargs="+", default=["8x8", "4x8", "2x4", "1x16", "1x64"], help="TPxPP")
     parser.add_argument("--workers", nargs="+", type=int, default=[1024, 16384])
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--dead", type=float, default=0.1, help="part of the workers that die")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
     for workers in options.workers:
@@ -91,8 +90,7 @@ def main() -> None:
         print(
             "| " + " | ".join(f"{cell:.4f}" if name.endswith(", s") else f"{cell}" for name, cell in row.items()) + " |"
         )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write(options, rows)
 
 
 if __name__ == "__main__":

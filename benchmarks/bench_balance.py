@@ -14,7 +14,6 @@ times too long: how often quotas change, and the time of an iteration over the b
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -24,20 +23,19 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from benchmarks.megatron_runs import PACED, command_line, write  # noqa: E402
 from recover_megatron.run_log.steps import read_steps  # noqa: E402
 from recover_megatron.workload import quotas  # noqa: E402
 from tests.harness.forkserver import ForkServer  # noqa: E402
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT  # noqa: E402
 from tests.workload.paces import Speeds, constant, simulate  # noqa: E402
 
-SCRIPT = str(REPOSITORY / "benchmarks" / "paced_pretrain.py")
-
 
 def measure(server: ForkServer, paces: list[float], options: argparse.Namespace, *flags: str) -> dict[str, Any]:
     """Median seconds of an iteration of one run, the first ones dropped, and its last quotas."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
-        argv = [SCRIPT, *MODEL, *MOCK, *NO_DROPOUT, "--micro-batch-size", "1", "--recover", *flags]
+        argv = [PACED, *MODEL, *MOCK, *NO_DROPOUT, "--micro-batch-size", "1", "--recover", *flags]
         argv += ["--global-batch-size", str(options.microbatches), "--train-iters", str(options.iterations)]
         argv += ["--recover-log-dir", temporary]
         environment = {"BENCH_PACES": ",".join(map(str, paces))}
@@ -77,13 +75,12 @@ def print_simulation(iterations: int = 1000) -> None:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--pace", type=float, default=0.1, help="seconds for one microbatch on a fast worker")
     parser.add_argument("--iterations", type=int, default=14)
     parser.add_argument("--drop", type=int, default=4, help="first iterations that are not counted")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--simulate", action="store_true")
     options = parser.parse_args()
     if options.simulate:
@@ -104,8 +101,7 @@ def main() -> None:
         shares = ", ".join(map(str, row["quotas"].values()))
         print(f"| {name} | {row['seconds']:.3f} | {row['seconds'] / base:.3f} | {shares} | {row['loss']:.6f} |")
     print(f"\nno sharing of whole microbatches is better than {bound:.3f} times all fast")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write(options, rows)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ find each other's sockets; beyond that only its connections are counted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import resource
@@ -36,7 +34,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import load_average  # noqa: E402
+from benchmarks.megatron_runs import command_line, load_average, write  # noqa: E402
 
 SECRET = b"of the benchmark"
 COLUMNS = 2
@@ -186,10 +184,9 @@ def measured(size: int, processes: int, ways: list[str]) -> list[dict[str, float
 
 def main() -> None:
     """Measure, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--members", nargs="+", type=int, default=[8, 64, 256, 1024])
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print("| members | way | world s | barrier s | rings s | connections | most |\n|--:|---|--:|--:|--:|--:|--:|")
     table = []
@@ -205,8 +202,7 @@ def main() -> None:
             table.append({"members": size, "way": way, **(row or {})})
             print(f"| {size} | {way} | {' | '.join(seconds)} | {many:.0f} | {most:.0f} |", flush=True)
     print(f"\n{load_average()}")
-    if options.json:
-        options.json.write_text(json.dumps(table, indent=1))
+    write(options, table)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,6 @@ Prints a table; --json FILE writes every measurement, --png FILE draws tokens ov
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -43,7 +41,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import COMMON, MODELS, SCRIPT, load_average, times  # noqa: E402
+from benchmarks.megatron_runs import COMMON, MODELS, SCRIPT, command_line, load_average, times, write  # noqa: E402
 from tests.harness.forkserver import ForkServer  # noqa: E402
 
 MAX_LAUNCHES = 50
@@ -267,19 +265,16 @@ LABELS = {
 
 def main() -> None:
     """Measure, print the table, write what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, model="toy", microbatch_seconds=0.25)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--model", choices=MODELS, default="toy")
     parser.add_argument("--iterations", type=int, default=25)
     parser.add_argument("--kills", default="7@5,1@10,4@15,2@20", metavar="W@I,...", help="the schedule")
-    parser.add_argument("--microbatch-seconds", type=float, default=0.25, help="of the device that a worker plays")
     parser.add_argument(
         "--hsdp", nargs="?", type=int, const=2, default=1, metavar="S", help="shard groups of S workers (default: 2)"
     )
     parser.add_argument("--interval", type=int, help="iterations between checkpoints (default: by Young and Daly)")
     parser.add_argument("--runs", nargs="+", default=list(LABELS), choices=LABELS)
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one launch")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     options = parser.parse_args()
     kills = [kill for kill in options.kills.split(",") if kill]
@@ -315,8 +310,7 @@ def main() -> None:
             )
     last = {name: result.launches[-1].losses.get(options.iterations) for name, result in by_name.items()}
     print(f"\nlast losses: {last}; {load_average()}")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    write(options, [asdict(result) for result in results])
     if options.png:
         draw(results, options.png)
 

@@ -16,8 +16,6 @@ Prints a table; --json FILE writes every measurement.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -27,8 +25,9 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, SCRIPT, load_average  # noqa: E402
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, load_average, train, write  # noqa: E402
 from recover_megatron.run_log.audit import violations  # noqa: E402
+from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
 from recover_megatron.run_log.steps import read_steps  # noqa: E402
 from tests.harness.forkserver import ForkServer  # noqa: E402
 
@@ -57,8 +56,7 @@ def measured(name: str, out: Path, tokens: int) -> Measured:
     steps = sorted(read_steps(out / "steps.jsonl"), key=lambda step: step.iteration)
     if found := violations(steps, MICROBATCHES):
         raise RuntimeError(f"{name}: {found}")
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    plans = sorted((e for e in events if e["event"] == "plan"), key=lambda event: event["epoch"])
+    plans = sorted((e for e in read_events(out / EVENTS_FILE) if e["event"] == "plan"), key=lambda e: e["epoch"])
     times = [step.time for step in steps if step.time is not None]
     first, end = times[0] - steps[0].seconds, times[-1]
     spent, at, workers = 0.0, first, 0
@@ -83,29 +81,23 @@ class Bench:
         """One run of ``replicas`` at its launch."""
         out, options = self._folder / name.replace(" ", "-"), self._options
         out.mkdir()
-        argv = [SCRIPT, *COMMON, *self._model.argv, "--global-batch-size", str(MICROBATCHES), "--log-interval", "10"]
-        argv += ["--train-iters", str(options.iterations), *RECOVER, "--recover-log-dir", str(out), *flags]
-        if options.sharded:
-            argv.append("--use-distributed-optimizer")
-        environment = {"BENCH_OUT": str(out), "BENCH_MICROBATCH": str(options.microbatch_seconds)}
-        ended = self._server.run(
-            replicas, argv, out, environment=environment, timeout=options.timeout, spares=newcomers
-        )
-        if any(code not in (0, -9) for code in [*ended.codes, *ended.more.values()]):
-            raise RuntimeError(ended.tail(40))
+        more = [*RECOVER, *flags, *["--use-distributed-optimizer"] * options.sharded]
+        train(
+            self._server, out, replicas,
+            [*self._model.argv, "--global-batch-size", str(MICROBATCHES), "--log-interval", "10", *more],
+            iterations=options.iterations, killed=None, timeout=options.timeout, spares=newcomers,
+            environment={"BENCH_MICROBATCH": str(options.microbatch_seconds)},
+        )  # fmt: skip
         return measured(name, out, MICROBATCHES * self._model.sequence)
 
 
 def main() -> None:
     """Make the runs and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, microbatch_seconds=0.25, timeout=1200.0)
     parser.add_argument("--iterations", type=int, default=36)
     parser.add_argument("--shrink-at", type=int, default=28)
-    parser.add_argument("--microbatch-seconds", type=float, default=0.25)
     parser.add_argument("--constant", type=int, nargs="*", default=[2, 3, 6], help="sizes to compare with")
     parser.add_argument("--sharded", action="store_true", help="with --use-distributed-optimizer")
-    parser.add_argument("--timeout", type=float, default=1200.0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kills = ",".join(f"{worker}@{options.shrink_at + n}:backward:kill" for n, worker in enumerate((0, 3, 5)))
     with tempfile.TemporaryDirectory() as folder, ForkServer() as server:
@@ -122,8 +114,7 @@ def main() -> None:
         print(f"| {its.name} | {spent} | {its.seconds:.1f} | {its.worker_seconds:.1f} | "
               f"{its.per_worker_second:.1f} | {ratio:.3f} |")  # fmt: skip
     print(f"\n{load_average()}")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(its) for its in found], indent=1))
+    write(options, [asdict(its) for its in found])
 
 
 if __name__ == "__main__":

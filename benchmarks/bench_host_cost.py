@@ -19,13 +19,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.bench_ring import WholeRun
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.group import Group
@@ -40,26 +42,12 @@ NUMEL = 8 * 1024
 """Elements of a bucket: so few that moving them costs next to nothing."""
 
 
-class WholeRun:
-    """An epoch that nothing ends."""
-
-    number = 1
-    me = 0
-
-    def __init__(self, members: int) -> None:
-        self.members = list(range(members))
-
-    def on_revoke(self, callback: Callable[[str], None]) -> None:
-        del callback
-
-
+@dataclass(frozen=True)
 class Over:
     """Whatever it was, it is over."""
 
-    done = True
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
+    done: bool = True
 
 
 NOTHING = Over(torch.empty(0))
@@ -115,7 +103,7 @@ class IdleTransport(Transport):
 
 
 def groups(members: int) -> dict[str, Group]:
-    epoch, token = WholeRun(members), CancelToken(1)
+    epoch, token = WholeRun(range(members), 0), CancelToken(1)
     one_segment = Tuning(segment_bytes=16 << 20, least_bytes=16 << 20)
     return {
         "native": NativeGroup(epoch, token, IdleBackend()),

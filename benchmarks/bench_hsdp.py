@@ -17,8 +17,6 @@ with FLAGS as ``--flags`` prints them here.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import statistics
@@ -30,7 +28,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, SCRIPT, times  # noqa: E402
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, times, train, write  # noqa: E402
 from tests.harness.forkserver import ForkServer  # noqa: E402
 
 FSDP = (
@@ -51,13 +49,10 @@ KINDS = {"fp32": [], "bf16": ["--bf16", "--megatron-fsdp-main-grads-dtype", "fp3
 
 def run(server: ForkServer, folder: Path, flags: list[str], options: Any) -> dict[str, Any]:
     """Of one training: bytes an iteration, all workers together; of a worker, bytes of tensors and resident KiB."""
-    environment = {"BENCH_OUT": str(folder), "BENCH_TRAFFIC": "1", "BENCH_MEMORY": "1"}
-    argv = [SCRIPT, *COMMON, *MODELS[options.model].argv, *FSDP, "--overlap-grad-reduce", *flags]
-    argv += ["--train-iters", str(ITERATIONS)]
-    argv += ["--recover-log-dir", str(folder)] if "--recover" in flags else []
-    ended = server.run(WORKERS, argv, folder, environment=environment, timeout=options.timeout)
-    if not ended.ok:
-        raise RuntimeError(ended.tail(40))
+    train(
+        server, folder, WORKERS, [*MODELS[options.model].argv, *FSDP, "--overlap-grad-reduce", *flags],
+        iterations=ITERATIONS, environment={"BENCH_TRAFFIC": "1", "BENCH_MEMORY": "1"}, timeout=options.timeout,
+    )  # fmt: skip
     rows = [times(folder, rank) for rank in range(WORKERS)]
     counted = [(its[ITERATIONS - 1]["received"] - its[ITERATIONS - 1 - COUNTED]["received"]) / COUNTED for its in rows]
     last = [its[ITERATIONS - 1] for its in rows]
@@ -70,11 +65,8 @@ def run(server: ForkServer, folder: Path, flags: list[str], options: Any) -> dic
 
 def main() -> None:
     """Count, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="medium", choices=MODELS)
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run")
+    parser = command_line(__doc__, model="medium", timeout=1800)
     parser.add_argument("--flags", action="store_true", help="print the flags for bench_overhead.py, and do nothing")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.flags:
         print(" ".join(FSDP))
@@ -99,8 +91,7 @@ def main() -> None:
                 )
                 found.append({"kind": kind, "side": side, **row})
     print(f"\n{options.model}, {WORKERS} workers, {COUNTED} iterations; {platform.machine()}")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    write(options, found)
 
 
 if __name__ == "__main__":

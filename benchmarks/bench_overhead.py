@@ -15,8 +15,6 @@ plays a device of fixed speed, so that the processors are free most of the time.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import statistics
@@ -31,10 +29,11 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import COMMON, LAYOUTS, MODELS, RECOVER, SCRIPT, load_average, times  # noqa: E402
+from benchmarks.megatron_runs import COMMON, LAYOUTS, MODELS, RECOVER, SCRIPT, command_line, load_average, times, write  # noqa: E402
 from tests.harness.forkserver import ForkServer, Run  # noqa: E402
 
 SIDES: dict[str, list[str]] = {"without": [], "with": RECOVER}
+OVERLAPS = {"no": [False], "yes": [True], "both": [False, True]}
 WARM_UP = 1
 """Blocks of each side that are not counted."""
 
@@ -48,7 +47,6 @@ class Turns:
             os.mkfifo(folder / name)
         # Open for both directions: no end of file, and no waiting for the other side to open.
         self._done, *self._go = (os.open(folder / name, os.O_RDWR) for name in names)
-        self._stopped = False
 
     def wait(self) -> None:
         """Until every worker stands still."""
@@ -152,20 +150,29 @@ def spread(values: list[float]) -> str:
     return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
+def typical(measured: dict[str, Any], side: str) -> float:
+    """Milliseconds of an iteration."""
+    return 1e3 * statistics.median(seconds for block in measured[side]["seconds"][WARM_UP:] for seconds in block)
+
+
+def loss_difference(measured: dict[str, Any], stock: str, ours: str) -> str:
+    """Of the last losses, relative."""
+    losses = [measured[side]["loss"] for side in (stock, ours)]
+    return "?" if None in losses else f"{abs(losses[1] / losses[0] - 1):.1e}"
+
+
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, microbatch_seconds=0.0)
     parser.add_argument("--models", nargs="+", default=["small", "medium"], choices=MODELS)
     parser.add_argument("--layouts", nargs="+", default=["dp4", "tp2-dp2", "pp2-dp2"], choices=LAYOUTS)
     parser.add_argument("--block", type=int, default=6, help="iterations in a turn")
     parser.add_argument("--blocks", type=int, default=17, help="turns of each side")
-    parser.add_argument("--overlap", choices=["no", "yes", "both"], default="both", help="--overlap-grad-reduce")
+    parser.add_argument("--overlap", choices=OVERLAPS, default="both", help="--overlap-grad-reduce")
     parser.add_argument("--log-interval", type=int, default=10, help="Megatron's")
-    parser.add_argument("--microbatch-seconds", type=float, default=0.0, help="of a device that a worker plays")
     parser.add_argument("--flags", default="", help="more flags for both sides")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one comparison")
     parser.add_argument("--profile", type=Path)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.profile:
         options.profile.mkdir(parents=True, exist_ok=True)
@@ -179,7 +186,7 @@ def main() -> None:
         servers = {side: stack.enter_context(ForkServer()) for side in SIDES}
         for model in options.models:
             for layout in options.layouts:
-                for overlap in {"no": [False], "yes": [True], "both": [False, True]}[options.overlap]:
+                for overlap in OVERLAPS[options.overlap]:
                     workers, shape = LAYOUTS[layout]
                     flags = [*COMMON, *MODELS[model].argv, *shape.split(), *options.flags.split()]
                     flags += ["--train-iters", str(iterations), "--log-interval", str(options.log_interval)]
@@ -187,16 +194,10 @@ def main() -> None:
                     name = f"{model}-{layout}-{'overlap' if overlap else 'plain'}"
                     measured = compare(servers, workers, flags, options, name)
                     found = ratios(measured)
-                    typical = {
-                        side: 1e3 * statistics.median(s for block in measured[side]["seconds"][WARM_UP:] for s in block)
-                        for side in SIDES
-                    }
-                    losses = [measured[side]["loss"] for side in SIDES]
-                    difference = "?" if None in losses else f"{abs(losses[1] / losses[0] - 1):.1e}"
                     print(
-                        f"| {model} | {layout} | {'yes' if overlap else 'no'} | {typical['without']:.1f} "
-                        f"| {typical['with']:.1f} | {spread(found['wall'])} | {spread(found['cpu'])} | {difference} "
-                        f"| {load_average()} |",
+                        f"| {model} | {layout} | {'yes' if overlap else 'no'} | {typical(measured, 'without'):.1f} "
+                        f"| {typical(measured, 'with'):.1f} | {spread(found['wall'])} | {spread(found['cpu'])} "
+                        f"| {loss_difference(measured, 'without', 'with')} | {load_average()} |",
                         flush=True,
                     )
                     rows.append({"model": model, "layout": layout, "overlap": overlap, "ratios": found, **measured})
@@ -204,8 +205,7 @@ def main() -> None:
         f"\n{options.blocks - WARM_UP} pairs of {options.block - 1} iterations, {iterations} iterations in all, "
         f"log interval {options.log_interval}; {os.cpu_count()} cores, {platform.machine()}"
     )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write(options, rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ step as long as --seconds says, as a host waits for its GPU; what else it takes 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import COMMON, MODELS, load_average  # noqa: E402
+from benchmarks.megatron_runs import MODELS, PACED, command_line, load_average, train, write  # noqa: E402
 from recover_megatron.run_log.steps import audit_problem, read_steps  # noqa: E402
 from recover_megatron.workload import quotas  # noqa: E402
 from tests.harness.forkserver import ForkServer  # noqa: E402
@@ -42,14 +41,12 @@ def slots(quota: int, chunks: int) -> int:
 def seconds(server: ForkServer, folder: Path, schedule: str, pace: float) -> tuple[float, float]:
     """Before and after the loss."""
     chunks, flags = SCHEDULES[schedule]
-    argv = [str(REPOSITORY / "benchmarks" / "paced_pretrain.py"), *COMMON, *MODELS["toy"].argv]
-    argv += ["--num-layers", "4", "--pipeline-model-parallel-size", str(STAGES), *flags.split()]
-    argv += ["--global-batch-size", str(MICROBATCHES), "--train-iters", str(ITERATIONS), "--log-interval", "100"]
-    argv += ["--recover", "--recover-log-dir", str(folder), "--recover-inject", f"2@{KILLED_AT}:forward"]
-    paces = ",".join([str(pace / chunks)] * REPLICAS * STAGES)
-    run = server.run(REPLICAS * STAGES, argv, folder, environment={"BENCH_PACES": paces}, timeout=400)
-    if sorted(run.codes) != [-9, *[0] * (REPLICAS * STAGES - 1)]:
-        raise RuntimeError(run.tail(40))
+    shape = ["--num-layers", "4", "--pipeline-model-parallel-size", str(STAGES), *flags.split()]
+    shape += ["--global-batch-size", str(MICROBATCHES), "--recover", "--recover-inject", f"2@{KILLED_AT}:forward"]
+    train(
+        server, folder, REPLICAS * STAGES, [*MODELS["toy"].argv, *shape], iterations=ITERATIONS, killed={2},
+        script=PACED, timeout=400, environment={"BENCH_PACES": ",".join([str(pace / chunks)] * REPLICAS * STAGES)},
+    )  # fmt: skip
     steps = list(read_steps(folder / "steps.jsonl"))
     if problems := [problem for step in steps if (problem := audit_problem(step))]:
         raise RuntimeError(str(problems))
@@ -60,7 +57,7 @@ def seconds(server: ForkServer, folder: Path, schedule: str, pace: float) -> tup
 
 def main() -> None:
     """Run it and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.2, metavar="S", help="of a microbatch; default: %(default)s")
     options = parser.parse_args()
@@ -82,6 +79,7 @@ def main() -> None:
         was = slots(multiple if chunks > 1 else least, chunks) / slots(least, chunks)
         print(f"{schedule:12} {before:8.3f} {after:8.3f} {optimum:8.3f} {after / optimum:6.3f} {was:10.3f}")
     print(load_average())
+    write(options, measured)
 
 
 if __name__ == "__main__":

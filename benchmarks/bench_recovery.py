@@ -18,7 +18,6 @@ Prints a table of medians and maxima in milliseconds; --json FILE writes every m
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -39,6 +38,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 import torch  # noqa: E402
 
+from benchmarks.megatron_runs import command_line, write  # noqa: E402
 from recover_megatron.collectives.bucket import Bucket  # noqa: E402
 from recover_megatron.collectives.epoch import SessionEpoch  # noqa: E402
 from recover_megatron.collectives.errors import EpochRevoked  # noqa: E402
@@ -173,11 +173,10 @@ def serve_store(listener: socket.socket, port: int) -> None:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     choose, rows = random.Random(options.seed), []
     print(f"| workers | {' | '.join(PHASES)} | total |\n|---{'|---' * (len(PHASES) + 1)}|", flush=True)
@@ -190,8 +189,7 @@ def main() -> None:
             cells.append(f"{statistics.median(values):.1f} ({max(values):.1f})")
         print(f"| {workers} | {' | '.join(cells)} |", flush=True)
     print(f"\nmilliseconds, median (maximum) of {options.kills} kills; {os.cpu_count()} cores; 1 MiB per all-reduce")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write(options, rows)
 
 
 if __name__ == "__main__":

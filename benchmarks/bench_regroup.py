@@ -30,8 +30,6 @@ products take while it gives its state, again and again, than alone.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import re
@@ -48,7 +46,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, load_average  # noqa: E402
+from benchmarks.megatron_runs import MODELS, RECOVER, command_line, load_average, train, write  # noqa: E402
 from recover_megatron.instep.grid import launch_grid  # noqa: E402
 from recover_megatron.run_log.events import EVENTS_FILE, Event, read_events  # noqa: E402
 from tests.harness.forkserver import ForkServer, Run  # noqa: E402
@@ -69,11 +67,10 @@ def one_run(server: ForkServer, folder: Path, name: str, timeout: float) -> list
     """Its recombinations."""
     model = replace(MODELS[name], global_batch=12 * MODELS[name].micro_batch)
     spec = ",".join(f"{worker}@{iteration}:backward" for worker, iteration in KILLS)
-    argv = [SCRIPT, *COMMON, *model.argv, *SHAPE.split(), *RECOVER, "--recover-log-dir", str(folder)]
-    argv += ["--train-iters", str(ITERATIONS), "--log-interval", "100", "--recover-inject", spec]
-    run = server.run(WORKERS, argv, folder, timeout=timeout)
-    if any(code != (-9 if worker in dict(KILLS) else 0) for worker, code in enumerate(run.codes)):
-        raise RuntimeError(f"{spec}: {run.tail(40)}")
+    flags = [*model.argv, *SHAPE.split(), *RECOVER, "--recover-inject", spec]
+    run = train(
+        server, folder, WORKERS, flags, iterations=ITERATIONS, killed=dict(KILLS), script=SCRIPT, timeout=timeout
+    )
     told = list(read_events(folder / "events-0.jsonl"))
     placing = [event for event in read_events(folder / EVENTS_FILE) if event["event"] == "plan"]
     return [recombination(run, told, placing, kill) for kill in KILLS[1:]]
@@ -126,8 +123,7 @@ def regroup(options: Any) -> None:
             size = MODELS[name].parameters / 1e6
             print(f"| {name} | {size:.2f} M | {moved:.1f} | {' | '.join(cells)} |", flush=True)
     print(f"\nmilliseconds, median (maximum) of {2 * options.runs} kills each; {load_average()}")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write(options, rows)
 
 
 # ---- how fast a state travels
@@ -236,13 +232,16 @@ def ways(me: int, store: Any) -> dict[str, Callable[[int], Any]]:
     return dict(zip(WAYS, calls, strict=True))
 
 
-def one_end(me: int, barrier: Any, results: Any) -> None:
-    """Time each way in turn, so that a busy machine slows all alike."""
+def store_of(me: int) -> Any:
+    """The store by which the ends tell each other their addresses; end 0 has it."""
     import torch.distributed as dist
 
-    port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, is_master=me == 0, wait_for_workers=False)
-    ways_here = ways(me, store)
+    return dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=me == 0, wait_for_workers=False)
+
+
+def one_end(me: int, barrier: Any, results: Any) -> None:
+    """Time each way in turn, so that a busy machine slows all alike."""
+    ways_here = ways(me, store_of(me))
     for number in range(ROUNDS + 1):
         for name, go in ways_here.items():
             barrier.wait()
@@ -255,10 +254,8 @@ def one_end(me: int, barrier: Any, results: Any) -> None:
 def training_end(me: int, barrier: Any, results: Any) -> None:
     """End 0 holds a state and multiplies matrices, end 1 fetches the state again and again in every second round."""
     import torch
-    import torch.distributed as dist
 
-    port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, is_master=me == 0, wait_for_workers=False)
+    store = store_of(me)
     holder = Holder(store, 0) if me == 0 else None
     mine, matrix = tensors(2), torch.randn(512, 512)
     for number in range(2 * ROUNDS + 2):
@@ -281,10 +278,7 @@ def training_end(me: int, barrier: Any, results: Any) -> None:
 
 def holding_end(me: int, barrier: Any, results: Any) -> None:
     """Ends 0 and 1 hold the state, end 2 fetches it, from both and from one in turn."""
-    import torch.distributed as dist
-
-    port = int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, is_master=me == 0, wait_for_workers=False)
+    store = store_of(me)
     holder = Holder(store, me) if me < 2 else None
     mine = tensors(2)
     for number in range(ROUNDS + 1):
@@ -339,12 +333,10 @@ def transfers() -> None:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, timeout=600)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["toy", "small", "medium"])
     parser.add_argument("--runs", type=int, default=2, help="of each model; two recombinations each")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one run")
     parser.add_argument("--transfer", action="store_true", help="measure how a state travels, instead")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.transfer:
         transfers()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import select
@@ -32,6 +31,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.megatron_runs import command_line, write
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.group_factory import open_group
@@ -113,12 +113,11 @@ def strike(world: int, how: signal.Signals, arguments: argparse.Namespace) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--world", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8])
     parser.add_argument("--mib", type=float, default=16)
     parser.add_argument("--transport", dest="transport_kind", choices=("tcp", "tcp-inline"), default="tcp")
     parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.transport_kind}")
     print("| world | signal | struck -> raised ms: median | max | told -> raised ms: median | max |")
@@ -135,8 +134,7 @@ def main() -> None:
                 f"{statistics.median(told):.1f} | {max(told):.1f} |",
                 flush=True,
             )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write(arguments, rows)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.megatron_runs import command_line, write
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Span
@@ -49,13 +51,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class WholeRun:
     """An epoch that nothing ends."""
 
-    def __init__(self, world: int, me: int) -> None:
-        self.number = 1
-        self.members = list(range(world))
-        self.me = me
+    members: Sequence[int]
+    me: int
+    number: int = 1
 
     def on_revoke(self, callback: Callable[[str], None]) -> None:
         del callback
@@ -141,7 +143,7 @@ def work(rank: int, world: int, arguments: argparse.Namespace, port: int) -> lis
             store.set(name, secret.hex())
         secret = bytes.fromhex(store.get(name).decode())
         ring = open_group(
-            WholeRun(world, rank),
+            WholeRun(range(world), rank),
             store,
             name=name,
             secret=secret,
@@ -255,7 +257,7 @@ def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--world", type=numbers(int), default=[2, 4, 8])
     parser.add_argument("--mib", type=numbers(float), default=[1.0, 16.0, 64.0, 256.0])
     parser.add_argument("--transport", dest="transport_kind", choices=("tcp", "tcp-inline"), default="tcp")
@@ -265,7 +267,6 @@ def main() -> None:
     parser.add_argument("--volume-mib", type=float, default=1024, help="repetitions times bucket size to aim at")
     parser.add_argument("--least", type=int, default=5, help="repetitions at least")
     parser.add_argument("--most", type=int, default=50, help="repetitions at most")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, carrier {arguments.transport_kind}")
     print("| " + " | ".join(COLUMNS) + " |")
@@ -281,8 +282,7 @@ def main() -> None:
                 f"{r['segment_kib']:g} | {r['scratch_mib']:g}/{r['scratch_bound_mib']:g} |",
                 flush=True,
             )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    write(arguments, results)
 
 
 if __name__ == "__main__":

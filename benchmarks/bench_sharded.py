@@ -20,7 +20,6 @@ D is the data-parallel size, k the number of shadows (--recover-shadow-shards).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -40,8 +39,16 @@ import torch
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.bench_overhead import WARM_UP, compare, ratios, spread  # noqa: E402
-from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, SCRIPT, load_average  # noqa: E402
+from benchmarks.bench_overhead import (  # noqa: E402
+    OVERLAPS,
+    WARM_UP,
+    compare,
+    loss_difference,
+    ratios,
+    spread,
+    typical,
+)
+from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, command_line, load_average, train, write  # noqa: E402
 from recover_megatron.collectives.bucket import Bucket  # noqa: E402
 from recover_megatron.collectives.group import Group  # noqa: E402
 from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
@@ -153,16 +160,14 @@ def shadows_of(number: int | None) -> list[str]:
     return [] if number is None else [*RECOVER, "--recover-shadow-shards", str(number)]
 
 
-def train(
+def state_after(
     server: ForkServer, folder: Path, size: int, model: str, iterations: int, flags: list[str], options: Any
 ) -> list[dict[str, Any] | None]:
     """What each worker left; None: it was killed."""
-    argv = [SCRIPT, *COMMON, *MODELS[model].argv, SHARDED, "--train-iters", str(iterations), *flags]
-    argv += ["--recover-log-dir", str(folder)] if "--recover" in flags else []
-    environment = {"BENCH_OUT": str(folder), "BENCH_STATE": "1"}
-    run = server.run(size, argv, folder, environment=environment, timeout=options.timeout)
-    if any(code not in (0, -9) for code in run.codes):
-        raise RuntimeError(run.tail(40))
+    run = train(
+        server, folder, size, [*MODELS[model].argv, SHARDED, *flags], iterations=iterations, killed=None,
+        environment={"BENCH_STATE": "1"}, timeout=options.timeout,
+    )  # fmt: skip
     files = [folder / f"state-{rank}.json" for rank in range(size)]
     return [json.loads(file.read_text()) if code == 0 else None for file, code in zip(files, run.codes, strict=True)]
 
@@ -181,7 +186,7 @@ def memory(options: Any) -> list[dict[str, Any]]:
                 for shadows in (None, 0, 1, 2):
                     with tempfile.TemporaryDirectory() as folder:
                         more = [*flags, *shadows_of(shadows)]
-                        left = [its for its in train(server, Path(folder), size, "tiny", 3, more, options) if its]
+                        left = [its for its in state_after(server, Path(folder), size, "tiny", 3, more, options) if its]
                     found = [its["bytes"] / its["parameters"] for its in left]
                     row["stock" if shadows is None else f"k={shadows}"] = found
                     cells.append(f"{statistics.mean(found):.3f} ({max(found):.3f})")
@@ -220,7 +225,7 @@ def one_death(server: ForkServer, model: str, size: int, victim: int, options: A
     """A run that loses ``victim``."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--bf16", *shadows_of(1), "--recover-inject", f"{victim}@{DIES_IN}:backward"]
-        left = [its for its in train(server, Path(folder), size, model, DIES_IN + 3, flags, options) if its]
+        left = [its for its in state_after(server, Path(folder), size, model, DIES_IN + 3, flags, options) if its]
         events = [event for event in read_events(Path(folder) / EVENTS_FILE) if event["event"] == "repartition"]
     assert len(left) == size - 1
     assert [event["iteration"] for event in events] == [DIES_IN + 1], events
@@ -242,18 +247,15 @@ def iteration(options: Any) -> list[dict[str, Any]]:
         servers = {side: stack.enter_context(ForkServer()) for side in sides}
         for model in options.models:
             for size in options.sizes:
-                for overlap in {"no": [False], "yes": [True], "both": [False, True]}[options.overlap]:
+                for overlap in OVERLAPS[options.overlap]:
                     flags = [*COMMON, *MODELS[model].argv, SHARDED, *(OVERLAP if overlap else ())]
                     flags += ["--train-iters", str(options.block * options.blocks + 1), "--log-interval", "10"]
                     measured = compare(servers, size, flags, options, f"{model}-{size}", sides)
                     found = {side: ratios(measured, side, "stock") for side in ("k=1", "k=0")}
-                    stock = [s for block in measured["stock"]["seconds"][WARM_UP:] for s in block]
-                    losses = [measured[side]["loss"] for side in ("stock", "k=1")]
-                    difference = "?" if None in losses else f"{abs(losses[1] / losses[0] - 1):.1e}"
                     cells = [spread(found[side][what]) for side in found for what in ("wall", "cpu")]
                     print(
-                        f"| {model} | {size} | {'yes' if overlap else 'no'} | {1e3 * statistics.median(stock):.1f} "
-                        f"| {' | '.join(cells)} | {difference} | {load_average()} |",
+                        f"| {model} | {size} | {'yes' if overlap else 'no'} | {typical(measured, 'stock'):.1f} "
+                        f"| {' | '.join(cells)} | {loss_difference(measured, 'stock', 'k=1')} | {load_average()} |",
                         flush=True,
                     )
                     rows.append({"model": model, "D": size, "overlap": overlap, "ratios": found, **measured})
@@ -292,7 +294,7 @@ def table(options: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, microbatch_seconds=0.0)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8], help="D")
     parser.add_argument("--models", nargs="+", default=["small", "medium"], choices=MODELS)
@@ -301,17 +303,14 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=13, help="turns of each side")
     parser.add_argument("--deaths", type=int, default=4, help="of each size, in runs of their own")
     parser.add_argument("--mib", type=int, default=16, help="of the bucket on the wire")
-    parser.add_argument("--microbatch-seconds", type=float, default=0.0, help="of a device that a worker plays")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one run or comparison")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.profile = None
     found = {}
     for section in options.only:
         found[section] = globals()[section](options)
         print(f"\n{section}: {load_average()}, {platform.machine()}", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1))
+        write(options, found)
 
 
 if __name__ == "__main__":

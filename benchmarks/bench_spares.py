@@ -18,7 +18,6 @@ The three ways take turns, so that a busy machine slows all of them alike.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -35,10 +34,9 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import COMMON, MODELS, load_average  # noqa: E402
+from benchmarks.megatron_runs import COMMON, MODELS, PACED, command_line, load_average, write  # noqa: E402
 from recover_megatron.run_log.steps import StepRecord, read_steps  # noqa: E402
 
-PACED = str(REPOSITORY / "benchmarks" / "paced_pretrain.py")
 WAYS = ("hot spare", "worker started again", "job started again")
 REPLICAS, STRIKE, GO_ON, SAVE = 3, 25, 5, 10
 """The kill comes when iteration STRIKE is committed; the run is ended GO_ON iterations after it is whole again."""
@@ -127,11 +125,8 @@ def measure(way: str, folder: Path, options: Any) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="small")
-    parser.add_argument("--microbatch-seconds", type=float, default=0.1)
+    parser = command_line(__doc__, model="small", microbatch_seconds=0.1)
     parser.add_argument("--runs", type=int, default=3, help="of each way; the table has their median")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(options.runs):
@@ -145,8 +140,7 @@ def main() -> None:
     print(
         f"\n{options.model}, {options.microbatch_seconds} s a microbatch, {options.runs} kills each; {load_average()}"
     )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write(options, rows)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ torchrun and, with --json FILE, writes every measurement.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import signal
@@ -21,6 +19,10 @@ import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.megatron_runs import command_line, write  # noqa: E402
+
 SCRIPT = str(REPOSITORY / "pretrain_gpt_recover.py")
 FIRST_ITERATION = " iteration        1/"
 FLAGS = (
@@ -66,11 +68,9 @@ def seconds_to_first_iteration(launcher: str, workers: int, timeout: float) -> f
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, timeout=300)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--repeat", type=int, default=3, help="runs of each; the table has their median")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one run")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     def time_is_up(*_: object) -> None:
@@ -100,8 +100,7 @@ def main() -> None:
         f"\nmedians of {options.repeat}; in brackets the ratio to torchrun; "
         f"{os.cpu_count()} cores, {platform.machine()}"
     )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write(options, rows)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ bytes that finished sums took while they were set aside.  --json FILE writes eve
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -35,7 +33,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import COMMON, LAYOUTS, MODELS, SCRIPT, load_average, times  # noqa: E402
+from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, load_average, times, train, write  # noqa: E402
 from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
 from tests.harness.forkserver import ForkServer, Run  # noqa: E402
 
@@ -60,14 +58,12 @@ def one_run(server: ForkServer, folder: Path, number: int, options: Any) -> list
     workers, shape = LAYOUTS["dp4"]
     kills = schedule(number, workers)
     spec = ",".join(f"{worker}@{iteration}:{phase}" for worker, iteration, phase in kills)
-    argv = [SCRIPT, *COMMON, *MODELS[options.model].argv, *shape.split(), *options.flags.split()]
-    argv += ["--train-iters", str(ITERATIONS), "--log-interval", "10", "--recover", "--recover-log-dir", str(folder)]
-    argv += ["--recover-inject", spec]
-    environment = {"BENCH_OUT": str(folder), "BENCH_MEMORY": "1", "BENCH_MICROBATCH": str(options.microbatch_seconds)}
-    run = server.run(workers, argv, folder, environment=environment, timeout=options.timeout)
-    victims = {worker for worker, _, _ in kills}
-    if any(code != (-9 if worker in victims else 0) for worker, code in enumerate(run.codes)):
-        raise RuntimeError(f"{spec}: {run.tail(40)}")
+    flags = [*MODELS[options.model].argv, *shape.split(), *options.flags.split(), "--log-interval", "10"]
+    flags += ["--recover", "--recover-inject", spec]
+    run = train(
+        server, folder, workers, flags, iterations=ITERATIONS, killed={worker for worker, _, _ in kills},
+        environment={"BENCH_MEMORY": "1", "BENCH_MICROBATCH": str(options.microbatch_seconds)}, timeout=options.timeout,
+    )  # fmt: skip
     return [recovery(folder, run, kill, kills) for kill in kills]
 
 
@@ -100,13 +96,9 @@ def recovery(folder: Path, run: Run, kill: tuple[int, int, str], kills: list[tup
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="small")
+    parser = command_line(__doc__, model="small", microbatch_seconds=0.0, timeout=600)
     parser.add_argument("--runs", type=int, default=4, help="of three kills each")
     parser.add_argument("--flags", default="", help="more flags of Megatron's")
-    parser.add_argument("--microbatch-seconds", type=float, default=0.0, help="of a device that a worker plays")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one run")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     columns = (*PHASES, "without rerun", "longer")
@@ -128,8 +120,7 @@ def main() -> None:
         f"{max(row['set aside, MiB'] for row in rows):.1f} MiB, the gradients take "
         f"{4 * MODELS[options.model].parameters / 2**20:.1f}; {load_average()}"
     )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write(options, rows)
 
 
 if __name__ == "__main__":

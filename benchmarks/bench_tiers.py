@@ -19,8 +19,6 @@ Everything runs on one machine, so a snapshot travels over loopback and the disk
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -31,7 +29,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.megatron_runs import COMMON, LAYOUTS, MODELS, SCRIPT, load_average, times  # noqa: E402
+from benchmarks.megatron_runs import LAYOUTS, MODELS, command_line, load_average, times, train, write  # noqa: E402
 from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
 from tests.harness.forkserver import ForkServer  # noqa: E402
 
@@ -56,13 +54,12 @@ def tier(every: int) -> list[str]:
 def run(server: ForkServer, folder: Path, options: Any, iterations: int, flags: list[str], victims: set[int]) -> None:
     """Train to the end; raises RuntimeError where a worker ends as it should not."""
     workers, shape = LAYOUTS["pp2-dp2"]
-    argv = [SCRIPT, *COMMON, *MODELS[options.model].argv, *shape.split(), "--train-iters", str(iterations)]
-    argv += ["--log-interval", "1000", "--recover", "--recover-log-dir", str(folder), *flags]
-    argv += ["--use-distributed-optimizer"] * options.sharded
-    environment = {"BENCH_OUT": str(folder), "BENCH_MEMORY": "1"}
-    ended = server.run(workers, argv, folder, environment=environment, timeout=options.timeout, nodes=NODES)
-    if any(code != (-9 if worker in victims else 0) for worker, code in enumerate(ended.codes)):
-        raise RuntimeError(f"{flags}: {ended.tail(40)}")
+    sharded = ["--use-distributed-optimizer"] * options.sharded
+    train(
+        server, folder, workers,
+        [*MODELS[options.model].argv, *shape.split(), "--log-interval", "1000", "--recover", *flags, *sharded],
+        iterations=iterations, killed=victims, environment={"BENCH_MEMORY": "1"}, timeout=options.timeout, nodes=NODES,
+    )  # fmt: skip
 
 
 def cost(server: ForkServer, options: Any, every: int) -> dict[str, float]:
@@ -100,13 +97,10 @@ def loss(server: ForkServer, options: Any, memory: bool) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="small")
+    parser = command_line(__doc__, model="small", timeout=900)
     parser.add_argument("--iterations", type=int, default=60, help="of the runs without failures")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sharded", action="store_true")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for one run")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     costs: dict[int, list[dict[str, float]]] = {every: [] for every in INTERVALS}
     losses: dict[str, list[dict[str, float]]] = {"memory": [], "disk": []}
@@ -131,8 +125,7 @@ def main() -> None:
         told = [statistics.median(one[name] for one in its) for name in ("to the next committed", "load", "run again")]
         print(f"| {where} | {told[0]:.2f} | {told[1]:.2f} | {told[2]:.0f} |")
     print(f"\n{options.model}, {options.rounds} rounds; {load_average()}")
-    if options.json:
-        options.json.write_text(json.dumps({"costs": costs, "losses": losses}, indent=1))
+    write(options, {"costs": costs, "losses": losses})
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
-"""What the benchmarks of whole Megatron runs share: models, layouts, flags, and what timed_pretrain.py left behind."""
+"""What the benchmarks share: their command line, models, layouts, flags, a training, what timed_pretrain.py left."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.harness.forkserver import ForkServer, Run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 SCRIPT = str(REPOSITORY / "benchmarks" / "timed_pretrain.py")
+PACED = str(REPOSITORY / "benchmarks" / "paced_pretrain.py")
 
 COMMON = (
     "--num-attention-heads 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
@@ -70,6 +76,54 @@ LAYOUTS = {
     "pp2-dp2": (4, "--pipeline-model-parallel-size 2"),
 }
 """Name -> workers, flags."""
+
+
+COMMON_OPTIONS: Mapping[str, dict[str, Any]] = {
+    "model": {"choices": MODELS},
+    "microbatch_seconds": {"type": float, "help": "of a device that a worker plays"},
+    "timeout": {"type": float, "help": "seconds for one run"},
+}
+
+
+def command_line(text: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with --json, and with those of ``COMMON_OPTIONS`` for which a default is given."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **COMMON_OPTIONS[name])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
+    return parser
+
+
+def write(options: argparse.Namespace, found: Any) -> None:
+    """The file of --json, if it is asked for."""
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+def train(
+    server: ForkServer,
+    folder: Path,
+    workers: int,
+    flags: Sequence[str],
+    *,
+    iterations: int,
+    killed: Collection[int] | None = (),
+    script: str = SCRIPT,
+    environment: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Run:
+    """A training with ``COMMON`` and ``flags``, whose log folder is ``folder``; ``more``: of ``ForkServer.run``.
+
+    Raises RuntimeError where a worker ends as it should not: ``killed`` (None: any) by SIGKILL, the others with 0.
+    """
+    argv = [script, *COMMON, "--log-interval", "100", "--train-iters", str(iterations), *flags]
+    argv += ["--recover-log-dir", str(folder)] if "--recover" in flags else []
+    run = server.run(workers, argv, folder, environment={"BENCH_OUT": str(folder), **(environment or {})}, **more)
+    wanted = [{0, -9} if killed is None else {-9} if worker in killed else {0} for worker in range(workers)]
+    came = [code in (0, -9) if killed is None else code == 0 for code in run.more.values()]
+    if not all([*came, *(code in codes for code, codes in zip(run.codes, wanted, strict=True))]):
+        raise RuntimeError(f"{' '.join(flags)}: {run.tail(40)}")
+    return run
 
 
 def times(folder: Path, rank: int) -> list[dict[str, Any]]:

@@ -28,9 +28,10 @@ from lib.recoveries import Recoveries
 
 from recover_megatron import __version__
 from recover_megatron.report.compare import compare
-from recover_megatron.report.follow import Follower
 from recover_megatron.report.full import main as report
 from recover_megatron.report.run_dir import read_run
+from recover_megatron.run_log.steps import StepRecord
+from recover_megatron.run_log.tail import Lines
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENCE = 128
@@ -140,9 +141,16 @@ def checkpointed(run: Path) -> int:
     return int(tracker.read_text()) if tracker.is_file() else 0
 
 
+def new_steps(lines: Lines, after: int) -> list[StepRecord]:
+    """Those after the iteration ``after``: a run that resumes may begin the file anew, with those before its first."""
+    steps = [StepRecord.from_fields(fields) for fields in lines.new()[1]]
+    return [step for step in steps if step.iteration > after]
+
+
 def train(command: Sequence[str], run: Path, progress: Progress) -> int:
     """Run the training to its end, showing progress; returns its exit status.  Ends it when this process is told to."""
-    follower = Follower(run / "steps.jsonl", after_iteration=checkpointed(run))
+    steps, resumed = Lines(run / "steps.jsonl"), checkpointed(run)
+    steps.new()  # what is there already
     recoveries = Recoveries(run)
     environment = dict(os.environ)
     cores = len(os.sched_getaffinity(0))
@@ -159,7 +167,7 @@ def train(command: Sequence[str], run: Path, progress: Progress) -> int:
             ended = process.poll() is not None
             for line in recoveries.new_lines():
                 print(line, flush=True)
-            for line in progress.lines(follower.new_steps()):
+            for line in progress.lines(new_steps(steps, resumed)):
                 if not shown:
                     print(progress.header())
                     shown = True

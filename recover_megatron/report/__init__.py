@@ -4,12 +4,11 @@
     recover-report DIR [--reference DIR2] [--out FILE]  all of it as an HTML page
 
 run_dir     the files of a run's log folder; steps.jsonl and events.jsonl are read by ``run_log``
-follow      steps.jsonl, while the run writes it
 history     the faults, and what each cost
 compare     a run beside its reference
 throughput  samples per second
 summary     the run in a dozen lines of text
 plot        the pictures
 page        the HTML page
-command     what both commands share; __main__ is the first, full the second
+full        both commands
 """

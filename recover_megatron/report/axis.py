@@ -1,13 +1,16 @@
-"""The time axis under the pictures that are part of the page, and its legend."""
+"""What the pictures that are part of the page share: their width, the time axis under them, the legend."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
-RIGHT = 30
-"""To the right of a picture, for half of the last time's text."""
+LEFT = 70
+"""For the names of what is in the picture."""
+_WIDTH, _FOOT = 960, 26
+_RIGHT = 30  # for half of the last time's text
 _PARTS = 6
 """Between two times; at most."""
 
@@ -20,13 +23,32 @@ class Key:
     text: str
 
 
-def ticks(begin: float, end: float, x: Callable[[float], float], y: float) -> str:
-    """Round times since ``begin`` as SVG, at the height ``y``."""
-    times = round_times(end - begin)
-    return "".join(
-        f'<text x="{x(begin + time):.1f}" y="{y}" text-anchor="middle">{since(time, end - begin)}</text>'
-        for time in times
-    )
+@dataclass(frozen=True)
+class Axis:
+    """From ``begin`` to ``end``, unix seconds."""
+
+    begin: float
+    end: float
+
+    @property
+    def scale(self) -> float:
+        """Of a second."""
+        return (_WIDTH - LEFT - _RIGHT) / max(self.end - self.begin, 1e-9)
+
+    def x(self, time: float) -> float:
+        """Where a moment is."""
+        return LEFT + (time - self.begin) * self.scale
+
+    def picture(self, css: str, words: str, parts: Sequence[str], height: int, gap: int) -> str:
+        """An SVG of ``parts``, ``height`` high, and ``gap`` below it round times since ``begin``; ``words``: for a
+        reader who does not see it."""
+        of, y = self.end - self.begin, height + gap
+        ticks = (
+            f'<text x="{self.x(self.begin + time):.1f}" y="{y}" text-anchor="middle">{since(time, of)}</text>'
+            for time in round_times(of)
+        )
+        head = f'<svg class="{css}" role="img" aria-label="{escape(words)}" viewBox="0 0 {_WIDTH} {height + _FOOT}">'
+        return "".join([head, *parts, *ticks, "</svg>"])
 
 
 def round_times(of: float) -> list[float]:

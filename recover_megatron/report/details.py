@@ -1,4 +1,4 @@
-"""Parts of the report that are read once something is looked for: who ran what around a loss, checkpoints, versions."""
+"""Parts of the report in which something is looked up: microbatches around a loss, checkpoints, versions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Table:
 
 
 def around(recoveries: Sequence[RecoveryRecord], steps: Sequence[StepRecord]) -> Table | None:
-    """Who counted which microbatch in the iteration of each loss, the one before and the one after.
+    """The microbatches that each replica counted in the iteration of each loss, the one before and the one after.
 
-    What a replica ran beyond what it would have had is not marked: the row above has it.
+    Those that a replica ran beyond what it would have had are not marked: the row above has them.
     """
     known = {step.iteration: step for step in steps}
     losses = [r for r in recoveries if r.iteration is not None and r.lost_workers]

@@ -1,32 +1,39 @@
 """``recover-report DIR``: the whole report of a run as an HTML page and its pictures as PNG files.
 
-Exit status as of ``python -m recover_megatron.report``: 0; 1 if the audit failed; 2 if there is no run there.
+``python -m recover_megatron.report DIR`` is the same without the page: the summary, the audit, and the loss.
+
+Exit status: 0; 1 if a microbatch was not counted exactly once, or an iteration is missing; 2 if there is no run there.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recover_megatron import __version__
 from recover_megatron.report import plot
-from recover_megatron.report.command import arguments, audited, refuse, say, tell
 from recover_megatron.report.compare import compare, unfit
 from recover_megatron.report.goodput import accounts
-from recover_megatron.report.history import read_history
+from recover_megatron.report.history import history
 from recover_megatron.report.page import Report, page
-from recover_megatron.report.run_dir import NotARun, read_run
+from recover_megatron.report.run_dir import NotARun, RecordedRun, read_run
 from recover_megatron.report.summary import summary
 from recover_megatron.report.trace import trace
+from recover_megatron.run_log.audit import violations
 from recover_megatron.run_log.events import read_run_events
+
+_SHOWN = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
-    parser = arguments(
+    parser = _parser(
         "recover-report",
         "Report of a run as one HTML page: audit, loss beside a reference, replicas and quotas, each recovery.",
     )
@@ -39,43 +46,118 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.trace is not None:
         return _trace(args.run_dir, args.trace)
     try:
-        run, found = audited(args)
+        run, found = _audited(args)
         reference = read_run(args.reference) if args.reference else None
         if reference and (why := unfit(run.steps, reference.steps)):
             raise NotARun(f"--reference {args.reference} is not of the same training: {why}")
-        past = read_history(args.run_dir)
-        workers, coordinators, _ = read_run_events(args.run_dir)
-        report = Report(
-            run=run,
-            violations=found,
-            history=past,
-            reference=reference,
-            comparison=compare(run.steps, reference.steps) if reference else None,
-            events=workers,
-            coordinators=coordinators,
-            live=past.good_end is None,
-        )
+        with _schema(args.run_dir):
+            workers, coordinators, chaos = read_run_events(args.run_dir)
+            report = Report(
+                run=run,
+                violations=found,
+                history=history(workers, coordinators, chaos),
+                reference=reference,
+                comparison=compare(run.steps, reference.steps) if reference else None,
+                events=workers,
+                coordinators=coordinators,
+                spent=accounts(run.steps, workers, coordinators),
+            )
     except (NotARun, OSError, ValueError) as error:
-        return refuse(error)
+        return _refuse(error)
     out = args.out or args.run_dir / "report.html"
     try:
         drawn = pictures(report, out)
         _write(out, page(report, drawn))
     except OSError as error:
         elsewhere = "" if args.out else "; name another place for the page: --out FILE"
-        print(f"report: error: cannot write {error.filename or out}: {error.strerror}{elsewhere}", file=sys.stderr)
-        return 2
-    say(summary(run, found, accounts(run.steps, workers, coordinators)))
+        return _refuse(f"cannot write {error.filename or out}: {error.strerror}{elsewhere}")
+    _say(summary(run, found, report.spent))
     if report.comparison is not None:
-        say(f"{'reference':<16}{_reference(report)}")
+        _say(f"{'reference':<16}{_reference(report)}")
     if report.run.steps and not drawn:
-        say(f"{'pictures':<16}{plot.NO_PLOT}")
-    say(f"{'report':<16}{out}")
-    return tell([*found, *(report.comparison.unlike if report.comparison else [])])
+        _say(f"{'pictures':<16}{plot.NO_PLOT}")
+    _say(f"{'report':<16}{out}")
+    return _tell([*found, *(report.comparison.unlike if report.comparison else [])])
+
+
+def without_page(argv: Sequence[str] | None = None) -> int:
+    """The command that writes no page but draws the loss; returns the exit status."""
+    parser = _parser(
+        "python -m recover_megatron.report",
+        "Summary of a run, from its log folder; checks that each microbatch was counted exactly once.",
+    )
+    parser.add_argument("--no-plot", action="store_true", help="do not write DIR/loss.png")
+    args = parser.parse_args(argv)
+    try:
+        run, found = _audited(args)
+        with _schema(args.run_dir):
+            workers, coordinators, _ = read_run_events(args.run_dir)
+            spent = accounts(run.steps, workers, coordinators)
+    except (NotARun, OSError, ValueError) as error:
+        return _refuse(error)
+    _say(summary(run, found, spent))
+    picture = args.run_dir / "loss.png"
+    if not args.no_plot and run.steps:
+        try:
+            drawn = plot.plot_loss(run, picture)
+            _say(f"{'plot':<16}{picture if drawn else plot.NO_PLOT}")
+        except OSError as error:
+            _refuse(f"cannot write {picture}: {error.strerror}")
+    return _tell(found)
+
+
+def _parser(program: str, description: str) -> argparse.ArgumentParser:
+    """With the arguments that both commands have."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("run_dir", type=Path, metavar="DIR", help="folder with steps.jsonl (--recover-log-dir)")
+    parser.add_argument("--corpus", type=Path, metavar="FILE", help="corpus.json (default: the one in DIR, if any)")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches of an iteration, if known")
+    return parser
+
+
+def _audited(args: argparse.Namespace) -> tuple[RecordedRun, list[str]]:
+    """The run and what the audit found.  Raises NotARun, OSError."""
+    run = read_run(args.run_dir, args.corpus)
+    return run, violations(run.steps, args.microbatches or run.settings.get("microbatches"))
+
+
+@contextmanager
+def _schema(folder: Path) -> Iterator[None]:
+    """Around what is read out of events.  Raises ValueError for one that does not have what it should."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"an event in {folder} does not keep to the schema: {error!r}") from error
+
+
+def _refuse(error: object) -> int:
+    """Tell what cannot be done; returns the exit status where that is the report itself."""
+    print(f"report: error: {error}", file=sys.stderr)
+    return 2
+
+
+def _say(text: str) -> None:
+    """Print a line; what cannot be printed (nobody reads any more, a full disk) changes no exit status."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            _refuse(f"cannot write the summary: {error.strerror}")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+
+
+def _tell(found: Sequence[str]) -> int:
+    """Print what the audit found; returns the exit status."""
+    for problem in found[:_SHOWN]:
+        print(f"report: {problem}", file=sys.stderr)
+    if len(found) > _SHOWN:
+        print(f"report: and {len(found) - _SHOWN} more", file=sys.stderr)
+    return 1 if found else 0
 
 
 def _write(out: Path, text: str) -> None:
-    """All at once: who has the page of a running run open never loads half of one.  Raises OSError."""
+    """All at once: a browser that has the page of a running run open never loads half of one.  Raises OSError."""
     if out.is_symlink() or (out.exists() and not out.is_file()):  # a device, a pipe: nothing that could be replaced
         out.write_text(text, encoding="utf-8")
         return
@@ -96,8 +178,8 @@ def _trace(folder: Path, out: Path) -> int:
         made = trace(workers, coordinators)
         out.write_text(json.dumps(made), encoding="utf-8")
     except (NotARun, OSError, ValueError) as error:
-        return refuse(error)
-    say(f"{out}: {len(made['traceEvents'])} entries; open it in chrome://tracing or https://ui.perfetto.dev")
+        return _refuse(error)
+    _say(f"{out}: {len(made['traceEvents'])} entries; open it in chrome://tracing or https://ui.perfetto.dev")
     return 0
 
 

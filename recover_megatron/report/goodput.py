@@ -12,10 +12,9 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from statistics import median
 
-from recover_megatron.report.axis import RIGHT, Key, since, ticks
+from recover_megatron.report.axis import LEFT, Axis, Key, since
 from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord
 
@@ -30,7 +29,7 @@ USES = {
 RECENT = 20
 """Iterations before one that recovered, of which the median is what it would have taken."""
 _POINTS = 400
-_WIDTH, _LEFT, _HEIGHT, _FOOT = 960, 70, 160, 26
+_HEIGHT = 160
 
 
 @dataclass(frozen=True)
@@ -120,21 +119,15 @@ def svg(found: Sequence[Account]) -> str:
     """The picture; empty for nothing to show."""
     if len(found) < 2:
         return ""
-    start = found[0].time - sum(found[0].seconds.values())
-    end = found[-1].time
+    axis = Axis(found[0].time - sum(found[0].seconds.values()), found[-1].time)
     shown = [*found[:: -(-len(found) // _POINTS)], found[-1]]
-    scale = (_WIDTH - _LEFT - RIGHT) / max(end - start, 1e-9)
-
-    def x(time: float) -> float:
-        return _LEFT + (time - start) * scale
-
     parts = []
     below = [0.0] * len(shown)
     for use, words in USES.items():
         above = [y + account.shares[use] for y, account in zip(below, shown, strict=True)]
         if any(account.seconds[use] for account in shown):
-            edge = [(x(a.time), y) for a, y in zip(shown, above, strict=True)]
-            edge += [(x(a.time), y) for a, y in zip(reversed(shown), reversed(below), strict=True)]
+            edge = [(axis.x(a.time), y) for a, y in zip(shown, above, strict=True)]
+            edge += [(axis.x(a.time), y) for a, y in zip(reversed(shown), reversed(below), strict=True)]
             points = " ".join(f"{px:.1f},{_HEIGHT * (1 - py):.1f}" for px, py in edge)
             tip = f"{words}: {found[-1].shares[use]:.1%} at the end"
             parts.append(f'<polygon class="{use}" points="{points}"><title>{tip}</title></polygon>')
@@ -142,15 +135,9 @@ def svg(found: Sequence[Account]) -> str:
     for share in (0, 50, 100):
         y = _HEIGHT * (1 - share / 100)
         parts.append(
-            f'<text x="{_LEFT - 6}" y="{y + (10 if share == 100 else 4):.0f}" text-anchor="end">{share} %</text>'
+            f'<text x="{LEFT - 6}" y="{y + (10 if share == 100 else 4):.0f}" text-anchor="end">{share} %</text>'
         )
-    parts.append(ticks(start, end, x, _HEIGHT + 18))
-    label = escape(in_words(found), quote=True)
-    return (
-        f'<svg class="lanes goodput" role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {_HEIGHT + _FOOT}">'
-        + "".join(parts)
-        + "</svg>"
-    )
+    return axis.picture("lanes goodput", in_words(found), parts, _HEIGHT, 18)
 
 
 def legend(found: Sequence[Account]) -> list[Key]:

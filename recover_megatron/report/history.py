@@ -12,10 +12,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from recover_megatron.run_log.events import Event, read_run_events
+from recover_megatron.run_log.events import Event
 
 PHASES = ("detect", "rendezvous", "regroup", "pull", "rerun", "reduce", "agree")
 """Of a recovery, in their order.  ``detect``: from the strike (where fault injection noted it) to the coordinator."""
@@ -85,19 +84,11 @@ class History:
         return sum(recovery.total for recovery in self.recoveries)
 
 
-def read_history(folder: Path) -> History:
-    """The history of the run in ``folder``; an empty one where there are no events.
-
-    Raises ValueError for an event that does not keep to the schema, OSError.
-    """
-    try:
-        return history(*read_run_events(folder))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"an event in {folder} does not keep to the schema: {error!r}") from error
-
-
 def history(workers: Sequence[Event], coordinators: Sequence[Event], chaos: Sequence[Event]) -> History:
-    """The same, from the events themselves, each sequence in the order of time."""
+    """The history that these events tell, each sequence in the order of time; an empty one where there are none.
+
+    Raises KeyError, TypeError or AttributeError for an event that does not keep to the schema.
+    """
     starts = _launches(workers, coordinators)
     recoveries = []
     for number, begin in enumerate(starts):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from recover_megatron.report.axis import RIGHT, Key, ticks
+from recover_megatron.report.axis import LEFT, Axis, Key
 from recover_megatron.run_log.events import Event
 
 MOST = 128
@@ -37,7 +37,7 @@ MARKS = {
     "snapshot": "snapshot in memory",
 }
 _ALWAYS = ("training", "spare", "gone")
-_WIDTH, _LEFT, _HEIGHT, _GAP, _FOOT = 960, 70, 14, 4, 26
+_HEIGHT, _GAP = 14, 4
 
 
 @dataclass(frozen=True)
@@ -131,42 +131,32 @@ def svg(found: Sequence[Stretch], marks: Sequence[Mark]) -> str:
     """The picture; empty for nothing to show."""
     if not found:
         return ""
-    begin, end = _span(found)
-    scale = (_WIDTH - _LEFT - RIGHT) / max(end - begin, 1e-9)
-    lanes = _lanes(found)
+    axis = Axis(*_span(found))
+    begin, lanes = axis.begin, _lanes(found)
     bottom = len(lanes) * (_HEIGHT + _GAP)
-
-    def x(time: float) -> float:
-        return _LEFT + (time - begin) * scale
-
     parts = []
     for row, worker in enumerate(lanes):
         top = row * (_HEIGHT + _GAP)
         parts.append(_label(f"worker {worker}", top))
         for s in (s for s in found if s.worker == worker):
             tip = f"worker {worker}: {KINDS[s.kind]}, {s.begin - begin:.1f} s to {s.end - begin:.1f} s"
-            box = f'x="{x(s.begin):.1f}" y="{top}" width="{max((s.end - s.begin) * scale, 1):.1f}" height="{_HEIGHT}"'
+            width = max((s.end - s.begin) * axis.scale, 1)
+            box = f'x="{axis.x(s.begin):.1f}" y="{top}" width="{width:.1f}" height="{_HEIGHT}"'
             parts.append(f'<rect class="{s.kind}" {box}><title>{tip}</title></rect>')
     seen = _seen(found, marks)
     snapshots = [mark for mark in seen if mark.kind == "snapshot"]
     across = [mark for mark in seen if mark.kind != "snapshot"]
-    parts += [_line(mark, x(mark.time), 0, bottom) for mark in across]
+    parts += [_line(mark, axis.x(mark.time), 0, bottom) for mark in across]
     if snapshots:
         parts.append(_label("snapshots", bottom))
         shown = snapshots[:: -(-len(snapshots) // MOST_TICKS)]
-        parts += [_line(mark, x(mark.time), bottom + 1, bottom + _HEIGHT) for mark in shown]
+        parts += [_line(mark, axis.x(mark.time), bottom + 1, bottom + _HEIGHT) for mark in shown]
         bottom += _HEIGHT + _GAP
-    parts.append(ticks(begin, end, x, bottom + 16))
-    label = escape(in_words(found, marks), quote=True)
-    return (
-        f'<svg class="lanes" role="img" aria-label="{label}" viewBox="0 0 {_WIDTH} {bottom + _FOOT}">'
-        + "".join(parts)
-        + "</svg>"
-    )
+    return axis.picture("lanes", in_words(found, marks), parts, bottom, 16)
 
 
 def _label(text: str, top: float) -> str:
-    return f'<text x="{_LEFT - 6}" y="{top + 11}" text-anchor="end">{text}</text>'
+    return f'<text x="{LEFT - 6}" y="{top + 11}" text-anchor="end">{text}</text>'
 
 
 def _line(mark: Mark, x: float, top: float, bottom: float) -> str:
@@ -225,7 +215,7 @@ def _count(counts: Mapping[str, int], kind: str) -> str:
 
 
 def _were(kind: str, found: Sequence[Stretch]) -> str:
-    """Who was ever that."""
+    """The workers that were ever that."""
     workers = sorted({stretch.worker for stretch in found if stretch.kind == kind})
     more = f" and {len(workers) - 8} more" if len(workers) > 8 else ""
     return f"{_short(kind)} at some time: workers {', '.join(map(str, workers[:8]))}{more}" if workers else ""

@@ -19,7 +19,7 @@ import jinja2
 from recover_megatron.report import goodput, lanes
 from recover_megatron.report.compare import Comparison, Difference
 from recover_megatron.report.details import Table, around, checkpoints, started_with
-from recover_megatron.report.goodput import Account, accounts
+from recover_megatron.report.goodput import Account
 from recover_megatron.report.history import PHASES, History, RecoveryRecord
 from recover_megatron.report.lanes import Mark, stretches
 from recover_megatron.report.run_dir import RecordedRun
@@ -46,8 +46,8 @@ class Report:
     """Those of the training workers, in the order of time."""
     coordinators: Sequence[Event] = ()
     """Those of the coordinators, in the order of time."""
-    live: bool = False
-    """The run goes on: the page is loaded again and again."""
+    spent: Sequence[Account] = ()
+    """Where the time has gone."""
 
 
 def page(report: Report, pictures: Mapping[str, Path]) -> str:
@@ -55,7 +55,6 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
     lost = [worker for worker in report.run.workers if worker.get("state") != "finished"]
     found = stretches(report.events, report.coordinators, max((s.time or 0.0 for s in report.run.steps), default=0.0))
     moments = marks(report.history, report.events)
-    spent = accounts(report.run.steps, report.events, report.coordinators)
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,
@@ -68,13 +67,13 @@ def page(report: Report, pictures: Mapping[str, Path]) -> str:
         name=report.run.folder.resolve().name,
         most_rows=_MAX_ROWS,
         verdicts=_verdicts(report),
-        tiles=[*_tiles(report), *_goodput_tile(spent)],
+        tiles=[*_tiles(report), *_goodput_tile(report.spent)],
         problems=[*report.violations, *(report.comparison.unlike if report.comparison else ())],
         lanes=lanes.svg(found, moments),
         lanes_legend=lanes.legend(found, moments),
-        goodput=goodput.svg(spent),
-        goodput_legend=goodput.legend(spent),
-        refresh=_REFRESH if report.live else 0,
+        goodput=goodput.svg(report.spent),
+        goodput_legend=goodput.legend(report.spent),
+        refresh=_REFRESH if report.history.good_end is None else 0,
         told=told(report),
         pictures={title: base64.b64encode(path.read_bytes()).decode() for title, path in pictures.items()},
         recoveries=_recoveries(report.history),
@@ -218,17 +217,8 @@ def _recoveries(past: History) -> Table | None:
     shown.sort(key=lambda r: r.time)
     others = sorted({name for r in shown for name in r.seconds} - set(PHASES))
     phases = [name for name in (*PHASES, *others) if any(name in r.seconds for r in shown)]
-    head = [
-        "iteration",
-        "epoch",
-        "lost, put together",
-        "cause",
-        "they were in",
-        "replicas after",
-        "run again",
-        *phases,
-        "total",
-    ]
+    head = ["iteration", "epoch", "lost, put together", "cause", "they were in", "replicas after", "run again"]
+    head += [*phases, "total"]
     if past.launches > 1:
         head.insert(0, "launch")
     numbers = frozenset({"iteration", "epoch", "replicas after", "run again", "launch", "total", *phases})

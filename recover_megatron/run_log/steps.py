@@ -65,11 +65,15 @@ class StepRecord:
     def from_json(cls, line: str) -> StepRecord:
         """The inverse of ``to_json``; raises ValueError for anything else."""
         try:
-            fields: dict[str, Any] = json.loads(line)
-            microbatches = {int(replica): list(ids) for replica, ids in fields.pop("microbatches").items()}
-            return cls(microbatches=microbatches, **fields)
+            return cls.from_fields(json.loads(line))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"no step: {line!r} ({error})") from None
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> StepRecord:
+        """The same for the object in a line; raises AttributeError, KeyError, TypeError or ValueError."""
+        microbatches = {int(replica): list(ids) for replica, ids in fields.pop("microbatches").items()}
+        return cls(microbatches=microbatches, **fields)
 
 
 def audit_problem(step: StepRecord) -> str | None:

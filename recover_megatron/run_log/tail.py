@@ -1,12 +1,54 @@
-"""Finding one's way in steps.jsonl, whose lines are in the order of their iterations, without reading all of it."""
+"""Reading a file of lines without reading all of it: on from where it was read last, or at its end.
+
+The functions find their way in steps.jsonl, whose lines are in the order of their iterations.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 _BLOCK = 1 << 16
+
+
+class Lines:
+    """The JSON objects of a file with one on each line, from where it was read last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self._file: tuple[int, int] | None = None
+
+    def new(self, upto: bytes = b"") -> tuple[bool, list[dict[str, Any]]]:
+        """Whether the file has begun anew, and its new objects.
+
+        ``upto``: read of each line what comes before this, as a whole object.
+        """
+        try:
+            with open(self._path, "rb") as file:
+                about = os.fstat(file.fileno())
+                same = self._file == (about.st_dev, about.st_ino) and about.st_size >= self._at
+                self._file, self._at = (about.st_dev, about.st_ino), self._at if same else 0
+                file.seek(self._at)
+                return not same, list(self._read(file, upto))
+        except OSError:
+            return False, []
+
+    def _read(self, file: IO[bytes], upto: bytes) -> Iterator[dict[str, Any]]:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            self._at += len(line)
+            head, found, _ = line.partition(upto) if upto else (line, b"", b"")
+            try:
+                value = json.loads(head + b"}" if found else line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value
 
 
 def whole(descriptor: int) -> int:

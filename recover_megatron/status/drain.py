@@ -5,7 +5,7 @@
                                                '--> the run ends: so it may, too
 
 The coordinator that was asked may be lost before the run's members know of it; the next one shows nothing of the node
-then, and is asked again.  Whoever stops looking (Ctrl-C) takes nothing back.
+then, and is asked again.  Ctrl-C ends the looking and takes nothing back.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from recover_megatron.run_log.events import COORDINATOR_FILES
 from recover_megatron.run_log.steps import STEPS_FILE
 from recover_megatron.status.headline import span
 from recover_megatron.status.model import Gone, RunStatus
-from recover_megatron.status.view_reader import read
+from recover_megatron.status.view_reader import printable
 
 CLAIM_FILE = "launch.lock"
 STOPPING_SECONDS = 1.0
@@ -55,8 +54,7 @@ def ending(folder: Path) -> RunStatus | None:
         return _launcher_ended(folder)
     # Of two sides of a partition, the one that stopped for it is not the run.
     stop, launch = max(stops, key=lambda told: (told[0].get("code") != EXIT_LOST_MAJORITY, told[0].get("time", 0.0)))
-    answer = {"type": "stop", "code": stop.get("code"), "reason": stop.get("reason")}
-    return replace(read(answer, str(folder)), iteration=_last_iteration(folder), **_told(launch, stop))
+    return _ended(folder, stop, **_told(launch, stop))
 
 
 def has_begun(folder: Path) -> bool:
@@ -93,15 +91,17 @@ def _launcher_ended(folder: Path) -> RunStatus | None:
     """What the launcher of a run on one node has said at its end; of several nodes others may go on without it."""
     try:
         claim = json.loads((folder / CLAIM_FILE).read_bytes())
-        code, reason = claim["code"], claim["reason"]
-        if not claim["ended"] or claim["nnodes"] != 1 or not isinstance(code, int):
+        if not claim["ended"] or claim["nnodes"] != 1 or not isinstance(claim["code"], int):
             return None
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return replace(
-        read({"type": "stop", "code": code, "reason": reason}, str(folder)),
-        iteration=_last_iteration(folder),
-        ended_age=_age((folder / CLAIM_FILE).stat().st_mtime),
+    return _ended(folder, claim, ended_age=_age((folder / CLAIM_FILE).stat().st_mtime))
+
+
+def _ended(folder: Path, how: Mapping[str, Any], **fields: Any) -> RunStatus:
+    reason = printable(how.get("reason") or "")
+    return RunStatus(
+        str(folder), "stopped", code=how.get("code"), reason=reason, iteration=_last_iteration(folder), **fields
     )
 
 

@@ -20,7 +20,7 @@ from enum import IntEnum
 from recover_megatron.status.model import RunStatus, WorkerStatus, of_launch
 
 HELD_UP_SECONDS = 20.0
-"""Whoever keeps others waiting for so long, and for several iterations' time, holds the run up."""
+"""A worker that keeps others waiting for so long, and for several iterations' time, holds the run up."""
 HELD_UP_ITERATIONS = 5
 WRITES = ("checkpoint",)
 """Phases that take their time."""

@@ -11,9 +11,8 @@ Nothing here waits for a run, and a line that is being written is read when it i
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from recover_megatron.run_log.events import COORDINATOR_FILES, EVENTS_FILE
 from recover_megatron.run_log.steps import STEPS_FILE
+from recover_megatron.run_log.tail import Lines
 
 RECENT = 20
 """Iterations over which the pace is taken."""
@@ -61,43 +61,6 @@ class Training:
     checkpoint_age: float | None
     recoveries: int
     microbatches_rerun: int
-
-
-class Lines:
-    """The JSON objects of a file with one on each line, from where it was read last."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = 0
-        self._file: tuple[int, int] | None = None
-
-    def new(self, upto: bytes = b"") -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file has begun anew, and its new objects.
-
-        ``upto``: read of each line what comes before this, as a whole object.
-        """
-        try:
-            with open(self._path, "rb") as file:
-                about = os.fstat(file.fileno())
-                same = self._file == (about.st_dev, about.st_ino) and about.st_size >= self._at
-                self._file, self._at = (about.st_dev, about.st_ino), self._at if same else 0
-                file.seek(self._at)
-                return not same, list(self._read(file, upto))
-        except OSError:
-            return False, []
-
-    def _read(self, file: Any, upto: bytes) -> Iterator[dict[str, Any]]:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            self._at += len(line)
-            head, found, _ = line.partition(upto) if upto else (line, b"", b"")
-            try:
-                value = json.loads(head + b"}" if found else line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield value
 
 
 class History:

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from recover_megatron.status import fields
-from recover_megatron.status.fields import Raw
 from recover_megatron.status.history import Training
 
+Raw = Mapping[str, Any]
+"""A JSON object."""
 SCHEMA = 2
 """Of ``--json``: raised when a field changes its meaning or goes; new fields may come at any time."""
 
@@ -230,11 +230,11 @@ def of_launch(running: int, launched: int, noun: str = "") -> str:
 
 def _processed(worker: WorkerStatus, processes: Mapping[int, Raw]) -> WorkerStatus:
     entry = processes.get(worker.worker, {})
-    device = worker.device if worker.device is not None else fields.number(entry, "local_rank")
-    return replace(worker, pid=fields.number(entry, "pid"), device=device)
+    device = worker.device if worker.device is not None else entry.get("local_rank")
+    return replace(worker, pid=entry.get("pid"), device=device)
 
 
 def _exit(entry: Raw) -> str:
-    if (number := fields.number(entry, "signal")) is not None:
+    if (number := entry.get("signal")) is not None:
         return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return "" if (code := fields.number(entry, "exit_code")) is None else f"exit code {code}"
+    return "" if (code := entry.get("exit_code")) is None else f"exit code {code}"

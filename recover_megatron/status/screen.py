@@ -29,6 +29,8 @@ QUIET_SECONDS = 3.0
 """A worker that is silent for longer is shown in colour: a heartbeat a second is usual."""
 ACTIVITY = ("worker", "node", "GPU", "pid", "iteration", "phase", "microbatch", "silent")
 """Of one worker."""
+NUMBERS = frozenset("replica quota position worker iteration microbatch workers epoch GPU pid".split())
+"""Columns."""
 _TERM_COUNTER = 32  # bits of a term that only make it unlike any other
 
 
@@ -235,19 +237,7 @@ def _silence(seconds: float | None) -> Text:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2), collapse_padding=True, header_style="dim")
     for name in columns:
-        numeric = name in (
-            "replica",
-            "quota",
-            "position",
-            "worker",
-            "iteration",
-            "microbatch",
-            "workers",
-            "epoch",
-            "GPU",
-            "pid",
-        )
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
     return table
 
 

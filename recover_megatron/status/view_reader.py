@@ -1,4 +1,4 @@
-"""From the coordinator's answer to a ``RunStatus``: pure, and tolerant of keys that another version leaves out.
+"""From the coordinator's answer, which ``wire`` has checked, to a ``RunStatus``: pure.
 
 A replica runs when every one of its positions has a live worker that joined the epoch with it. How many positions that
 are the coordinator remembers from all plans it made, so a replica that lost a worker is not taken for a small one.
@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from recover_megatron.status import fields
-from recover_megatron.status.fields import Raw
 from recover_megatron.status.model import (
     DrainStatus,
     Fault,
     Gone,
+    Raw,
     RecoveryStatus,
     Replica,
     RunStatus,
@@ -25,44 +24,50 @@ from recover_megatron.status.model import (
 
 
 def read(answer: Raw, address: str) -> RunStatus:
-    """The status in an answer of the coordinator at ``address``: a ``view``, or ``stop``."""
-    if answer.get("type") == "stop":
-        code, reason = fields.number(answer, "code"), fields.text(answer, "reason")
-        return RunStatus(address, "stopped", code=code, reason=reason, epoch=fields.number(answer, "epoch") or 0)
-    rows = [row for row in answer.get("workers", ()) if fields.number(row, "worker") is not None]
-    live = {row["worker"]: _worker(row) for row in rows if row.get("fate", "live") == "live"}
-    statuses = {row["worker"]: row.get("status") or {} for row in rows}
-    size = max(1, fields.number(answer, "replica_size") or 0)
-    grid = _grid([worker for worker in live.values() if worker.replica is not None], size)
+    """The status in an answer of the coordinator at ``address``: a ``view``, or ``stop``.
+
+    Raises KeyError, TypeError or ValueError for rows that no coordinator of this version makes.
+    """
+    answer = printable(answer)
+    if answer["type"] == "stop":
+        return RunStatus(address, "stopped", code=answer["code"], reason=answer["reason"], epoch=answer["epoch"])
+    rows = answer["workers"]
+    live = {row["worker"]: _worker(row) for row in rows if row["fate"] == "live"}
+    grid = _grid([worker for worker in live.values() if worker.replica is not None], answer["replica_size"])
     placed = {worker.worker for replica in grid for worker in replica.workers}
-    places = {number for number, row in statuses.items() if "replica" in row}
+    places = {row["worker"] for row in rows if "replica" in row.get("status", ())}
     idle = {row["worker"] for row in rows if row.get("idle")}
-    rendezvous = answer.get("state") in ("gathering", "rendezvous")
+    rendezvous = answer["state"] in ("gathering", "rendezvous")
     members = {row["worker"] for row in rows if row.get("member")} or live.keys()
     return RunStatus(
         address=address,
-        state=fields.text(answer, "state"),
-        term=fields.number(answer, "term") or 0,
-        epoch=fields.number(answer, "epoch") or 0,
-        opened=fields.number(answer, "opened") or 0,
+        **{name: answer[name] for name in ("state", "term", "epoch", "opened", "committed", "world", "live", "hidden")},
         iteration=max((live[n].iteration for n in placed or live), default=0),
-        committed=fields.number(answer, "committed") or 0,
-        commit_age=fields.seconds(answer, "commit_age"),
-        world=fields.number(answer, "world") or 0,
-        live=fields.number(answer, "live") or len(live),
-        workers_of_launch=fields.number(answer, "launched"),
+        commit_age=answer.get("commit_age"),
+        workers_of_launch=answer["launched"],
         replicas_of_launch=_replicas_of_launch(answer),
         grid=grid,
         spares=[_spare(live[n]) for n in sorted((places | idle) & live.keys() - placed)],
         unplaced=[live[n] for n in sorted(live.keys() - placed - places - idle)],
         gone=[_gone(row) for row in rows if row["worker"] not in live],
-        faults=[_fault(row) for row in answer.get("faults", ())],
-        recoveries=[_recovery(row) for row in answer.get("recoveries", ())],
-        hidden=fields.number(answer, "hidden") or 0,
-        stall=_stall(answer.get("stall")),
+        faults=[Fault(**row) for row in answer["faults"]],
+        recoveries=[_recovery(row) for row in answer["recoveries"]],
+        stall=Stall(**{**answer["stall"], "workers": _workers(answer["stall"])}) if "stall" in answer else None,
         drains=[_drain(row) for row in answer.get("drains", ())],
         awaited=[n for n in sorted(members & live.keys()) if rendezvous and not live[n].joined],
     )
+
+
+def printable(value: Any) -> Any:
+    """``value`` with all texts in it made harmless: what a member sends must not steer the terminal that shows it."""
+    match value:
+        case str():
+            return "".join(c if c.isprintable() else "?" for c in value)
+        case list():
+            return [printable(part) for part in value]
+        case dict():
+            return {name: printable(part) for name, part in value.items()}
+    return value
 
 
 def _grid(workers: Sequence[WorkerStatus], size: int) -> list[Replica]:
@@ -90,9 +95,8 @@ def _replicas_of_launch(answer: Raw) -> int | None:
 
     (A run that has grown has had more of them than at the launch.)
     """
-    runs = [run for run in answer.get("replicas", ()) if isinstance(run, list) and len(run) == 2]
-    size, launched = fields.number(answer, "replica_size"), fields.number(answer, "launched") or 0
-    return (launched // size or sum(last - first + 1 for first, last in runs)) if size else None
+    size, runs = answer["replica_size"], answer["replicas"]
+    return (answer["launched"] // size or sum(last - first + 1 for first, last in runs)) if size else None
 
 
 def _spare(worker: WorkerStatus) -> WorkerStatus:
@@ -103,77 +107,38 @@ def _spare(worker: WorkerStatus) -> WorkerStatus:
 
 
 def _worker(row: Raw) -> WorkerStatus:
-    status = row.get("status") or {}
+    status = row["status"]
     # What it says now, if it does: a plan may have given it another place than it joined with.
-    replica, position, quota = row.get("place") or (
-        fields.number(status, "replica"),
-        fields.number(status, "position"),
-        fields.number(status, "quota"),
-    )
+    replica, position, quota = row.get("place") or map(status.get, ("replica", "position", "quota"))
     return WorkerStatus(
         worker=row["worker"],
-        host=fields.text(row, "host"),
-        node=fields.text(status, "node") or fields.text(row, "node"),
+        host=row["host"],
+        node=status.get("node") or row["node"],
         replica=replica,
         position=position,
-        iteration=fields.number(row, "iteration") or fields.number(status, "iteration") or 0,
-        phase=fields.text(row, "phase"),
-        microbatch=fields.number(row, "microbatch"),
-        silence=fields.seconds(row, "silence"),
-        marked=fields.seconds(row, "marked"),
-        waiting=fields.seconds(row, "waiting"),
-        joined=bool(row.get("joined")),
+        iteration=row["iteration"] or status.get("iteration") or 0,
+        phase=row["phase"],
+        **{name: row.get(name) for name in ("microbatch", "silence", "marked", "waiting")},
+        joined=row["joined"],
         quota=quota,
-        note=fields.text(status, "note"),
-        device=fields.number(status, "device"),
+        note=status.get("note", ""),
+        device=status.get("device"),
     )
 
 
 def _gone(row: Raw) -> Gone:
-    return Gone(
-        row["worker"],
-        fields.text(row, "fate"),
-        fields.text(row, "host"),
-        fields.text(row, "why"),
-        fields.seconds(row, "ago"),
-        phase=fields.text(row, "phase"),
-        iteration=fields.number(row, "iteration"),
-    )
-
-
-def _fault(row: Raw) -> Fault:
-    ago = fields.seconds(row, "ago") or 0.0
-    return Fault(
-        ago, fields.text(row, "kind"), fields.number(row, "worker"), fields.text(row, "host"), fields.text(row, "why")
-    )
+    seen = {name: row[name] for name in ("phase", "iteration") if name in row}
+    return Gone(row["worker"], row["fate"], row["host"], row["why"], row.get("ago"), **seen)
 
 
 def _recovery(row: Raw) -> RecoveryStatus:
-    seconds = row.get("seconds") or {}
-    return RecoveryStatus(
-        ago=fields.seconds(row, "ago") or 0.0,
-        epoch=fields.number(row, "epoch") or 0,
-        reason=fields.text(row, "reason"),
-        workers=fields.number(row, "workers") or 0,
-        rendezvous=fields.seconds(seconds, "rendezvous"),
-        since_fault=fields.seconds(seconds, "since_fault"),
-    )
+    told = {name: row[name] for name in ("ago", "epoch", "reason", "workers")}
+    return RecoveryStatus(**told, **{name: row["seconds"].get(name) for name in ("rendezvous", "since_fault")})
 
 
 def _drain(row: Raw) -> DrainStatus:
-    names = [fields.printable(name or "") for name in row.get("names", ())]
-    node = fields.text(row, "node")
-    return DrainStatus(node, fields.text(row, "state"), _workers(row), fields.text(row, "reason"), [node, *names])
+    return DrainStatus(**{**row, "workers": _workers(row), "names": [row["node"], *row["names"]]})
 
 
 def _workers(row: Raw) -> list[int]:
-    runs = [run for run in row.get("workers", ()) if isinstance(run, list) and [*map(type, run)] == [int, int]]
-    return [worker for first, last in runs for worker in range(first, min(last, first + 999) + 1)]
-
-
-def _stall(value: Any) -> Stall | None:
-    if not isinstance(value, dict):
-        return None
-    workers = _workers(value)
-    where = [fields.printable(line) for line in value.get("where", ())]
-    return Stall(fields.seconds(value, "seconds") or 0.0, fields.seconds(value, "left") or 0.0, workers, where)
+    return [worker for first, last in row["workers"] for worker in range(first, min(last, first + 999) + 1)]

@@ -65,7 +65,11 @@ class Watch:
     def _ask(self, drain: str | None) -> RunStatus:
         if self._observer is None:
             self._observer = Observer(self._addresses[0], self._secret, self._timeout)
-        return read(self._observer.ask(drain), self._observer.name)
+        answer, name = self._observer.ask(drain), self._observer.name
+        try:
+            return read(answer, name)
+        except (KeyError, TypeError, ValueError) as error:
+            raise NoAnswer(f"{name} answers with a view that cannot be read ({error!r})") from error
 
     def _next(self) -> None:
         """Turn to the next candidate."""

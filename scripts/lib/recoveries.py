@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recover_megatron.run_log.events import EVENTS_FILE
+from recover_megatron.run_log.tail import Lines
 
 
 class Recoveries:
     """The events that a run adds from now on; what is in the file already is left out."""
 
     def __init__(self, run: Path) -> None:
-        self._path = run / EVENTS_FILE
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        self._events = Lines(run / EVENTS_FILE)
+        self._events.new()
 
     def new_lines(self) -> Iterator[str]:
-        """A line for each loss of workers, each recovery and each replica put together since the last call.
-
-        Raises ValueError for a line that is no event.
-        """
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        for line in complete.splitlines():
-            if text := describe(json.loads(line)):
+        """A line for each loss of workers, each recovery and each replica put together since the last call."""
+        for event in self._events.new()[1]:
+            if text := describe(event):
                 yield f"    >>>  {text}"
 
 

@@ -16,9 +16,10 @@ import pytest
 from recover_megatron.report.compare import compare, unfit
 from recover_megatron.report.details import ids_in_runs
 from recover_megatron.report.full import main
-from recover_megatron.report.history import history, read_history
+from recover_megatron.report.history import history
 from recover_megatron.report.lanes import Mark, Stretch, stretches, svg
 from recover_megatron.report.throughput import levels, rates
+from recover_megatron.run_log.events import read_run_events
 from tests.report.synthetic import (
     DEATHS,
     SIZE,
@@ -334,7 +335,7 @@ def test_epochs_of_two_launches_into_one_folder_are_kept_apart(run: Path) -> Non
     write_lines(run / "events-0.jsonl", coordinator_events() + later(coordinator_events()))
     standby = [{"event": "listening", "time": T0 - 1.9, "mono": 1.1, "world": 8}]
     write_lines(run / "events-1.jsonl", standby + later(standby))
-    past = read_history(run)
+    past = history(*read_run_events(run))
     assert past.launches == 2, "each of two candidates says that it listens"
     assert [(r.launch, r.epoch, r.iteration) for r in past.recoveries] == [
         (0, 2, 20),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.__main__ import main as summary_alone
 from recover_megatron.report.full import main
+from recover_megatron.report.full import without_page as summary_alone
 from recover_megatron.report.goodput import USES, Account, accounts, in_words, legend, svg
 from recover_megatron.report.run_dir import read_run
 from recover_megatron.run_log.events import Event, read_run_events

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.report.__main__ import main
-from recover_megatron.report.follow import Follower
+from recover_megatron.report.full import without_page as main
 from recover_megatron.run_log.audit import microbatches_per_iteration, violations
 from recover_megatron.run_log.steps import StepRecord
 
@@ -181,36 +180,3 @@ def test_the_loss_is_drawn(tmp_path: Path) -> None:
     write(tmp_path, [*GOOD, step(9, replicas=1, microbatches={1: [0, 1, 2, 3, 4, 5]})])
     assert main([str(tmp_path)]) == 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_follower_gives_each_new_step_once_and_never_half_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    write(tmp_path, GOOD[:2])
-    follower = Follower(path)
-    assert follower.new_steps() == []
-    line = step(3).to_json() + "\n"
-    with path.open("a") as file:
-        file.write(line[:30])
-        file.flush()
-        assert follower.new_steps() == []
-        file.write(line[30:])
-        file.flush()
-        assert follower.new_steps() == [step(3)]
-    assert follower.new_steps() == []
-
-
-def test_a_follower_of_a_resumed_run_leaves_out_what_was_there_before(tmp_path: Path) -> None:
-    write(tmp_path, GOOD)
-    follower = Follower(tmp_path / "steps.jsonl", after_iteration=4)
-    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.jsonl.1")
-    write(tmp_path, GOOD[:4])
-    assert follower.new_steps() == []
-    write(tmp_path, GOOD[:5])
-    assert follower.new_steps() == [step(5)]
-
-
-def test_a_follower_waits_for_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
-    follower = Follower(tmp_path / "steps.jsonl")
-    assert follower.new_steps() == []
-    write(tmp_path, GOOD)
-    assert follower.new_steps() == GOOD

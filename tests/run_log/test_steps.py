@@ -191,3 +191,18 @@ def test_the_audit_knows_iterations_that_were_left_out_and_what_they_consumed() 
     assert violations(steps(0, 40)) == ["iteration 5 follows iteration 2 in steps.jsonl"]
     assert violations(steps(2, 32)) != []
     assert violations(steps(2, 41)) != []
+
+
+def test_new_lines_are_read_once_and_never_by_half(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    lines = tail.Lines(path)
+    assert lines.new() == (False, [])  # there is no file yet
+    path.write_text('{"n": 1}\n{"n": 2}\n{"n"')
+    assert lines.new() == (True, [{"n": 1}, {"n": 2}])
+    with path.open("a") as file:
+        file.write(": 3}\n")
+    assert lines.new() == (False, [{"n": 3}])
+    assert lines.new() == (False, [])
+    path.rename(tmp_path / "steps.jsonl.1")
+    path.write_text('{"n": 4}\n')
+    assert lines.new() == (True, [{"n": 4}])

@@ -22,6 +22,7 @@ from lib.progress import Progress
 from lib.recoveries import Recoveries, describe
 
 from recover_megatron.run_log.steps import StepRecord
+from recover_megatron.run_log.tail import Lines
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
 
@@ -113,6 +114,21 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
         with pytest.raises(quickstart.Stop, match="another quickstart"):
             quickstart.claim(tmp_path, resume=False)
     quickstart.claim(tmp_path, resume=False).close()
+
+
+def test_of_a_resumed_run_only_the_iterations_after_its_checkpoint_are_shown(tmp_path: Path) -> None:
+    def write(count: int) -> None:
+        steps = [StepRecord(n, 3.0, 1.0, 16 * n, 0, 1, 0.1, {0: [0]}) for n in range(1, count + 1)]
+        (tmp_path / "steps.jsonl").write_text("".join(step.to_json() + "\n" for step in steps))
+
+    write(8)
+    lines = Lines(tmp_path / "steps.jsonl")
+    lines.new()
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.jsonl.1")
+    write(4)
+    assert quickstart.new_steps(lines, 4) == []
+    write(6)
+    assert [step.iteration for step in quickstart.new_steps(lines, 4)] == [5, 6]
 
 
 def test_resuming_needs_a_checkpoint_and_keeps_the_folder(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from recover_megatron.status.model import RunStatus
 from recover_megatron.status.screen import render
 from recover_megatron.status.view_reader import read
 from tests.harness.waiting import DEADLINE
+from tests.status.test_status_model import VIEW
 
 ASKED = {"node": "b", "state": "asked", "workers": [[2, 3]], "names": ["b", "host"]}
 MOVING = {**ASKED, "state": "moving"}
 DRAINED = {"node": "b", "state": "drained", "workers": [], "names": ["b", "host"]}
-REFUSED = {"node": "b", "state": "refused", "workers": [], "reason": "nothing would be left"}
+REFUSED = {"node": "b", "state": "refused", "workers": [], "reason": "nothing would be left", "names": ["b"]}
 ENDED = {"type": "stop", "code": 0, "reason": "all workers have left", "epoch": 3}
 
 
@@ -40,7 +41,7 @@ class Run:
         answer = next(self._answers)
         if answer is None:
             raise NoAnswer("it has just died")
-        return read(answer if isinstance(answer, dict) else {"type": "view", "drains": answer}, "h:1")
+        return read(answer if isinstance(answer, dict) else {**VIEW, "drains": answer}, "h:1")
 
 
 def drained(run: Run, node: str = "b", patience: float = DEADLINE) -> tuple[list[str], DrainExit]:
@@ -106,7 +107,7 @@ def test_a_mistyped_order_is_refused(more: list[str], capsys: pytest.CaptureFixt
 
 def test_the_view_names_drained_nodes() -> None:
     console = Console(width=120, record=True)
-    console.print(render(read({"type": "view", "drains": [DRAINED, {**MOVING, "node": "c"}, REFUSED]}, "h:1")))
+    console.print(render(read({**VIEW, "drains": [DRAINED, {**MOVING, "node": "c"}, REFUSED]}, "h:1")))
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert "b drained: it may be switched off" in lines
     assert "c being drained 2-3" in lines

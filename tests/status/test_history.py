@@ -156,12 +156,12 @@ WRITER = [*WAITING[:5], placed(5, 2, 1, iteration=7, phase="checkpoint", marked=
             Level.CRITICAL,
         ),
         (
-            read({"type": "stop", "code": 130, "reason": "ended by SIGINT"}, "a:1"),
+            read({"type": "stop", "code": 130, "reason": "ended by SIGINT", "epoch": 1}, "a:1"),
             "ENDED: exit code 130: ended by SIGINT",
             Level.CRITICAL,
         ),
         (
-            read({"type": "stop", "code": 0, "reason": "all workers have left"}, "a:1"),
+            read({"type": "stop", "code": 0, "reason": "all workers have left", "epoch": 1}, "a:1"),
             "ENDED: finished, exit code 0: all workers have left",
             Level.OK,
         ),

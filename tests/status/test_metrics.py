@@ -69,7 +69,10 @@ def test_a_degraded_run_is_told_in_numbers(collector: RunCollector) -> None:
 
 def test_who_is_aside_and_what_is_being_drained_is_counted_and_no_loss(tmp_path: Path) -> None:
     aside = [{"worker": n, "fate": "aside", "host": "h", "why": "set aside, and may come back: late"} for n in (4, 5)]
-    drains = [{"node": node, "state": state} for node, state in zip("abcd", _DRAINS, strict=True)]
+    drains = [
+        {"node": node, "state": state, "workers": [], "names": [node]}
+        for node, state in zip("abcd", _DRAINS, strict=True)
+    ]
     collector = RunCollector(History(tmp_path))
     collector.put(status := read({**VIEW, "workers": [*GRID[:4], *aside], "drains": drains}, "a:1"))
     told = samples(collector)
@@ -139,7 +142,7 @@ def test_the_last_numbers_of_a_run_that_has_ended_raise_no_alert_but_that_on_its
     history = History(tmp_path)
     history.read()
     collector = RunCollector(history)
-    ended = read({"type": "stop", "code": 0, "reason": "all workers have left"}, "logs")
+    ended = read({"type": "stop", "code": 0, "reason": "all workers have left", "epoch": 1}, "logs")
     collector.put(ended.with_files(history.training(BEGUN + 90), {}))
     told = samples(collector)
     assert told["recover_state", "ENDED"] == 1

@@ -1,4 +1,4 @@
-"""From the coordinator's answer to what is shown: pure, tolerant of what other versions say, safe for the terminal."""
+"""From the coordinator's answer to what is shown: pure, safe for the terminal."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from hypothesis import strategies as st
 from rich.console import Console
 from simulation import World, over_the_wire
 
+from recover_megatron.membership.auth import Secret
+from recover_megatron.membership.observer import NoAnswer
 from recover_megatron.membership.wire import TO_MEMBER
 from recover_megatron.status.headline import Headline, Level, headline, span
 from recover_megatron.status.model import Gone, RunStatus
 from recover_megatron.status.screen import render
 from recover_megatron.status.view_reader import read
+from recover_megatron.status.watch import Watch
 
 
 def row(worker: int, **fields: Any) -> dict[str, Any]:
-    return {"worker": worker, "fate": "live", "host": "h", "silence": 0.1, "member": True, "joined": True, **fields}
+    told = {"worker": worker, "fate": "live", "host": "h", "node": "", "silence": 0.1, "member": True, "joined": True}
+    return {**told, "iteration": 0, "phase": "", "status": {}, **fields}
 
 
 def placed(worker: int, replica: int, position: int, **fields: Any) -> dict[str, Any]:
@@ -38,7 +42,8 @@ def text(status: RunStatus, height: int | None = None) -> str:
 GRID = [placed(r * 2 + p, r, p, iteration=7, phase="forward", microbatch=3) for r in range(3) for p in range(2)]
 VIEW = {
     "type": "view", "state": "steady", "term": 1 << 32, "epoch": 1, "opened": 1, "committed": 8, "commit_age": 0.4,
-    "launched": 6, "world": 6, "live": 6, "replicas": [[0, 2]], "replica_size": 2, "workers": GRID,
+    "launched": 6, "world": 6, "live": 6, "replicas": [[0, 2]], "replica_size": 2, "workers": GRID, "hidden": 0,
+    "faults": [], "recoveries": [],
 }  # fmt: skip
 
 
@@ -61,7 +66,7 @@ def test_a_run_that_has_grown_says_so_and_is_healthy() -> None:
 
 def test_a_run_of_the_library_that_has_lost_a_worker_is_degraded_until_another_has_come() -> None:
     """Its plans tell of no replicas; who leaves at the end is not missing."""
-    whole = {**VIEW, "replicas": [], "replica_size": None, "launched": 3, "world": 3, "live": 3}
+    whole = {**VIEW, "replicas": [], "replica_size": 0, "launched": 3, "world": 3, "live": 3}
     workers = [row(n, iteration=7, phase="forward") for n in range(3)]
     assert headline(read({**whole, "workers": workers}, "a:1")).text == "HEALTHY"
     dead, left = ({"worker": 2, "fate": fate, "host": "h", "why": "", "ago": 2.0} for fate in ("dead", "left"))
@@ -87,7 +92,7 @@ def test_a_worker_stands_where_it_says_now_whatever_it_joined_with() -> None:
     spare = {"replica": None, "position": 1, "note": "replica 0 is broken"}
     rows = [placed(0, 1, 0), placed(1, 1, 1), row(2, status=spare | {"position": 0}), row(3, status=spare)]
     rows[2]["place"], rows[3]["place"] = [0, 0, 5], [0, 1, 5]
-    status = read({"type": "view", "state": "steady", "replica_size": 2, "workers": rows}, "here")
+    status = read({**VIEW, "workers": rows}, "here")
     assert [(r.replica, [w.worker for w in r.workers], r.quota) for r in status.grid] == [
         (0, [2, 3], 5),
         (1, [0, 1], None),
@@ -148,11 +153,29 @@ def test_the_end_of_a_run_is_told(code: int, word: str) -> None:
     assert json.loads(json.dumps(status.to_json()))["code"] == code
 
 
-@pytest.mark.parametrize(
-    "answer", [{}, {"workers": [{"worker": 1}]}, {"workers": [{}], "faults": [{}], "replicas": [1]}]
-)
-def test_missing_keys_leave_gaps_and_no_traceback(answer: dict[str, Any]) -> None:
-    text(read(answer, "a:1"))
+@pytest.mark.parametrize("spoiled", [{"workers": [{}]}, {"workers": [1]}, {"faults": [{"of": "another"}]}])
+def test_rows_that_no_coordinator_of_this_version_makes_are_no_answer(
+    spoiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch([("h", 1)], Secret(b"a secret of many bytes"))
+    monkeypatch.setattr("recover_megatron.status.watch.Observer", lambda *_: Answering({**VIEW, **spoiled}))
+    with pytest.raises(NoAnswer, match="h:1 answers with a view that cannot be read"):
+        watch.look()
+
+
+class Answering:
+    """In place of an observer."""
+
+    name = "h:1"
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self._answer = answer
+
+    def ask(self, drain: str | None) -> dict[str, Any]:
+        return self._answer
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_view_is_short_where_there_is_little_room() -> None:
