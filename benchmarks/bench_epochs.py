@@ -59,7 +59,7 @@ class Member:
         import torch.distributed as dist
 
         from recover_megatron.collectives.epoch import CancelToken
-        from recover_megatron.collectives.gloo.abort import GlooBackend
+        from recover_megatron.collectives.gloo.groups import GlooGroups
         from recover_megatron.collectives.peer_store_client import PeerStoreClient
         from recover_megatron.collectives.tree.connections import Tree
         from recover_megatron.collectives.tree.operations import TreeBackend
@@ -67,18 +67,22 @@ class Member:
 
         token, size = CancelToken(epoch), len(self.addresses)
         began = met()
-        backend: Any
+        group: Any
         if way == "mesh":
             store = PeerStoreClient(self.addresses[0], SECRET, epoch)
-            backend = GlooBackend(self.rank, size, store, token, ring=f"world/{epoch}", timeout=TIMEOUT)
+            mesh = {"all": range(size)}
+            group = GlooGroups(self.rank, mesh, store, token, ring=f"world/{epoch}", timeout=TIMEOUT)
             mine = size - 1
         else:
             network = PeerStores(self.peer_store.streams, SECRET, self.addresses)
             tree = Tree(self.rank, range(size), network, token, name=f"tree/{epoch}", timeout=TIMEOUT)
-            backend = TreeBackend(tree, range(size))
+            group = TreeBackend(tree, range(size))
             mine = len(tree.children) + (tree.parent is not None)
         world = met()
-        backend.wait(backend.call(lambda on: on.barrier(dist.BarrierOptions())))
+        if way == "mesh":
+            group.backends["all"].barrier(dist.BarrierOptions()).wait()
+        else:
+            group.wait(group.call(lambda on: on.barrier(dist.BarrierOptions())))
         passed = met()
         rings: list[Any] = []
         if way == "mesh":
@@ -89,7 +93,7 @@ class Member:
         opened = met()
         for ring in rings:
             ring.close()
-        backend.close()
+        group.close()
         met()
         return {
             "world": world - began,

@@ -86,6 +86,12 @@ def cannot_recover(args: argparse.Namespace, config: RecoverConfig) -> list[str]
     if not config.untested:
         found += [f"--recover takes {flag} only with --recover-untested: {why}"
                   for flag, why in _refused(args, UNTESTED).items()]  # fmt: skip
+    if hostdevice.is_active() and config.collective == "native":
+        found.append("--recover-collective native needs GPUs: it is NCCL's own collectives; on the CPU take ring, the "
+                     "default there")  # fmt: skip
+    if not hostdevice.is_active() and getattr(args, "distributed_backend", None) == "gloo":
+        found.append("--recover cannot be combined with --distributed-backend gloo on GPUs: gradients travel over NCCL "
+                     "there: leave the flag out, or train on the CPU with --recover-device cpu")  # fmt: skip
     if getattr(args, "skip_train", False) or getattr(args, "train_iters", None) == 0:
         found.append("--recover has nothing to keep in a run that trains nothing (--skip-train, --train-iters 0): "
                      "start it without --recover")  # fmt: skip

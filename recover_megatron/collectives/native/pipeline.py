@@ -115,7 +115,7 @@ class Pipeline(Executor[NativeTask]):
         if not self._under_way:
             return 0.0
         first = self._under_way[0]
-        if self._backend.polled and len(self._under_way) < UNDER_WAY and not first.done:
+        if len(self._under_way) < UNDER_WAY and not first.done:
             # Another bucket may be handed in, and must not find this thread waiting for this one.
             pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
             return pause

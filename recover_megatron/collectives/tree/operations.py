@@ -26,10 +26,7 @@ from recover_megatron.collectives.tree.connections import Tree
 
 
 class TreeBackend:
-    """A group of workers over ``tree``, whose ranks are those of the operations: places in ``members``.
-
-    ``call`` and ``wait`` as ``GlooBackend`` has them.
-    """
+    """A group of workers over ``tree``, whose ranks are those of the operations: places in ``members``."""
 
     def __init__(self, tree: Tree, members: Sequence[int]) -> None:
         self._tree = tree

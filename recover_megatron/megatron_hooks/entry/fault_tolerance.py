@@ -326,8 +326,7 @@ class FaultTolerance:
         args, grid = args or get_args(), grid or self._groups.grid
         assert grid is not None
         secret, host = find_secret(os.environ).key("ring"), _my_address()
-        # NCCL refuses workers that share a GPU, and whoever asks Megatron for gloo does not want it.
-        nccl = self._device.type == "cuda" and args.distributed_backend != "gloo"
+        nccl = self._device.type == "cuda"
         if nccl:
             load_nccl()  # what is missing is told before the model is built
         comm_config = CommunicationConfig(
@@ -335,8 +334,7 @@ class FaultTolerance:
             secret=secret,
             device=self._device,
             host=host,
-            collective="native" if config.collective == "native" or (nccl and config.collective == "auto") else "ring",
-            transport_kind="tcp" if self._device.type == "cuda" and not nccl else None,
+            collective="native" if nccl and config.collective != "ring" else "ring",
             hook=None if self._faults is None else self._faults.in_ring,
         )
         node = os.environ.get("RECOVER_NODE_NAME") or os.environ.get("RECOVER_NODE_AGENT") or socket.gethostname()
