@@ -75,8 +75,8 @@ class Member:
             mine = size - 1
         else:
             network = PeerStores(self.peer_store.streams, SECRET, self.addresses)
-            tree = Tree(self.rank, range(size), network, token, name=f"tree/{epoch}", timeout=TIMEOUT)
-            group = TreeBackend(tree, range(size))
+            tree = Tree(self.rank, range(size), range(size), network, token, name=f"tree/{epoch}", timeout=TIMEOUT)
+            group = TreeBackend(tree)
             mine = len(tree.children) + (tree.parent is not None)
         world = met()
         if way == "mesh":
@@ -107,16 +107,17 @@ class Member:
         from recover_megatron.collectives.peer_store_client import Neighbours, PeerStoreClient
         from recover_megatron.collectives.transport.tcp import TcpTransport
 
-        clients: dict[str, PeerStoreClient] = {}
+        clients: dict[int, PeerStoreClient] = {}
+        members = range(len(self.addresses))
 
-        def pinned(address: str) -> PeerStoreClient:
-            if address not in clients:
-                clients[address] = PeerStoreClient(address, SECRET, epoch)
-            return clients[address]
+        def client_of(member: int) -> PeerStoreClient:
+            if member not in clients:
+                clients[member] = PeerStoreClient(self.addresses[member], SECRET, epoch)
+            return clients[member]
 
-        meeting = Neighbours(self.peer_store, self.addresses, pinned, epoch)
+        meeting = Neighbours(self.peer_store, members, client_of, epoch)
         ring = TcpTransport(
-            self.rank, len(self.addresses), meeting, token, secret=SECRET, ring=f"ring/{column}/{epoch}", slots=None,
+            self.rank, members, meeting, token, secret=SECRET, ring=f"ring/{column}/{epoch}", slots=None,
             timeout=TIMEOUT,
         )  # fmt: skip
         for client in clients.values():

@@ -120,11 +120,8 @@ class Group(ABC):
 
     @property
     def lost(self) -> PeerLost | None:
-        """What ended this group where it was a connection of this member's; its ``peer`` is a member, not a rank."""
-        lost = self._cancel_token.lost
-        if lost is None or lost.peer is None:
-            return lost
-        return PeerLost(str(lost), self.members[lost.peer], road=lost.road)
+        """What ended this group where it was a connection of this member's."""
+        return self._cancel_token.lost
 
     def abort(self, reason: str) -> None:
         """End every operation here with ``EpochRevoked``, now and later; from any thread.

@@ -102,7 +102,7 @@ def open_group(
         else:
             transport = TcpTransport(
                 rank,
-                size,
+                epoch.members,
                 store,
                 cancel_token,
                 secret=secret,

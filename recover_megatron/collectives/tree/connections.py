@@ -64,12 +64,16 @@ def parents(size: int, broken: Collection[tuple[int, int]] = ()) -> list[int]:
 
 
 class Tree:
-    """This worker's place in a tree.  ``order``: the members' ranks in the tree's order; ``rank``: its own."""
+    """This worker's place in a tree.
+
+    ``rank``: its own.  ``order``: the ranks in the tree's order.  ``members``: by rank, as the epoch names them.
+    """
 
     def __init__(
         self,
         rank: int,
         order: Sequence[int],
+        members: Sequence[int],
         network: Network,
         cancel_token: CancelToken,
         *,
@@ -79,12 +83,12 @@ class Tree:
     ) -> None:
         """``name``: of this group and epoch, the same on all members.  ``broken``: pairs of ranks.
 
-        Raises ``EpochRevoked``, ``TimeoutError``, and ``PeerLost``, which names a rank.
+        Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
         self.rank, self.size = rank, len(order)
         self.first = order[0]
         self._cancel_token = cancel_token
-        self._network, self._name = network, name
+        self._members, self._network, self._name = members, network, name
         self._sockets: dict[int, socket.socket] = {}
         self._closing = threading.Lock()
         self._number = 0
@@ -110,7 +114,7 @@ class Tree:
                 sock = self._network.connect(self.parent, f"{self._name}/{self.rank}", self._patience)
             except Unreachable as error:
                 self._cancel_token.check()
-                raise PeerLost(str(error), self.parent, road=error.road) from error
+                raise PeerLost(str(error), self._members[self.parent], road=error.road) from error
             self._keep(self.parent, sock)
         for child in self.children:
             self._keep(child, self._network.take(f"{self._name}/{child}", self._patience))
@@ -170,7 +174,7 @@ class Tree:
     def _lost(self, member: int, error: OSError | None) -> PeerLost:
         self._cancel_token.check()
         what = str(error or "it closed the connection")
-        return PeerLost(f"member {member} of {self._name}: {what}", member, road=is_of_the_road(error))
+        return PeerLost(f"member {member} of {self._name}: {what}", self._members[member], road=is_of_the_road(error))
 
     # ---- the end
 
