@@ -95,7 +95,7 @@ def open_group(
     with lost_revokes(cancel_token):
         if transport_kind == "nccl":
             keeper = communicators if communicators is not None else Keeper(keeps=False)
-            nccl = NcclOpener(rank, size, store, cancel_token, keeper, prefix=ring, device=device, timeout=timeout)
+            nccl = NcclOpener(rank, size, store, cancel_token, keeper, ring, device, timeout)
             if collective == "native":
                 return NativeGroup(epoch, cancel_token, nccl.native(), device=device)
             transport = nccl.ring()
