@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.torch_nccl import abort_beside, make_backend
+from recover_megatron.collectives.torch_nccl import make_backend
 from tests.collectives.together import together
 
 REHEARSE = os.environ.get("RECOVER_REHEARSE") == "1"
@@ -102,12 +102,11 @@ def aborted() -> str:
     tensor = torch.ones(1000, device=DEVICE)
     work = backend.allreduce([tensor], dist.AllreduceOptions())
     _over(work, "all-reduce")
-    before, started = set(threading.enumerate()), time.perf_counter()
-    abort_beside([backend])
-    for thread in set(threading.enumerate()) - before:
-        thread.join(SECONDS)
-        if thread.is_alive():
-            raise SystemExit("the abort did not return")
+    aborting, started = threading.Thread(target=backend.abort, daemon=True), time.perf_counter()
+    aborting.start()
+    aborting.join(SECONDS)
+    if aborting.is_alive():
+        raise SystemExit("the abort did not return")
     seconds = time.perf_counter() - started
     if float(torch.ones(1000, device=DEVICE).sum()) != 1000:
         raise SystemExit("the device computes wrongly after an abort")

@@ -376,7 +376,7 @@ def test_a_group_that_is_closed_takes_nothing_more(store: Any) -> None:
 
 
 def test_a_member_may_leave_when_its_own_part_is_done(store: Any) -> None:
-    """Whoever finishes first closes its group at once; the others still get everything."""
+    """The first to finish closes its group at once; the others still get everything."""
     for _ in range(20):
         results = together(4, _reduce_once, store=None, transport_kind="tcp-inline", tuning=SMALL)
         assert all(result == [4.0] * 3000 for result in results)

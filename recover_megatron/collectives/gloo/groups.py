@@ -129,7 +129,7 @@ class _Exchange:
             self.changed.notify_all()
 
     def end(self) -> None:
-        """Whoever waits, or will, is told that it is over."""
+        """All that wait, and will, are told that it is over."""
         with self.changed:
             self._over = True
             self.changed.notify_all()
