@@ -227,7 +227,7 @@ class Group(ABC):
 
 
 def share_sources(fragments: Sequence[Held], size: int) -> list[list[Span]]:
-    """By rank, what it supplies: each piece comes from the holder that has the least so far, the lowest among equals."""
+    """By rank, what it supplies: each piece comes from the holder with the least so far, the lowest among equals."""
     load = [0] * size
     chunks: list[list[Span]] = [[] for _ in range(size)]
     for fragment in fragments:
