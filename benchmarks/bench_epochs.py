@@ -57,7 +57,7 @@ class Member:
         import torch.distributed as dist
 
         from recover_megatron.collectives.epoch import CancelToken
-        from recover_megatron.collectives.gloo.abort import GlooBackend
+        from recover_megatron.collectives.gloo.groups import GlooGroups
         from recover_megatron.collectives.peer_store_client import PeerStoreClient
         from recover_megatron.collectives.tree.connections import Tree
         from recover_megatron.collectives.tree.operations import TreeBackend
@@ -65,18 +65,22 @@ class Member:
 
         token, size = CancelToken(epoch), len(self.addresses)
         began = met()
-        backend: Any
+        group: Any
         if way == "mesh":
             store = PeerStoreClient(self.addresses[0], SECRET, epoch)
-            backend = GlooBackend(self.rank, size, store, token, ring=f"world/{epoch}", timeout=TIMEOUT)
+            mesh = {"all": range(size)}
+            group = GlooGroups(self.rank, mesh, store, token, ring=f"world/{epoch}", timeout=TIMEOUT)
             mine = size - 1
         else:
             network = PeerStores(self.peer_store.streams, SECRET, self.addresses)
-            tree = Tree(self.rank, size, network, token, name=f"tree/{epoch}", timeout=TIMEOUT)
-            backend = TreeBackend(tree, range(size))
+            tree = Tree(self.rank, range(size), network, token, name=f"tree/{epoch}", timeout=TIMEOUT)
+            group = TreeBackend(tree)
             mine = len(tree.children) + (tree.parent is not None)
         world = met()
-        backend.wait(backend.call(lambda on: on.barrier(dist.BarrierOptions())))
+        if way == "mesh":
+            group.backends["all"].barrier(dist.BarrierOptions()).wait()
+        else:
+            group.wait(group.call(lambda on: on.barrier(dist.BarrierOptions())))
         passed = met()
         rings: list[Any] = []
         if way == "mesh":
@@ -87,7 +91,7 @@ class Member:
         opened = met()
         for ring in rings:
             ring.close()
-        backend.close()
+        group.close()
         met()
         return {
             "world": world - began,
@@ -101,16 +105,17 @@ class Member:
         from recover_megatron.collectives.peer_store_client import Neighbours, PeerStoreClient
         from recover_megatron.collectives.transport.tcp import TcpTransport
 
-        clients: dict[str, PeerStoreClient] = {}
+        clients: dict[int, PeerStoreClient] = {}
+        members = range(len(self.addresses))
 
-        def pinned(address: str) -> PeerStoreClient:
-            if address not in clients:
-                clients[address] = PeerStoreClient(address, SECRET, epoch)
-            return clients[address]
+        def client_of(member: int) -> PeerStoreClient:
+            if member not in clients:
+                clients[member] = PeerStoreClient(self.addresses[member], SECRET, epoch)
+            return clients[member]
 
-        meeting = Neighbours(self.peer_store, self.addresses, pinned, epoch)
+        meeting = Neighbours(self.peer_store, members, client_of, epoch)
         ring = TcpTransport(
-            self.rank, len(self.addresses), meeting, token, secret=SECRET, ring=f"ring/{column}/{epoch}", slots=None,
+            self.rank, members, meeting, token, secret=SECRET, ring=f"ring/{column}/{epoch}", slots=None,
             timeout=TIMEOUT,
         )  # fmt: skip
         for client in clients.values():

@@ -187,10 +187,11 @@ def ways(me: int, store: Any) -> dict[str, Callable[[int], Any]]:
     import torch
 
     from recover_megatron.collectives.epoch import CancelToken
-    from recover_megatron.collectives.gloo.abort import GlooBackend
+    from recover_megatron.collectives.gloo.groups import GlooGroups
     from recover_megatron.instep.transfer import new_memory
 
-    pair = GlooBackend(me, 2, store, CancelToken(1), ring="state")
+    groups = GlooGroups(me, {"pair": range(2)}, store, CancelToken(1), ring="state")
+    pair = groups.backends["pair"]
     holder = Holder(store, 0) if me == 0 else None
     mine = tensors(2)
     whole = torch.ones(SIZE, dtype=torch.uint8)
@@ -204,9 +205,9 @@ def ways(me: int, store: Any) -> dict[str, Callable[[int], Any]]:
     def by_gloo(into: Any) -> None:
         for chunk in into.split(MESSAGE):
             if me == 0:
-                pair.wait(pair.call(lambda gloo, chunk=chunk: gloo.send([chunk], 1, 0)))
+                pair.send([chunk], 1, 0).wait()
             else:
-                pair.wait(pair.call(lambda gloo, chunk=chunk: gloo.recv([chunk], 0, 0)))
+                pair.recv([chunk], 0, 0).wait()
 
     def by_socket(number: int) -> None:
         for chunk in whole.split(MESSAGE):

@@ -141,10 +141,10 @@ class RecoverConfig:
     )
     collective: str = option(
         "auto",
-        "how gradients are summed over the replicas: ring, the fault-tolerant ring; native, the backend's own "
-        "collectives; auto, native where gradients travel over NCCL, else ring",
+        "how gradients are summed over the replicas: ring, the fault-tolerant ring; native, NCCL's own "
+        "collectives; auto, native on GPUs, ring on the CPU",
         choices=("auto", "ring", "native"),
-        docs="`native`: the backend's own reduce-scatter and all-gather, at NCCL's speed; a bucket is then finished as "
+        docs="`native`: NCCL's own reduce-scatter and all-gather, on GPUs alone; a bucket is then finished as "
         "a whole or not at all. `ring`: in segments, each of which is finished by itself",
     )
     min_replicas: int = option(

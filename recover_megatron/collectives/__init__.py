@@ -5,7 +5,7 @@ group_factory     opens it: the one place that knows the kinds of group and tran
 bucket, ledger    a gradient bucket, and which of its elements are LOCAL or REDUCED
 ring              schedule (pure), executor, progress thread: the ring as a group
 native            the backend's own collectives behind the same interface
-transport         what carries a ring's messages: TCP and shared memory, host memory for a device
+transport         what carries a ring's messages: TCP and shared memory, host memory for a device without NCCL
 nccl              communicators of our own by nccl4py, for both kinds of group
 gloo              what gloo cannot do: be aborted, change its members (docs/gloo.md)
 epoch             what a group knows of the membership, and the token that cancels it

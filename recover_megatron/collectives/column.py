@@ -205,8 +205,7 @@ class Column:
             except EpochRevoked as over:
                 self._failed = True
                 if self._group is None and isinstance(lost := over.__cause__, PeerLost):
-                    peer = None if lost.peer is None else column[lost.peer]
-                    self._lost = PeerLost(str(lost), peer, road=lost.road)
+                    self._lost = PeerLost(str(lost), lost.peer, road=lost.road)
                 raise
         return self._group
 

@@ -16,8 +16,8 @@ __all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost", "is_
 class PeerLost(ConnectionError):
     """The connection to another member broke.  Inside this package and the next only: callers see ``EpochRevoked``.
 
-    ``peer``: the other member, by its place in the group, where it is known.  ``road``: not that it hung up: nothing
-    gets there, or nothing comes back.
+    ``peer``: the other member, as the epoch names its members, where it is known.  ``road``: not that it hung up:
+    nothing gets there, or nothing comes back.
     """
 
     def __init__(self, text: str, peer: int | None = None, *, road: bool = False) -> None:

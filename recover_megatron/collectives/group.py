@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -35,6 +36,25 @@ MAX_DIGEST = 1 << 20
 
 MOST_SPANS = 1 << 16
 """Limit of what a group remembers of chunks that it has cut."""
+
+
+@dataclass(frozen=True, eq=False)
+class BucketCollective:
+    """One collective on one bucket, as it is handed in."""
+
+    what: str
+    """Its kind; the same at all members."""
+    flat: torch.Tensor
+    ledger: Ledger
+    chunks: Chunks
+    """By owner."""
+    to: tuple[int, ...]
+    """How many members further those are that get each owner's chunk."""
+    reduce: bool = False
+    final: Sequence[Span] = ()
+    """Spans that are finished as they are."""
+    epoch_of: Callable[[int], int] | None = None
+    """What to mark a finished span with, by its first element; None: this epoch."""
 
 
 class Group(ABC):
@@ -87,10 +107,10 @@ class Group(ABC):
         """
         all_shards = self._shards(bucket.ledger.numel, shards)
         local = within(bucket.ledger.local, all_shards)
+        chunks = local if missing else all_shards
         return self._start(
-            "all-gather", bucket.flat, bucket.ledger, local if missing else all_shards,
-            reduce=False, to=self.everybody, final=local[self.rank],
-        )  # fmt: skip
+            BucketCollective("all-gather", bucket.flat, bucket.ledger, chunks, self.everybody, final=local[self.rank])
+        )
 
     def pull(self, buckets: Sequence[Bucket]) -> None:
         """Exchange the ledgers and give every member what is REDUCED at any of them.  Blocks.
@@ -104,11 +124,12 @@ class Group(ABC):
         for number, bucket in enumerate(buckets):
             fragments = merge([member[number] for member in ledgers])
             partly = [fragment for fragment in fragments if len(fragment.holders) < self.size]
-            handle = self._start(
-                "pull", bucket.flat, bucket.ledger, share_sources(partly, self.size),
-                reduce=False, to=self.everybody, epoch_of=_lookup(partly),
-            )  # fmt: skip
-            handles.append(handle)
+            chunks, epoch_of = share_sources(partly, self.size), _lookup(partly)
+            handles.append(
+                self._start(
+                    BucketCollective("pull", bucket.flat, bucket.ledger, chunks, self.everybody, epoch_of=epoch_of)
+                )
+            )
         for handle in handles:
             handle.wait()
 
@@ -120,11 +141,8 @@ class Group(ABC):
 
     @property
     def lost(self) -> PeerLost | None:
-        """What ended this group where it was a connection of this member's; its ``peer`` is a member, not a rank."""
-        lost = self._cancel_token.lost
-        if lost is None or lost.peer is None:
-            return lost
-        return PeerLost(str(lost), self.members[lost.peer], road=lost.road)
+        """What ended this group where it was a connection of this member's."""
+        return self._cancel_token.lost
 
     def abort(self, reason: str) -> None:
         """End every operation here with ``EpochRevoked``, now and later; from any thread.
@@ -140,28 +158,15 @@ class Group(ABC):
     # ---- for the subclasses
 
     @abstractmethod
-    def _start(
-        self,
-        what: str,
-        flat: torch.Tensor,
-        ledger: Ledger,
-        chunks: Chunks,
-        *,
-        reduce: bool,
-        to: tuple[int, ...],
-        final: Sequence[Span] = (),
-        epoch_of: Callable[[int], int] | None = None,
-    ) -> Handle:
-        """Hand in one collective: ``chunks`` by owner; ``to``: how many members further those are that get each."""
+    def _start(self, collective: BucketCollective) -> Handle:
+        """Hand it in."""
 
     def _reduce(self, bucket: Bucket, chunks: Chunks, to: tuple[int, ...]) -> Handle:
         if not bucket.flat.is_floating_point():
             raise ValueError(f"gradients must be floating-point, not {bucket.flat.dtype}")
         alone = self.size == 1
-        return self._start(
-            "reduce", bucket.flat, bucket.ledger, chunks, reduce=not alone, to=to,
-            final=chunks[0] if alone else (),
-        )  # fmt: skip
+        final = chunks[0] if alone else ()
+        return self._start(BucketCollective("reduce", bucket.flat, bucket.ledger, chunks, to, not alone, final))
 
     def _shards(self, numel: int, shards: Shards | None) -> list[list[Span]]:
         if shards is None:
@@ -215,15 +220,14 @@ class Group(ABC):
         table[self.rank, : len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
         flat = table.view(-1).to(self.device)
         rows = [[Span(rank * width, (rank + 1) * width)] if width else [] for rank in range(self.size)]
-        self._start(
-            "exchange", flat, Ledger(flat.numel()), rows, reduce=False, to=self.everybody, final=rows[self.rank]
-        ).wait()
+        ledger = Ledger(flat.numel())
+        self._start(BucketCollective("exchange", flat, ledger, rows, self.everybody, final=rows[self.rank])).wait()
         received: list[list[int]] = flat.view(self.size, width).tolist()
         return received
 
 
 def share_sources(fragments: Sequence[Held], size: int) -> list[list[Span]]:
-    """Who supplies what: each piece by the holder that has the least to supply so far, the lowest rank among equals."""
+    """By rank, what it supplies: each piece comes from the holder with the least so far, the lowest among equals."""
     load = [0] * size
     chunks: list[list[Span]] = [[] for _ in range(size)]
     for fragment in fragments:

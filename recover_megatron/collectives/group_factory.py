@@ -7,28 +7,24 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, Epoch
 from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.collectives.gloo.abort import GlooBackend
-from recover_megatron.collectives.gloo.native import GlooNative
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.native.backend import NativeBackend
 from recover_megatron.collectives.native.group import NativeGroup
 from recover_megatron.collectives.nccl.group_opening import NcclOpener
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.rendezvous import KeyValue
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.ring.group import RingGroup, Tuning
-from recover_megatron.collectives.transport.host_staged import StagedNative, StagedTransport
+from recover_megatron.collectives.transport.host_staged import StagedTransport
 from recover_megatron.collectives.transport.interface import Transport
 from recover_megatron.collectives.transport.listener import RingListener
 from recover_megatron.collectives.transport.tcp import TcpTransport
 
-TransportKind = Literal["tcp", "tcp-inline", "gloo", "nccl"]
-"""``tcp``: connections, with shared memory between neighbours on one host; ``tcp-inline``: without.  All but nccl carry
-the buckets of a CUDA device through host memory (``staged``); gloo carries native collectives only."""
+TransportKind = Literal["tcp", "tcp-inline", "nccl"]
+"""``tcp``: connections, with shared memory between neighbours on one host; ``tcp-inline``: without.  Both carry the
+buckets of a CUDA device through host memory, and no native collectives, which are NCCL's."""
 
 
 def open_ring_listener(
@@ -77,63 +73,45 @@ def open_group(
 ) -> Group:
     """Join the other members of ``epoch``; every member must call it, with the same arguments.
 
-    ``store``: keys of one group of one epoch are written once, under ``ring/<name>/<epoch>``; gloo needs a
-    ``torch.distributed.Store``.  ``name``: tells the columns apart.  ``transport``: default tcp (native: gloo), nccl
-    for a CUDA ``device``.  ``timeout``: seconds in which all members must have come.  ``ring_listener``: from
-    ``open_ring_listener``, for the transports tcp and tcp-inline; it is used up.  ``hook``: for tests and fault
-    injection.  ``communicators``: where those of NCCL come from and go to; without it they end with the group.
+    ``store``: keys of one group of one epoch are written once, under ``ring/<name>/<epoch>``.  ``name``: tells the
+    columns apart.  ``transport_kind``: default nccl for a CUDA ``device``, else tcp.  ``timeout``: seconds in which all
+    members must have come.  ``ring_listener``: from ``open_ring_listener``, for the transports tcp and tcp-inline; it
+    is used up.  ``hook``: for tests and fault injection.  ``communicators``: where those of NCCL come from and go to;
+    without it they end with the group.
 
     Raises ``EpochRevoked``: also when a member vanished while the group was being opened.  ``TimeoutError``.
+    ``ValueError``: this transport has no native collectives.
     """
     device = device or torch.device("cpu")
     if transport_kind is None:
-        transport_kind = "nccl" if device.type == "cuda" else "gloo" if collective == "native" else "tcp"
-    staged = device.type == "cuda" and transport_kind != "nccl"
+        transport_kind = "nccl" if device.type == "cuda" else "tcp"
+    if collective == "native" and transport_kind != "nccl":
+        raise ValueError(f"native collectives are NCCL's, not those of {transport_kind}")
     cancel_token = cancel_token_of(epoch)
     rank, size = list(epoch.members).index(epoch.me), len(epoch.members)
     ring = f"ring/{name}/{epoch.number}"
     tuning = tuning or (Tuning.over_nccl() if transport_kind == "nccl" else Tuning())
-
-    def torch_store() -> dist.Store:
-        if not isinstance(store, dist.Store):
-            raise TypeError(f"{transport_kind} needs a torch.distributed.Store, not {type(store).__name__}")
-        return store
-
-    def gloo() -> GlooBackend:
-        return GlooBackend(rank, size, torch_store(), cancel_token, ring=ring, host=host, timeout=timeout)
-
-    def nccl() -> NcclOpener:
-        keeper = communicators if communicators is not None else Keeper(keeps=False)
-        return NcclOpener(rank, size, store, cancel_token, keeper, prefix=ring, device=device, timeout=timeout)
-
-    def ring_transport() -> Transport:
-        if transport_kind == "nccl":
-            return nccl().ring()
-        if transport_kind == "gloo":
-            raise ValueError("gloo carries native collectives, not a ring: take tcp")
-        slots = _slots(tuning, transport_kind)
-        return TcpTransport(
-            rank,
-            size,
-            store,
-            cancel_token,
-            secret=secret,
-            ring=ring,
-            slots=slots,
-            host=host,
-            timeout=timeout,
-            ring_listener=ring_listener,
-        )
-
-    def native_backend() -> NativeBackend:
-        if transport_kind == "nccl":
-            return nccl().native()
-        return StagedNative(GlooNative(gloo()), device) if staged else GlooNative(gloo())
-
+    transport: Transport
     with lost_revokes(cancel_token):
-        if collective == "native":
-            return NativeGroup(epoch, cancel_token, native_backend(), device=device)
-        transport = ring_transport()
-        if staged:
-            transport = StagedTransport(transport, device)
+        if transport_kind == "nccl":
+            keeper = communicators if communicators is not None else Keeper(keeps=False)
+            nccl = NcclOpener(rank, size, store, cancel_token, keeper, ring, device, timeout)
+            if collective == "native":
+                return NativeGroup(epoch, cancel_token, nccl.native(), device=device)
+            transport = nccl.ring()
+        else:
+            transport = TcpTransport(
+                rank,
+                epoch.members,
+                store,
+                cancel_token,
+                secret=secret,
+                ring=ring,
+                slots=_slots(tuning, transport_kind),
+                host=host,
+                timeout=timeout,
+                ring_listener=ring_listener,
+            )
+            if device.type == "cuda":
+                transport = StagedTransport(transport, device)
         return RingGroup(epoch, cancel_token, transport, device=device, tuning=tuning, hook=hook)

@@ -142,15 +142,15 @@ class PeerStoreClient(dist.Store):
 class Neighbours:
     """The peer stores of the members of a ring: each tells on its own, and is asked there by whoever needs to know it.
 
-    So nobody is needed but one's neighbours.  A key ends in the rank of the member that sets it.  ``client_of`` gives
-    the view of the peer store at an address; what is set belongs to ``epoch``.
+    So nobody is needed but one's neighbours.  A key ends in the rank of the member that sets it, the place in
+    ``members``, whose ``client_of`` is the view of its peer store.  What is set belongs to ``epoch``.
     """
 
     def __init__(
-        self, own: PeerStoreServer, addresses: Sequence[str], client_of: Callable[[str], PeerStoreClient], epoch: int
+        self, own: PeerStoreServer, members: Sequence[int], client_of: Callable[[int], PeerStoreClient], epoch: int
     ) -> None:
         self._own = own
-        self._addresses = addresses
+        self._members = members
         self._client_of = client_of
         self._epoch = epoch
 
@@ -167,12 +167,11 @@ class Neighbours:
                 if not self._of(key).check([key]):
                     return False
             except PeerLost as lost:
-                raise PeerLost(str(lost), self._rank(key), road=lost.road) from lost
+                raise PeerLost(str(lost), self._member(key), road=lost.road) from lost
         return True
 
     def _of(self, key: str) -> PeerStoreClient:
-        return self._client_of(self._addresses[self._rank(key)])
+        return self._client_of(self._member(key))
 
-    @staticmethod
-    def _rank(key: str) -> int:
-        return int(key.rpartition("/")[2])
+    def _member(self, key: str) -> int:
+        return self._members[int(key.rpartition("/")[2])]

@@ -1,4 +1,4 @@
-"""torch's groups over NCCL: the environment that they need, how one is made, and how they are aborted.
+"""torch's groups over NCCL: the environment that they need, and how one is made.
 
 NOT RUN: written to NCCL's and torch's documented behaviour, never executed on a GPU.
 
@@ -15,8 +15,7 @@ Every value of ``environment`` answers something that torch does by itself (``Pr
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Any
 
@@ -110,9 +109,3 @@ def register(group: dist.ProcessGroup, device: torch.device, kind: Any, backend:
     """Have ``group`` use ``backend`` for tensors of ``device``."""
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
-
-
-def abort_beside(backends: Sequence[Any]) -> None:
-    """Abort each (a backend, or a process group of torch's) in a thread of its own, and do not wait for it."""
-    for backend in backends:
-        threading.Thread(target=backend.abort, name="aborting a communicator of NCCL's", daemon=True).start()

@@ -101,6 +101,10 @@ class Failure:
     road: bool = False
     """Whether it did not hang up, but could not be reached any more."""
 
+    @classmethod
+    def of(cls, error: PeerLost | TimeoutError) -> Failure:
+        return cls(str(error), error.peer, error.road) if isinstance(error, PeerLost) else cls(str(error))
+
 
 class PeerStores:
     """How the members of a group connect to each other: by the peer stores, whose ``addresses`` are given by rank."""
@@ -140,7 +144,7 @@ class EpochGroups:
         self._comm_config = comm_config
         self._peer_stores = peer_stores
         self._failure: Failure | None = None
-        self._stores: dict[str, PeerStoreClient] = {}
+        self._stores: dict[int, PeerStoreClient] = {}
         self._lock = threading.Lock()
         self._cancel_token = CancelToken(number)
         self._rings: dict[tuple[int, ...], Future[Group]] = {}
@@ -171,7 +175,7 @@ class EpochGroups:
             opened = [ring.result() for ring in list(self._rings.values()) if ring.done() and not ring.exception()]
             for ring in opened:
                 if (lost := ring.lost) is not None:
-                    return Failure(str(lost), lost.peer, lost.road)
+                    return Failure.of(lost)
         return self._failure
 
     def fail(self, failure: Failure) -> None:
@@ -181,13 +185,13 @@ class EpochGroups:
         self.end(failure.reason)
 
     def _store(self, members: Sequence[int]) -> PeerStoreClient:
-        return self._client_of(self._peer_stores[min(slot for slot in members if slot in self._peer_stores)])
+        return self._client_of(min(slot for slot in members if slot in self._peer_stores))
 
-    def _client_of(self, address: str) -> PeerStoreClient:
+    def _client_of(self, slot: int) -> PeerStoreClient:
         with self._lock:  # states change hands in threads
-            if address not in self._stores:
-                self._stores[address] = PeerStoreClient(address, self._comm_config.secret, self.number)
-            return self._stores[address]
+            if slot not in self._stores:
+                self._stores[slot] = PeerStoreClient(self._peer_stores[slot], self._comm_config.secret, self.number)
+            return self._stores[slot]
 
     def open_rings(self, columns: Sequence[Sequence[int]]) -> None:
         """Begin to open the rings of several columns side by side; ``ring`` gives each, when it is open.
@@ -224,7 +228,7 @@ class EpochGroups:
 
     def _open_ring(self, name: str, members: tuple[int, ...]) -> Group:
         comm_config = self._comm_config
-        with self._lost_ends_it(members):
+        with self._lost_ends_it():
             return open_group(
                 _Column(self.number, members, self._me, self._cancel_token),
                 self._meeting_place(members),
@@ -242,9 +246,7 @@ class EpochGroups:
         comm_config = self._comm_config
         if comm_config.mesh or not all(slot in self._peer_stores for slot in members):
             return self._store(members)
-        return Neighbours(
-            comm_config.peer_store, [self._peer_stores[slot] for slot in members], self._client_of, self.number
-        )
+        return Neighbours(comm_config.peer_store, members, self._client_of, self.number)
 
     def control(self, name: str, members: Sequence[int]) -> TreeBackend:
         """A group of these workers for the small traffic between steps; as ``ring``."""
@@ -255,30 +257,27 @@ class EpochGroups:
 
     def _open_control(self, name: str, members: tuple[int, ...]) -> TreeBackend:
         config = self._comm_config
-        with self._lost_ends_it(members):
+        with self._lost_ends_it():
             tree = Tree(
                 members.index(self._me),
-                len(members),
+                members,
                 PeerStores(config.peer_store.streams, config.secret, [self._peer_stores[slot] for slot in members]),
                 self._cancel_token,
                 name=f"tree/{self.number}/{name}/{name_of('of', members)}",
             )
-        return TreeBackend(tree, members)
+        return TreeBackend(tree)
 
     @contextmanager
-    def _lost_ends_it(self, members: Sequence[int]) -> Iterator[None]:
+    def _lost_ends_it(self) -> Iterator[None]:
         """A member that is lost, or does not come, ends the epoch: at the next rendezvous it is known who lives."""
         try:
             yield
         except (PeerLost, TimeoutError) as lost:
-            peer = lost.peer if isinstance(lost, PeerLost) else None
-            slot = None if peer is None else members[peer]
-            self.fail(Failure(str(lost), slot, isinstance(lost, PeerLost) and lost.road))
+            self.fail(Failure.of(lost))
             raise EpochRevoked(self.number, str(lost)) from lost
         except EpochRevoked as over:
             if isinstance(cause := over.__cause__, PeerLost):  # a ring could not be opened
-                slot = None if cause.peer is None else members[cause.peer]
-                self.fail(Failure(str(cause), slot, cause.road))
+                self.fail(Failure.of(cause))
             raise
 
     def any(self, mine: bool, members: Sequence[int]) -> bool:
@@ -293,7 +292,7 @@ class EpochGroups:
         try:
             backend.wait(backend.call(lambda on: on.allreduce([said], options)))
         except PeerLost as lost:
-            self.fail(Failure(str(lost), lost.peer, lost.road))
+            self.fail(Failure.of(lost))
             raise EpochRevoked(self.number, str(lost)) from lost
         return [float(value) for value in said]
 

@@ -116,7 +116,7 @@ class Exchange:
             performed(backend, members)
             backend.wait(backend.call(lambda on: on.barrier(dist.BarrierOptions())))
         except PeerLost as lost:
-            epoch_groups.fail(Failure(str(lost), lost.peer, lost.road))
+            epoch_groups.fail(Failure.of(lost))
             raise EpochRevoked(epoch_groups.number, str(lost)) from lost
 
     def _settle(self, group: str, operation: str, members: Sequence[int], performed: _Performed) -> None:

@@ -167,5 +167,5 @@ class Traffic:
                 self.recovery.sections.kept.keep(staged.spoiled)
                 staged.bring_back()
         except PeerLost as lost:
-            epoch_groups.fail(Failure(str(lost), lost.peer, lost.road))
+            epoch_groups.fail(Failure.of(lost))
             raise EpochRevoked(epoch_groups.number, str(lost)) from lost

@@ -145,7 +145,14 @@ def cannot_shard(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
 def cannot_recover(args: argparse.Namespace, config: RecoverConfig) -> list[str]:
     """What --recover refuses for now: where it could not keep every microbatch counted once, or has not been tried."""
     rules = RULES if config.untested else [*RULES, *UNTESTED]
-    return [*reasons(rules, args), *_groups_of_microbatches(args)]
+    found = reasons(rules, args)
+    if hostdevice.is_active() and config.collective == "native":
+        found.append("--recover-collective native needs GPUs: it is NCCL's own collectives; on the CPU take ring, the "
+                     "default there")  # fmt: skip
+    if not hostdevice.is_active() and getattr(args, "distributed_backend", None) == "gloo":
+        found.append("--recover cannot be combined with --distributed-backend gloo on GPUs: gradients travel over NCCL "
+                     "there: leave the flag out, or train on the CPU with --recover-device cpu")  # fmt: skip
+    return [*found, *_groups_of_microbatches(args)]
 
 
 def cannot_grow(args: argparse.Namespace, config: RecoverConfig, replicas: int, lanes: int) -> list[str]:

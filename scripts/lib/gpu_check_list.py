@@ -151,10 +151,12 @@ def broken_device(place: Place) -> str:
     """An assertion fails on the device of one of two workers: it ends by itself, and the other goes on."""
     if place.rehearse:
         raise NotRun("not run: rehearsal")
-    _needs("megatron.training")
-    flags = [*TINY, *WITHOUT_KERNELS, *place.device("gloo")]
+    _needs("megatron.training", "nccl")
+    flags = [*TINY, *WITHOUT_KERNELS, *place.device("nccl")]
     reference = _recovering(place, "two-workers", flags, workers=2)
     broken = _recovering(place, "device-breaks", flags, workers=2, inject="1@3:forward:device", dead=(1,))
+    for training in (reference, broken):
+        training.as_hosts = True
     together([reference, broken], place.until(120))
     return f"losses differ by {worst_difference(broken, reference):.0e}"
 
@@ -175,27 +177,19 @@ def parity(place: Place, extra: str = "", name: str = "parity") -> str:
     return f"losses differ by {worst:.0e}"
 
 
-def sharing(place: Place) -> str:
-    """Four workers on one GPU over gloo, two of them killed within steps, and the same without deaths."""
-    _needs("megatron.training")
-    flags = [*TINY, *WITHOUT_KERNELS, *place.device("gloo")]
-    reference = _recovering(place, "four-workers", flags, workers=4)
-    killed = _recovering(place, "four-workers-two-killed", flags, workers=4, inject=KILLS, dead=(1, 3))
-    together([reference, killed], place.until(150))
-    return f"losses differ by {worst_difference(killed, reference):.0e}"
-
-
 def distributed_optimizer(place: Place) -> str:
-    """The same with --use-distributed-optimizer, one worker killed, with its shadows on the device and on the host."""
-    _needs("megatron.training")
-    flags = [*TINY, *WITHOUT_KERNELS, *place.device("gloo"), "--use-distributed-optimizer"]
-    reference = Training(place.folder / "four-workers", [], workers=4)
+    """DP 4 with --use-distributed-optimizer, one worker killed, with its shadows on the device and on the host."""
+    _needs("megatron.training", *([] if place.rehearse else ["nccl"]))
+    flags = [*TINY, *WITHOUT_KERNELS, *place.device("nccl"), "--use-distributed-optimizer"]
+    reference = Training(place.folder / "dp4-over-nccl", [], workers=4)
     if not reference.steps_file.exists():
         raise Failed("there is no run of four workers without deaths to compare with: see above")
     trainings = [_recovering(place, "sharded-one-killed", flags, workers=4, inject=KILL, dead=(1,))]
     if not any(map(importlib.util.find_spec, ("apex", "transformer_engine"))):
         on_host = [*flags, "--recover-shadow-device", "cpu"]
         trainings.append(_recovering(place, "sharded-on-host-one-killed", on_host, workers=4, inject=KILL, dead=(1,)))
+    for training in trainings:
+        training.as_hosts = True
     together(trainings, place.until(150))
     worst = max(worst_difference(training, reference) for training in trainings)
     return f"losses differ by {worst:.0e} ({len(trainings)} runs)"
@@ -299,9 +293,7 @@ CHECKS: list[tuple[str, Callable[[Place], str]]] = [
     ("sums set aside, device full", partial(ranks, "full")),
     ("a worker's device breaks", broken_device),
     ("ring over tcp, 3 members, CUDA tensors", partial(collective, "ring-tcp")),
-    ("native over gloo, 3 members, CUDA tensors", partial(collective, "native-gloo")),
     ("stock parity, 1 worker, NCCL", parity),
-    ("4 workers share the GPU over gloo, 2 killed", sharing),
     ("distributed optimizer, 4 workers, 1 killed", distributed_optimizer),
     ("iteration time with --recover, 1 worker, NCCL", overhead),
     ("Transformer Engine, 1 worker", partial(kernels, "transformer_engine", "--transformer-impl transformer_engine")),

@@ -1,4 +1,4 @@
-"""The ring and the native collectives on a GPU's tensors: a process of its own, so that a crash is one failed check.
+"""The ring over tcp, and torch's communicators, on a GPU: a process of its own, so that a crash is one failed check.
 
     python scripts/lib/gpu_collectives.py WHAT     prints a line: a number and its unit
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.torch_nccl import abort_beside, make_backend
+from recover_megatron.collectives.torch_nccl import make_backend
 from tests.collectives.together import together
 
 REHEARSE = os.environ.get("RECOVER_REHEARSE") == "1"
@@ -35,10 +35,9 @@ SPIN = 200_000_000
 SECONDS = 60.0
 
 
-def reduced(way: dict[str, Any], size: int) -> str:
+def reduced(size: int) -> str:
     """All-reduce of whole numbers whose writing is still under way on another stream when the bucket is handed over."""
     expected = sum(range(1, size + 1))
-    staged = {"staged": True} if REHEARSE else {}
 
     def work(group: Group) -> float:
         stream = None if REHEARSE else torch.cuda.Stream(DEVICE)
@@ -62,7 +61,7 @@ def reduced(way: dict[str, Any], size: int) -> str:
             raise SystemExit("float64 numbers did not come through")
         return time.perf_counter() - started
 
-    seconds = max(together(size, work, dist.HashStore(), device=DEVICE, **way, **staged))
+    seconds = max(together(size, work, dist.HashStore(), device=DEVICE, transport_kind="tcp", staged=REHEARSE))
     return f"{ROUNDS * ELEMENTS * 4 / seconds / 1e9:.2f} GB/s"
 
 
@@ -103,12 +102,11 @@ def aborted() -> str:
     tensor = torch.ones(1000, device=DEVICE)
     work = backend.allreduce([tensor], dist.AllreduceOptions())
     _over(work, "all-reduce")
-    before, started = set(threading.enumerate()), time.perf_counter()
-    abort_beside([backend])
-    for thread in set(threading.enumerate()) - before:
-        thread.join(SECONDS)
-        if thread.is_alive():
-            raise SystemExit("the abort did not return")
+    aborting, started = threading.Thread(target=backend.abort, daemon=True), time.perf_counter()
+    aborting.start()
+    aborting.join(SECONDS)
+    if aborting.is_alive():
+        raise SystemExit("the abort did not return")
     seconds = time.perf_counter() - started
     if float(torch.ones(1000, device=DEVICE).sum()) != 1000:
         raise SystemExit("the device computes wrongly after an abort")
@@ -116,8 +114,7 @@ def aborted() -> str:
 
 
 CHECKS = {
-    "ring-tcp": lambda: reduced({"transport_kind": "tcp"}, 3),
-    "native-gloo": lambda: reduced({"transport_kind": "gloo", "collective": "native"}, 3),
+    "ring-tcp": lambda: reduced(3),
     "torch-collectives": torch_collectives,
     "torch-abort": aborted,
 }

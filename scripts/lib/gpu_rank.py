@@ -31,6 +31,7 @@ from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
 from recover_megatron.collectives.ledger import Span
+from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.ring.group import Tuning
 
 REHEARSE = os.environ.get("RECOVER_REHEARSE") == "1"
@@ -40,6 +41,13 @@ SECONDS = 60.0
 PATTERN = 97
 
 Values = dict[str, Any]
+
+
+if REHEARSE:
+    from tests.doubles.nccl import library as nccl_double
+
+    _double = nccl_double()
+    libraries.load = lambda: _double  # type: ignore[assignment]
 
 
 class ToldEpoch:
@@ -81,7 +89,7 @@ class Rank:
 
     # ---- what the parent asks for; each returns what is told
 
-    def open(self, collective: str, transport: str | None, segment_bytes: int = 0, **_: Any) -> Values:
+    def open(self, collective: str, segment_bytes: int = 0, **_: Any) -> Values:
         """Open the group of ``self.epoch``, which the reading thread has made."""
         assert self.epoch is not None
         if self._group is not None:
@@ -91,7 +99,7 @@ class Rank:
         tuning = Tuning(segment_bytes=segment_bytes, least_bytes=segment_bytes) if segment_bytes else None
         self._group = open_group(
             self.epoch, self._store, name="checks", secret=SECRET, device=DEVICE, timeout=SECONDS,
-            collective=collective, transport_kind=transport, tuning=tuning,
+            collective=collective, transport_kind="nccl", tuning=tuning,
         )  # type: ignore[arg-type]  # fmt: skip
         return {"seconds": time.monotonic() - started}
 

@@ -110,8 +110,7 @@ class Ranks:
 
     def __init__(self, collective: str, *, elements: int = MIB, buckets: int = 4, segment_bytes: int = 0) -> None:
         self.shape = {"buckets": buckets, "elements": elements}
-        transport = ("gloo" if collective == "native" else "tcp") if REHEARSE else "nccl"
-        self._way = {"collective": collective, "transport": transport, "segment_bytes": segment_bytes}
+        self._way = {"collective": collective, "segment_bytes": segment_bytes}
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._started: list[Process] = []
         self._epochs: dict[int, list[int]] = {}

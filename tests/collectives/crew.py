@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recover_megatron.collectives import group_factory
 from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.group import Group
@@ -43,7 +44,7 @@ from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.ring.group import RingGroup, Tuning
 from recover_megatron.collectives.ring.progress import Handle
-from tests.collectives.transports import open_group
+from tests.collectives.transports import HangingTransport
 from tests.doubles.nccl import library as nccl_double
 from tests.harness.patience import patient
 
@@ -71,6 +72,7 @@ class Scenario:
     transport_kind: str | None = "tcp"
     collective: str = "ring"
     hanging: bool = False
+    """Whether tcp hangs on a dead neighbour."""
     nccl: dict[str, Any] = field(default_factory=dict)
     """What NCCL's double is made with."""
     segment_bytes: int = 256
@@ -219,6 +221,8 @@ class Worker:
         self.communicators = Keeper()
         if scenario.transport_kind == "nccl":
             over_the_double(scenario)
+        if scenario.hanging:
+            group_factory.TcpTransport = HangingTransport  # type: ignore[misc]
         self.descriptors = len(os.listdir("/proc/self/fd"))
 
     def say(self, **message: Any) -> None:
@@ -248,9 +252,9 @@ class Worker:
 
     def open(self) -> Group:
         s = self.scenario
-        return open_group(
+        return group_factory.open_group(
             self.epoch, self.store, name="column", secret=b"the crew's secret", timeout=s.timeout,
-            transport_kind=s.transport_kind, collective=s.collective, hanging=s.hanging, hook=self.boundary,
+            transport_kind=s.transport_kind, collective=s.collective, hook=self.boundary,
             tuning=Tuning(s.segment_bytes, s.least_bytes, s.depth), communicators=self.communicators,
         )  # fmt: skip
 

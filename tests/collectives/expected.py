@@ -42,10 +42,8 @@ def check(scenario: Scenario, outcome: Outcome) -> None:
         check_agreement(outcome, number)
         check_completeness(scenario, outcome, number, ledgers)
     for result in outcome.results:
-        # gloo may leave an aborted group behind, with its device and what connections it had.
-        left_behind = (3 + scenario.workers) * len(result.revoked) if scenario.transport_kind == "gloo" else 0
-        if scenario.transport_kind == "nccl":  # the double's own, one way to each member and back
-            left_behind = 1 + 2 * scenario.workers
+        # The double's own, one way to each member and back.
+        left_behind = 1 + 2 * scenario.workers if scenario.transport_kind == "nccl" else 0
         before, after = result.descriptors
         assert after <= before + 1 + left_behind, f"descriptors leaked: {result.descriptors}"
 

@@ -273,7 +273,7 @@ def test_a_refused_connection_names_the_member_that_refuses() -> None:
             open_group(PlainEpoch(1, [7, 8, 9], 8), known, name="named", secret=SECRET)
     cause = raised.value.__cause__
     assert isinstance(cause, PeerLost)
-    assert (cause.peer, cause.road) == (2, True)
+    assert (cause.peer, cause.road) == (9, True)
 
 
 def test_a_neighbour_that_hangs_up_is_named_and_the_road_is_not_blamed(pool: ThreadPoolExecutor) -> None:

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.slow
 TRANSPORTS = {
     "shared-memory": {"transport_kind": "tcp"},
     "tcp": {"transport_kind": "tcp-inline"},
-    "gloo": {"transport_kind": "gloo"},
     "hanging": {"transport_kind": "tcp", "hanging": True},
-    "hanging-gloo": {"transport_kind": "gloo", "hanging": True},
     "nccl": {"transport_kind": "nccl"},
 }
 transports = pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
@@ -118,12 +116,6 @@ def test_a_dead_workers_forked_child_does_not_hide_its_death(crew: Crew, transpo
     check(scenario, crew.run(scenario))
 
 
-def test_a_dead_workers_forked_child_does_not_hold_up_gloo(crew: Crew) -> None:
-    """gloo's connections do stay open in the child: the revocation ends the wait."""
-    scenario = Scenario(3, [500], children=True, faults=[Fault(1, 20)], transport_kind="gloo")
-    check(scenario, crew.run(scenario))
-
-
 @transports
 def test_every_member_is_interrupted_soon_after_a_death(crew: Crew, transport: dict) -> None:
     """The promise is 50 ms on a machine that has a core for each worker, which a benchmark shows.
@@ -199,9 +191,8 @@ def test_any_sequence_of_deaths_over_nccls_double(crew: Crew, scenario: Scenario
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
-@pytest.mark.parametrize("transport_kind", ["gloo", "nccl"])
-def test_native_collectives_survive_a_death_as_well(crew: Crew, transport_kind: str, op: str, how: str) -> None:
-    whole = Scenario(3, [100, 41], op=op, collective="native", transport_kind=transport_kind)
+def test_native_collectives_survive_a_death_as_well(crew: Crew, op: str, how: str) -> None:
+    whole = Scenario(3, [100, 41], op=op, collective="native", transport_kind="nccl")
     check(whole, crew.run(whole))
     for at in (0, 2):
         dying = dataclasses.replace(whole, faults=[Fault(1, at, how)])

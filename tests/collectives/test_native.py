@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +17,11 @@ from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.ledger import Ledger, Reduced, Span
 from recover_megatron.collectives.native.group import NativeGroup
 from recover_megatron.collectives.native.rows import ALIGNED_BYTES, rounds
+from recover_megatron.collectives.nccl import library
 from recover_megatron.collectives.ring.schedule import within
 from tests.collectives.held_backend import Members, World
 from tests.collectives.together import DEADLINE, together
+from tests.doubles.nccl import library as nccl_double
 
 PER_BUCKET = 2
 """Operations of an all-reduce."""
@@ -71,7 +71,7 @@ def test_each_member_gets_its_own_shard_and_those_that_it_shadows(
         members.each(work)
 
 
-def test_a_shadows_chunk_goes_to_its_holder_alone(tmp_path: Path) -> None:
+def test_a_shadows_chunk_goes_to_its_holder_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(4)
     with Members(world) as members:
         members.each(
@@ -83,15 +83,16 @@ def test_a_shadows_chunk_goes_to_its_holder_alone(tmp_path: Path) -> None:
         assert asked[1].of == ((rank - 1) % 4, (rank - 2) % 4)
         assert all(tensor.numel() == 16 for tensor in asked[1].sources + asked[1].outputs)
 
-    def over_gloo(group: Group) -> None:
+    def over_nccl(group: Group) -> None:
         bucket = Bucket(gradient(group.rank, 66))
         shards = shards_of([20, 30, 30], 66)
         group.reduce_scatter(bucket, shards, shadows=(1, 2)).wait(DEADLINE)
         mine = owned(shards, group.rank, 2)
         assert torch.equal(whole(bucket.flat, mine), whole(total(4, 66), mine))
 
-    store = dist.FileStore(str(tmp_path / "store"), -1)
-    together(4, over_gloo, store, collective="native", transport_kind="gloo")
+    double = nccl_double()
+    monkeypatch.setattr(library, "load", lambda: double)
+    together(4, over_nccl, collective="native", transport_kind="nccl")
 
 
 def test_two_buckets_are_under_way_before_the_first_is_over_and_never_more() -> None:

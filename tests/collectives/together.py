@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
+import torch
+
+from recover_megatron.collectives import group_factory
 from recover_megatron.collectives.errors import EpochRevoked
 from recover_megatron.collectives.group import Group
-from tests.collectives.transports import open_group
+from recover_megatron.collectives.transport.host_staged import StagedTransport
+from recover_megatron.collectives.transport.tcp import TcpTransport
 from tests.harness.patience import patient
 
 SECRET = b"the secret of a test"
@@ -52,8 +58,14 @@ class PlainEpoch:
             callback(reason)
 
 
-def together(size: int, work: Callable[[Group], Any], store: Any = None, **options: Any) -> list[Any]:
-    """What ``work`` returns at each member, by rank.
+def _staged(*place: Any, **options: Any) -> StagedTransport:
+    return StagedTransport(TcpTransport(*place, **options), torch.device("cpu"))
+
+
+def together(
+    size: int, work: Callable[[Group], Any], store: Any = None, *, staged: bool = False, **options: Any
+) -> list[Any]:
+    """What ``work`` returns at each member, by rank.  ``staged``: with the copies of a device, made on the CPU.
 
     Raises what the lowest failing rank raised, if there is one whose epoch was not merely ended by another's failure;
     what all others raised stands in its notes.
@@ -63,7 +75,7 @@ def together(size: int, work: Callable[[Group], Any], store: Any = None, **optio
 
     def member(rank: int) -> Any:
         epoch = PlainEpoch(1, members, members[rank])
-        group = open_group(epoch, shared, name="column", secret=SECRET, timeout=DEADLINE, **options)
+        group = group_factory.open_group(epoch, shared, name="column", secret=SECRET, timeout=DEADLINE, **options)
         try:
             return work(group)
         except BaseException:
@@ -72,7 +84,8 @@ def together(size: int, work: Callable[[Group], Any], store: Any = None, **optio
         finally:
             group.close()
 
-    with ThreadPoolExecutor(size) as pool:
+    copies = patch.object(group_factory, "TcpTransport", _staged) if staged else nullcontext()
+    with copies, ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(member, rank) for rank in range(size)]
         wait(futures, 2 * DEADLINE)
     failed = {rank: error for rank, future in enumerate(futures) if (error := future.exception(0)) is not None}

@@ -1,7 +1,7 @@
 """pretrain_gpt_recover.py on the CPU, whose gradients travel over NCCL's double: over_nccl.py SETTINGS flags...
 
-SETTINGS: a JSON object, what ``tests.doubles.nccl.library`` takes.  A worker's log tells which calls of NCCL's made
-and ended its communicators.
+SETTINGS: a JSON object, what ``tests.doubles.nccl.library`` takes, and which collective ("native" or "ring").  A
+worker's log tells which calls of NCCL's made and ended its communicators.
 """
 
 import json
@@ -14,7 +14,9 @@ from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.megatron_hooks.entry import fault_tolerance
 from tests.doubles.nccl import library as nccl_double
 
-double = nccl_double(**json.loads(sys.argv.pop(1)))
+its = json.loads(sys.argv.pop(1))
+collective = its.pop("collective")
+double = nccl_double(**its)
 
 
 class Told(list[str]):
@@ -24,7 +26,7 @@ class Told(list[str]):
 
 
 def over_nccl(**settings: Any) -> CommunicationConfig:
-    return CommunicationConfig(**settings | {"transport_kind": "nccl"})
+    return CommunicationConfig(**settings | {"transport_kind": "nccl", "collective": collective})
 
 
 libraries.load = lambda: double  # type: ignore[assignment]

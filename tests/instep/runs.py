@@ -188,6 +188,11 @@ class Case:
         script = self.train_with or (self.script,)
         return replace(self, train_with=(str(Path(__file__).with_name("awaiting.py")), f"{iteration}:{when}", *script))
 
+    def over_nccl(self, collective: str, **double: Any) -> Case:
+        """The same, whose gradients travel over NCCL's double (``double``: its settings) by "native" or "ring"."""
+        told = json.dumps(double | {"collective": collective})
+        return replace(self, train_with=(str(Path(__file__).with_name("over_nccl.py")), told))
+
     def __str__(self) -> str:
         inject = ",".join(strike.spec(self.layout) for strike in self.strikes)
         newcomers = f" +{self.spares} spares" * bool(self.spares) + f" {self.restarts} restarts" * bool(self.restarts)

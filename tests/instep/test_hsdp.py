@@ -85,7 +85,7 @@ WITH_FLAGS = {
         with_flags(TWO, "meta", "--init-model-with-meta-device"), (Strike(1, 1, 3, "backward"),), 30, restarts=1
     ),
     "biases of routers": Case(BIASES, (Strike(1, 2, 3, "reduce-scatter"),), 7),
-    "native collective": Case(TWO, (Strike(1, 1, 3, "backward"),), flags=("--recover-collective", "native")),
+    "native collective": Case(TWO, (Strike(1, 1, 3, "backward"),)).over_nccl("native"),
 }
 
 

@@ -41,7 +41,7 @@ ROWS = [
     Case(OUTER_THREE, (Strike(0, 1, 2, "backward"), Strike(2, 1, 4, "param-gather"))),
     Case(OUTER_THREE, (Strike(0, 1, 3, "forward"), Strike(2, 0, 4, "repartition")), flags=TWO_SHADOWS),
     Case(OUTER_THREE, (Strike(1, 1, 3, "update", visit=2), Strike(2, 0, 3, "update")), flags=TWO_SHADOWS),
-    Case(OUTER_TWO, (Strike(1, 1, 3, "backward"),), flags=("--recover-collective", "native")),
+    Case(OUTER_TWO, (Strike(1, 1, 3, "backward"),)).over_nccl("native"),
     Case(OUTER_TWO, (Strike(1, 1, 3, "param-gather"),), flags=("--recover-shadow-device", "cpu")),
 ]
 

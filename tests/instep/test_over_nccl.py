@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,9 +29,8 @@ def test_two_deaths_and_two_newcomers_leave_the_training_equal(
 ) -> None:
     """Of each replica one worker dies; what is left makes a whole one, and newcomers the second one."""
     case = Case(TP2_DP2, (Strike(0, 1, 3, "backward"), Strike(1, 0, 8, "forward")), 30, restarts=2)
-    script = (str(Path(__file__).with_name("over_nccl.py")), json.dumps(NCCLS[nccl] | {"seed": 1}))
-    case = replace(case, train_with=script, model=(*NO_EVALUATION, "--clip-grad", "0.2"))
-    result = case.with_flags("--recover-collective", collective).run(forkserver, tmp_path)
+    case = replace(case.over_nccl(collective, **NCCLS[nccl], seed=1), model=(*NO_EVALUATION, "--clip-grad", "0.2"))
+    result = case.run(forkserver, tmp_path)
     check(result, reference(case))
     assert result.replicas[0] == result.replicas[-1] == 2, result.replicas
     calls = [line for log in result.ended.logs for line in log.read_text().splitlines() if "NCCL's double:" in line]

@@ -110,6 +110,10 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
             [*GOOD, "--tokenizer-type", "TikTokenizer"],
             "--tokenizer-type TikTokenizer needs the Python package tiktoken",
         ),
+        (
+            [*GOOD, "--recover", "--recover-collective", "native"],
+            "--recover-collective native needs GPUs: it is NCCL's own collectives; on the CPU take ring",
+        ),
         ([*GOOD, "--recover", "--skip-train"], "--recover has nothing to keep in a run that trains nothing"),
         ([*GOOD, "--recover", "--train-iters", "0"], "--recover has nothing to keep in a run that trains nothing"),
         ([*GOOD, "--recover", "--recover-min-replicas", "5"], "--recover-min-replicas 5: this run has 1 at its launch"),

@@ -7,6 +7,7 @@ import argparse
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
+from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.megatron_hooks.entry import flags, settled
 from recover_megatron.megatron_hooks.entry.flags import arguments_provider
@@ -56,6 +57,25 @@ def test_the_old_name_of_spread_muon_is_muon_that_is_not_spread() -> None:
     args = parsed(True, "--optimizer", "dist_muon", "--overlap-param-gather")
     assert (args.optimizer, args.use_distributed_optimizer, args.overlap_param_gather) == ("muon", False, False)
     assert settled.not_settled(args) == []
+
+
+@pytest.mark.parametrize(
+    ("on_host", "backend", "collective", "told"),
+    [
+        (True, "gloo", "ring", []),
+        (False, "nccl", "native", []),
+        (True, "gloo", "native", ["--recover-collective native"]),
+        (False, "gloo", "auto", ["--distributed-backend gloo"]),
+    ],
+)
+def test_gradients_travel_by_the_ring_on_the_cpu_and_over_nccl_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, on_host: bool, backend: str, collective: str, told: list[str]
+) -> None:
+    args = parsed(True, "--distributed-backend", backend)
+    monkeypatch.setattr(hostdevice, "is_active", lambda: on_host)
+    found = cannot_recover(args, RecoverConfig(enabled=True, collective=collective))
+    assert len(found) == len(told)
+    assert all(flag in reason for flag, reason in zip(told, found, strict=True))
 
 
 def test_muon_that_asks_its_tensor_ranks_in_the_update_is_refused() -> None:

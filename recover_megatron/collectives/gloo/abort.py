@@ -1,74 +1,20 @@
-"""torch's gloo backend, and the part that gloo lacks: to be aborted (see `groups`).
+"""Waiting for an operation of gloo's in a way that can be left, for groups whose connections were shut (`groups`).
 
-Even shutting its connections gloo can miss: its thread that reads a neighbour's request finds the connection shut
-when it answers, and forgets the message it answered with. Whoever waits for that message waits for ever (seen in up
-to one in eight aborts of a busy group). So the waiting is done by a thread that can be left behind, and the group is
-dropped by one too. What is left behind reads and writes no bucket: its connections are shut, and what arrives goes to
-scratch that its operation keeps alive.
+Even that gloo can miss: its thread that reads a neighbour's request finds the connection shut when it answers, and
+forgets the message it answered with.  A thread that waits for that message waits for ever (seen in up to one in eight
+aborts of a busy group).  So the waiting is done by a thread that can be left behind; what arrives there goes to memory
+that its operation keeps alive.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from typing import Any
-
-import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.errors import PeerLost
-from recover_megatron.collectives.gloo.groups import NO_TIMEOUT, GlooGroups
-
-
-class GlooBackend:
-    """A gloo group of its own for one epoch, that can be aborted."""
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        store: dist.Store,
-        cancel_token: CancelToken,
-        *,
-        ring: str,
-        host: str = "127.0.0.1",
-        timeout: float = 60.0,
-    ) -> None:
-        """Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``."""
-        self._cancel_token = cancel_token
-        self._groups = GlooGroups(
-            rank, {"all": range(size)}, store, cancel_token, ring=ring, host=host, timeout=timeout
-        )
-        self._waiter = Waiter(cancel_token)
-        self._under_way: dict[int, Any] = {}
-        """Operations that nobody has seen end, with all that they hold: gloo's threads may use their tensors."""
-        self.backend = self._groups.backends["all"]
-
-    def wait(self, work: Any) -> None:
-        """Block until ``work`` is done; raises ``EpochRevoked`` after ``abort``, ``PeerLost`` when a member is gone."""
-        self._waiter.wait(work)
-        self._under_way.pop(id(work), None)
-
-    def call(self, start: Callable[[Any], Any]) -> Any:
-        """Begin an operation: ``start`` gets the backend.  What it refers to lives until the operation has ended."""
-        self._cancel_token.check()
-        try:
-            work = start(self.backend)
-        except RuntimeError as error:
-            self._cancel_token.check()
-            raise PeerLost(f"gloo: {error}") from error
-        self._under_way[id(work)] = work, start
-        return work
-
-    def abort(self) -> None:
-        self._groups.abort()
-
-    def close(self) -> None:
-        """Drop the group."""
-        self._waiter.close()
-        self.backend = None
-        self._groups.close(self._under_way)
+from recover_megatron.collectives.gloo.groups import NO_TIMEOUT
 
 
 class _Job:

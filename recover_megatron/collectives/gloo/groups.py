@@ -129,7 +129,7 @@ class _Exchange:
             self.changed.notify_all()
 
     def end(self) -> None:
-        """Whoever waits, or will, is told that it is over."""
+        """All that wait, and will, are told that it is over."""
         with self.changed:
             self._over = True
             self.changed.notify_all()
@@ -246,16 +246,10 @@ class GlooGroups:
                 with contextlib.suppress(OSError):  # the other end was faster
                     sock.shutdown(socket.SHUT_RDWR)
 
-    def close(self, held: dict[int, Any] | None = None) -> None:
-        """Drop the groups, and then what is ``held`` for the sake of their operations."""
+    def close(self) -> None:
+        """Drop the groups."""
         last, self.backends = self.backends, {}
-
-        def drop() -> None:
-            last.clear()
-            if held is not None:
-                held.clear()
-
-        dropping = threading.Thread(target=drop, name="dropping groups of gloo's", daemon=True)
+        dropping = threading.Thread(target=last.clear, name="dropping groups of gloo's", daemon=True)
         dropping.start()
         dropping.join(_DROP_SECONDS if self._cancel_token.cancelled else None)
         with self._closing:

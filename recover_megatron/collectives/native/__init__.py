@@ -1,1 +1,1 @@
-"""The backend's own collectives (NCCL's, gloo's): their interface, and the group that callers see."""
+"""The backend's own collectives (NCCL's): their interface, and the group that callers see."""

@@ -13,8 +13,7 @@ the exception, see ``Order``).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -39,10 +38,6 @@ class NativeBackend(Order, ABC):
     The tensors of ``reduce_scatter`` and ``all_gather`` are contiguous and of one type.  They do not overlap, or the
     smaller one is exactly the part of the larger one that has this member's number (NCCL's rule for "in place").
     """
-
-    polled = True
-    """Whether ``done`` becomes true without ``wait``.  Else one operation after the other is carried out by ``wait``,
-    and nothing is won by looking at ``done`` before."""
 
     @abstractmethod
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
@@ -75,43 +70,3 @@ class NativeBackend(Order, ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back."""
-
-
-class _Turn:
-    """An operation of ``InTurn``: ``start`` begins it and returns what ends it, which blocks."""
-
-    def __init__(self, start: Callable[[], Callable[[], None]]) -> None:
-        self.start = start
-        self.finish: Callable[[], None] | None = None
-        self.done = False
-
-
-class InTurn(NativeBackend):
-    """For libraries that do not keep operations in order: one is begun when the one before it is over."""
-
-    polled = False
-
-    def __init__(self) -> None:
-        self._turns: deque[_Turn] = deque()
-
-    def enqueue(self, start: Callable[[], Callable[[], None]]) -> Operation:
-        turn = _Turn(start)
-        self._turns.append(turn)
-        self._begin()
-        return turn
-
-    def wait(self, operation: Operation) -> None:
-        while not operation.done:
-            turn = self._turns[0]
-            assert turn.finish is not None
-            turn.finish()
-            turn.done = True
-            self._turns.popleft()
-            self._begin()
-
-    def _begin(self) -> None:
-        if self._turns and self._turns[0].finish is None:
-            self._turns[0].finish = self._turns[0].start()
-
-    def close(self) -> None:
-        self._turns.clear()

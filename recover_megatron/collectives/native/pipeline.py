@@ -14,12 +14,13 @@ garbage in scratch, which nobody reads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from recover_megatron.collectives.ledger import Ledger, Span
+from recover_megatron.collectives.group import BucketCollective
+from recover_megatron.collectives.ledger import Span
 from recover_megatron.collectives.native.backend import NativeBackend, Operation
 from recover_megatron.collectives.native.rows import Plan, joined, missing
 from recover_megatron.collectives.ring.progress import Executor, Task
@@ -32,35 +33,17 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 200e-6
 """Seconds between two looks at an operation while there is room for another one to be enqueued."""
 
 
+@dataclass(eq=False)
 class NativeTask(Task):
-    """One collective on one bucket, in rounds.
+    """One collective on one bucket, in rounds."""
 
-    ``to``: the members so many places further get a member's chunk.  ``final``: spans that are finished as they are.
-    ``epoch``: what to mark with, or a function of a span's first element.
-    """
-
-    def __init__(
-        self,
-        flat: torch.Tensor,
-        ledger: Ledger,
-        rounds: Sequence[Plan],
-        *,
-        reduce: bool,
-        to: Collection[int],
-        final: Sequence[Span],
-        epoch: Callable[[int], int] | int,
-        token: object,
-    ) -> None:
-        super().__init__()
-        self.flat = flat
-        self.ledger = ledger
-        self.rounds = rounds
-        self.reduce = reduce
-        self.to = to
-        self.final = final
-        self.epoch = epoch
-        self.token = token
-        self.left = len(rounds)
+    its: BucketCollective
+    rounds: Sequence[Plan]
+    epoch: Callable[[int], int] | int
+    """What to mark with, or a function of a span's first element."""
+    token: object
+    kept: int = 0
+    """So many rounds are over, and in the bucket."""
 
 
 @dataclass(slots=True)
@@ -97,8 +80,8 @@ class Pipeline(Executor[NativeTask]):
     # ---- what the progress thread calls
 
     def add(self, task: NativeTask) -> None:
-        for span in task.final:
-            task.ledger.mark(span, task.epoch if isinstance(task.epoch, int) else task.epoch(span.start))
+        for span in task.its.final:
+            task.its.ledger.mark(span, task.epoch if isinstance(task.epoch, int) else task.epoch(span.start))
         self._handed_in.extend((task, plan) for plan in task.rounds)
         if not task.rounds:
             task.handle.finish()
@@ -115,7 +98,7 @@ class Pipeline(Executor[NativeTask]):
         if not self._under_way:
             return 0.0
         first = self._under_way[0]
-        if self._backend.polled and len(self._under_way) < UNDER_WAY and not first.done:
+        if len(self._under_way) < UNDER_WAY and not first.done:
             # Another bucket may be handed in, and must not find this thread waiting for this one.
             pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
             return pause
@@ -138,19 +121,20 @@ class Pipeline(Executor[NativeTask]):
 
     def _enqueue(self, task: NativeTask, plan: Plan) -> _UnderWay:
         backend, rank, size, width = self._backend, self._rank, self._size, plan.round.width
+        flat, to = task.its.flat, task.its.to
         backend.begin(task.token)
-        scratch = self._scratch.take(plan.scratch_rows * width, task.flat.dtype)
+        scratch = self._scratch.take(plan.scratch_rows * width, flat.dtype)
         own = scratch[plan.own * width : (plan.own + 1) * width]
         operations: list[Operation] = []
         for copy in plan.packed:
-            scratch[copy.scratch : copy.scratch + copy.length].copy_(task.flat[copy.bucket : copy.bucket + copy.length])
-        if task.reduce:
-            source = scratch if plan.source is None else task.flat[plan.source.start : plan.source.stop]
+            scratch[copy.scratch : copy.scratch + copy.length].copy_(flat[copy.bucket : copy.bucket + copy.length])
+        if task.its.reduce:
+            source = scratch if plan.source is None else flat[plan.source.start : plan.source.stop]
             operations.append(backend.reduce_scatter(own, source))
-        if len(task.to) == size - 1:
+        if len(to) == size - 1:
             operations.append(backend.all_gather(scratch, own))
-        elif task.to:
-            sends = [(own, (rank + hops) % size) for hops in task.to]
+        elif to:
+            sends = [(own, (rank + hops) % size) for hops in to]
             receives = [(scratch[row * width : (row + 1) * width], other) for other, row in plan.rows if other != rank]
             operations.append(backend.transfer(sends, receives))
         return _UnderWay(task, plan, scratch, operations)
@@ -158,21 +142,20 @@ class Pipeline(Executor[NativeTask]):
     def _keep(self, over: _UnderWay) -> None:
         """Write the finished chunks to the bucket and mark them; what is REDUCED already stays."""
         task, scratch, epoch = over.task, over.scratch, over.task.epoch
+        flat, ledger = task.its.flat, task.its.ledger
         if isinstance(epoch, int):
-            copies = joined(missing(over.plan, task.ledger)) if task.ledger.reduced else over.plan.brought
+            copies = joined(missing(over.plan, ledger)) if ledger.reduced else over.plan.brought
             marks = [(Span(copy.bucket, copy.bucket + copy.length), epoch) for copy in copies]
         else:
-            copies = list(missing(over.plan, task.ledger))
+            copies = list(missing(over.plan, ledger))
             marks = [(Span(copy.bucket, copy.bucket + copy.length), epoch(copy.bucket)) for copy in copies]
         with self._copies.scope():
             for copy in copies:
-                task.flat[copy.bucket : copy.bucket + copy.length].copy_(
-                    scratch[copy.scratch : copy.scratch + copy.length]
-                )
+                flat[copy.bucket : copy.bucket + copy.length].copy_(scratch[copy.scratch : copy.scratch + copy.length])
             self._copies.finish()
         for span, finished in marks:
-            task.ledger.mark(span, finished)
+            ledger.mark(span, finished)
         self._scratch.give(scratch)
-        task.left -= 1
-        if not task.left:
+        task.kept += 1
+        if task.kept == len(task.rounds):
             task.handle.finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from recover_megatron.collectives.epoch import CancelToken
@@ -14,30 +16,19 @@ from recover_megatron.collectives.nccl.ring import MAX_CTAS, NcclTransport
 from recover_megatron.collectives.rendezvous import KeyValue
 
 
+@dataclass(eq=False)
 class NcclOpener:
-    """``prefix``: of the group's keys in ``store``.  ``timeout``: seconds in which all members must have come."""
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        store: KeyValue,
-        cancel_token: CancelToken,
-        keeper: Keeper,
-        *,
-        prefix: str,
-        device: torch.device,
-        timeout: float,
-    ) -> None:
-        self._rank = rank
-        self._size = size
-        self._store = store
-        self._cancel_token = cancel_token
-        self._keeper = keeper
-        self._prefix = prefix
-        self._device = device
-        self._timeout = timeout
-        self._library: Library = libraries.load()
+    _rank: int
+    _size: int
+    _store: KeyValue
+    _cancel_token: CancelToken
+    _keeper: Keeper
+    _prefix: str
+    """Of the group's keys in the store."""
+    _device: torch.device
+    _timeout: float
+    """Seconds in which all members must have come."""
+    _library: Library = field(default_factory=lambda: libraries.load(), init=False)  # what stands there then: a double
 
     def native(self) -> NcclNative:
         its = None if self._size == 1 else self._open(self._opening("all", self._rank, self._size))[0]

@@ -62,7 +62,7 @@ def checked(library: Library) -> Library:
         found, oldest = (".".join(map(str, version)) for version in (library.version, OLDEST))
         raise UserError(
             f"--recover: torch has loaded NCCL {found}; {oldest} or later is needed (communicators that can be shrunk)."
-            " Take a newer torch, or --distributed-backend gloo"
+            " Take a newer torch"
         )
     return library
 

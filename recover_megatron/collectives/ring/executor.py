@@ -23,6 +23,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -55,39 +56,28 @@ def parts_of(flat: torch.Tensor, program: Program) -> Parts:
     return [views[send.span] for send in program.sends], [views[receive.span] for receive in program.receives]
 
 
+@dataclass(eq=False)
 class RingTask(Task):
-    """One collective on one bucket.
+    """One collective on one bucket."""
 
-    ``final``: spans that are finished as they are (a ring of one member, an owner's shard), marked at the start.
-    ``epoch_of``: what to mark a finished segment with, by its first element.
-    ``stored``: what the hook is told of a finished sum that has arrived.
-    """
-
-    def __init__(
-        self,
-        flat: torch.Tensor,
-        ledger: Ledger,
-        program: Program,
-        parts: Parts,
-        *,
-        signature: int,
-        epoch_of: Callable[[int], int],
-        final: Sequence[Span] = (),
-        token: object = None,
-        stored: str = "store",
-    ) -> None:
-        super().__init__()
-        self.stored = stored
-        self.flat = flat
-        self.ledger = ledger
-        self.program = program
-        self.epoch_of = epoch_of
-        self.final = final
-        self.token = token
-        self.tag = signature
-        self.to_send, self.to_receive = parts
-        self.posted = self.gone = self.asked = self.handled = 0
-        self.partials: dict[int, Arrival] = {}
+    flat: torch.Tensor
+    ledger: Ledger
+    program: Program
+    to_send: Sequence[torch.Tensor]
+    to_receive: Sequence[torch.Tensor]
+    tag: int
+    epoch_of: Callable[[int], int]
+    """What to mark a finished segment with, by its first element."""
+    final: Sequence[Span]
+    """Spans that are finished as they are (a ring of one member, an owner's shard), marked at the start."""
+    token: object
+    stored: str
+    """What the hook is told of a finished sum that has arrived."""
+    posted: int = 0
+    gone: int = 0
+    asked: int = 0
+    handled: int = 0
+    partials: dict[int, Arrival] = field(default_factory=dict)
 
     def tag_of(self, position: int, span: Span) -> int:
         return (self.tag + position * _TAG_STRIDE + span.stop - span.start) & _TAG_MASK

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 
 from recover_megatron.collectives.epoch import CancelToken, Epoch
-from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.ledger import Ledger, Span
+from recover_megatron.collectives.group import BucketCollective, Group
 from recover_megatron.collectives.memo import Memo
 from recover_megatron.collectives.ring.executor import Hook, Parts, Ring, RingTask, parts_of
 from recover_megatron.collectives.ring.progress import Handle, ProgressThread
@@ -115,29 +114,19 @@ class RingGroup(Group):
     def _cut(self, element_size: int) -> int:
         return max(1, self.tuning.cut_bytes // element_size)
 
-    def _start(
-        self,
-        what: str,
-        flat: torch.Tensor,
-        ledger: Ledger,
-        chunks: Chunks,
-        *,
-        reduce: bool,
-        to: tuple[int, ...],
-        final: Sequence[Span] = (),
-        epoch_of: Callable[[int], int] | None = None,
-    ) -> Handle:
-        gather_hops = max(to, default=0)  # a ring gives it to all in between
-        key = what, flat.dtype, reduce, gather_hops, frozen(chunks)
-        planned = self._planned.get(key, lambda: self._plan(what, flat.dtype, chunks, reduce, gather_hops))
+    def _start(self, collective: BucketCollective) -> Handle:
+        its, flat, what = collective, collective.flat, collective.what
+        gather_hops = max(its.to, default=0)  # a ring gives it to all in between
+        key = what, flat.dtype, its.reduce, gather_hops, frozen(its.chunks)
+        planned = self._planned.get(key, lambda: self._plan(what, flat.dtype, its.chunks, its.reduce, gather_hops))
         run = RingTask(
             flat,
-            ledger,
+            its.ledger,
             planned.program,
-            self._parts(what, flat, key, planned.program),
-            signature=planned.signature,
-            epoch_of=epoch_of or (lambda _: self.epoch),
-            final=final,
+            *self._parts(what, flat, key, planned.program),
+            tag=planned.signature,
+            epoch_of=its.epoch_of or (lambda _: self.epoch),
+            final=its.final,
             token=self._transport.submitted(),
             stored="gather" if what == "all-gather" else "store",
         )

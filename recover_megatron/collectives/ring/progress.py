@@ -18,6 +18,7 @@ the training thread can't strike between the copy of a segment and its mark in t
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -61,11 +62,11 @@ def _afresh(error: BaseException) -> BaseException:
     return EpochRevoked(error.epoch, error.reason) if isinstance(error, EpochRevoked) else error
 
 
+@dataclass(eq=False)
 class Task:
     """What a progress thread is given: a unit of work with its handle."""
 
-    def __init__(self) -> None:
-        self.handle = Handle()
+    handle: Handle = field(default_factory=Handle, init=False)
 
 
 class Executor[T: Task](ABC):

@@ -1,9 +1,8 @@
-"""Buckets on a device, messages over the host: what lets tcp and gloo carry a GPU's gradients.
+"""Buckets on a device, messages over the host: how a column without Megatron sums a GPU's gradients.
 
     bucket (device) --copy--> host memory, pinned --inner transport--> host memory --copy--> scratch (device)
 
-For machines whose GPUs NCCL does not connect, and for several workers that share one, which NCCL refuses.  It is slower
-than NCCL by what the copies cost; it fails and is aborted as the inner transport does.
+It is slower than NCCL by what the copies cost; it fails and is aborted as the inner transport does.
 
 On the CPU the same copies are made without a stream, so the tests of the ring run this code too.
 """
@@ -11,36 +10,14 @@ On the CPU the same copies are made without a stream, so the tests of the ring r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 
-from recover_megatron.collectives.native.backend import InTurn, Message, NativeBackend, Operation
 from recover_megatron.collectives.ring.scratch import Scratch
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 from recover_megatron.collectives.transport.streams import DeviceStream, Order
-
-_Collective = Callable[[torch.Tensor, torch.Tensor], Operation]
-
-
-class _Staged(Order):
-    """The device's order is that of what is copied from and to it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._order = DeviceStream(device) if device.type == "cuda" else Order()
-
-    def submitted(self) -> object:
-        return self._order.submitted()
-
-    def begin(self, token: object) -> None:
-        self._order.begin(token)
-
-    def scope(self) -> AbstractContextManager[object]:
-        return self._order.scope()
-
-    def finish(self) -> None:
-        self._order.finish()
 
 
 class _Sending:
@@ -66,11 +43,11 @@ class _Landing:
         self.done = False
 
 
-class StagedTransport(_Staged, Transport):
-    """Carries a device's tensors by copies in host memory.  ``inner`` carries CPU tensors."""
+class StagedTransport(Transport):
+    """Carries a device's tensors by copies in host memory, in the device's order.  ``inner`` carries CPU tensors."""
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
-        super().__init__(device)
+        self._order = DeviceStream(device) if device.type == "cuda" else Order()
         self._inner = inner
         self.lookahead = inner.lookahead
         self._host = Scratch(torch.device("cpu"), pinned=device.type == "cuda")
@@ -113,6 +90,15 @@ class StagedTransport(_Staged, Transport):
         while self._sending and self._sending[0].done:
             self._host.give(self._sending.popleft().host)
 
+    def submitted(self) -> object:
+        return self._order.submitted()
+
+    def begin(self, token: object) -> None:
+        self._order.begin(token)
+
+    def scope(self) -> AbstractContextManager[object]:
+        return self._order.scope()
+
     def abort(self) -> None:
         self._inner.abort()
 
@@ -127,50 +113,3 @@ class StagedTransport(_Staged, Transport):
     def settle(self) -> None:
         self._inner.settle()
         self._order.finish()
-
-
-class StagedNative(_Staged, InTurn):
-    """The same for a backend group; ``inner`` takes CPU tensors."""
-
-    def __init__(self, inner: NativeBackend, device: torch.device) -> None:
-        _Staged.__init__(self, device)
-        InTurn.__init__(self)
-        self._inner = inner
-
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
-        return self.enqueue(lambda: self._copied(self._inner.reduce_scatter, output, source))
-
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Operation:
-        return self.enqueue(lambda: self._copied(self._inner.all_gather, output, source))
-
-    def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> Operation:
-        def start() -> Callable[[], None]:
-            hosts = [(torch.empty_like(tensor, device="cpu"), rank) for tensor, rank in receives]
-            operation = self._inner.transfer([(_on_host(tensor), rank) for tensor, rank in sends], hosts)
-            return lambda: self._land(
-                operation, [(on, host) for (on, _), (host, _) in zip(receives, hosts, strict=True)]
-            )
-
-        return self.enqueue(start)
-
-    def _copied(self, collective: _Collective, output: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-        host = torch.empty_like(output, device="cpu")
-        operation = collective(host, _on_host(source))
-        return lambda: self._land(operation, [(output, host)])
-
-    def _land(self, operation: Operation, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._inner.wait(operation)
-        for on_device, host in copies:
-            on_device.copy_(host)
-
-    def settle(self) -> None:
-        self._inner.settle()
-        self._order.finish()
-
-    def close(self) -> None:
-        InTurn.close(self)
-        self._inner.close()
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="cpu").copy_(tensor)

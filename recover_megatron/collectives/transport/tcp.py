@@ -24,7 +24,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -54,7 +54,7 @@ class TcpTransport(Transport):
     def __init__(
         self,
         rank: int,
-        size: int,
+        members: Sequence[int],
         store: KeyValue,
         cancel_token: CancelToken,
         *,
@@ -65,7 +65,7 @@ class TcpTransport(Transport):
         timeout: float = 60.0,
         ring_listener: RingListener | None = None,
     ) -> None:
-        """Meet both neighbours.
+        """Meet both neighbours.  ``members``: by rank, as the epoch names them.
 
         ``host``: the address of this machine that the others can reach; loopback by default.  ``ring_listener``: made
         before, with the same host and slots; it is closed when the neighbours have been met.  ``ring``: a name that no
@@ -88,7 +88,8 @@ class TcpTransport(Transport):
         self._successor_left = False
         self._low_water = 1
         self._watched_in = self._watched_out = 0
-        self._neighbours = {"successor": (rank + 1) % size, "predecessor": (rank - 1) % size}
+        size = len(members)
+        self._neighbours = {"successor": members[(rank + 1) % size], "predecessor": members[(rank - 1) % size]}
         self._descriptors = threading.Lock()  # abort must not use a descriptor's number after it was closed
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = select.poll()
@@ -134,7 +135,7 @@ class TcpTransport(Transport):
                     self._out, f"{ring} {rank} {after}".encode(), f"{ring} {before} {rank}".encode(), timeout
                 )
             except PeerLost as lost:
-                lost.peer = after
+                lost.peer = self._neighbours["successor"]
                 raise
         for sock in (self._out, self._in):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from recover_megatron.collectives.epoch import CancelToken
@@ -56,12 +56,12 @@ def parents(size: int) -> list[int]:
 
 
 class Tree:
-    """This worker's place in a tree of ``size`` members; ``rank``: its own."""
+    """This worker's place in a tree; ``rank``: its own; ``members``: by rank, as the epoch names them."""
 
     def __init__(
         self,
         rank: int,
-        size: int,
+        members: Sequence[int],
         network: Network,
         cancel_token: CancelToken,
         *,
@@ -70,17 +70,17 @@ class Tree:
     ) -> None:
         """``name``: of this group and epoch, the same on all members.
 
-        Raises ``EpochRevoked``, ``TimeoutError``, and ``PeerLost``, which names a rank.
+        Raises ``EpochRevoked``, ``TimeoutError``, ``PeerLost``.
         """
-        self.rank, self.size = rank, size
+        self.rank, self.size = rank, len(members)
         self._cancel_token = cancel_token
-        self._network, self._name = network, name
+        self._members, self._network, self._name = members, network, name
         self._sockets: dict[int, socket.socket] = {}
         self._closing = threading.Lock()
         self._number = 0
-        above = parents(size)
+        above = parents(self.size)
         self.parent = above[rank] if rank else None
-        self.children = [member for member in range(size) if above[member] == rank]
+        self.children = [member for member in range(self.size) if above[member] == rank]
         self._deadline = time.monotonic() + timeout
         close_in_children(self)
         cancel_token.on_cancel(self.abort)
@@ -96,7 +96,7 @@ class Tree:
                 sock = self._network.connect(self.parent, f"{self._name}/{self.rank}", self._patience)
             except Unreachable as error:
                 self._cancel_token.check()
-                raise PeerLost(str(error), self.parent, road=error.road) from error
+                raise PeerLost(str(error), self._members[self.parent], road=error.road) from error
             self._keep(self.parent, sock)
         for child in self.children:
             self._keep(child, self._network.take(f"{self._name}/{child}", self._patience))
@@ -156,7 +156,7 @@ class Tree:
     def _lost(self, member: int, error: OSError | None) -> PeerLost:
         self._cancel_token.check()
         what = str(error or "it closed the connection")
-        return PeerLost(f"member {member} of {self._name}: {what}", member, road=is_of_the_road(error))
+        return PeerLost(f"member {member} of {self._name}: {what}", self._members[member], road=is_of_the_road(error))
 
     # ---- the end
 

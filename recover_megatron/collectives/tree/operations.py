@@ -21,30 +21,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.errors import PeerLost
 from recover_megatron.collectives.tree.connections import Tree
 
 
 class TreeBackend:
-    """A group of workers over ``tree``, whose ranks are those of the operations: places in ``members``.
+    """A group of workers over ``tree``, whose ranks are those of the operations."""
 
-    ``call`` and ``wait`` as ``GlooBackend`` has them.
-    """
-
-    def __init__(self, tree: Tree, members: Sequence[int]) -> None:
+    def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._members = members
 
     def call(self, start: Callable[[Any], Any]) -> Any:
         """Carry out an operation: ``start`` gets what stands for the backend.
 
-        Raises ``EpochRevoked``, and ``PeerLost``, which names a member, where this one noticed it first.
+        Raises ``EpochRevoked``, and ``PeerLost`` where this member noticed it first.
         """
-        try:
-            return start(TreeOperations(self._tree))
-        except PeerLost as lost:
-            peer = None if lost.peer is None else self._members[lost.peer]
-            raise PeerLost(str(lost), peer, road=lost.road) from lost
+        return start(TreeOperations(self._tree))
 
     def wait(self, work: Any) -> None:
         """It is over already."""

@@ -318,8 +318,7 @@ class FaultTolerance:
         slot = None if self._newcomer else int(os.environ["RANK"])
         args, grid = args or get_args(), grid or self._groups.grid
         secret, host = find_secret(os.environ).key("ring"), _my_address()
-        # NCCL refuses workers that share a GPU, and whoever asks Megatron for gloo does not want it.
-        nccl = self._device.type == "cuda" and args.distributed_backend != "gloo"
+        nccl = self._device.type == "cuda"
         if nccl:
             load_nccl()  # what is missing is told before the model is built
         comm_config = CommunicationConfig(
@@ -327,8 +326,7 @@ class FaultTolerance:
             secret=secret,
             device=self._device,
             host=host,
-            collective="native" if config.collective == "native" or (nccl and config.collective == "auto") else "ring",
-            transport_kind="tcp" if self._device.type == "cuda" and not nccl else None,
+            collective="native" if nccl and config.collective != "ring" else "ring",
             hook=None if self._faults is None else self._faults.in_ring,
         )
         node = os.environ.get(NODE_NAME_VARIABLE) or os.environ.get(NODE_VARIABLE) or socket.gethostname()
