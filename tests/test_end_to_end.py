@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,13 +40,12 @@ def workers(out: Path) -> list[dict[str, object]]:
 
 
 def wait_until_iteration(out: Path, iteration: int) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        path = out / "steps.jsonl"
-        if path.exists() and any(step.iteration >= iteration for step in read_steps(path)):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"iteration {iteration} was not reached in {PATIENCE} s")
+    path = out / "steps.jsonl"
+
+    def reached() -> bool:
+        return path.exists() and any(step.iteration >= iteration for step in read_steps(path))
+
+    eventually(reached, f"iteration {iteration} is reached", PATIENCE, every=0.05)
 
 
 def awaiting(iteration: int) -> list[str]:

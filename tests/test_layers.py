@@ -1,10 +1,12 @@
-"""The layer rule (docs/architecture.md): who may import what, read from the source of every module."""
+"""The layer rule (docs/architecture.md): who may import what, read from the source of every module; and no circles."""
 
 from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterable, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,6 @@ from tests.harness import REPOSITORY
 
 PACKAGE = "recover_megatron"
 ANYWHERE = {
-    "__version__",
     "arguments",
     "errors",
     "log_writer",
@@ -60,24 +61,46 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 
 
-def modules() -> list[Path]:
-    return sorted((REPOSITORY / PACKAGE).rglob("*.py"))
+MODULES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
+NAMES = {
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES
+}
+"""Every module of the package by its name; a package by that of its folder."""
+
+
+def names(nodes: Iterable[ast.AST], known: Iterable[str] = NAMES) -> set[str]:
+    """The modules that imports among ``nodes`` name: of a name that is no known module's, the one that it is in."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else str(node.module) for name in inside}
+    return found
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def at_the_top(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported, and those for type checkers: not what is inside functions.
+
+    An import under ``if TYPE_CHECKING`` counts: who reads the types must know both modules at once.
+    """
+    for node in body:
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from at_the_top(ast.iter_child_nodes(node))
 
 
 @cache
 def imported(path: Path) -> set[str]:
     """Every name that a module imports, wherever in the file, as the first part of its path; ours with its layer."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            assert node.module is not None
-            if node.module == PACKAGE:
-                found |= {f"{PACKAGE}.{alias.name}" for alias in node.names}
-            else:
-                found.add(node.module)
+    found = names(ast.walk(tree(path)))
     return {name.split(".")[1] if name.startswith(PACKAGE + ".") else name.split(".")[0] for name in found}
 
 
@@ -88,22 +111,39 @@ def allowed(path: Path) -> set[str]:
     return rules | {layer} | ANYWHERE | set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_a_module_imports_only_what_its_layer_may(path: Path) -> None:
     assert imported(path) - allowed(path) - {PACKAGE} == set()
 
 
 def test_only_the_megatron_hooks_import_megatron() -> None:
-    importers = {path.relative_to(REPOSITORY / PACKAGE).parts[0] for path in modules() if "megatron" in imported(path)}
+    importers = {path.relative_to(REPOSITORY / PACKAGE).parts[0] for path in MODULES if "megatron" in imported(path)}
     assert importers == {"megatron_hooks"}
 
 
 @pytest.mark.parametrize("viewer", ["report", "status"])
 def test_nobody_imports_a_viewer(viewer: str) -> None:
-    importers = {str(path.relative_to(REPOSITORY / PACKAGE).parts[0]) for path in modules() if viewer in imported(path)}
+    importers = {str(path.relative_to(REPOSITORY / PACKAGE).parts[0]) for path in MODULES if viewer in imported(path)}
     assert importers == {viewer}
 
 
 def test_every_layer_has_a_rule() -> None:
-    layers = {path.relative_to(REPOSITORY / PACKAGE).parts[0].removesuffix(".py") for path in modules()}
+    layers = {path.relative_to(REPOSITORY / PACKAGE).parts[0].removesuffix(".py") for path in MODULES}
     assert layers - {"__init__"} <= set(ALLOWED)
+
+
+def test_no_modules_import_each_other() -> None:
+    TopologicalSorter({name: names(at_the_top(tree(path).body)) for name, path in NAMES.items()}).prepare()
+
+
+def test_a_circle_is_found_wherever_its_imports_are_made_at_the_top() -> None:
+    known = ["p", "p.a", "p.b", "p.c", "p.d", "p.e"]
+    source = (
+        "import p.a, os\nfrom p import b\nfrom p.c import thing\n"
+        "if TYPE_CHECKING:\n    from p.d import Thing\ndef late():\n    import p.e\n"
+    )
+    found = names(at_the_top(ast.parse(source).body), known)
+    assert found & set(known) == {"p.a", "p.b", "p.c", "p.d"}
+    assert names(ast.parse("from p import version").body, known) == {"p"}
+    with pytest.raises(CycleError):
+        TopologicalSorter({"p": found, "p.d": {"p"}}).prepare()

@@ -11,7 +11,7 @@ import pytest
 from tests.drawn import some
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
-from tests.harness.processes import alive, command_line, free_port, processes_with, stopped
+from tests.harness.processes import alive, command_line, free_port, stopped
 from tests.harness.waiting import eventually
 
 from .conftest import Bench, Launch
@@ -50,11 +50,6 @@ def wait_for_iteration(bench: Bench, worker: int, iteration: int) -> None:
     eventually(lambda: log.exists() and iteration in losses(bench, worker), f"worker {worker} at {iteration}")
 
 
-def processes_of(launch: Launch) -> list[int]:
-    """All of a launch but what does not carry its token."""
-    return processes_with(f"LAUNCH_TEST_TOKEN={launch.token}")
-
-
 def let_end(bench: Bench) -> None:
     (bench.folder / "go").touch()
 
@@ -67,7 +62,7 @@ def kill_nodes(*launches: Launch) -> None:
     """
     doomed: list[int] = []
     for launch in launches:
-        found = processes_of(launch)
+        found = launch.left()
         assert launch.pid in found
         assert len(found) >= 3  # launcher, reaper, workers
         doomed += found
@@ -162,7 +157,7 @@ STAYS = """
 def test_a_launcher_without_workers_keeps_its_candidate_up_until_the_run_is_over(bench: Bench) -> None:
     first, second = launches(bench, 2, bench.script(STAYS))
     second.wait_for("staying until the coordinator says how the run ends")
-    coordinators = [pid for pid in processes_of(second) if "--listen-fd" in command_line(pid)]
+    coordinators = [pid for pid in second.left() if "--listen-fd" in command_line(pid)]
     assert len(coordinators) == 1
     assert second.process.poll() is None
     (bench.folder / "go").touch()

@@ -20,7 +20,7 @@ from recover_megatron.membership import NodeAgent, Settings
 from recover_megatron.membership.auth import read_secret_file
 from recover_megatron.membership.node_agent import NodeAgentEvents
 from tests.harness.patience import patient
-from tests.harness.waiting import DEADLINE
+from tests.harness.waiting import DEADLINE, eventually
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -196,13 +196,12 @@ class Cluster:
         return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
     def wait_event(self, name: str, candidate: int = 0, **fields: Any) -> dict[str, Any]:
-        end = time.monotonic() + DEADLINE
-        while time.monotonic() < end:
-            for event in self.events(candidate):
-                if event["event"] == name and all(event.get(k) == v for k, v in fields.items()):
-                    return event
-            time.sleep(0.02)
-        raise AssertionError(f"coordinator {candidate} never logged {name} {fields}: {self.events(candidate)[-5:]}")
+        def found() -> list[dict[str, Any]]:
+            fits = {"event": name, **fields}.items()
+            return [event for event in self.events(candidate) if fits <= event.items()]
+
+        eventually(found, f"coordinator {candidate} logs {name} {fields}")
+        return found()[0]
 
     def leader(self, since: float = 0.0) -> int:
         """The candidate that was the last to lead, once one has begun to after ``since``."""

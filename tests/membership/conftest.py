@@ -3,8 +3,10 @@
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("script")
 settings.register_profile("loaded machine", deadline=None)
 settings.load_profile("loaded machine")

@@ -10,13 +10,13 @@ import pytest
 from cluster import check_one_lineage, cluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from script import Script, play, table
 from simulation import SETTINGS as SHORT
 from simulation import World
 from test_protocol_properties import every_wait_ends
 
-from recover_megatron.membership.coordinator import State
 from recover_megatron.membership.detect import STEP_PHASES, WorkerProgress, behind
-from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA
+from recover_megatron.membership.errors import EXIT_LOST_MAJORITY
 from recover_megatron.membership.records import to_runs
 from recover_megatron.membership.roster import Fate
 
@@ -76,85 +76,52 @@ def running(workers: int = 4, node_agents: bool = True) -> World:
     return world
 
 
+def be_late(world: World, number: int, also_busy: str = "") -> None:
+    Script(SETTINGS, world).late(str(number), also_busy)
+
+
+def stop(world: World, number: int) -> None:
+    Script(SETTINGS, world).stop(str(number))
+
+
 def fates(world: World) -> list[str]:
     return [worker.fate.value for _, worker in sorted(world.coordinators[0].roster.workers.items())]
 
 
 def goes_on(world: World, seconds: float = 20) -> None:
-    before = max(world.commits)
-    world.run_fairly(seconds)
-    assert max(world.commits) > before
+    Script(SETTINGS, world).more_commits(str(seconds))
 
 
-def be_late(world: World, number: int, also_busy: int | None = None) -> None:
-    """It computes, and the others wait for it; ``also_busy`` does not join the epoch that leaves it out."""
-    world.worker(number).mark(99, "forward", None, False, 0.0)
-    world.busy.add(number)
-    while fates(world)[number] != "aside":
-        world.run_fairly(0.25, step=0.25)
-        if also_busy is not None and world.worker(also_busy).done > world.worker(also_busy).committed:
-            world.busy.add(also_busy)
-    if also_busy is None:
-        world.run_fairly(4)
-    assert fates(world)[number] == "aside"
-
-
-def test_who_is_late_is_set_aside_the_others_commit_and_it_is_back_when_it_asks() -> None:
-    world = running()
-    be_late(world, 1)
-    goes_on(world, 5)
-    (row,) = [row for row in world.coordinators[0].view(world.now)["workers"] if row["fate"] != "live"]
-    assert row["fate"] == "aside"
-    assert "late by more than 4 s" in row["why"]
-    assert 1 not in world.coordinators[0].epochs.formed.members
-    world.busy.clear()
-    world.run_fairly(5)
-    assert fates(world) == ["live"] * 4
-    assert 1 in world.coordinators[0].epochs.formed.members
-    goes_on(world)
-    assert not [record for record in world.log if record["event"] == "fault"]
-
-
-def test_who_was_stopped_comes_back_too_and_who_stays_away_is_put_out() -> None:
-    world = running()
-    world.worker(1).mark(99, "forward", None, False, 0.0)
-    world.busy.add(1)
-    world.run_fairly(2)
-    world.frozen.add("w1")
-    world.run_fairly(SETTINGS.grace + 4)
-    assert fates(world)[1] == "aside"
-    world.frozen.clear()
-    world.busy.clear()
-    world.run_fairly(8)
-    assert fates(world) == ["live"] * 4
-    be_late(world, 2)
-    world.frozen.add("w2")
-    world.run_fairly(SETTINGS.hang_timeout + 4)
-    assert fates(world)[2] in ("out", "dead")
-    goes_on(world)
-
-
-@pytest.mark.parametrize("other", [0, 3])
-def test_a_death_while_one_is_aside_and_the_death_of_that_one_are_survived(other: int) -> None:
-    world = running()
-    be_late(world, 1)
-    world.kill_worker(other)
-    world.run_fairly(5)
-    goes_on(world)
-    world.kill_worker(1)
-    world.run_fairly(5)
-    assert fates(world)[1] == "dead"
-    goes_on(world)
-
-
-def stop(world: World, number: int) -> None:
-    """It is stopped in the middle of a step: it hears nothing, and the others wait for it."""
-    world.worker(number).mark(99, "forward", None, False, 0.0)
-    world.busy.add(number)
-    world.run_fairly(2)
-    world.frozen.add(f"w{number}")
-    world.run_fairly(SETTINGS.grace + 4)
-    assert fates(world)[number] == "aside"
+@table("""
+who is late is set aside, the others commit, and it is back when it asks
+    world 4 runs=10; late 1; more_commits 5; fates live aside live live; why 1 late by more than 4 s; members 0 2 3
+    wake; run 5 -> fates live live live live; members 0 1 2 3; goes_on 20; no fault
+who was stopped comes back too, and who stays away is put out
+    world 4 runs=10; stop 1; wake; run 8 -> fates live live live live
+    late 2; freeze w2; run 24 -> lost 2; more_commits 20
+a death while one is aside, and the death of that one, are survived
+    world 4 runs=10; late 1; kill 0; run 5; more_commits 20; kill 1; run 5 -> lost 0 1; more_commits 20
+the death of the last of the others, too
+    world 4 runs=10; late 1; kill 3; run 5; more_commits 20; kill 1; run 5 -> lost 1 3; more_commits 20
+who was put out while it was aside stays out under the next coordinator
+    world 4 runs=10; stop 1; run 24; crash 0; run 10; wake; run 10 -> members 0 2 3; more_commits 20
+who is aside and loses its connection makes another
+    world 4 runs=10; late 1; disconnect w1; more_commits 5; fates live aside live live; wake; run 15 -> members 0 1 2 3
+    fates live live live live; goes_on 20; no fault
+and who was stopped does
+    world 4 runs=10; stop 1; disconnect w1; more_commits 5; fates live aside live live; wake; run 15 -> members 0 1 2 3
+    fates live live live live; goes_on 20; no fault
+all of a replica that is aside are waited for, and one that stays away is put out
+    world 6 runs=10; place 0 0 0; place 1 0 1; place 2 1 0; place 3 1 1; place 4 2 0; place 5 2 1
+    mark 2 forward; mark 3 forward; busy 2 3; run 10 -> fates live live aside aside live live
+    kill 0 1 4 5; act_again 2; run 10 -> in_rendezvous; live 2; run 20 -> members 2; lost 0 1 3 4 5
+an heir that dies too ends the run
+    world 4 runs=10; late 1; kill 0 2 3; run 2 -> stops; kill 1; run 2 -> stops 10 no live worker is left
+others that have finished while one was aside leave nothing to do
+    world 4 runs=10; late 1; finish 0; finish 2; finish 3; run 2 -> ends 0
+""")
+def test_one_that_is_late(script: str) -> None:
+    play(script, SETTINGS)
 
 
 def comes_back(world: World, number: int, candidate: int) -> None:
@@ -190,18 +157,6 @@ def test_who_is_aside_outlives_the_coordinator_whether_it_has_heard_that_it_is_a
     comes_back(world, 1, candidate=1)
 
 
-@pytest.mark.parametrize("stopped", [True, False])
-def test_who_is_aside_and_loses_its_connection_makes_another(stopped: bool) -> None:
-    world = running()
-    (stop if stopped else be_late)(world, 1)
-    connection = world.current["w1"]
-    assert connection is not None
-    world.break_up(connection)
-    goes_on(world, 5)
-    assert fates(world)[1] == "aside"
-    comes_back(world, 1, candidate=0)
-
-
 @pytest.mark.parametrize("formed", [True, False])
 @pytest.mark.parametrize("lost", ["connection", "coordinator"])
 def test_who_has_asked_for_its_place_and_loses_its_connection_or_its_coordinator_has_the_place(
@@ -209,10 +164,7 @@ def test_who_has_asked_for_its_place_and_loses_its_connection_or_its_coordinator
 ) -> None:
     """Whether the epoch that leaves it out was formed before that, or one of its members has not joined it yet."""
     world = running()
-    if formed:
-        be_late(world, 1)
-    else:
-        be_late(world, 1, also_busy=0)
+    be_late(world, 1, also_busy="" if formed else "0")
     world.busy.discard(1)
     while not [record for record in world.log if record["event"] == "back"]:
         world.act(1)
@@ -225,18 +177,6 @@ def test_who_has_asked_for_its_place_and_loses_its_connection_or_its_coordinator
     else:
         world.kill_coordinator(0, lose=True)
     comes_back(world, 1, candidate=0 if lost == "connection" else 1)
-
-
-def test_who_was_put_out_while_it_was_aside_stays_out_under_the_next_coordinator() -> None:
-    world = running()
-    stop(world, 1)
-    world.run_fairly(SETTINGS.hang_timeout + 4)
-    world.kill_coordinator(0)
-    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
-    world.frozen.clear()
-    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
-    assert 1 not in world.coordinators[1].epochs.formed.members
-    goes_on(world)
 
 
 def stops(world: World) -> list[tuple[int, str]]:
@@ -276,37 +216,6 @@ def test_who_is_aside_goes_on_alone_when_all_others_are_lost(spares: set[int], w
     assert not stops(world)
 
 
-def test_all_workers_of_a_replica_that_is_aside_are_waited_for_and_one_that_stays_away_is_put_out() -> None:
-    world = running(6)
-    for worker in range(6):
-        world.worker(worker).place = (worker // 2, worker % 2, 1)
-    for worker in (2, 3):
-        world.worker(worker).mark(99, "forward", None, False, 0.0)
-        world.busy.add(worker)
-    world.run_fairly(SETTINGS.grace + 6)
-    assert fates(world)[2:4] == ["aside", "aside"]
-    for worker in (0, 1, 4, 5):
-        world.kill_worker(worker)
-    world.busy.discard(2)
-    world.run_fairly(SETTINGS.hang_timeout / 2)
-    assert (world.coordinators[0].state, fates(world)[2:4]) == (State.RENDEZVOUS, ["live", "aside"])
-    world.run_fairly(SETTINGS.hang_timeout)
-    assert world.coordinators[0].epochs.formed.members == {2}
-    assert fates(world)[3] in ("out", "dead")
-
-
-def test_an_heir_that_dies_too_ends_the_run() -> None:
-    world = running()
-    be_late(world, 1)
-    for worker in (0, 2, 3):
-        world.kill_worker(worker)
-    world.run_fairly(2)
-    assert not stops(world)
-    world.kill_worker(1)
-    world.run_fairly(2)
-    assert stops(world) == [(EXIT_NO_REPLICA, "no live worker is left")]
-
-
 @pytest.mark.parametrize("told", [True, False])
 def test_who_is_aside_goes_on_alone_only_when_the_others_are_gone_for_certain(told: bool) -> None:
     """``told``: their launchers see them end. Else they may be running where nobody reaches them."""
@@ -325,17 +234,6 @@ def test_who_is_aside_goes_on_alone_only_when_the_others_are_gone_for_certain(to
     else:
         ((code, reason),) = stops(world)
         assert code == EXIT_LOST_MAJORITY, reason
-
-
-def test_others_that_have_finished_while_one_was_aside_leave_nothing_to_do() -> None:
-    world = running()
-    world.members_finish = True
-    be_late(world, 1)
-    for worker in (0, 2, 3):
-        world._member_effects(f"w{worker}", world.worker(worker).leave())
-        world.busy.add(worker)
-    world.run_fairly(2)
-    assert [code for code, _ in stops(world)] == [0]
 
 
 AROUND = st.lists(

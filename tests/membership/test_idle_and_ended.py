@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from script import play, table
 from simulation import SETTINGS, World
 
-from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, CoordinatorLost
+from recover_megatron.membership.errors import CoordinatorLost
 from recover_megatron.membership.events import Notify, Say
-from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.node_agent_client import NodeAgentClient
 from recover_megatron.membership.quorum import can_tell
@@ -29,57 +29,29 @@ def committed(world: World, number: int) -> int:
     return world.worker(number).committed
 
 
-def test_commits_wait_for_the_members_that_have_a_part_and_for_no_other() -> None:
-    world = world_with(3, {2})
-    before = committed(world, 2)
-    assert before > 0
-    world.act(0)
-    world.run_fairly(3.0)
-    assert committed(world, 2) > before
-    assert world.worker(2).done == 0
-
-
-def test_where_all_are_idle_nothing_is_committed_and_nobody_is_to_blame() -> None:
-    world = world_with(3, {0, 1, 2})
-    world.run_fairly(5 * SETTINGS.hang_timeout)
-    assert world.commits == {}
-    assert world.order == [1]
-
-
-def test_an_idle_member_is_never_hung_and_makes_nobody_waited_for() -> None:
-    world = world_with(3, {2})
-    spare = world.worker(2)
-    spare.mark(0, "spare", None, True, 0.0)  # it waits, and will for ever
-    for w in (0, 1):
-        world.busy.add(w)  # they compute, without a mark
-    world.run_fairly(5 * SETTINGS.hang_timeout)
-    assert not [record for record in world.log if record["event"] in ("fault", "stuck")]
-    world.busy.clear()
-    before = committed(world, 0)
-    world.run_fairly(3.0)
-    assert committed(world, 0) > before
-
-
-def test_an_idle_member_that_does_not_join_the_next_rendezvous_is_put_out_there() -> None:
-    world = world_with(4, {3})
-    world.busy.add(3)  # it never gets to its join
-    world.kill_worker(0)
-    world.run_fairly(3 * SETTINGS.hang_timeout)
-    faults = [(record["kind"], record["worker"]) for record in world.log if record["event"] == "fault"]
-    assert faults == [("dead", 0), ("out", 3), ("dead", 3)]  # the last by its launcher's hand
-    assert world.formed[world.order[-1]][1] == {1, 2}
-
-
-def test_a_place_in_the_next_epoch_ends_idleness() -> None:
-    world = world_with(3, {2})
-    world.spares.clear()
-    world.kill_worker(0)
-    world.run_fairly(4.0)
-    assert world.formed[world.order[-1]][1] == {1, 2}
-    before = committed(world, 1)
-    world.busy.add(2)
-    world.run_fairly(4.0)
-    assert committed(world, 1) <= before + 1  # it waits for worker 2, which has a part now
+@table("""
+commits wait for the members that have a part and for no other
+    world 3 nodes=3 spares=2 runs=4; act 0; goes_on 3 2 -> done 2 0
+where all are idle nothing is committed and nobody is to blame
+    world 3 nodes=3 spares=0,1,2 runs=4; run 100 -> no_commits; epochs 1
+an idle member is never hung and makes nobody waited for
+    world 3 nodes=3 spares=2 runs=4; mark 2 spare waits; busy 0 1; run 100 -> no fault stuck; wake; goes_on 3 0
+an idle member that does not join the next rendezvous is put out there, and its launcher ends it
+    world 4 nodes=4 spares=3 runs=4; busy 3; kill 0; run 60 -> faults dead:0 out:3 dead:3; members 1 2
+a place in the next epoch ends idleness
+    world 3 nodes=3 spares=2 runs=4; no_spares; kill 0; run 4 -> members 1 2; busy 2 -> stands 4 1
+idle members alone do not go on while those with a part may be running
+    world 5 nodes=5 spares=2,3,4 runs=4; cut 2 3 4 from 0; cut 0 1 from 1
+    run 3 -> ahead 0 2; run 80 -> epochs 1; led 0; out 11 2 3 4
+idle members go on when all the others are known to have died
+    world 3 nodes=3 spares=1,2 runs=4; no_spares; kill 0; run 4 -> members 1 2; goes_on 4 1
+and when the coordinator has died with them
+    world 3 nodes=3 spares=1,2 runs=4; no_spares; crash 0; kill 0; run 4 -> members 1 2; goes_on 4 1
+the run is finished when all that had a part have left
+    world 3 nodes=3 spares=2 runs=4; finish 0 -> following 2; finish 1; run 3 -> out 0 2; ends 0
+""")
+def test_idle_members(script: str) -> None:
+    play(script)
 
 
 @pytest.mark.parametrize("reported_by", [(0, 1), (0,)])
@@ -106,57 +78,11 @@ def test_a_new_coordinator_commits_what_all_with_a_part_reported_and_nothing_els
     assert plan["committed"] == before + (len(reported_by) == 2)
 
 
-def test_idle_members_alone_do_not_go_on_while_those_with_a_part_may_be_running() -> None:
-    world = world_with(5, {2, 3, 4})
-    for node in (2, 3, 4):
-        world.blocked.add((f"node{node}", 0))
-    for node in (0, 1):
-        world.blocked.add((f"node{node}", 1))
-    world.run_fairly(3.0)  # the majority is idle, the others commit on for a while
-    assert committed(world, 0) > committed(world, 2)
-    world.run_fairly(4 * SETTINGS.lost_timeout)
-    assert world.order == [1]
-    assert {record["candidate"] for record in world.log if record["event"] == "lead"} == {0}
-    for w in (2, 3, 4):
-        assert isinstance(world.worker(w).out, CoordinatorLost)
-        assert world.worker(w).out.code == EXIT_LOST_MAJORITY
-
-
-@pytest.mark.parametrize("coordinator_too", [False, True])
-def test_idle_members_go_on_when_all_the_others_are_known_to_have_died(coordinator_too: bool) -> None:
-    world = world_with(3, {1, 2})
-    world.spares.clear()
-    if coordinator_too:
-        world.kill_coordinator(0)
-    world.kill_worker(0)
-    world.run_fairly(4.0)
-    assert world.formed[world.order[-1]][1] == {1, 2}
-    before = committed(world, 1)
-    world.run_fairly(4.0)
-    assert committed(world, 1) > before
-
-
 @given(*[st.frozensets(st.integers(0, 4))] * 3, st.booleans())
 def test_somebody_with_a_part_can_always_tell(
     reached: frozenset[int], idle: frozenset[int], missing: frozenset[int], own: bool
 ) -> None:
     assert can_tell(reached, idle, missing, own) == (own or not missing or not reached <= idle)
-
-
-def test_the_run_is_finished_when_all_that_had_a_part_have_left() -> None:
-    world = world_with(3, {2})
-    for w in (0, 1):
-        assert world.worker(2).stage is Stage.FOLLOWING
-        world.members_finish = True
-        world._member_effects(f"w{w}", world.worker(w).leave())
-        world.dead.add(f"w{w}")
-        for number, direction in world.deliverable():
-            world.deliver(number, direction)
-    world.run_fairly(3.0)
-    out = world.worker(2).out
-    assert isinstance(out, CoordinatorLost)
-    assert out.code == 0
-    assert [record["code"] for record in world.log if record["event"] == "stop"] == [0]
 
 
 # -- giving up --------------------------------------------------------------------------------------------------------
@@ -166,62 +92,25 @@ def stops(world: World) -> list[tuple[int, str]]:
     return [(record["code"], record["reason"]) for record in world.log if record["event"] == "stop"]
 
 
-def test_a_worker_that_gives_up_ends_the_run_for_all_and_the_first_one_wins() -> None:
-    world = world_with(3, set(), candidates=3)
-    world._member_effects("w1", world.worker(1).end_run(42, "the disk is full"))
-    world._member_effects("w1", world.worker(1).end_run(43, "again"))
-    world.run_fairly(3.0)
-    world._member_effects("w2", world.worker(2).end_run(44, "me too"))
-    world.run_fairly(4 * SETTINGS.lost_timeout)
-    assert stops(world) == [(42, "the disk is full")]
-    for w in range(3):
-        out = world.worker(w).out
-        assert isinstance(out, CoordinatorLost)
-        assert (out.code, str(out), out.by) == (42, "the disk is full", 1)
-    assert {record["candidate"] for record in world.log if record["event"] == "lead"} == {0}
-
-
-def test_giving_up_reaches_the_next_coordinator_when_the_first_is_lost_with_it() -> None:
-    world = world_with(3, set())
-    world._member_effects("w1", world.worker(1).end_run(42, "the disk is full"))
-    world.kill_coordinator(0)
-    world.run_fairly(3 * SETTINGS.heartbeat_timeout)
-    assert stops(world) == [(42, "the disk is full")]
-
-
-def test_giving_up_before_the_first_plan_ends_the_run_too() -> None:
-    world = World(2)
-    world._member_effects("w0", world.worker(0).end_run(7, "no data"))
-    world.run_fairly(4.0)
-    assert stops(world) == [(7, "no data")]
-    assert world.formed == {}
+@table("""
+a worker that gives up ends the run for all and the first one wins
+    world 3 nodes=3 candidates=3 runs=4; end 1 42 the disk is full; end 1 43 again; run 3; end 2 44 me too; run 80
+    -> stops 42 the disk is full; out 42 0 1 2; because_of 1 the disk is full; led 0
+giving up reaches the next coordinator when the first is lost with it
+    world 3 nodes=3 runs=4; end 1 42 the disk is full; crash 0; run 15 -> stops 42 the disk is full
+giving up before the first plan ends the run too
+    world 2; end 0 7 no data; run 4 -> stops 7 no data; epochs 0
+who never comes is not waited for longer than the start of the run would have
+    world 3; kill_silently 2; end 0 7 no data; run 30 -> here 0 1; run 35 -> here 1; stops 7 no data
+a launcher that never comes does not keep the coordinator
+    world 2 nodes=1; freeze node0; run 2; end 0 7 no data; run 8 -> here 1
+""")
+def test_giving_up(script: str) -> None:
+    play(script)
 
 
 def test_who_comes_late_to_the_start_of_a_run_that_was_given_up_is_told() -> None:
-    world = World(3)
-    world.frozen.add("w2")  # it has not started yet
-    world._member_effects("w0", world.worker(0).end_run(7, "no data"))
-    world.run_fairly(10.0)
-    assert stops(world) == [(7, "no data")]
-    assert 0 in world.coordinators
-    world.frozen.clear()
-    world.run_fairly(5.0)
-    out = world.worker(2).out
-    assert isinstance(out, CoordinatorLost)
-    assert out.code == 7
-    assert 0 not in world.coordinators
-
-
-def test_who_never_comes_is_not_waited_for_longer_than_the_start_of_the_run_would_have() -> None:
-    world = World(3)
-    world.kill_worker(2, silently=True)
-    world.unreported.clear()
-    world._member_effects("w0", world.worker(0).end_run(7, "no data"))
-    world.run_fairly(SETTINGS.start_timeout / 2)
-    assert 0 in world.coordinators
-    world.run_fairly(SETTINGS.start_timeout / 2 + 5)
-    assert 0 not in world.coordinators
-    assert stops(world) == [(7, "no data")]
+    play("world 3; freeze w2; end 0 7 no data; run 10 -> stops 7 no data; here 0 1; wake; run 5 -> out 7 2; here 1")
 
 
 @pytest.mark.parametrize("given_up", [True, False])
@@ -281,15 +170,6 @@ def test_a_launcher_that_comes_while_the_second_epoch_is_made_knows_that_there_w
     assert launcher.planned == {0, 1, 2}
     assert launcher.presentation.opened is not None
     assert launcher.presentation.opened.epoch == 2
-
-
-def test_a_launcher_that_never_comes_does_not_keep_the_coordinator() -> None:
-    world = World(2, nodes=1)
-    world.frozen.add("node0")
-    world.run_fairly(2.0)
-    world._member_effects("w0", world.worker(0).end_run(7, "no data"))
-    world.run_fairly(SETTINGS.heartbeat_timeout + 3)
-    assert 0 not in world.coordinators
 
 
 def tell_to_stop(world: World, node: int, signal: int) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, check_one_lineage, cluster
+from script import play, table
 from simulation import SETTINGS, World
 
-from recover_megatron.membership.errors import EXIT_NO_REPLICA, CoordinatorLost, Fenced
+from recover_megatron.membership.errors import Fenced
 from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.member import Member
 
@@ -44,40 +45,32 @@ def everybody_goes_on(world: World) -> None:
             assert w in members(world)
 
 
-def test_a_newcomer_is_admitted_and_starts_from_what_is_committed() -> None:
-    world = running_world()
-    done = world.worker(0).committed
-    assert done > 0
-    world.add_newcomer(0)
-    world.run_fairly(2.0)
-    assert members(world) == {0, 1, 2, 3}
-    plan = world.worker(3).plan
-    assert plan is not None
-    assert plan.committed >= done
-    assert [e["worker"] for e in world.log if e["event"] == "admitted"] == [3]
-    everybody_goes_on(world)
+@table("""
+a newcomer is admitted and starts from what is committed
+    world 3 nodes=3 candidates=3 runs=4; newcomers 0; run 2 -> members 0 1 2 3; goes_on_from 3; admitted 3; goes_on 20
+nobody waits for a newcomer that is not ready
+    world 3 nodes=3 candidates=3 runs=4; newcomers 0; busy 3; run 100 -> epochs 1; no admitted fault; wake; goes_on 20
+the first plan waits for all of the launch however many newcomers there are
+    world 3 nodes=3 candidates=3; freeze w1 w2; newcomers 0 1 2 0; run 3 -> epochs 0
+    wake; run 4; goes_on 20; first_members_with 0 1 2
+newcomers and the coordinator die and its successor waits for none of them, less long than for an unreached worker
+    world 3 nodes=3 candidates=3 runs=4; newcomers 0 1; run 2 -> members 0 1 2 3 4
+    kill 3; crash 0 lose; run 3 -> members 0 1 2 4; goes_on 20
+newcomers are as good as any once they have a plan: the workers of the launch and the coordinator die, they go on
+    world 3 nodes=3 candidates=3 runs=4; newcomers 0 1; run 3; kill 0 1 2; crash 0; run 20 -> members 3 4; goes_on 20
+newcomers without a plan do not go on alone
+    world 3 nodes=3 candidates=3 runs=4; newcomers 0; freeze w0; run 2 -> opened 0 1 2 3
+    kill 0 1 2; run 2 -> out 10 3; epochs 1
+newcomers make no coordinator lead
+    world 3 nodes=3 candidates=3 runs=4; crash 0; crash 1; freeze w0 w1 w2; newcomers 0 1 2 0; run 10 -> epochs 1; led 0
+""")
+def test_newcomers(script: str) -> None:
+    play(script)
 
 
 def test_a_newcomer_finds_the_run_behind_a_first_candidate_that_was_started_again() -> None:
-    world = running_world()
-    world.kill_coordinator(0)
-    world.run_fairly(4 * SETTINGS.heartbeat_timeout)
-    world.start_coordinator(0)  # a fresh standby, which nobody needs
-    world.add_newcomer(0)
-    world.run_fairly(3 * SETTINGS.heartbeat_interval)  # it does not wait there until the silence of a dead one is over
-    assert members(world) == {0, 1, 2, 3}
-    everybody_goes_on(world)
-
-
-def test_nobody_waits_for_a_newcomer_that_is_not_ready() -> None:
-    world = running_world()
-    world.add_newcomer(0)
-    world.busy.add(3)  # it never joins
-    world.run_fairly(5 * SETTINGS.hang_timeout)
-    assert world.order == [1]
-    assert not [e for e in world.log if e["event"] in ("admitted", "fault")]
-    world.busy.clear()
-    everybody_goes_on(world)
+    """It does not wait there until the silence of a dead one is over."""
+    play("world 3 nodes=3 candidates=3 runs=4; crash 0; run 20; restart 0; newcomers 0; run 3 -> members 0 1 2 3")
 
 
 def test_two_newcomers_at_once_cost_one_epoch() -> None:
@@ -95,18 +88,6 @@ def test_two_newcomers_at_once_cost_one_epoch() -> None:
     world.run_fairly(2.0)
     assert world.order == [1, 2]
     assert members(world) == {0, 1, 2, 3, 4}
-
-
-def test_the_first_plan_waits_for_all_of_the_launch_however_many_newcomers_there_are() -> None:
-    world = World(3, candidates=3, nodes=3)
-    world.frozen |= {"w1", "w2"}
-    for node in (0, 1, 2, 0):
-        world.add_newcomer(node)
-    world.run_fairly(3.0)
-    assert not world.order
-    world.frozen.clear()
-    everybody_goes_on(world)
-    assert {0, 1, 2} <= world.formed[world.order[0]][1]
 
 
 @pytest.mark.parametrize("lose", [False, True])
@@ -132,60 +113,6 @@ def test_a_worker_may_die_at_any_moment_of_an_admission(dies: int, victim: int) 
     world.kill_worker(victim)
     everybody_goes_on(world)
     assert members(world) == {0, 1, 2, 3} - {victim}
-
-
-def test_newcomers_and_the_coordinator_die_and_its_successor_waits_for_none_of_them() -> None:
-    world = running_world()
-    for node in (0, 1):
-        world.add_newcomer(node)
-    world.run_fairly(2.0)
-    assert members(world) == {0, 1, 2, 3, 4}
-    world.kill_worker(3)
-    world.kill_coordinator(0, lose=True)
-    world.report_death(3)
-    world.run_fairly(3.0)  # less than an unreached worker is waited for
-    assert members(world) == {0, 1, 2, 4}
-    everybody_goes_on(world)
-
-
-def test_newcomers_are_as_good_as_any_once_they_have_a_plan() -> None:
-    """The workers of the launch die, and the coordinator with them: the newcomers go on."""
-    world = running_world()
-    for node in (0, 1):
-        world.add_newcomer(node)
-    world.run_fairly(3.0)
-    for number in (0, 1, 2):
-        world.kill_worker(number)
-    world.kill_coordinator(0)
-    everybody_goes_on(world)
-    assert members(world) == {3, 4}
-
-
-def test_newcomers_without_a_plan_do_not_go_on_alone() -> None:
-    world = running_world()
-    world.add_newcomer(0)
-    world.frozen.add("w0")  # so there is no plan yet
-    world.run_fairly(2.0)
-    assert world.coordinators[0].rendezvous.opened.members == {0, 1, 2, 3}
-    for number in (0, 1, 2):
-        world.kill_worker(number)
-    world.run_fairly(2.0)
-    out = world.worker(3).out
-    assert isinstance(out, CoordinatorLost)
-    assert out.code == EXIT_NO_REPLICA
-    assert world.order == [1]
-
-
-def test_newcomers_make_no_coordinator_lead() -> None:
-    world = running_world()
-    for coordinator in (0, 1):
-        world.kill_coordinator(coordinator)
-    world.frozen |= {"w0", "w1", "w2"}
-    for node in (0, 1, 2, 0):
-        world.add_newcomer(node)
-    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
-    assert world.order == [1]
-    assert world.coordinators[2].leadership.term == 0
 
 
 def test_an_id_never_comes_back() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, check_one_lineage, cluster
+from script import play, table
 from simulation import SETTINGS as SHORT
 from simulation import World
 
@@ -132,83 +133,51 @@ def goes_on(world: World) -> None:
     assert max(world.commits) > before
 
 
-@pytest.mark.parametrize("node_agents", [True, False], ids=["launchers", "no launchers"])
+@table("""
+who stopped while it waited counts too
+    world 4 runs=10; freeze w0 w1; run 1; mark 2 reduce waits; run 2; freeze w2; run 50 -> no fault
+    wake; run 15 -> goes_on 20; fates live live live live
+after the timeout the stalled are put out
+    world 4 runs=10; freeze w0 w1 w2; run 115 -> no fault; run 10 -> fates dead dead dead live; goes_on 20
+a death during a stall is handled at once and those stalled come back
+    world 5 runs=10; freeze w0 w1 w2; run 30; kill 3 2; run 5 -> fates live live dead dead live
+    wake; run 15 -> goes_on 20; fates live live dead dead live
+hosts that freeze as a whole, with their launchers, come back whole
+    world 4 nodes=4 runs=10; freeze node1 w1 node2 w2 node3 w3; run 12 -> waited_for; wake; run 15 -> goes_on 20
+    freeze node1 w1 node2 w2 node3 w3; run 40 -> waited_for; wake; run 15 -> goes_on 20
+    fates live live live live; members 0 1 2 3
+a connection that breaks during a stall is made again
+    world 4 node_agents=0 runs=10; freeze w0 w1 w2; run 10; disconnect w1; run 10 -> fates live live live live
+    wake; run 20 -> goes_on 20; fates live live live live
+a worker that waits for storage holds the run up and is told of
+    world 4 runs=10; mark 2 data 100; busy 2; run 60 -> no fault; stalled data
+    wake; goes_on 20; fates live live live live
+who is held up is told of together with its mate, whose wait for storage began after its own last mark
+    world 4 runs=10; place 0 0 0; place 1 0 1; place 2 1 0; place 3 1 1; busy 2 3; mark 2 forward; mark 3 forward
+    run 6.7; mark 2 data 100; run 60 -> no fault; stalled worker 2 data worker 3
+    wake; goes_on 20; fates live live live live
+""")
+def test_a_stall(script: str) -> None:
+    play(script, SETTINGS)
+
+
+AGENTS = pytest.mark.parametrize("agents", [1, 0], ids=["launchers", "no launchers"])
+
+
+@AGENTS
 @pytest.mark.parametrize("seconds", [15, 30, 90])
-def test_three_of_four_that_stop_and_go_on_are_waited_for(node_agents: bool, seconds: int) -> None:
-    world = running(node_agents=node_agents)
-    freeze(world, "w0", "w1", "w2")
-    world.run_fairly(seconds)
-    world.frozen.clear()
-    world.run_fairly(15)
-    goes_on(world)
-    assert fates(world) == ["live"] * 4
-    assert not told(world, "fault")
-    assert bool(told(world, "stalled")) == bool(told(world, "stall_over")) == (seconds > 20 or not node_agents)
+def test_three_of_four_that_stop_and_go_on_are_waited_for(agents: int, seconds: int) -> None:
+    told = "some" if seconds > 20 or not agents else "no"
+    stop = f"world 4 node_agents={agents} runs=10; freeze w0 w1 w2; run {seconds}; wake; run 15 -> goes_on 20"
+    play(f"{stop}; fates live live live live; no fault; {told} stalled; {told} stall_over", SETTINGS)
 
 
-@pytest.mark.parametrize("node_agents", [True, False], ids=["launchers", "no launchers"])
-@pytest.mark.parametrize("stopped", [1, 2])
-def test_half_of_them_or_fewer_are_put_out_as_fast_as_a_single_one(node_agents: bool, stopped: int) -> None:
-    world = running(node_agents=node_agents)
-    freeze(world, *(f"w{n}" for n in range(stopped)))
-    world.run_fairly(SETTINGS.hang_timeout + 2 if node_agents else SETTINGS.heartbeat_timeout + 2)
-    assert "live" not in fates(world)[:stopped]
-    goes_on(world)
-    assert not told(world, "stalled")
-
-
-def test_who_stopped_while_it_waited_counts_too() -> None:
-    world = running()
-    freeze(world, "w0", "w1")
-    world.run_fairly(1)
-    world.worker(2).mark(99, "reduce", None, True, 0.0)
-    world.run_fairly(2)
-    freeze(world, "w2")
-    world.run_fairly(50)
-    assert not told(world, "fault")
-    world.frozen.clear()
-    world.run_fairly(15)
-    goes_on(world)
-    assert fates(world) == ["live"] * 4
-
-
-def test_after_the_timeout_the_stalled_are_put_out() -> None:
-    world = running()
-    freeze(world, "w0", "w1", "w2")
-    world.run_fairly(SETTINGS.hang_timeout + SETTINGS.stall_timeout - 5)
-    assert not told(world, "fault")
-    world.run_fairly(10)
-    assert fates(world) == ["dead"] * 3 + ["live"]
-    goes_on(world)
-
-
-def test_a_death_during_a_stall_is_handled_at_once_and_those_stalled_come_back() -> None:
-    world = running(5)
-    freeze(world, "w0", "w1", "w2")
-    world.run_fairly(30)
-    world.kill_worker(3)
-    world.kill_worker(2)
-    world.run_fairly(5)
-    assert fates(world) == ["live", "live", "dead", "dead", "live"]
-    world.frozen.clear()
-    world.run_fairly(15)
-    goes_on(world)
-    assert fates(world) == ["live", "live", "dead", "dead", "live"]
-
-
-def test_hosts_that_freeze_as_a_whole_come_back_whole() -> None:
-    """Three of four hosts with their launchers; nothing reaches them or comes from them meanwhile."""
-    world = running(4, candidates=2, nodes=4)
-    frozen = [name for node in (1, 2, 3) for name in (f"node{node}", f"w{node}")]
-    for seconds in (12, 40):
-        freeze(world, *frozen)
-        world.run_fairly(seconds)
-        assert world.coordinators[0].lateness.stall.told
-        world.frozen.clear()
-        world.run_fairly(15)
-        goes_on(world)
-    assert fates(world) == ["live"] * 4
-    assert len(world.coordinators[0].epochs.formed.members) == 4
+@AGENTS
+@pytest.mark.parametrize(("stopped", "left"), [("w0", "1 2 3"), ("w0 w1", "2 3")])
+def test_half_of_them_or_fewer_are_put_out_as_fast_as_a_single_one(agents: int, stopped: str, left: str) -> None:
+    """After the hang timeout; where no launcher tells that they live, after the heartbeat timeout."""
+    stop = f"world 4 node_agents={agents} runs=10; freeze {stopped}; run {22 if agents else 7}"
+    play(f"{stop} -> live {left}; goes_on 20; no stalled", SETTINGS)
 
 
 def test_who_did_not_run_holds_its_own_silence_against_nobody() -> None:
@@ -228,54 +197,6 @@ def test_who_did_not_run_holds_its_own_silence_against_nobody() -> None:
     assert fates(world) == ["live"] * 4
     assert not told(world, "abandoned")
     assert not told(world, "lead")[1:]
-
-
-def test_a_connection_that_breaks_during_a_stall_is_made_again() -> None:
-    world = running(node_agents=False)
-    freeze(world, "w0", "w1", "w2")
-    world.run_fairly(10)
-    lost = [c for c in world.connections.values() if c.owner == "w1" and c.coordinator_uses]
-    for connection in lost:
-        world.break_up(connection)
-    world.run_fairly(10)
-    assert fates(world) == ["live"] * 4
-    world.frozen.clear()
-    world.run_fairly(20)
-    goes_on(world)
-    assert fates(world) == ["live"] * 4
-
-
-def test_a_worker_that_waits_for_storage_holds_the_run_up_and_is_told_of() -> None:
-    world = running()
-    world.worker(2).mark(99, "data", 5, False, SETTINGS.stall_timeout)
-    world.busy.add(2)
-    world.run_fairly(60)
-    assert not told(world, "fault")
-    assert "data" in str(told(world, "stalled")[0]["reason"])
-    world.busy.clear()
-    goes_on(world)
-    assert fates(world) == ["live"] * 4
-
-
-def test_who_is_held_up_is_told_of_together_with_its_mate_that_waits_for_storage() -> None:
-    """2 began to wait later than 3 made its last mark: 3 has used up its time first."""
-    world = running()
-    for number, (replica, position) in {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}.items():
-        world.worker(number).place = (replica, position, 1)
-    world.busy |= {2, 3}
-    for number in (2, 3):
-        world.worker(number).mark(99, "forward", 4, False, 0.0)
-    world.run_fairly(SETTINGS.hang_timeout / 3)
-    world.worker(2).mark(99, "data", 5, False, SETTINGS.stall_timeout)
-    world.run_fairly(60)
-    assert not told(world, "fault")
-    said = str(told(world, "stalled")[0]["reason"])
-    assert "worker 2" in said
-    assert "data" in said
-    assert "worker 3" in said
-    world.busy.clear()
-    goes_on(world)
-    assert fates(world) == ["live"] * 4
 
 
 # -- real processes and signals ----------------------------------------------------------------------------------------

@@ -49,16 +49,12 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def find(machine: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def find(machine: Path, what: str = "find_python", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-euc", f"source '{FINDER}'; system_python_folders=(); find_python"],
+        ["bash", "-euc", f"source '{FINDER}'; system_python_folders=(); {what}"],
         env={"PATH": f"{machine / 'bin'}:{machine / 'tools'}", "HOME": str(machine / "home"), **environment},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=DEADLINE,
-        check=False,
-    )
+        cwd=machine, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=DEADLINE, check=False,
+    )  # fmt: skip
 
 
 def test_a_shim_that_does_not_run_is_passed_over_for_one_that_does(machine: Path) -> None:
@@ -75,22 +71,22 @@ def test_the_second_python_of_a_name_on_path_is_tried_too(machine: Path) -> None
     assert found.stdout == f"{good}\n"
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.14", "2.7"])
-def test_versions_without_wheels_are_refused_with_the_reason_and_a_remedy(machine: Path, version: str) -> None:
-    put(machine / "bin" / "python3", python(version))
-    found = find(machine)
-    assert found.returncode == 1
-    assert found.stdout == ""
-    assert f"python3 is Python {version}" in found.stderr
-    assert "apt install python3.12 python3.12-venv" in found.stderr
-    assert "RECOVER_PYTHON=" in found.stderr
-
-
-def test_a_python_without_ensurepip_is_named_with_the_package_that_it_lacks(machine: Path) -> None:
-    put(machine / "bin" / "python3", python("3.12", "sys.modules['ensurepip'] = None"))
-    found = find(machine)
-    assert found.returncode == 1
-    assert "apt install python3.12-venv" in found.stderr
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (python("3.11"), "python3 is Python 3.11"),
+        (python("3.14"), "python3 is Python 3.14"),
+        (python("2.7"), "python3 is Python 2.7"),
+        (python("3.12", "sys.modules['ensurepip'] = None"), "cannot make virtual environments"),
+    ],
+    ids=["3.11", "3.14", "2.7", "no ensurepip"],
+)
+def test_an_unfit_python_is_refused_with_the_reason_and_a_remedy(machine: Path, found: str, reason: str) -> None:
+    put(machine / "bin" / "python3", found)
+    answer = find(machine)
+    assert (answer.returncode, answer.stdout) == (1, "")
+    for said in (reason, "apt install python3.12 python3.12-venv", "RECOVER_PYTHON="):
+        assert said in answer.stderr
 
 
 def test_a_folder_called_venv_does_not_pass_for_the_module(machine: Path) -> None:
@@ -98,29 +94,15 @@ def test_a_folder_called_venv_does_not_pass_for_the_module(machine: Path) -> Non
     (machine / "ensurepip").mkdir()
     hides = "sys.path[:] = [p for p in sys.path if not p]; sys.path_importer_cache.clear()"
     put(machine / "bin" / "python3", python("3.12", hides))
-    found = subprocess.run(
-        ["bash", "-euc", f"source '{FINDER}'; probe_python python3"],
-        env={"PATH": f"{machine / 'bin'}:{machine / 'tools'}", "HOME": str(machine)},
-        cwd=machine,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=True,
-    )
-    assert found.stdout.startswith("no cannot make virtual environments")
+    assert find(machine, "probe_python python3").stdout.startswith("no cannot make virtual environments")
 
 
-def test_recover_python_is_taken_before_all_others(machine: Path) -> None:
+def test_recover_python_is_taken_before_all_others_and_not_replaced_where_it_is_unfit(machine: Path) -> None:
     put(machine / "bin" / "python3.12", called(machine / "bin" / "python3.12"))
     own = put(machine / "my own" / "python", called(machine / "my own" / "python"))
     assert find(machine, RECOVER_PYTHON=str(own)).stdout == f"{own}\n"
-
-
-def test_an_unfit_recover_python_is_an_error_and_not_replaced_by_another(machine: Path) -> None:
-    put(machine / "bin" / "python3.12", called(machine / "bin" / "python3.12"))
     found = find(machine, RECOVER_PYTHON=str(put(machine / "old" / "python", python("3.9"))))
-    assert found.returncode == 1
-    assert found.stdout == ""
+    assert (found.returncode, found.stdout) == (1, "")
     assert "is Python 3.9" in found.stderr
 
 

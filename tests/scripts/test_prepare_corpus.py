@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import prepare_corpus
 import pytest
 from lib.documents import CorpusError, at_most, split
@@ -62,23 +61,22 @@ def test_every_byte_comes_back_in_one_split_only(tmp_path: Path, folder: Path) -
         assert corpus[name] == {"documents": len(texts[name]), "bytes": size, "tokens": size + len(texts[name])}
 
 
-def test_the_split_has_about_the_share_asked_for_and_is_the_same_every_time() -> None:
+def test_the_split_is_the_same_every_time_has_about_the_share_asked_for_and_is_never_empty() -> None:
     documents = [b"%d" % n for n in range(5000)]
     first = list(split(documents, 10))
-    assert first == list(split(documents, 10))
     assert 400 < sum(is_valid for _, is_valid in first) < 600
     # A longer input does not move the documents that were there before.
     assert list(split(documents[:100], 10)) == first[:100]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_neither_split_is_empty_however_few_the_documents(count: int) -> None:
-    documents = [b"one line\nanother line\n" * 10 for _ in range(count)]
-    parts = list(split(documents, 5))
-    assert {is_valid for _, is_valid in parts} == {True, False}
-    assert b"".join(text for text, _ in parts) == b"".join(documents)
-    if count == 1:
+    for count in (1, 2, 3):
+        documents = [b"one line\nanother line\n" * 10] * count
+        parts = list(split(documents, 5))
+        assert {is_valid for _, is_valid in parts} == {True, False}
+        assert b"".join(text for text, _ in parts) == b"".join(documents)
         assert parts[0][0].endswith(b"\n")
+    with pytest.raises(CorpusError, match="cannot be split"):
+        list(split([b"x"], 5))
+    documents = [b"a" * 10, b"b" * 10, b"c" * 10]
+    assert [list(at_most(documents, cap)) for cap in (25, None, 4)] == [documents[:2], documents, [b"aaaa"]]
 
 
 def test_the_entropies_are_those_computed_directly(tmp_path: Path, folder: Path) -> None:
@@ -142,19 +140,24 @@ def test_a_bad_json_line_is_named(
     assert said in error
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("nowhere", None, "nowhere: no such file or folder"),
+        ("empty.txt", b"", "the input is empty"),
+        ("program", b"\x7fELF\0\0abc", "this is not text"),
+        ("text.gz", b"\x1f\x8b\x08abc", "this is not text"),
+        (".", None, "no text files in"),
+    ],
+)
 def test_an_input_that_is_not_there_or_empty_or_binary_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None, said: str
 ) -> None:
-    out = tmp_path / "out"
-    assert "nowhere: no such file or folder" in refused(capsys, out, "--input", tmp_path / "nowhere")
-    (tmp_path / "empty.txt").touch()
-    assert "the input is empty" in refused(capsys, out, "--input", tmp_path / "empty.txt")
-    (tmp_path / "folder").mkdir()
-    assert "no text files in" in refused(capsys, out, "--input", tmp_path / "folder")
-    for name, start in {"program": b"\x7fELF\0\0", "text.gz": b"\x1f\x8b\x08"}.items():
-        (tmp_path / name).write_bytes(start + b"abc" * 9)
-        assert "this is not text" in refused(capsys, out, "--input", tmp_path / name)
-    assert list(out.iterdir()) in ([], [out / ".lock"])
+    (tmp_path / "in").mkdir()
+    if content is not None:
+        (tmp_path / "in" / name).write_bytes(content)
+    assert said in refused(capsys, tmp_path / "out", "--input", tmp_path / "in" / name)
+    assert not list(tmp_path.glob("out/*_document*"))
 
 
 def test_binary_files_of_a_folder_are_left_out_and_told(
@@ -169,56 +172,33 @@ def test_binary_files_of_a_folder_are_left_out_and_told(
     assert corpus["train"]["documents"] + corpus["valid"]["documents"] == len(TEXTS) + 1
 
 
-def test_an_output_that_cannot_be_written_is_told(
-    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    assert prepare_corpus.main(["--out", str(tmp_path / "file" / "out"), "--input", str(folder)]) == 1
-    assert "choose another folder with --out" in capsys.readouterr().err
-
-
-def test_the_cap_takes_whole_documents() -> None:
-    documents = [b"a" * 10, b"b" * 10, b"c" * 10]
-    assert list(at_most(documents, 25)) == documents[:2]
-    assert list(at_most(documents, None)) == documents
-    assert list(at_most(documents, 4)) == [b"aaaa"]
-
-
-def test_one_byte_cannot_be_split() -> None:
-    with pytest.raises(CorpusError, match="cannot be split"):
-        list(split([b"x"], 5))
-
-
-def test_a_corpus_is_made_again_only_if_something_changed(tmp_path: Path, folder: Path) -> None:
+def test_a_corpus_is_made_again_only_if_something_changed_or_is_damaged(tmp_path: Path, folder: Path) -> None:
+    """And with the old text goes the index of samples that Megatron has made of it."""
     out = tmp_path / "out"
+    index = out / "train_document" / "cache" / "GPTDataset_indices" / "0-sample_index.npy"
 
-    def made(*arguments: str) -> int:
+    def is_made(*arguments: str) -> bool:
+        index.parent.mkdir(parents=True, exist_ok=True)
+        index.touch()
         prepare(out, "--input", folder, *arguments)
-        return (out / "train_document.bin").stat().st_ino
+        return not index.exists()
 
-    first = made()
-    assert made() == first
-    assert made("--force") != first
-    now = made()
+    prepare(out, "--input", folder)
+    assert not is_made()
+    for name in ("corpus.json", "train_document.bin", "valid_document.idx"):
+        whole = (out / name).read_bytes()
+        (out / name).write_bytes(whole[: len(whole) // 2])
+        assert prepare_corpus.load_if_whole(out) is None
+        assert is_made()
+        assert (out / name).read_bytes() == whole
+    assert is_made("--force")
     os.utime(folder / "000.txt", (1, 1))
-    assert made() != now
-    now = made()
-    assert made("--max-mib", "0.001") != now
+    assert is_made()
+    assert is_made("--max-mib", "0.001")
 
 
-@pytest.mark.parametrize("damage", ["corpus.json", "train_document.bin", "valid_document.idx"])
-def test_a_damaged_corpus_is_not_taken_for_a_whole_one(tmp_path: Path, folder: Path, damage: str) -> None:
-    out = tmp_path / "out"
-    prepare(out, "--input", folder)
-    whole = (out / damage).read_bytes()
-    (out / damage).write_bytes(whole[: len(whole) // 2])
-    assert prepare_corpus.load_if_whole(out) is None
-    prepare(out, "--input", folder)
-    assert (out / damage).read_bytes() == whole
-
-
-def test_a_run_that_fails_while_it_replaces_a_corpus_leaves_none(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_cannot_write_says_so_and_leaves_no_corpus_that_is_half_of_another(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     prepare(out, "--input", folder)
@@ -233,18 +213,7 @@ def test_a_run_that_fails_while_it_replaces_a_corpus_leaves_none(
     assert prepare_corpus.main(["--out", str(out), "--input", str(folder), "--force"]) == 1
     assert prepare_corpus.load_if_whole(out) is None
     assert not list(out.glob(".making-*"))
-
-
-def test_megatrons_sample_index_of_the_old_text_goes_with_it(tmp_path: Path, folder: Path) -> None:
-    out = tmp_path / "out"
-    prepare(out, "--input", folder)
-    index = out / "train_document" / "cache" / "GPTDataset_indices" / "0-sample_index.npy"
-    index.parent.mkdir(parents=True)
-    np.save(index, np.zeros(3))
-    prepare(out, "--input", folder)
-    assert index.exists()
-    prepare(out, "--input", folder, "--force")
-    assert not index.exists()
+    assert "choose another folder with --out" in capsys.readouterr().err
 
 
 def test_the_standard_library_is_the_text_without_an_input(tmp_path: Path) -> None:

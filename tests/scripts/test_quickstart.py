@@ -5,6 +5,7 @@ The launcher is a stand-in: a program that writes steps.jsonl.  The slow test at
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -56,36 +57,31 @@ sys.exit(quickstart.main(["--out", folder, "--no-failure", *sys.argv[5:]]))
 """
 
 
-def start(tmp_path: Path, steps: int, status: str, *arguments: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, steps: int, status: str) -> subprocess.Popen[str]:
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     (tmp_path / "driver.py").write_text(DRIVER.format(scripts=str(SCRIPTS)))
-    command = ["driver.py", "launcher.py", "run", str(steps), status, *arguments]
-    command = [str(tmp_path / word) if word in ("driver.py", "launcher.py", "run") else word for word in command]
+    paths = [str(tmp_path / name) for name in ("driver.py", "launcher.py", "run")]
     return subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, *paths, str(steps), status, "--iters", "4"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent)},
-    )
+    )  # fmt: skip
 
 
-def options(*arguments: str) -> object:
+def options(*arguments: str) -> argparse.Namespace:
     args = quickstart.parser().parse_args(list(arguments))
     args.megatron = []
     return args
 
 
-@pytest.mark.parametrize(("workers", "expected"), [(1, 8), (2, 8), (3, 9), (4, 8), (5, 10), (16, 16)])
-def test_every_worker_gets_the_same_number_of_microbatches(workers: int, expected: int) -> None:
-    assert quickstart.microbatches(workers) == expected
-    assert expected % workers == 0
+def test_every_worker_gets_the_same_number_of_microbatches() -> None:
+    workers = (1, 2, 3, 4, 5, 16)
+    assert [quickstart.microbatches(n) for n in workers] == [8, 8, 9, 8, 10, 16]
 
 
 def test_the_users_flags_come_last_and_are_what_the_report_is_told(tmp_path: Path) -> None:
     args = options("--iters", "30", "--workers", "2")
-    args.megatron = ["--global-batch-size", "64", "--seq-length", "32"]  # type: ignore[attr-defined]
+    args.megatron = ["--global-batch-size", "64", "--seq-length", "32"]
     command = quickstart.training_command(args, tmp_path, ["--vocab-size", "257"])
     assert command[-4:] == ["--global-batch-size", "64", "--seq-length", "32"]
     assert command[command.index("--train-iters") + 1] == "30"
@@ -95,25 +91,23 @@ def test_the_users_flags_come_last_and_are_what_the_report_is_told(tmp_path: Pat
     assert settings["iterations"] == 30
 
 
-def test_a_former_run_is_cleared_and_anything_else_is_left(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def refused(tmp_path: Path, reason: str, resume: bool = False) -> None:
+    with pytest.raises(quickstart.Stop, match=reason):
+        quickstart.claim(tmp_path, resume=resume)
+
+
+def test_a_former_run_is_cleared_and_anything_else_or_another_ones_is_left(tmp_path: Path) -> None:
     for name in ("run.json", "steps.jsonl", "checkpoint/iter_0000001/x"):
-        (run / name).parent.mkdir(parents=True, exist_ok=True)
-        (run / name).touch()
-    quickstart.claim(run, resume=False).close()
-    assert [path.name for path in run.iterdir()] == [".lock"]
-    (run / "thesis.tex").touch()
-    with pytest.raises(quickstart.Stop, match="no quickstart run"):
-        quickstart.claim(run, resume=False)
-    assert (run / "thesis.tex").exists()
-
-
-def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    quickstart.claim(tmp_path, resume=False).close()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     with (tmp_path / ".lock").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(quickstart.Stop, match="another quickstart"):
-            quickstart.claim(tmp_path, resume=False)
-    quickstart.claim(tmp_path, resume=False).close()
+        refused(tmp_path, "another quickstart")
+    (tmp_path / "thesis.tex").touch()
+    refused(tmp_path, "no quickstart run")
+    assert (tmp_path / "thesis.tex").exists()
 
 
 def test_of_a_resumed_run_only_the_iterations_after_its_checkpoint_are_shown(tmp_path: Path) -> None:
@@ -131,9 +125,8 @@ def test_of_a_resumed_run_only_the_iterations_after_its_checkpoint_are_shown(tmp
     assert [step.iteration for step in quickstart.new_steps(lines, 4)] == [5, 6]
 
 
-def test_resuming_needs_a_checkpoint_and_keeps_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(quickstart.Stop, match="no checkpoint"):
-        quickstart.claim(tmp_path, resume=True)
+def test_resuming_needs_a_checkpoint_and_keeps_the_folder_and_any_run_needs_a_whole_corpus(tmp_path: Path) -> None:
+    refused(tmp_path, "no checkpoint", resume=True)
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("250")
     (tmp_path / "steps.jsonl").touch()
@@ -142,38 +135,35 @@ def test_resuming_needs_a_checkpoint_and_keeps_the_folder(tmp_path: Path) -> Non
     assert quickstart.checkpointed(tmp_path) == 250
     command = quickstart.training_command(options("--resume"), tmp_path, [])
     assert command[command.index("--load") + 1] == str(tmp_path / "checkpoint")
-
-
-def test_a_corpus_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     with pytest.raises(quickstart.Stop, match="prepare_corpus"):
         quickstart.corpus_of(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_shows_progress_and_ends_with_the_summary(tmp_path: Path) -> None:
-    process = start(tmp_path, 4, "0", "--iters", "4")
+@pytest.mark.parametrize(
+    ("steps", "status", "in_out", "in_err"),
+    [
+        (4, 0, ["     4/4      3.000", "each of 0..7 was counted exactly once", "console.log"], []),
+        (2, 7, [], ["the launcher's last words", "exit code 7"]),
+    ],
+    ids=["well", "failed"],
+)
+def test_a_run_shows_progress_and_ends_with_the_summary_and_the_launchers_exit_code(
+    tmp_path: Path, steps: int, status: int, in_out: list[str], in_err: list[str]
+) -> None:
+    process = start(tmp_path, steps, str(status))
     out, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0, err
-    assert "     4/4      3.000" in out
-    assert "each of 0..7 was counted exactly once" in out
-    assert "exit code       0" in out
-    assert "console.log" in out
-
-
-@pytest.mark.slow
-def test_a_failed_training_is_told_with_its_last_words_and_its_exit_code(tmp_path: Path) -> None:
-    process = start(tmp_path, 2, "7", "--iters", "4")
-    out, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 7
-    assert "the launcher's last words" in err
-    assert "exit code 7" in err
-    assert "exit code       7" in out
+    assert process.returncode == status, err
+    for said in [*in_out, f"exit code       {status}"]:
+        assert said in out
+    for said in in_err:
+        assert said in err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_training_too(tmp_path: Path, number: signal.Signals) -> None:
-    process = start(tmp_path, 1, "wait", "--iters", "4")
+    process = start(tmp_path, 1, "wait")
     assert process.stdout is not None
     for line in process.stdout:
         if "1/4" in line:  # it is running
@@ -212,13 +202,13 @@ def test_a_loss_that_is_no_number_does_not_break_the_table(loss: float | None) -
 
 
 def test_a_worker_is_killed_unless_it_would_be_the_only_one_or_the_user_does_not_want_it(tmp_path: Path) -> None:
-    assert quickstart.victims_iteration(options("--iters", "200")) == 80  # type: ignore[arg-type]
-    assert quickstart.victims_iteration(options("--iters", "1")) == 1  # type: ignore[arg-type]
+    assert quickstart.victims_iteration(options("--iters", "200")) == 80
+    assert quickstart.victims_iteration(options("--iters", "1")) == 1
     for words in (["--no-failure"], ["--resume"], ["--workers", "1"]):
-        assert quickstart.victims_iteration(options(*words)) is None  # type: ignore[arg-type]
-    command = quickstart.training_command(options(), tmp_path, [], 80)  # type: ignore[arg-type]
+        assert quickstart.victims_iteration(options(*words)) is None
+    command = quickstart.training_command(options(), tmp_path, [], 80)
     assert command[command.index("--recover-inject") + 1] == "1@80:backward:kill"
-    reference = quickstart.training_command(options(), tmp_path, [], save=False)  # type: ignore[arg-type]
+    reference = quickstart.training_command(options(), tmp_path, [], save=False)
     assert "--recover-inject" not in reference
     assert "--save" not in reference
 
@@ -230,18 +220,14 @@ def two_runs(
     tmp_path: Path, *, died: int | None = 9, fewer: int = 3, norm: float = 1.0, samples: int = 16
 ) -> tuple[Path, Path]:
     """Log folders of a run in which worker 1 died in iteration ``FAULT`` and of its reference."""
-    folders = tmp_path / "run", tmp_path / "run" / "reference"
-    for folder in folders:
-        folder.mkdir()
-        with (folder / "steps.jsonl").open("w") as file:
-            for t in range(1, 6):
-                late = folder is folders[0] and t >= FAULT
-                grad_norm = norm if late else 1.0
-                replicas = fewer if late else 4
-                step = StepRecord(t, 3.0, grad_norm, (samples if late else 16) * t, 1, replicas, 0.1, {0: [0]})
-                file.write(step.to_json() + "\n")
-    (folders[0] / "workers.json").write_text(json.dumps([{"worker_id": 1, "state": "running", "signal": died}]))
-    return folders
+    run, reference = tmp_path / "run", tmp_path / "run" / "reference"
+    reference.mkdir(parents=True)
+    usual = [StepRecord(t, 3.0, 1.0, 16 * t, 1, 4, 0.1, {0: [0]}) for t in range(1, 6)]
+    changed = [StepRecord(t, 3.0, norm, samples * t, 1, fewer, 0.1, {0: [0]}) for t in range(FAULT, 6)]
+    for folder, steps in ((run, usual[: FAULT - 1] + changed), (reference, usual)):
+        (folder / "steps.jsonl").write_text("".join(step.to_json() + "\n" for step in steps))
+    (run / "workers.json").write_text(json.dumps([{"worker_id": 1, "state": "running", "signal": died}]))
+    return run, reference
 
 
 def test_what_the_death_changed_is_told_where_it_is_rounding_only(tmp_path: Path) -> None:

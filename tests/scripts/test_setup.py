@@ -6,10 +6,12 @@ The Python is a stub that notes what it is asked to do, so that nothing is insta
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,14 +59,12 @@ class Checkout:
         for name, text in {"calls": "", "output": "", "gate": "", "status": "0", "version": "3.12.99\n"}.items():
             (fake / name).write_text(text)
 
-    def environment(self, **changes: str) -> dict[str, str]:
+    def start(self, **changes: str | None) -> subprocess.Popen[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RECOVER_")}
-        return {**kept, "FAKE": str(self.fake), "RECOVER_PYTHON": str(self.fake / "python"), **changes}
-
-    def start(self, **changes: str) -> subprocess.Popen[str]:
+        environment = {**kept, "FAKE": str(self.fake), "RECOVER_PYTHON": str(self.fake / "python"), **changes}
         return subprocess.Popen(
             [str(self.root / "scripts" / "setup.sh")],
-            env=self.environment(**changes),
+            env={name: value for name, value in environment.items() if value is not None},
             cwd="/",
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -72,7 +72,7 @@ class Checkout:
             start_new_session=True,
         )
 
-    def run(self, status: int = 0, **changes: str) -> str:
+    def run(self, status: int = 0, **changes: str | None) -> str:
         """Run the script to its end; returns what it said."""
         process = self.start(**changes)
         said = process.communicate(timeout=DEADLINE)[1]
@@ -85,15 +85,17 @@ class Checkout:
         (self.fake / "calls").write_text("")
         return [line.split()[0] for line in lines]
 
-    def close_gate(self) -> None:
-        """Let pip block until the gate, a pipe, was opened for writing and closed again."""
-        (self.fake / "gate").unlink()
-        os.mkfifo(self.fake / "gate")
-
-    def remove_gate(self) -> None:
-        """Let later runs of pip through at once."""
-        (self.fake / "gate").unlink()
-        (self.fake / "gate").write_text("")
+    @contextlib.contextmanager
+    def pip_at_work(self) -> Iterator[subprocess.Popen[str]]:
+        """A run whose pip is at work; it goes on after this, and later ones' are through at once."""
+        gate = self.fake / "gate"
+        gate.unlink()
+        os.mkfifo(gate)
+        process = self.start()
+        with gate.open("w"):  # opened when pip has opened it for reading
+            gate.unlink()
+            gate.write_text("")
+            yield process
 
 
 @pytest.fixture
@@ -101,11 +103,21 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path / "a checkout", tmp_path / "fake")
 
 
-def test_the_first_run_makes_and_installs_and_the_second_does_nothing(checkout: Checkout) -> None:
+def test_it_installs_what_has_changed_and_nothing_where_nothing_has(checkout: Checkout) -> None:
     checkout.run()
     assert checkout.calls() == ["make", "pip"]
     assert checkout.run() == ""
     assert checkout.calls() == []
+    for changed in (checkout.root / "pyproject.toml", checkout.root / "scripts/constraints.txt"):
+        changed.write_text(changed.read_text() + "# changed\n")
+        checkout.run()
+        assert checkout.calls() == ["pip"]
+    (checkout.fake / "version").write_text("3.12.100\n")
+    checkout.run()
+    assert checkout.calls() == ["pip"]
+    checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
+    checkout.run()
+    assert checkout.calls() == ["make", "pip"]
 
 
 def test_pip_is_told_the_pins_and_the_checkout_with_its_spaces(checkout: Checkout) -> None:
@@ -113,32 +125,6 @@ def test_pip_is_told_the_pins_and_the_checkout_with_its_spaces(checkout: Checkou
     call = (checkout.fake / "calls").read_text().splitlines()[-1]
     assert f"--editable {checkout.root}[dev]" in call
     assert "torch==2.13.0" in (checkout.root / ".venv" / ".setup-pins").read_text().splitlines()
-
-
-@pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/constraints.txt"])
-def test_a_changed_requirement_installs_again_into_the_same_environment(checkout: Checkout, changed: str) -> None:
-    checkout.run()
-    checkout.calls()
-    with (checkout.root / changed).open("a") as file:
-        file.write("# changed\n")
-    checkout.run()
-    assert checkout.calls() == ["pip"]
-
-
-def test_another_version_of_python_installs_again(checkout: Checkout) -> None:
-    checkout.run()
-    checkout.calls()
-    (checkout.fake / "version").write_text("3.12.100\n")
-    checkout.run()
-    assert checkout.calls() == ["pip"]
-
-
-def test_a_moved_checkout_gets_a_new_environment(checkout: Checkout) -> None:
-    checkout.run()
-    checkout.calls()
-    checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
-    checkout.run()
-    assert checkout.calls() == ["make", "pip"]
 
 
 def test_a_failed_installation_is_told_with_pips_words_and_done_afresh_next_time(checkout: Checkout) -> None:
@@ -154,13 +140,9 @@ def test_a_failed_installation_is_told_with_pips_words_and_done_afresh_next_time
 
 
 def test_what_a_killed_run_left_is_not_used(checkout: Checkout) -> None:
-    checkout.close_gate()
-    process = checkout.start()
-    # Opening the gate for writing returns when pip has opened it for reading: pip is at work.
-    with (checkout.fake / "gate").open("w"):
+    with checkout.pip_at_work() as process:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=DEADLINE)
-    checkout.remove_gate()
     left = checkout.root / ".venv" / "half-written"
     left.write_text("")
     checkout.calls()
@@ -170,14 +152,10 @@ def test_what_a_killed_run_left_is_not_used(checkout: Checkout) -> None:
 
 
 def test_a_second_run_waits_for_the_first_and_does_not_install_too(checkout: Checkout) -> None:
-    checkout.close_gate()
-    first = checkout.start()
-    gate = (checkout.fake / "gate").open("w")  # the first one's pip is at work
-    second = checkout.start()
-    assert second.stderr is not None
-    assert "waiting for it" in second.stderr.readline()
-    checkout.remove_gate()
-    gate.close()
+    with checkout.pip_at_work() as first:
+        second = checkout.start()
+        assert second.stderr is not None
+        assert "waiting for it" in second.stderr.readline()
     for process in (first, second):
         said = process.communicate(timeout=DEADLINE)[1]
         assert process.returncode == 0, said
@@ -196,11 +174,9 @@ def test_an_environment_that_is_not_ours_is_left_alone(checkout: Checkout) -> No
 def test_choices_are_remembered(checkout: Checkout) -> None:
     checkout.run(RECOVER_CONSTRAINTS="/dev/null", RECOVER_TORCH="keep")
     assert (checkout.root / ".venv" / ".setup-pins").read_text() == "torch==2.99.0\n"
-    assert "make --system-site-packages" in " ".join((checkout.fake / "calls").read_text().splitlines())
+    assert "make --system-site-packages" in (checkout.fake / "calls").read_text()
     checkout.calls()
-    environment = checkout.environment()
-    del environment["RECOVER_PYTHON"]
-    subprocess.run([checkout.root / "scripts" / "setup.sh"], env=environment, check=True, timeout=DEADLINE)
+    checkout.run(RECOVER_PYTHON=None)
     assert checkout.calls() == []
     checkout.run(RECOVER_TORCH="")
     assert checkout.calls() == ["make", "pip"]
@@ -210,9 +186,7 @@ def test_the_chosen_python_is_remembered_through_a_failed_installation(checkout:
     (checkout.fake / "status").write_text("1")
     checkout.run(status=1)
     (checkout.fake / "status").write_text("0")
-    environment = checkout.environment()
-    del environment["RECOVER_PYTHON"]
-    subprocess.run([checkout.root / "scripts" / "setup.sh"], env=environment, check=True, timeout=DEADLINE)
+    checkout.run(RECOVER_PYTHON=None)
     assert checkout.calls() == ["make", "pip", "make", "pip"]
     assert (checkout.root / ".venv" / ".setup-choices").read_text().splitlines()[1] == str(checkout.fake / "python")
 

@@ -1,0 +1,288 @@
+"""Tables of what happens in a simulated run and what is seen of it: sentences, and under each the words of a script.
+
+A script's clauses are separated by ``;``, or by ``->`` before what is expected; each is the name of a method of Script
+and its words. Its first is ``world``. Names are those of the simulation: ``w1``, ``node0``, ``c0``; numbers are workers
+(or candidates, nodes, seconds, as a method says).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from simulation import SETTINGS, World
+
+from recover_megatron.membership.errors import CoordinatorLost
+from recover_megatron.membership.follower import Stage
+from recover_megatron.membership.records import Settings
+from recover_megatron.membership.roster import Fate
+from recover_megatron.membership.states import State
+
+
+def table(text: str) -> pytest.MarkDecorator:
+    """A test for each sentence of ``text``, with the script that is indented below it."""
+    found = re.findall(r"(?m)^(\S.*)\n((?:^ +.*\n?)+)", text)
+    return pytest.mark.parametrize("script", [pytest.param(script, id=sentence) for sentence, script in found])
+
+
+def play(script: str, settings: Settings = SETTINGS, kind: type[Script] | None = None) -> None:
+    """Do what a script says, word by word; ``kind`` knows more words."""
+    played = (kind or Script)(settings)
+    for clause in re.split(r";|->|\n", script):
+        if words := clause.split():
+            try:
+                getattr(played, words[0])(*words[1:])
+            except AssertionError as error:
+                error.add_note(f"in '{clause.strip()}'")
+                raise
+
+
+def _numbers(words: tuple[str, ...]) -> set[int]:
+    return set(map(int, words))
+
+
+class Script:
+    """What a script's words mean."""
+
+    def __init__(self, settings: Settings, world: World | None = None) -> None:
+        self._settings = settings
+        self.it = world or World(0, settings=settings)
+
+    def world(self, workers: str, *more: str) -> None:
+        """``runs=SECONDS`` before anything else happens, ``spares=0,1``, and what World takes."""
+        options = {name: value for name, _, value in (word.partition("=") for word in more)}
+        runs, spares = float(options.pop("runs", "0")), options.pop("spares", "")
+        kinds: dict[str, Any] = {name: int(value) for name, value in options.items()}
+        self.it = World(int(workers), settings=self._settings, **kinds)
+        self.it.spares = {int(word) for word in spares.split(",") if word}
+        self.it.run_fairly(runs)
+
+    def _log(self, *events: str) -> list[dict[str, Any]]:
+        return [record for record in self.it.log if record["event"] in events]
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def run(self, seconds: str) -> None:
+        self.it.run_fairly(float(seconds))
+
+    def act(self, *workers: str) -> None:
+        for worker in workers:
+            self.it.act(int(worker))
+
+    def busy(self, *workers: str) -> None:
+        """They compute, without a mark."""
+        self.it.busy |= _numbers(workers)
+
+    def mark(self, worker: str, phase: str, *more: str) -> None:
+        """In iteration 99; ``waits``: for others; a number: the seconds that it may take."""
+        allow = sum(float(word) for word in more if word != "waits")
+        self.it.worker(int(worker)).mark(99, phase, None, "waits" in more, allow)
+
+    def late(self, worker: str, also_busy: str = "") -> None:
+        """It computes, and is set aside; ``also_busy`` does not join the epoch that leaves it out."""
+        self.mark(worker, "forward")
+        self.busy(worker)
+        while self.it.coordinators[0].roster.workers[int(worker)].fate is not Fate.ASIDE:
+            self.it.run_fairly(0.25, step=0.25)
+            if also_busy and self.it.worker(int(also_busy)).done > self.it.worker(int(also_busy)).committed:
+                self.busy(also_busy)
+        if not also_busy:
+            self.run("4")
+        self._is_aside(worker)
+
+    def stop(self, worker: str) -> None:
+        """It stops in the middle of a step, hears nothing, and is set aside."""
+        self.mark(worker, "forward")
+        self.busy(worker)
+        self.run("2")
+        self.freeze(f"w{worker}")
+        self.it.run_fairly(self._settings.grace + 4)
+        self._is_aside(worker)
+
+    def _is_aside(self, worker: str) -> None:
+        assert self.it.coordinators[0].roster.workers[int(worker)].fate is Fate.ASIDE
+
+    def act_again(self, worker: str) -> None:
+        self.it.busy.discard(int(worker))
+
+    def freeze(self, *names: str) -> None:
+        self.it.frozen |= set(names)
+
+    def wake(self) -> None:
+        """All that were busy or frozen."""
+        self.it.busy.clear()
+        self.it.frozen.clear()
+
+    def kill(self, *workers: str) -> None:
+        for worker in workers:
+            self.it.kill_worker(int(worker))
+
+    def kill_silently(self, *workers: str) -> None:
+        """And no launcher sees it."""
+        for worker in workers:
+            self.it.kill_worker(int(worker), silently=True)
+        self.it.unreported.clear()
+
+    def crash(self, candidate: str, *lose: str) -> None:
+        """``lose``: with what it had sent and nobody has received."""
+        self.it.kill_coordinator(int(candidate), lose=bool(lose))
+
+    def restart(self, candidate: str) -> None:
+        self.it.start_coordinator(int(candidate))
+
+    def cut(self, *words: str) -> None:
+        """Some nodes ``from`` a candidate."""
+        self.it.blocked |= {(f"node{node}", int(words[-1])) for node in words[:-2]}
+
+    def disconnect(self, name: str) -> None:
+        for connection in [c for c in self.it.connections.values() if c.owner == name and c.coordinator_uses]:
+            self.it.break_up(connection)
+
+    def newcomers(self, *nodes: str) -> None:
+        for node in nodes:
+            self.it.add_newcomer(int(node))
+
+    def place(self, worker: str, replica: str, position: str) -> None:
+        self.it.worker(int(worker)).place = (int(replica), int(position), 1)
+
+    def no_spares(self) -> None:
+        """From the next plan on."""
+        self.it.spares.clear()
+
+    def end(self, worker: str, code: str, *reason: str) -> None:
+        """It gives up for all."""
+        self.it._member_effects(f"w{worker}", self.it.worker(int(worker)).end_run(int(code), " ".join(reason)))
+
+    def finish(self, worker: str) -> None:
+        """It has done its training, and leaves."""
+        self.it.members_finish = True
+        self.it._member_effects(f"w{worker}", self.it.worker(int(worker)).leave())
+        self.it.dead.add(f"w{worker}")
+        for pair in self.it.deliverable():
+            self.it.deliver(*pair)
+
+    # -- what is seen -------------------------------------------------------------------------------------------------
+
+    def goes_on(self, seconds: str, *workers: str) -> None:
+        """Within so many seconds these, else all that run, see more commits, and are members."""
+        running = [w for w in self.it.node_of if self.it.running(f"w{w}")]
+        before = {w: self.it.worker(w).committed for w in (_numbers(workers) or running)}
+        self.it.run_fairly(float(seconds))
+        assert {w for w, committed in before.items() if self.it.worker(w).committed <= committed} == set()
+        assert before.keys() <= self.it.formed[self.it.order[-1]][1]
+
+    def more_commits(self, seconds: str) -> None:
+        """Anybody's, within so many seconds."""
+        before = max(self.it.commits)
+        self.it.run_fairly(float(seconds))
+        assert max(self.it.commits) > before
+
+    def stands(self, seconds: str, worker: str) -> None:
+        """For so many seconds it sees no commit but the one that was under way."""
+        before = self.it.worker(int(worker)).committed
+        self.it.run_fairly(float(seconds))
+        assert self.it.worker(int(worker)).committed <= before + 1
+
+    def ahead(self, worker: str, other: str) -> None:
+        assert self.it.worker(int(worker)).committed > self.it.worker(int(other)).committed
+
+    def goes_on_from(self, newcomer: str) -> None:
+        """What the plan before its own had committed, and something was."""
+        plan = self.it.worker(int(newcomer)).plan
+        assert plan is not None
+        before = [iteration for iteration, epoch in self.it.commits.items() if epoch < plan.epoch]
+        assert plan.committed >= max(before)
+
+    def no_commits(self) -> None:
+        assert self.it.commits == {}
+
+    def done(self, worker: str, iteration: str) -> None:
+        assert self.it.worker(int(worker)).done == int(iteration)
+
+    def epochs(self, count: str) -> None:
+        assert self.it.order == list(range(1, int(count) + 1))
+
+    def members(self, *workers: str) -> None:
+        assert self.it.formed[self.it.order[-1]][1] == _numbers(workers)
+
+    def first_members_with(self, *workers: str) -> None:
+        assert self.it.formed[self.it.order[0]][1] >= _numbers(workers)
+
+    def opened(self, *workers: str) -> None:
+        """The rendezvous of the first candidate, of which there is no plan yet."""
+        assert self.it.coordinators[0].rendezvous.opened.members == _numbers(workers)
+
+    def fates(self, *fates: str) -> None:
+        workers = sorted(self.it.coordinators[0].roster.workers.items())
+        assert [worker.fate.value for _, worker in workers] == list(fates)
+
+    def faults(self, *faults: str) -> None:
+        """As ``KIND:WORKER``, in order."""
+        assert [f"{record['kind']}:{record['worker']}" for record in self._log("fault")] == list(faults)
+
+    def no(self, *events: str) -> None:
+        assert self._log(*events) == []
+
+    def some(self, *events: str) -> None:
+        assert self._log(*events)
+
+    def live(self, *workers: str) -> None:
+        """To the first candidate, these and no others."""
+        fates = {n: worker.fate.value for n, worker in self.it.coordinators[0].roster.workers.items()}
+        assert {n for n, fate in fates.items() if fate == "live"} == _numbers(workers)
+
+    def lost(self, *workers: str) -> None:
+        """To the first candidate, these and no others."""
+        fates = {n: worker.fate for n, worker in self.it.coordinators[0].roster.workers.items()}
+        assert {n for n, fate in fates.items() if fate in (Fate.OUT, Fate.DEAD)} == _numbers(workers)
+
+    def why(self, worker: str, *words: str) -> None:
+        """What observers are told of it."""
+        rows = {row["worker"]: row for row in self.it.coordinators[0].view(self.it.now)["workers"]}
+        assert " ".join(words) in rows[int(worker)]["why"]
+
+    def in_rendezvous(self) -> None:
+        assert self.it.coordinators[0].state is State.RENDEZVOUS
+
+    def waited_for(self) -> None:
+        """The first candidate takes what it sees for a stall."""
+        assert self.it.coordinators[0].lateness.stall.told
+
+    def admitted(self, *workers: str) -> None:
+        assert [record["worker"] for record in self._log("admitted")] == list(map(int, workers))
+
+    def stalled(self, *words: str) -> None:
+        """The first time that it is told of a stall, these words are in the reason."""
+        reason = self._log("stalled")[0]["reason"]
+        assert all(word in reason for word in words), reason
+
+    def led(self, *candidates: str) -> None:
+        assert [record["candidate"] for record in self._log("lead")] == list(map(int, candidates))
+
+    def here(self, *candidates: str) -> None:
+        """The candidates whose processes run."""
+        assert self.it.coordinators.keys() == _numbers(candidates)
+
+    def following(self, worker: str) -> None:
+        assert self.it.worker(int(worker)).stage is Stage.FOLLOWING
+
+    def out(self, code: str, *workers: str) -> None:
+        """They end with the code."""
+        ends = [self.it.worker(int(worker)).out for worker in workers]
+        assert [end.code for end in ends if isinstance(end, CoordinatorLost)] == [int(code)] * len(workers)
+
+    def because_of(self, worker: str, *reason: str) -> None:
+        """All that were launched end by its word."""
+        for w in range(self.it.launched):
+            end = self.it.worker(w).out
+            assert isinstance(end, CoordinatorLost)
+            assert (str(end), end.by) == (" ".join(reason), int(worker))
+
+    def stops(self, *stop: str) -> None:
+        """``CODE REASON``: the run ended once, like this; nothing: it did not."""
+        assert [f"{record['code']} {record['reason']}" for record in self._log("stop")] == [" ".join(stop)] * bool(stop)
+
+    def ends(self, code: str) -> None:
+        """The run ended once, with this code, whatever the reason."""
+        assert [record["code"] for record in self._log("stop")] == [int(code)]
