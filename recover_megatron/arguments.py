@@ -152,9 +152,8 @@ class RecoverConfig:
         "end the run when fewer complete replicas are left",
         metavar="N",
         check=at_least(1),
-        docs="when fewer replicas would be too slow to be worth their cost: the run then ends with 10 and its last "
-        "checkpoint. Replicas that the live workers can still make count, so it may go on with fewer for a while. More "
-        "than the launch has is refused",
+        docs="when fewer replicas are not worth their cost: the run then ends with 10. Replicas that the live workers "
+        "can still make count. More than the launch has is refused",
     )
     inject: str | None = option(
         None,
@@ -165,9 +164,8 @@ class RecoverConfig:
     balance: bool = option(
         False,
         "give slow replicas fewer microbatches, by measured speed",
-        docs="when replicas differ in speed for long: a slow one gets fewer microbatches, by measured times (event "
-        "`quotas`). Needs more microbatches than replicas. The order of additions then depends on the measurements, so "
-        "two runs are no longer equal to the last bit",
+        docs="when replicas differ in speed for long (event `quotas`). Needs more microbatches than replicas; two runs "
+        "are no longer equal to the last bit",
     )
     spares: int = option(
         0,
@@ -175,8 +173,7 @@ class RecoverConfig:
         "dies; that node needs N devices more",
         metavar="N",
         check=at_least(0),
-        docs="to have N workers more wait on the last node, which needs N devices more: "
-        "[getting workers back](#getting-workers-back)",
+        docs="[getting workers back](#getting-workers-back)",
     )
     max_replicas: int = option(
         0,
@@ -184,15 +181,14 @@ class RecoverConfig:
         "iteration stay the same and are shared by more. 0: no more than at the launch, who comes then is a spare",
         metavar="N",
         check=at_least(0),
-        docs="to let a run grow when more devices become free: `recover-run --join` then adds replicas "
-        "([growing](regroup.md#growing)). At most the microbatches of an iteration. Give it to every launcher",
+        docs="to let a run grow by `recover-run --join` ([growing](regroup.md#growing)). At most the microbatches of "
+        "an iteration. Give it to every launcher",
     )
     allow_cross_node_tp: bool = option(
         False,
         "put new replicas together from workers of different nodes, too, where there is no other way: their "
         "tensor parallelism is then as slow as the network",
-        docs="when a replica whose tensor parallelism crosses nodes, so runs at the network's speed, and the others "
-        "with it, is better than idle GPUs. Replicas within nodes are made first",
+        docs="when a run at the network's speed is better than idle GPUs. Replicas within nodes are made first",
     )
     verify_interval: int = option(
         0,
@@ -201,9 +197,8 @@ class RecoverConfig:
         metavar="N",
         check=at_least(0),
         default_text="",
-        docs="to have the replicas' parameters and optimizer states compared every N iterations, and those that differ "
-        "from most [mended](regroup.md#comparing-replicas) (`mended` in the plan). Each time costs a digest of the "
-        "state, a rendezvous and new rings",
+        docs="[comparing replicas](regroup.md#comparing-replicas). Each time costs a digest of the state, a rendezvous "
+        "and new rings",
     )
     shadow_shards: int = option(
         1,
@@ -220,8 +215,7 @@ class RecoverConfig:
         "where these copies are kept and updated: device, with the parameters (default); cpu, in host memory",
         choices=("device", "cpu"),
         default_text="",
-        docs="where device memory is short: the shadows are kept in host memory and updated there while the next step "
-        "computes",
+        docs="where device memory is short: in host memory, updated there while the next step computes",
     )
     memory_tier: str = option(
         "auto",
@@ -244,8 +238,7 @@ class RecoverConfig:
         False,
         "take flags whose path is built, but of which a part needs a GPU or Transformer Engine and was never run; "
         "without it they are refused by name",
-        docs="when a flag is refused that names it: the path is built and tested but for what needs a GPU or "
-        "Transformer Engine. Compare a run with deaths to one without before you trust it",
+        docs="when a flag is refused that names it. Compare a run with deaths to one without before you trust it",
     )
 
     may_differ: str = option(
@@ -253,8 +246,8 @@ class RecoverConfig:
         "flags, ours or the training's, that need not be the same for all workers; the others are compared, and a "
         "worker with another value is refused",
         metavar="FLAG[,FLAG...]",
-        docs="where a flag is given another value on some nodes for a good reason (names without dashes). The part of "
-        "a path behind the last slash is compared, so folders may differ anyway. Give it to every launcher",
+        docs="where a flag is given another value on some nodes for a good reason (names without dashes). Give it to "
+        "every launcher",
     )
     metrics: str | None = option(
         None,
