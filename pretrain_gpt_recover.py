@@ -13,9 +13,8 @@ import sys
 
 from recover_megatron import __version__
 from recover_megatron.arguments import config_from_argv
-from recover_megatron.errors import UserError, refuse
+from recover_megatron.errors import UserError, end_process, refuse
 from recover_megatron.megatron_hooks.entry.program import choose_device, load
-from recover_megatron.orderly_end import end_process
 
 PROGRAM = "pretrain_gpt_recover.py"
 

@@ -58,7 +58,7 @@ class Member:
 
         from recover_megatron.collectives.epoch import CancelToken
         from recover_megatron.collectives.gloo.groups import GlooGroups
-        from recover_megatron.collectives.peer_store_client import PeerStoreClient
+        from recover_megatron.collectives.peers import PeerStoreClient
         from recover_megatron.collectives.tree.connections import Tree
         from recover_megatron.collectives.tree.operations import TreeBackend
         from recover_megatron.instep.epoch_groups import PeerStores
@@ -102,7 +102,7 @@ class Member:
         }
 
     def _ring(self, column: int, epoch: int, token: Any) -> Any:
-        from recover_megatron.collectives.peer_store_client import Neighbours, PeerStoreClient
+        from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
         from recover_megatron.collectives.transport.tcp import TcpTransport
 
         clients: dict[int, PeerStoreClient] = {}

@@ -26,9 +26,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.megatron_runs import MODELS, RECOVER, command_line, load_average, train, write  # noqa: E402
-from recover_megatron.run_log.audit import violations  # noqa: E402
 from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
-from recover_megatron.run_log.steps import read_steps  # noqa: E402
+from recover_megatron.run_log.steps import read_steps, violations  # noqa: E402
 from tests.harness.forkserver import ForkServer  # noqa: E402
 
 MICROBATCHES = 48

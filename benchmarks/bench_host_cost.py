@@ -28,9 +28,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_ring import WholeRun
-from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.native.backend import Message, NativeBackend, Operation
 from recover_megatron.collectives.native.group import NativeGroup
 from recover_megatron.collectives.ring.group import RingGroup, Tuning

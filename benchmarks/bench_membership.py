@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret
-from recover_megatron.network.proof import nonce
+from recover_megatron.network.connection import nonce
 
 HEARTBEAT = 1.0
 

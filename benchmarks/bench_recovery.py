@@ -39,11 +39,10 @@ sys.path.insert(0, str(REPOSITORY))
 import torch  # noqa: E402
 
 from benchmarks.megatron_runs import command_line, write  # noqa: E402
-from recover_megatron.collectives.bucket import Bucket  # noqa: E402
-from recover_megatron.collectives.epoch import SessionEpoch  # noqa: E402
-from recover_megatron.collectives.errors import EpochRevoked  # noqa: E402
+from recover_megatron.collectives.epoch import EpochRevoked, SessionEpoch  # noqa: E402
 from recover_megatron.collectives.group import Group  # noqa: E402
 from recover_megatron.collectives.group_factory import open_group  # noqa: E402
+from recover_megatron.collectives.ledger import Bucket  # noqa: E402
 from recover_megatron.membership.auth import SECRET_VARIABLE, Secret  # noqa: E402
 from recover_megatron.membership.session import Session  # noqa: E402
 

@@ -170,9 +170,8 @@ SECRET = b"of the benchmark"
 def fetch(addresses: list[str], key: str, place: Any) -> Any:
     """The state from holders at these addresses."""
     from recover_megatron.instep.state_receiver import Receiver, Source
-    from recover_megatron.network.peer_store import PURPOSE
-    from recover_megatron.network.proof import Challenge
-    from recover_megatron.network.streams import open_stream
+    from recover_megatron.network.connection import Challenge
+    from recover_megatron.network.peer_store import PURPOSE, open_stream
 
     def source(number: int, address: str) -> Source:
         return Source(number, lambda: open_stream(address, Challenge(SECRET, PURPOSE), f"state/{key}"))
@@ -188,7 +187,7 @@ def ways(me: int, store: Any) -> dict[str, Callable[[int], Any]]:
 
     from recover_megatron.collectives.epoch import CancelToken
     from recover_megatron.collectives.gloo.groups import GlooGroups
-    from recover_megatron.instep.transfer import new_memory
+    from recover_megatron.instep.state_holder import new_memory
 
     groups = GlooGroups(me, {"pair": range(2)}, store, CancelToken(1), ring="state")
     pair = groups.backends["pair"]

@@ -32,9 +32,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.megatron_runs import command_line, write
-from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group_factory import open_group
+from recover_megatron.collectives.ledger import Bucket
 
 
 class PipeEpoch:

@@ -49,8 +49,8 @@ from benchmarks.bench_overhead import (  # noqa: E402
     typical,
 )
 from benchmarks.megatron_runs import COMMON, MODELS, RECOVER, command_line, load_average, train, write  # noqa: E402
-from recover_megatron.collectives.bucket import Bucket  # noqa: E402
 from recover_megatron.collectives.group import Group  # noqa: E402
+from recover_megatron.collectives.ledger import Bucket  # noqa: E402
 from recover_megatron.run_log.events import EVENTS_FILE, read_events  # noqa: E402
 from tests.collectives.together import together  # noqa: E402
 from tests.harness.forkserver import ForkServer  # noqa: E402

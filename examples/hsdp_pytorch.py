@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.column import Column
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.workload import reassign
 
 M = 24  # microbatches of an iteration

@@ -15,15 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recover_megatron.errors import UserError
-from recover_megatron.options import (
-    add_options,
-    at_least,
-    checked,
-    flags_of,
-    option,
-    seconds_above_0,
-    seconds_from_0,
-)
+from recover_megatron.options import add_options, at_least, checked, flags_of, option, seconds_above_0, seconds_from_0
 from recover_megatron.variables import COORDINATOR_VARIABLE, LOG_DIR_VARIABLE
 
 

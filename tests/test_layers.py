@@ -20,7 +20,6 @@ ANYWHERE = {
     "log_writer",
     "logger",
     "options",
-    "orderly_end",
     "script_flags",
     "variables",
 }
@@ -34,7 +33,6 @@ ALLOWED: dict[str, set[str]] = {
     "log_writer": set(),
     "logger": set(),
     "options": set(),
-    "orderly_end": set(),
     "script_flags": set(),
     "variables": set(),
     "network": set(),

@@ -15,7 +15,6 @@ draws      when, whom and how: a sequence that the seed alone decides
 __main__   the command
 """
 
-from recover_megatron.chaos.injector import InjectedFault, Injector
-from recover_megatron.chaos.spec import PHASES, BadSpec, Fault, Kind, parse_spec
+from recover_megatron.chaos.spec import PHASES, BadSpec, Fault, InjectedFault, Injector, Kind, parse_spec
 
 __all__ = ["PHASES", "BadSpec", "Fault", "InjectedFault", "Injector", "Kind", "parse_spec"]

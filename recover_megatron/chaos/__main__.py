@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron import __version__
-from recover_megatron.chaos.draws import Draw, draws
-from recover_megatron.chaos.victims import Held, NoWorkers, Victims
+from recover_megatron.chaos.victims import Draw, Held, NoWorkers, Victims, draws
 from recover_megatron.run_log.events import CHAOS_FILE, EventsFile
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

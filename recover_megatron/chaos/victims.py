@@ -4,6 +4,8 @@ workers.json (docs/launcher.md) gives pids, and a pid may mean another process o
 is taken only if its process is the one that the launcher started: the kernel says it started at the time that
 workers.json says, and it leads a session of its own, as all workers do.  From then on it is held by a pidfd, which
 means this process and none after it; signals go through the pidfd.
+
+When, whom and how: the random draws of a chaos run, which the seed alone decides.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import select
 import signal
 import socket
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 WORKERS_FILE = "workers.json"
 
@@ -133,3 +137,28 @@ def _session_and_start(pid: int) -> tuple[int, float] | None:
         return None
     uptime_at_start = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return int(fields[3]), time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + uptime_at_start
+
+
+class Draw(NamedTuple):
+    """One strike, before it is known who lives then."""
+
+    after: float
+    """Seconds since the strike before (since the start, for the first)."""
+    lot: float
+    """In [0, 1): which of those who live then."""
+    kind: str
+
+    def victim(self, candidates: Sequence[int]) -> int:
+        """The one of ``candidates`` (not empty) that the lot falls on; their order does not matter."""
+        return sorted(candidates)[int(self.lot * len(candidates))]
+
+
+def draws(seed: int, mtbf: float, kinds: Sequence[str]) -> Iterator[Draw]:
+    """The endless sequence for a seed; the times between strikes are exponentially distributed with mean ``mtbf``.
+
+    Each draw takes the same random numbers whatever became of those before, so the n-th is always the same.
+    """
+    source = random.Random(seed)
+    while True:
+        after, lot, kind = source.expovariate(1 / mtbf), source.random(), source.random()
+        yield Draw(after, lot, kinds[int(kind * len(kinds))])

@@ -1,17 +1,52 @@
 """What the ring needs to know of the membership, and the switch that ends a group.
 
 ``Epoch`` is the interface: anything that tells its number, its members and its end will do.
+
+What can end a collective other than its result.
+
+``EpochRevoked`` is that of the membership: the epoch in which the collective was started is over.  When a collective
+raises it, nothing of that epoch's group touches a bucket or a ledger any more, and no byte of it leaves this worker:
+every segment is either the untouched local gradient or the finished sum, as its ledger says.
+
+How the members of a new epoch find each other: a key-value exchange, waited for without losing the revocation.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.membership.records import Plan
+from recover_megatron.membership.records import EpochRevoked, Plan
 from recover_megatron.membership.session import Session
+from recover_megatron.network.connection import is_of_the_road
+
+__all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost", "is_of_the_road"]
+
+
+class PeerLost(ConnectionError):
+    """The connection to another member broke.  Inside this package and the next only: callers see ``EpochRevoked``.
+
+    ``peer``: the other member, as the epoch names its members, where it is known.  ``road``: not that it hung up:
+    nothing gets there, or nothing comes back.
+    """
+
+    def __init__(self, text: str, peer: int | None = None, *, road: bool = False) -> None:
+        super().__init__(text)
+        self.peer = peer
+        self.road = road
+
+
+class CollectiveMismatch(RuntimeError):
+    """The members of an epoch did not issue the same collectives in the same order: a fault of the calling program.
+
+    No sum was formed of what does not belong together.
+    """
+
+
+class LedgerError(ValueError):
+    """Ledgers contradict each other or themselves: a fault of the calling program, or a damaged message."""
 
 
 class Epoch(Protocol):
@@ -109,3 +144,49 @@ class CancelToken:
     def wait(self, seconds: float | None = None) -> bool:
         """Block until the token is cancelled; False when ``seconds`` passed first."""
         return self._cancelled.wait(seconds)
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
+
+
+class KeyValue(Protocol):
+    """The part of ``torch.distributed.Store`` that is needed; any shared key-value service will do."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set; must not block."""
+
+
+class Known:
+    """What everybody was told already: nothing has to be published, nothing is waited for."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = dict(values)
+
+    def set(self, key: str, value: str) -> None:
+        """The others know it."""
+
+    def get(self, key: str) -> bytes:
+        return self._values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+
+def await_key(store: KeyValue, key: str, cancel_token: CancelToken, timeout: float) -> str:
+    """The value of ``key`` as soon as somebody sets it.
+
+    Raises ``EpochRevoked`` when the token is cancelled and ``TimeoutError`` after ``timeout`` seconds.  The store is
+    asked again and again with growing pauses: a wait inside a store can't be ended from outside.
+    """
+    deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+    while not store.check([key]):
+        if cancel_token.wait(pause):
+            raise cancel_token.error()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody published {key} within {timeout:g} s")
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return store.get(key).decode("utf-8", errors="replace")

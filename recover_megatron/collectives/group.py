@@ -20,10 +20,8 @@ from itertools import pairwise
 
 import torch
 
-from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.epoch import CancelToken, Epoch
-from recover_megatron.collectives.errors import CollectiveMismatch, LedgerError, PeerLost
-from recover_megatron.collectives.ledger import Held, Ledger, Span, from_digest, merge
+from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, Epoch, LedgerError, PeerLost
+from recover_megatron.collectives.ledger import Bucket, Held, Ledger, Span, from_digest, merge
 from recover_megatron.collectives.memo import Memo
 from recover_megatron.collectives.ring.progress import Handle
 from recover_megatron.collectives.ring.schedule import Chunks, even_chunks, frozen, within

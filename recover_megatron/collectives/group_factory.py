@@ -8,18 +8,16 @@ from typing import Literal
 
 import torch
 
-from recover_megatron.collectives.epoch import CancelToken, Epoch
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import CancelToken, Epoch, EpochRevoked, KeyValue, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.native.group import NativeGroup
-from recover_megatron.collectives.nccl.group_opening import NcclOpener
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.rendezvous import KeyValue
+from recover_megatron.collectives.nccl.ring import NcclOpener
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.ring.group import RingGroup, Tuning
+from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.collectives.transport.host_staged import StagedTransport
 from recover_megatron.collectives.transport.interface import Transport
-from recover_megatron.collectives.transport.listener import RingListener
 from recover_megatron.collectives.transport.tcp import TcpTransport
 
 TransportKind = Literal["tcp", "tcp-inline", "nccl"]

@@ -7,6 +7,14 @@ of epoch e, bit for bit the same at every member that has it REDUCED.  Spans are
 chunks and segments change with the number of members, what is finished does not.
 
 Pure: no I/O, no torch.  The spans are replaced as a whole, so a reader in another thread sees a valid ledger.
+
+A gradient bucket with its ledger, and what a caller may do with parts of it between two epochs.
+
+Where finished sums are kept while lost microbatches are run again: on their device, or where it is full on the host.
+
+A recovery comes at a moment that nobody has planned for: up to a whole gradient buffer is copied, and then the passes
+of the re-run need as much memory as any other.  If the copies took it, all survivors would run out of it at the same
+microbatch.  So a copy stays on a GPU only if the most that was ever allocated there and all copies fit together.
 """
 
 from __future__ import annotations
@@ -16,8 +24,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
+from types import TracebackType
+from typing import Any, Self
 
-from recover_megatron.collectives.errors import LedgerError
+import torch
+
+from recover_megatron.collectives.epoch import LedgerError
 
 MAX_SPANS = 1 << 20
 """Limit of what is accepted in a digest from another member."""
@@ -165,3 +177,132 @@ def merge(ledgers: Sequence[Ledger]) -> list[Held]:
         if active:
             fragments.append(Held(start, stop, epochs.pop(), tuple(sorted(active))))
     return fragments
+
+
+class Memory:
+    """Makes the copies.  ``copy`` is what is used; the rest says how, and is replaced in tests."""
+
+    def copy(self, values: torch.Tensor, beside: int = 0) -> torch.Tensor:
+        """A copy of ``values``, on their device or in host memory; ``beside``: bytes of other copies on the device."""
+        if self.has_room(values, beside):
+            try:
+                return self.on_device(values)
+            except torch.OutOfMemoryError:
+                pass  # it is in pieces, or another process has taken it
+        return self.on_host(values)
+
+    def has_room(self, values: torch.Tensor, beside: int) -> bool:
+        """Whether the device of ``values`` holds a copy beside all that an iteration needs, and the other copies."""
+        if values.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(values.device)
+        ours = free + torch.cuda.memory_reserved(values.device)
+        return torch.cuda.max_memory_allocated(values.device) + beside + values.nbytes <= ours
+
+    def on_device(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on their device.  Raises ``torch.OutOfMemoryError``."""
+        return values.clone()
+
+    def on_host(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory: pinned, where the host gives that, since it goes back at the speed of the bus then."""
+        try:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        except RuntimeError:  # no CUDA, or no more memory that may be pinned
+            host = torch.empty(values.shape, dtype=values.dtype)
+        return host.copy_(values)
+
+
+class Bucket:
+    """A contiguous tensor that is reduced as a whole, seen as flat, and its ledger.
+
+    Between ``submit`` and the end of ``wait`` of a collective the bucket belongs to the group; otherwise to the caller.
+    """
+
+    def __init__(self, tensor: torch.Tensor, ledger: Ledger | None = None) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError("a bucket must be contiguous in memory")
+        self.flat = tensor.detach().view(-1)
+        self.ledger = Ledger(self.flat.numel()) if ledger is None else ledger
+
+    @classmethod
+    def of_gradients(cls, parameters: Iterable[torch.Tensor], extra: int = 0) -> Self:
+        """A bucket that is the memory of the parameters' ``grad``, in order, and ``extra`` elements behind them.
+
+        All parameters must have the first one's type and device.  ``backward`` then accumulates into the bucket, and an
+        optimizer steps with it.  (``zero_grad`` must not be called: it would take the gradients out of the bucket.)
+        Of a distributed parameter, as ``fully_shard`` makes them, it is this worker's shard.
+        """
+        tensors = list(parameters)
+        shards = [_shard(parameter) for parameter in tensors]
+        flat = torch.zeros(sum(s.numel() for s in shards) + extra, dtype=tensors[0].dtype, device=tensors[0].device)
+        at = 0
+        for parameter, shard in zip(tensors, shards, strict=True):
+            gradient = flat[at : at + shard.numel()].view_as(shard)
+            parameter.grad = _laid_out_as(parameter, gradient)
+            at += shard.numel()
+        return cls(flat)
+
+    def clear(self) -> None:
+        """The next iteration: all zero, all LOCAL."""
+        self.flat.zero_()
+        self.ledger.clear()
+
+    def set_aside(self, memory: Memory | None = None, beside: int = 0) -> Aside:
+        """Copy the REDUCED spans (and nothing else) before gradients are accumulated into the bucket once more.
+
+        ``with bucket.set_aside():`` puts them back at the end.  ``memory``: where the copies are kept; by default on
+        the bucket's device as far as it has room.  ``beside``: bytes that other buckets have set aside there.
+        """
+        return Aside(self, memory or Memory(), beside)
+
+
+def _shard(parameter: Any) -> torch.Tensor:
+    """What of ``parameter`` is in this worker's memory."""
+    return parameter.to_local() if _is_distributed(parameter) else parameter
+
+
+def _laid_out_as(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
+    """The tensor of which ``shard`` is in this worker's memory as ``_shard(parameter)`` is of ``parameter``."""
+    if not _is_distributed(parameter):
+        return shard
+    from torch.distributed.tensor import DTensor  # half a second, for those that have it loaded anyway
+
+    return DTensor.from_local(
+        shard, parameter.device_mesh, parameter.placements,
+        run_check=False, shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def _is_distributed(parameter: Any) -> bool:
+    return hasattr(parameter, "device_mesh")
+
+
+class Aside:
+    """Finished sums of a bucket, kept while lost microbatches are run again into it."""
+
+    def __init__(self, bucket: Bucket, memory: Memory, beside: int) -> None:
+        self._bucket = bucket
+        self._kept: list[tuple[Span, torch.Tensor]] = []
+        self.device_bytes = 0
+        """What of the copies is on the bucket's device."""
+        for span in bucket.ledger.reduced:
+            copy = memory.copy(bucket.flat[span.start : span.stop], beside + self.device_bytes)
+            self._kept.append((span, copy))
+            if copy.device == bucket.flat.device:
+                self.device_bytes += copy.nbytes
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        self.put_back()
+
+    @property
+    def nbytes(self) -> int:
+        """What the copies take."""
+        return sum(values.nbytes for _, values in self._kept)
+
+    def put_back(self) -> None:
+        """Overwrite the REDUCED spans with the finished sums."""
+        for span, values in self._kept:
+            self._bucket.flat[span.start : span.stop].copy_(values)

@@ -10,7 +10,6 @@ state            the state of a run as a tree, given to workers that come, and t
 docs/library.md has the promises, a worked example and torchft's names beside ours.
 """
 
-from recover_megatron.elastic.data_parallel import ElasticDataParallel, StepResult
-from recover_megatron.elastic.loop import run
+from recover_megatron.elastic.data_parallel import ElasticDataParallel, StepResult, run
 
 __all__ = ["ElasticDataParallel", "StepResult", "run"]

@@ -5,6 +5,8 @@
                 '---- somebody died, or came: all join again --------'     what is finished stays, what is lost is run
 
 The words are those of docs/ring.md: an epoch is a membership of the run, a bucket the memory of the gradients.
+
+All steps of a training, and how a worker's part in it ends.
 """
 
 from __future__ import annotations
@@ -12,23 +14,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from recover_megatron.collectives.column import LOOPBACK, Column
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.elastic.gradients import Gradients
-from recover_megatron.elastic.share import Standing, Status, shares, standing
-from recover_megatron.elastic.state import Exchange, State, Stateful
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.elastic.state import Exchange, Gradients, Standing, State, Stateful, Status, shares, standing
 from recover_megatron.errors import UserError
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.auth import find_secret
-from recover_megatron.membership.errors import EXIT_STATE_LOST, CoordinatorLost
+from recover_megatron.membership.records import EXIT_FENCED, EXIT_STATE_LOST, CoordinatorLost, Fenced
 from recover_megatron.membership.worker import is_newcomer
 from recover_megatron.variables import COORDINATOR_VARIABLE, HOST_VARIABLE
 
@@ -303,3 +304,26 @@ def _check(
         reasons.append(f"state: the names {', '.join(taken)} are taken")
     if reasons:
         raise UserError(*reasons)
+
+
+def run(elastic: ElasticDataParallel, microbatch: Microbatch, steps: int) -> Iterator[StepResult]:
+    """Train until step ``steps`` is finished, and yield each step when it is finished and applied here.
+
+    What stands in the body of the ``for`` loop is done by every worker between two steps (a scheduler's step, a line in
+    a log, an evaluation); what only one is to do is for whom ``elastic.leads``.  A worker that comes into the running
+    job gets the state of the others and begins with the step in which they are: it yields no step from before.
+
+    After the last step the worker leaves the run.  A script that breaks off calls ``elastic.leave()``.  A worker that
+    has no part in the run any more ends here, with the exit code that says so (SystemExit): 13, it was put out; 0, the
+    others had finished; else the run's.
+    """
+    try:
+        while elastic.completed < steps:
+            yield elastic.step(microbatch)
+    except Fenced as error:
+        log.info(f"worker {elastic.worker} was put out of the run, which goes on without it: {error}")
+        sys.exit(EXIT_FENCED)
+    except CoordinatorLost as error:
+        log.info(f"the run ends for worker {elastic.worker}: {error}")
+        sys.exit(error.code)
+    elastic.leave()

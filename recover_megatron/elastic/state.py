@@ -4,22 +4,37 @@
     newcomer   fetch(epoch, holders) ----- parameters arrive in their own memory, the rest in new memory, then is loaded
 
 What is in it: ``state_dict()`` of the model, of the optimizer, and of whatever else was named.
+
+The holders of the run's state, and who runs which microbatch: pure functions of what the members joined with.
+
+    joined with   completed=7  holds  ran=(0, 3)     died in step 8: its 1 and 4 are lost
+                  completed=7  holds  ran=(2, 5)
+                  completed=0  -      ran=()         a newcomer: takes the state, and runs nothing in this step
+    shares        8: {0: [1], 1: [4], 2: []}         from step 9 on all three
+
+Every member works them out by itself, from the same statuses: the plan of the epoch has them.
+
+The memory of a model's gradients as buckets, and beside it what a step counts: its loss, and its microbatches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 
-from recover_megatron.collectives.digest import digest
-from recover_megatron.instep.state_holder import KIND, Offer, Offers
+from recover_megatron.collectives.ledger import Bucket
+from recover_megatron.collectives.state_transport import digest
+from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.state_holder import KIND, Offer, Offers, Path, flatten, new_memory
 from recover_megatron.instep.state_receiver import Receiver, Source
-from recover_megatron.instep.transfer import Path, flatten, new_memory
-from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer
-from recover_megatron.network.proof import Challenge
-from recover_megatron.network.streams import open_stream
+from recover_megatron.membership.records import Json
+from recover_megatron.network.connection import Challenge
+from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, open_stream
+from recover_megatron.workload import reassign
 
 
 class Stateful(Protocol):
@@ -117,3 +132,127 @@ class Exchange:
         with torch.no_grad():
             state.load(tree["state"])
         return int(tree["completed"])
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a worker joins an epoch with."""
+
+    completed: int
+    """The last step that its state has."""
+    holds: bool
+    """Whether it has a state to go on from; who comes into a running job has none."""
+    digest: str
+    """Of a state that no step of this run has changed yet; empty afterwards: then all holders have the same."""
+    ran: tuple[int, ...]
+    """The microbatches of step ``completed + 1`` whose gradients it holds."""
+    address: str
+    """Of its peer store: where its state is fetched."""
+
+    def to_json(self) -> Json:
+        """For the wire."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Json) -> Status:
+        """The inverse of ``to_json``."""
+        return cls(**{**told, "ran": tuple(told["ran"])})
+
+    def after(self, committed: int) -> Status:
+        """As it is when what the rendezvous has found committed is applied: at most the step it was in."""
+        if self.completed >= committed:
+            return self
+        return Status(committed, self.holds, "", (), self.address)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How an epoch begins."""
+
+    completed: int
+    """The last step that the state of the run has."""
+    holders: tuple[int, ...]
+    """The workers that have that state, ascending; the other members fetch it from them."""
+
+
+def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
+    """The state of the run and who holds it; None: nobody does.
+
+    At the start workers may differ (another seed, a checkpoint that only some have): who has completed most counts, of
+    these the lowest id, and who has just the same.
+    """
+    now = {worker: status.after(committed) for worker, status in sorted(statuses.items()) if status.holds}
+    if not now:
+        return None
+    completed = max(status.completed for status in now.values())
+    newest = {worker: status for worker, status in now.items() if status.completed == completed}
+    lead = next(iter(newest.values()))
+    return Standing(completed, tuple(worker for worker, status in newest.items() if status.digest == lead.digest))
+
+
+def shares(
+    statuses: Mapping[int, Status], at: Standing, members: Sequence[int], step: int, microbatches: int
+) -> dict[int, list[int]]:
+    """Worker -> ids that it runs, of the ``microbatches`` of ``step`` that nobody had when the epoch began.
+
+    In the epoch's first step only holders have a part: the others are getting the state.
+    """
+    first = step == at.completed + 1
+    workers = at.holders if first else tuple(sorted(members))
+    had = {w: statuses[w].ran if first and statuses[w].completed == at.completed else () for w in workers}
+    lost = sorted(set(range(microbatches)).difference(*had.values()))
+    dealt = reassign(lost, 1, workers, load={worker: len(ran) for worker, ran in had.items()})
+    return {worker: dealt[worker][0] for worker in workers}
+
+
+class Gradients:
+    """Those of ``parameters``, all on one device: a bucket for each of their types, and one for what is counted."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], microbatches: int) -> None:
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+        buckets = [Bucket.of_gradients(group) for group in by_type.values()]
+        self._grads = [(parameter, parameter.grad) for parameter in parameters]
+        wide = torch.float64 if torch.float64 in by_type else torch.float32
+        self._counted = Bucket(torch.zeros(1 + microbatches, dtype=wide, device=parameters[0].device))
+        self.buckets = [*buckets, self._counted]
+
+    def clear(self) -> None:
+        """The next step: all zero, nothing summed; the parameters' ``grad`` is this memory, whatever it was since."""
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+        for bucket in self.buckets:
+            bucket.clear()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """While microbatches are added: what is summed already stays as it is."""
+        with contextlib.ExitStack() as stack:
+            beside = 0
+            for bucket in self.buckets:
+                aside = bucket.set_aside(beside=beside)
+                beside += aside.device_bytes
+                stack.enter_context(aside)
+            yield
+
+    def count(self, j: int, loss: torch.Tensor) -> None:
+        """Microbatch ``j`` has been added, with this part of the step's loss.
+
+        Raises RuntimeError where its gradients are elsewhere: somebody has replaced ``grad``.
+        """
+        if any(parameter.grad is not grad for parameter, grad in self._grads):
+            raise RuntimeError(
+                "a parameter's grad is another tensor than before the microbatch: leave zero_grad() out (a step begins "
+                "with gradients of zero), and sparse gradients"
+            )
+        counted = self._counted.flat
+        counted[0] += loss.detach().to(counted.dtype)
+        counted[1 + j] += 1
+
+    def loss(self) -> float:
+        """Of the step that was summed.  Raises Disagreement unless each microbatch is in it exactly once."""
+        loss, *times = self._counted.flat.tolist()
+        if any(count != 1 for count in times):
+            raise Disagreement(f"the sum has the microbatches of the step {[int(count) for count in times]} times")
+        return float(loss)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from recover_megatron import __version__
+from recover_megatron.errors import end_process
 from recover_megatron.hostdevice import script
-from recover_megatron.orderly_end import end_process
 
 USAGE = "usage: python -m recover_megatron.hostdevice [-m] SCRIPT [ARGUMENTS...]"
 

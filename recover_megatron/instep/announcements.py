@@ -5,7 +5,7 @@
     over()      an operation is over for this worker: on the peer store, too, if a rendezvous is open
     leave()     this worker has no place any more, and makes none of the operations that others wait for
 
-The peer store answers whatever the main thread does (`collectives.peer_store_client`).  Called by the main thread and
+The peer store answers whatever the main thread does (`collectives.peers`).  Called by the main thread and
 the session's.
 """
 

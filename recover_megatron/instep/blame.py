@@ -8,8 +8,7 @@ it is a fault of the work (two workers that do not agree on a shape), and is tol
 
 from __future__ import annotations
 
-from recover_megatron.instep.errors import Orphaned
-from recover_megatron.instep.faults import is_communication, is_in_a_group, is_of_device, is_own
+from recover_megatron.instep.faults import Orphaned, is_communication, is_in_a_group, is_of_device, is_own
 from recover_megatron.instep.orphan import BLAME_SECONDS
 from recover_megatron.instep.recovery import Recovery
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.workload.edges import Edge
 
@@ -82,7 +82,7 @@ class JoinStatus:
     note: str = ""
     """Why it is a spare, for the log."""
     peer_store: str = ""
-    """Where it keeps what the members of an epoch tell each other (``collectives.peer_store_client``)."""
+    """Where it keeps what the members of an epoch tell each other (``collectives.peers``)."""
     unreached: Sequence[int] = ()
     """Live workers that it has tried to reach, and could not (``instep.edges``)."""
     building: bool = False
@@ -173,7 +173,7 @@ class Rules:
     """What every worker of a run knows and no epoch changes."""
 
     least: int = 1
-    """So many microbatches, per inner rank, a replica runs in one pass at least, if any (``workload.interleaved``)."""
+    """So many microbatches, per inner rank, a replica runs in one pass at least, if any (``workload.assign``)."""
     cross_node: bool = False
     """Whether a tensor-parallel group may reach over nodes."""
     strict: bool = False

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from recover_megatron.collectives.probe import SECONDS, unreached
+from recover_megatron.collectives.peers import SECONDS, unreached
 from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.losses import READY
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR

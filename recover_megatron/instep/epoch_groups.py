@@ -25,22 +25,18 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, KeyValue, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import TransportKind, open_group
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.peer_store_client import Neighbours, PeerStoreClient
-from recover_megatron.collectives.rendezvous import KeyValue
+from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.tree.connections import Tree
 from recover_megatron.collectives.tree.operations import TreeBackend
-from recover_megatron.instep.state_holder import KIND, Offer, Offers
+from recover_megatron.instep.state_holder import KIND, Offer, Offers, new_memory
 from recover_megatron.instep.state_receiver import Place, Receiver, Shared, Source
-from recover_megatron.instep.transfer import new_memory
-from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer
-from recover_megatron.network.proof import Challenge
-from recover_megatron.network.streams import Streams, open_stream
+from recover_megatron.network.connection import Challenge
+from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, Streams, open_stream
 
 
 @dataclass(frozen=True)

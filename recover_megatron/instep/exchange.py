@@ -35,18 +35,17 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.collectives.peer_store_client import PeerStoreClient
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep.announcements import HERE, OVER, Announcements, key, left_key
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups, Failure, name_of
-from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.hooks import Hooks, ProgressReports
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.planner import Planner
-from recover_megatron.instep.progress_reports import ProgressReports
 
 Perform = Callable[[TreeBackend, Sequence[int]], None]
 """Carries the operation out on a backend of these slots, and keeps the result to itself."""

@@ -6,6 +6,13 @@ its own      its host or device cannot do what others may           ``is_own``; 
 its context  CUDA has failed in this process                        ``is_of_device``; the worker ends, an orphan, too
 any other    of the worker or of its work: the coordinator finds    ``signature``; the worker ends, and the run if
              out by who else meets it                               the work ends others, too
+
+What can end a worker's part in the training other than the end of the training.
+
+A device that has failed is a dead worker: it is noticed, and the process ends soon, whatever hangs in it.
+
+CUDA error in the main thread, or told by a ring's handle  --> faults.is_of_device --> ends_soon, exit code 1
+an orphan comes out of the training --> check_device       --> the same, before it offers its state to anybody
 """
 
 from __future__ import annotations
@@ -14,13 +21,85 @@ import errno
 import os
 import platform
 import re
+import threading
 import traceback
 from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 
-from recover_megatron.instep.errors import CheckpointFailed
+from recover_megatron.logger import get_logger
+from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_STATE_LOST
+
+EXIT_REFUSED = 2
+"""That of a worker whose flags are wrong, or not those of the run; nobody is started in its place."""
+
+
+class InStepError(Exception):
+    """Base of what this package raises for a state of the run."""
+
+
+class Orphaned(InStepError):
+    """This worker's replica is broken: another of its workers is gone.  The worker leaves the training and waits."""
+
+
+class NoReplica(InStepError):
+    """No complete replica is left, or fewer than the user wants: the run ends with exit code 10."""
+
+    code = EXIT_NO_REPLICA
+
+
+class Disagreement(InStepError):
+    """Workers tell of what no order of events explains, or a sum is not what was agreed: nothing is committed."""
+
+
+class StateLost(InStepError):
+    """Workers enough for a replica live, but nobody holds the state of one of its positions: exit code 12."""
+
+    code = EXIT_STATE_LOST
+
+
+class RunOver(InStepError):
+    """The run is over for this worker, which has no place: ``code`` is the exit code, the text says why."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Drained(RunOver):
+    """This worker's node is drained: it has left the run in order, which goes on without it."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(0, f"node {node} is drained")
+
+
+class OtherFlags(RunOver):
+    """This worker was started with other flags than the run: exit code 2.  The run goes on without it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_REFUSED, reason)
+
+
+class OtherPosition(InStepError):
+    """This worker is wanted in another position: it builds the model of ``position``, and comes back."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"position {position} is wanted of this worker")
+        self.position = position
+
+
+class CheckpointFailed(InStepError):
+    """A checkpoint cannot be written.  ``own``: by this worker; others can."""
+
+    def __init__(self, message: str, *, own: bool) -> None:
+        super().__init__(message)
+        self.own = own
+
+
+class UnknownOperation(InStepError):
+    """An operation over replicas inside a step, of which the recovery does not know what it is for: exit code 1."""
+
 
 _SIGNS = (
     "gloo/transport",
@@ -185,3 +264,37 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _any_in(texts: list[str], parts: Iterable[str]) -> bool:
     return any(part in text for text in texts for part in parts)
+
+
+log = get_logger(__name__)
+
+EXIT_BROKEN_DEVICE = 1
+"""That of any fault of a worker's own: its launcher may start another one in its place."""
+END_SECONDS = 4.0
+
+
+def check_device(device: torch.device) -> None:
+    """Return if ``device`` still computes.  Raises what CUDA raises if an earlier kernel has broken this process.
+
+    Aborted kernels may have left indices that later ones followed; the error comes with the first call that looks.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).add_(1).item()
+
+
+def break_device(device: torch.device) -> None:
+    """Index beyond a tensor on ``device``: the kernel's assertion is an error that lasts until the process ends."""
+    torch.zeros(4, device=device)[torch.tensor([1 << 30], device=device)]
+
+
+def ends_soon(seconds: float = END_SECONDS) -> None:
+    """See to it that this process ends within ``seconds``: with a broken device anything may hang from here on."""
+    timer = threading.Timer(seconds, _end)
+    timer.daemon = True
+    timer.start()
+
+
+def _end() -> None:
+    log.info("the device of this worker has failed, and its last words take too long: it ends")
+    os._exit(EXIT_BROKEN_DEVICE)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from recover_megatron.workload.layout import replicas_of
+from recover_megatron.workload.domains import replicas_of
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,17 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.edges import Edges
-from recover_megatron.instep.errors import Drained, Orphaned, OtherPosition, RunOver
-from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.faults import Drained, Orphaned, OtherPosition, RunOver
+from recover_megatron.instep.hooks import Hooks, ProgressReports
 from recover_megatron.instep.planner import Planner
-from recover_megatron.instep.progress_reports import ProgressReports
 from recover_megatron.instep.spare import LINGER_SECONDS, STUCK_SECONDS, Leave, Mirror, Over, Rebuild, Spare
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.errors import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
+from recover_megatron.membership.records import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
 from recover_megatron.membership.session import Session
 
 log = get_logger(__name__)

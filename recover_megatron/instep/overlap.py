@@ -10,7 +10,7 @@ need not.  Once all have agreed that the update is made, every holder of a unit 
 `shards`) has the unit's new parameters in its own model.  There they stay until its next update, and nobody makes that
 before all that live have agreed on the next step, so have run their forward pass, so have all parameters.  Until then a
 part can be had from any of its holders, whatever they do and whichever epoch they are in: a thread of theirs answers
-(`collectives.peer_read`), for the update that it is asked about and for no other.
+(`collectives.peers`), for the update that it is asked about and for no other.
 
 A unit has the same bits at all of its holders, so it does not matter who answers.  (Where another kind of processor
 updates the shadows it has not; then parameters are gathered at the end of the step: `parameters`.)  A part that no
@@ -26,10 +26,9 @@ from contextlib import suppress
 
 import torch
 
-from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.collectives.ledger import Span
-from recover_megatron.collectives.peer_read import Fetcher
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.ledger import Bucket, Span
+from recover_megatron.collectives.peers import Fetcher
 from recover_megatron.collectives.ring.progress import Handle
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery

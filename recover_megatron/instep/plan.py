@@ -24,10 +24,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recover_megatron.instep.decision import HELD, Beyond, Decision, JoinStatus, Kept, Rollback, Rules, Timeline
-from recover_megatron.instep.drained_nodes import draining_of, leaving_of, without
-from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.standing import Grid, Members, most, whole_replicas
+from recover_megatron.instep.standing import Grid, Members, draining_of, leaving_of, most, whole_replicas, without
 from recover_megatron.instep.timelines import (
     covered,
     kept,
@@ -43,8 +42,7 @@ from recover_megatron.instep.timelines import (
 from recover_megatron.instep.timelines import newest as newest_timeline
 from recover_megatron.workload import Placement, reassign
 from recover_megatron.workload.domains import touched_by
-from recover_megatron.workload.edges import Edge, edge
-from recover_megatron.workload.seating import seated
+from recover_megatron.workload.edges import Edge, edge, seated
 from recover_megatron.workload.snapshots import FIRST_INTERVAL, Spread, copies
 
 _DISPUTED = "the states of workers {} differ, and as many say one thing as another: nobody knows which is right"

@@ -14,18 +14,17 @@ from typing import Any, NoReturn
 
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Beyond, Checkpoint, Decision, JoinStatus, Rules, Timeline
-from recover_megatron.instep.drained_nodes import finished_of
 from recover_megatron.instep.edges import MOST, Edges, explanation, news
-from recover_megatron.instep.errors import EXIT_REFUSED, NoReplica, OtherFlags, StateLost
+from recover_megatron.instep.faults import EXIT_REFUSED, NoReplica, OtherFlags, StateLost
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.losses import Failure, Failures, LostWorker
-from recover_megatron.instep.other_flags import ASKED_SECONDS, OwnFlags, odd_ones
+from recover_megatron.instep.no_place import ASKED_SECONDS, OwnFlags, odd_ones
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.snapshots import SnapshotStore
-from recover_megatron.instep.standing import room
+from recover_megatron.instep.standing import finished_of, room
 from recover_megatron.instep.timelines import merged
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, CoordinatorLost
+from recover_megatron.membership.records import EXIT_LOST_MAJORITY, CoordinatorLost
 from recover_megatron.membership.session import Session
 
 log = get_logger(__name__)

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from recover_megatron.collectives.gloo.abortable_work import AbortableWorks
-from recover_megatron.instep.among import Among
-from recover_megatron.instep.callers import caller
+from recover_megatron.collectives.gloo.swappable_group import AbortableWorks
 from recover_megatron.instep.epoch_groups import name_of
-from recover_megatron.instep.traffic import Mode, Operation, Traffic
+from recover_megatron.instep.traffic import Among, Mode, Operation, Traffic, caller
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, places: Sequence[int]) -> None:

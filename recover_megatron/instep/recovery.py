@@ -21,19 +21,16 @@ from collections.abc import Mapping, Sequence
 
 from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.boundary import Boundary
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.exchange import Exchange
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.hooks import Hooks, ProgressReports
+from recover_megatron.instep.no_place import OwnFlags
 from recover_megatron.instep.orphan import Orphan
-from recover_megatron.instep.other_flags import OwnFlags
 from recover_megatron.instep.planner import Planner
-from recover_megatron.instep.progress_reports import ProgressReports
-from recover_megatron.instep.rendezvous import Rendezvous
-from recover_megatron.instep.sections import Sections
+from recover_megatron.instep.rendezvous import Boundary, Rendezvous, Sections
 from recover_megatron.instep.snapshots import SnapshotStore
 from recover_megatron.membership.session import Session
 

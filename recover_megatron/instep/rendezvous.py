@@ -2,23 +2,37 @@
 
 leave, if my replica is broken --> the old epoch's groups are closed --> Planner.meet --> the plan is taken up
                                                                              '--> no place for this worker: Orphaned
+
+The boundary before a step: where a plan has said that spares make new replicas, all meet there once more.
+
+The plan of that epoch places them, and the step that follows is their first decision.  Where states are compared
+(``verify_interval``) all meet there anyway, and the plan finds who differs from its column (`plan`).
+
+Sections: decisions other than a training step, run again from the start by whoever is left when a worker is lost.
+
+What needs workers of all replicas is part of a *decision*: a training step (`step`), an evaluation, a checkpoint, a
+barrier of all.  (What some of them do together between two decisions: `exchange`.)  Every worker passes the same
+decisions in the same order and numbers them; a decision is over when all have reported it done (``agree``), and whoever
+is told otherwise meets the others and, but for a step, starts it again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.instep.edges import why_out
-from recover_megatron.instep.errors import Drained, Orphaned
-from recover_megatron.instep.hooks import Hooks
+from recover_megatron.instep.faults import Drained, Orphaned
+from recover_megatron.instep.hooks import Hooks, ProgressReports
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.planner import Planner
-from recover_megatron.instep.progress_reports import ProgressReports
+from recover_megatron.instep.staging import Kept
 from recover_megatron.membership.session import Session
 
 
@@ -93,3 +107,128 @@ class Rendezvous:
         mine.wait_for_step(decision if decision.step and status.at != decision.at else None)
         self._hooks.planned(decision)
         planner.log(decision, lost, time.perf_counter() - started)
+
+
+@dataclass(eq=False)
+class Boundary:
+    """Of one worker; its main thread calls it.  ``verify_interval``: iterations between comparisons; 0: none."""
+
+    _hooks: Hooks
+    _progress: ProgressReports
+    _assignment: Assignment
+    _rendezvous: Rendezvous
+    verify_interval: int
+    _verified: int = field(default=0, init=False)
+    """The iteration before which states were compared last."""
+
+    def meet_if_wanted(self, prepare: Callable[[], Any]) -> None:
+        """Meet the others once more if a plan has called for it; raises as ``Rendezvous.meet`` does.
+
+        ``prepare`` is called before and must be made of sections: what must not wait until new mates are here.
+        """
+        mine = self._assignment
+        while self._wanted():
+            before = mine.decision
+            prepare()
+            if mine.decision is before:
+                self._verified = self._hooks.iteration()
+                self._rendezvous.before_step(self._next, self._hooks.digest())
+        mine.shares.easing = mine.decision.at == self._next and bool(mine.decision.transfers)
+
+    @property
+    def _next(self) -> int:
+        """The number of the step that follows."""
+        return self._progress.at + 1
+
+    def _wanted(self) -> bool:
+        decision = self._assignment.decision
+        if self._assignment.begun_by_others(self._next):
+            return False  # there will be another boundary
+        if decision.at == self._next and decision.version is not None:
+            return False  # the epoch was made for this boundary
+        if decision.regroup:
+            return True
+        return self.verifying and self._verified != self._hooks.iteration()
+
+    @property
+    def verifying(self) -> bool:
+        """Whether states are compared before the step of this iteration."""
+        return self.verify_interval > 0 and self._hooks.iteration() % self.verify_interval == 0
+
+    @property
+    def joining_next(self) -> bool:
+        """Whether the step that follows is one that others have begun, or some begin without a state."""
+        decision = self._assignment.decision
+        return self._assignment.begun_by_others(self._next) or (decision.at == self._next and bool(decision.fresh))
+
+    @property
+    def in_section_of_others(self) -> bool:
+        """Whether the epoch was made while others were in a section that comes before the next step."""
+        decision = self._assignment.decision
+        return decision.at == self._next and not decision.step and decision.version is None
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(eq=False)
+class Sections:
+    """Of one worker; its main thread calls it."""
+
+    _hooks: Hooks
+    _progress: ProgressReports
+    _assignment: Assignment
+    _orphan: Orphan
+    _rendezvous: Rendezvous
+    kind: str = field(default="", init=False)
+    """What the last section was, or is."""
+    kept: Kept = field(default_factory=Kept, init=False)
+    """What operations of the present section wrote over."""
+
+    def run(
+        self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = _nothing, together: bool = False
+    ) -> Any:
+        """Run something that needs all workers to its end; what ``run`` returned.
+
+        ``run`` must either raise ``EpochRevoked`` or have no effect that a second run would double; ``reset`` undoes
+        the rest, but for what operations over replicas wrote over their input: that is ``kept``.
+
+        ``together``: in ``run`` the workers of a replica wait for each other, and ``run`` does not raise
+        ``EpochRevoked``. So they begin it together, whichever of them knows already that the epoch is over.
+
+        Raises as ``Rendezvous.meet`` does, and what ``run`` raises.
+        """
+        number = self._progress.begin()
+        result = None
+        self.kind = kind
+        self.kept.forget()
+        while True:
+            try:
+                if together:
+                    self._orphan.leave_if_broken()
+                else:
+                    self._orphan.check()
+                result = run()
+                # Not left to ``agree``: the session may not have heard yet of what an operation of ``run`` has met (and
+                # gone on after: ``Mode.DEFERRED``), and what is reported done counts in later epochs, too.
+                self._orphan.check()
+                if self._assignment.decision.at == number:
+                    # The epoch was made in the middle of this section.  What is reported stays so: a column that had
+                    # reported it could see it committed, by what others report now, while one of its members runs it
+                    # again and needs the rest.  So nobody reports before all have run it again, and if it is committed
+                    # what this run has returned counts, though this worker may not come to report it.
+                    with self._progress.waiting(kind):
+                        self._assignment.epoch_groups.any(False, tuple(sorted(self._assignment.live)))
+                self._progress.agree(number)
+                self.kept.forget()
+                return result
+            except EpochRevoked:
+                if self._rendezvous.committed_before_the_end(number):
+                    return result
+                self._rendezvous.in_section(number)
+                if self._assignment.committed(number):  # only when all had reported it done, this worker too
+                    return result
+                self.kept.restore()
+                reset()
+                self._hooks.log("again", what=kind)

@@ -21,13 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.state_holder import Offer
-from recover_megatron.instep.transfer import flatten
+from recover_megatron.instep.state_holder import Offer, flatten
 from recover_megatron.workload.domains import stride_of
 from recover_megatron.workload.shards import (
     AnyLayout,

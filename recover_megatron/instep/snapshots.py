@@ -23,18 +23,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.instep.decision import Decision, Kept, Snapshot
 from recover_megatron.instep.epoch_groups import CommunicationConfig
-from recover_megatron.instep.errors import Disagreement, InStepError
+from recover_megatron.instep.faults import Disagreement, InStepError
 from recover_megatron.instep.snapshot_parts import Copy, apart, checks_of, made_so_far, room, wrong_chunks
-from recover_megatron.instep.state_holder import KIND, Offer
+from recover_megatron.instep.state_holder import KIND, Offer, flatten, new_memory
 from recover_megatron.instep.state_receiver import Place, Receiver, Source
-from recover_megatron.instep.transfer import flatten, new_memory
 from recover_megatron.logger import get_logger
-from recover_megatron.network.peer_store import PURPOSE
-from recover_megatron.network.proof import Challenge
-from recover_megatron.network.streams import open_stream
+from recover_megatron.network.connection import Challenge
+from recover_megatron.network.peer_store import PURPOSE, open_stream
 
 log = get_logger(__name__)
 

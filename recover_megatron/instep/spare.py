@@ -29,11 +29,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recover_megatron.instep.decision import Decision, JoinStatus
-from recover_megatron.instep.errors import NoReplica, OtherFlags, StateLost
+from recover_megatron.instep.faults import NoReplica, OtherFlags, StateLost
 from recover_megatron.instep.losses import READY
 from recover_megatron.instep.planner import Planner
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.errors import EXIT_FENCED, CoordinatorLost, EpochRevoked, Fenced
+from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, EpochRevoked, Fenced
 from recover_megatron.membership.session import Session
 
 log = get_logger(__name__)

@@ -23,14 +23,24 @@ from typing import Any
 
 import torch
 
-from recover_megatron.collectives.digest import bytes_of
-from recover_megatron.collectives.errors import PeerLost
-from recover_megatron.collectives.state_transport import SocketTransport, lost, receive_into
-from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.state_holder import DONE, HELLO, REQUEST, TEXT, TRAILER, Chunk, chunks_of, layout_of
-from recover_megatron.instep.transfer import MAX_TEXT, Path, unflatten
-from recover_megatron.network.client import Unreachable
-from recover_megatron.network.silence import watch
+from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.collectives.state_transport import SocketTransport, bytes_of, lost, receive_into
+from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.state_holder import (
+    DONE,
+    HELLO,
+    MAX_TEXT,
+    REQUEST,
+    TEXT,
+    TRAILER,
+    Chunk,
+    Path,
+    chunks_of,
+    layout_of,
+    unflatten,
+)
+from recover_megatron.network.connection import Unreachable
+from recover_megatron.network.system import watch
 
 STREAMS = 4
 """Connections, over all holders: one of them rarely fills a link, and one thread does not check what it brings."""

@@ -8,23 +8,105 @@ SECTION     inside a section: a group of the epoch; a revocation raises EpochRev
 DEFERRED    ... or, in a section whose workers depend on each other inside their replica (evaluation), lets the rest
             of the section run with what is at hand; its end tells
 OPEN        anywhere else: the group's members carry it out once, those who are left if some die (`exchange`)
+
+The members that carry out an operation on a group, of those whom its caller counts on.
+
+A caller numbers the members of its group by the epoch that it knows.  Where some of them are lost in the middle of the
+operation the others carry it out, and everything that is given by rank stays at the rank that the caller knows.
+
+Finds the call that asks for an operation on a group: the recovery knows some, and an error names the place.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+import torch
+
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.tree.operations import TreeBackend
-from recover_megatron.instep.among import Among
-from recover_megatron.instep.callers import Caller, caller
 from recover_megatron.instep.epoch_groups import Failure
-from recover_megatron.instep.errors import UnknownOperation
+from recover_megatron.instep.faults import Disagreement, UnknownOperation
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.staging import Staged
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Among:
+    """Slots, in rank order: ``present`` of those ``expected`` by the caller."""
+
+    expected: tuple[int, ...]
+    present: tuple[int, ...]
+
+    @property
+    def all_there(self) -> bool:
+        return len(self.present) == len(self.expected)
+
+    def pick(self, by_rank: Sequence[T]) -> list[T]:
+        """Of what is given by rank, the parts of those present."""
+        return [by_rank[self.expected.index(slot)] for slot in self.present]
+
+    def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The equal parts of a tensor, one for each that is expected, that belong to those present."""
+        return self.pick(whole.view(-1).chunk(len(self.expected)))
+
+    def from_root(self, options: Any, of_caller: int) -> Any:
+        """``options`` for an operation that hands out what rank ``of_caller`` has.
+
+        Raises Disagreement when it is gone: nobody has what the others wait for.
+        """
+        slot = self.expected[of_caller]
+        if slot not in self.present:
+            raise Disagreement(f"the worker in slot {slot} died while it gave the others something between two steps")
+        options.rootRank = self.present.index(slot)
+        return options
+
+    def to_root(self, options: Any, of_caller: int) -> Any:
+        """``options`` for an operation whose result rank ``of_caller`` gets.  When it is gone, somebody gets it."""
+        slot = self.expected[of_caller]
+        options.rootRank = self.present.index(slot) if slot in self.present else 0
+        return options
+
+
+_GROUPS = "recover_megatron.instep.process_group"
+_BETWEEN = ("recover_megatron", "torch", "typing_extensions", "functools", "contextlib")
+"""Packages whose frames may lie between a caller and a group."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A place in a program, and what it does with a group (the method of the group that torch called)."""
+
+    module: str
+    function: str
+    operation: str = ""
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {self.file}:{self.line} ({self.function})"
+
+
+def caller() -> Caller:
+    """The caller of the operation on a group that is under way."""
+    frame, operation = sys._getframe(1), ""
+    while frame.f_back is not None and _module(frame).partition(".")[0] in _BETWEEN:
+        if _module(frame) == _GROUPS:
+            operation = frame.f_code.co_name
+        frame = frame.f_back
+    return Caller(_module(frame), frame.f_code.co_name, operation, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _module(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
 
 WORLD = "world"
 """Label of the default group."""

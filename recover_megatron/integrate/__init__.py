@@ -10,8 +10,7 @@ The loops that come with this package are Megatron-LM's (``megatron_hooks.loops.
 
 from __future__ import annotations
 
-from recover_megatron.integrate.loop import INTERFACE, Loop, Services
-from recover_megatron.integrate.roles import ROLES, Role
+from recover_megatron.integrate.loop import INTERFACE, ROLES, Loop, Role, Services
 from recover_megatron.integrate.seams import Seam, Wrapper, misfit, wrap
 
 __all__ = ["INTERFACE", "ROLES", "Loop", "Role", "Seam", "Services", "Wrapper", "misfit", "wrap"]

@@ -1,4 +1,11 @@
-"""A training loop, as the recovery knows it: where its functions are, and what it is asked for."""
+"""A training loop, as the recovery knows it: where its functions are, and what it is asked for.
+
+What a training loop must call where: each role is one function of the loop that the recovery wraps.
+
+The wrapper of a role is called in place of the loop's function, with the role's ``parameters`` first, by position or by
+name, and whatever the loop has besides; it calls the loop's function with the same, and returns what that returns.  A
+loop whose function takes its arguments otherwise translates (``Seam.adapt``).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +14,92 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from recover_megatron.errors import UserError
-from recover_megatron.integrate.roles import ROLES
 from recover_megatron.integrate.seams import Seam, Wrapper
+
+
+@dataclass(frozen=True)
+class Role:
+    """One function of a training loop."""
+
+    name: str
+    parameters: tuple[str, ...]
+    """The first parameters of the wrapper."""
+    when: str
+    """When the loop calls it, and what it must return, where that matters."""
+    required: bool = True
+    """Whether a loop without it is refused."""
+
+
+ROLES = (
+    # ---- before the training
+    Role("initialize", (), "once per model that is built: makes torch's default group, then all of Megatron-Core's"),
+    Role(
+        "loader",
+        ("dataset", "consumed_samples"),
+        "for each data set: returns a torch DataLoader with one of Megatron's batch samplers, or None without data. "
+        "The loop gets an iterator of microbatches by number in its place, and hands it to the schedule unread",
+    ),
+    Role("endless", (), "where a loader is made to start again at its end"),
+    # ---- the training
+    Role(
+        "train",
+        ("forward_step_func", "model", "optimizer", "scheduler", "train_data", "valid_data"),
+        "once, around all iterations; again where this worker was out of the training and has a place again. The "
+        "iterations begin after ``args.iteration``, with ``args.num_floating_point_operations_so_far``. Where a "
+        "flag or a signal asks for the end it may call ``sys.exit()`` itself; what others call is an error",
+    ),
+    Role(
+        "train_step",
+        ("forward_step_func", "data_iterator", "model", "optimizer"),
+        "once per iteration, around forward, backward, finalize_model_grads and optimizer.step(); returns a tuple of "
+        "losses by name, whether the update was skipped, three of the loop's own, and the gradient norm. "
+        "``args.curr_iteration`` iterations are over then",
+    ),
+    Role(
+        "schedule",
+        (),
+        "returns Megatron-Core's forward_backward_func; the loop calls that by keywords, in a train_step and in an "
+        "evaluation (``forward_only``), with the launch's number of microbatches",
+    ),
+    Role(
+        "log",
+        ("losses", "totals", "learning_rate", "iteration"),
+        "after each iteration: adds the losses to the loop's totals, and prints them",
+    ),
+    Role("skipped_step", (), "for an iteration that is left out: would read its data", required=False),
+    # ---- beside the steps
+    Role("evaluate", ("forward_step_func", "data_iterator", "model"), "a whole evaluation, between two iterations"),
+    Role("evaluations", (), "around it: knows how many steps it has", required=False),
+    Role("save", ("iteration",), "writes a checkpoint after ``iteration`` iterations"),
+    Role("finalize_saves", (), "completes checkpoints that are written asynchronously", required=False),
+    Role(
+        "checkpoint_folder",
+        ("checkpoints_path", "iteration", "release"),
+        "within save: the name of what is written; called with ``return_base_dir`` too. An attempt gets its own folder",
+    ),
+    Role(
+        "written",
+        ("path",),
+        "within save, by rank 0, when all have written: the attempt gets the checkpoint's name, and ``path`` with it",
+    ),
+    Role("schedule_save", ("async_request",), "within save: an asynchronous one begins", required=False),
+    Role("saved", ("checkpoint_path",), "within save: tells others of the folder", required=False),
+    Role(
+        "random_states",
+        (),
+        "within save: the states of random numbers of all replicas; returns a list of them, or what holds one",
+        required=False,
+    ),
+    Role("load", (), "before the training: reads a checkpoint; returns (iteration, operations)"),
+    Role("loaders", (), "before the training: builds all loaders; asks rank 0 whether there is data"),
+    Role("progress_log", (), "appends a line to the job's log", required=False),
+    Role("world_size", (), "the number of workers, for that log: the launch's", required=False),
+    Role("weight_hashes", ("model", "cross_check"), "compares parameters over replicas", required=False),
+    Role("parameters_norm", ("model",), "adds up all parameters", required=False),
+    Role("sequence_lengths", (), "adds up the lengths of packed sequences over replicas", required=False),
+)
+"""In the order of a run."""
+
 
 INTERFACE = 1
 """The version of ``ROLES``, ``Services`` and what they promise.  It rises when a loop that fits would not fit any more;

@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Until the supervisor handles it, Ctrl-C ends the process without a traceback; nothing has been started then.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from recover_megatron.launch.command import run_guarded
-    from recover_megatron.launch.start_again import START_AGAIN, start_again, take_attempt
+    from recover_megatron.launch.processes import START_AGAIN, start_again, take_attempt
 
     attempt = take_attempt()
     code = run_guarded(sys.argv[1:] if argv is None else argv, attempt)

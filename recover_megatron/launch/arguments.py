@@ -23,10 +23,19 @@ from typing import Any
 from recover_megatron import __version__
 from recover_megatron.arguments import FLAGS as SCRIPT_FLAGS
 from recover_megatron.arguments import config_or_defaults, parse_addresses
-from recover_megatron.launch import shape
-from recover_megatron.launch.readers import lease, log_format, nodes, seconds, whole, witness, workers_here
-from recover_megatron.launch.script import check_module, check_script
-from recover_megatron.launch.slurm_launch import shape_of
+from recover_megatron.launch import readers
+from recover_megatron.launch.readers import (
+    check_module,
+    check_script,
+    lease,
+    log_format,
+    nodes,
+    seconds,
+    whole,
+    witness,
+    workers_here,
+)
+from recover_megatron.launch.slurm import shape_of
 from recover_megatron.options import Flag, add_options, flags_of, option
 
 DEFAULT_ADDR = "127.0.0.1"
@@ -229,7 +238,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     rest = namespace.script[1:] if namespace.script[:1] == ["--"] else namespace.script
     if not rest and not reasons:
         reasons.append("no SCRIPT given: recover-run [options] SCRIPT [its arguments]")
-    taken, against = shape.take(namespace, environ)
+    taken, against = readers.take(namespace, environ)
     reasons += against
     if namespace.slurm:
         reasons += _take_from_slurm(namespace, environ)
@@ -238,7 +247,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
         try:
             _read(options, flag, getattr(namespace, flag.dest))
         except ValueError as error:
-            variable = shape.PREFIX + flag.dest.upper()
+            variable = readers.PREFIX + flag.dest.upper()
             source = variable if variable in taken else flag.name
             reasons.append(f"{source} {getattr(namespace, flag.dest)!r}: {error}")
             failed.add(flag.name)
@@ -300,14 +309,14 @@ def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) 
     if reasons:
         return reasons
     try:
-        shape = shape_of(environ, namespace.master_addr)
+        readers = shape_of(environ, namespace.master_addr)
     except ValueError as error:
         return [str(error)]
-    namespace.nnodes, namespace.node_rank = str(shape.nnodes), str(shape.node_rank)
-    namespace.master_addr = shape.master_addr
-    namespace.master_port = namespace.master_port or str(shape.master_port)
-    if namespace.nproc_per_node is None and shape.gpus:
-        namespace.nproc_per_node = str(shape.gpus)
+    namespace.nnodes, namespace.node_rank = str(readers.nnodes), str(readers.node_rank)
+    namespace.master_addr = readers.master_addr
+    namespace.master_port = namespace.master_port or str(readers.master_port)
+    if namespace.nproc_per_node is None and readers.gpus:
+        namespace.nproc_per_node = str(readers.gpus)
     return []
 
 

@@ -15,19 +15,19 @@ from pathlib import Path
 
 from recover_megatron import variables
 from recover_megatron.arguments import config_or_defaults, spares_from_argv
-from recover_megatron.launch import arguments, domains, listener, preflight, script, slurm_launch
+from recover_megatron.launch import arguments, preflight, readers, slurm, store
+from recover_megatron.launch.conclusion import save_folder
 from recover_megatron.launch.control_plane import has_secret
 from recover_megatron.launch.device_tests import command_of
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
-from recover_megatron.launch.folder_lock import Claim, FolderLock
-from recover_megatron.launch.last_checkpoint import save_folder
+from recover_megatron.launch.log_folder import Claim, FolderLock
 from recover_megatron.launch.messages import SHARE_A_SECRET, count
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.start_again import AGAIN_SECONDS
+from recover_megatron.launch.processes import AGAIN_SECONDS
+from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.logger import get_logger, use_lines
 from recover_megatron.membership.auth import find_secret
-from recover_megatron.membership.errors import SecretError
+from recover_megatron.membership.records import SecretError
 from recover_megatron.variables import HOST_VARIABLE
 
 log = get_logger(__name__)
@@ -62,7 +62,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
         options, reserved = _prepare(argv)
         if options.check:
             log.info(f"all checks have passed; without --check this would start {_would_start(options)}")
-            if found := domains.forecast(
+            if found := preflight.forecast(
                 options.script or "", options.script_args, options.nnodes, options.nproc_per_node
             ):
                 log.info("what the loss of a node would cost:" + "".join(f"\n  {line}" for line in found.table()))
@@ -78,10 +78,10 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
         return REFUSED
     if options.taken:
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
-    if not options.slurm and options.nnodes == 1 and (hint := slurm_launch.left_alone(os.environ)):
+    if not options.slurm and options.nnodes == 1 and (hint := slurm.left_alone(os.environ)):
         log.info(hint)
     if plan.node_rank == 0 and not plan.joins:
-        found = domains.forecast(options.script or "", options.script_args, plan.nnodes, plan.nproc_per_node)
+        found = preflight.forecast(options.script or "", options.script_args, plan.nnodes, plan.nproc_per_node)
         if found and (fatal := found.warning()):
             log.info(fatal)
     if lock and plan.joins:
@@ -93,7 +93,7 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     """Make every check.  Returns the options and, on node 0, the store's listening socket; raises UsageError."""
     options, reasons = arguments.parse(argv)
     use_lines(options.log_format, f"{socket.gethostname()}-{options.node_rank}")
-    if options.script and not options.module and (found := script.installed_module(options.script)):
+    if options.script and not options.module and (found := readers.installed_module(options.script)):
         log.info(f"no {options.script} in this folder: the installed one, {found[1]}")
         options.script, options.module = found[0], True
     reasons += arguments.check_files(options)
@@ -107,9 +107,9 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     if options.check and options.nnodes > 1:
         pass  # a login node is none of the run's: it has no address of theirs, nor their secret
     elif options.join or 0 < options.node_rank < options.nnodes:
-        _, reason = listener.resolve(options.master_addr)
+        _, reason = store.resolve(options.master_addr)
     else:
-        reserved, reason = listener.open_listener(options.master_addr, options.master_port, options.nnodes)
+        reserved, reason = store.open_listener(options.master_addr, options.master_port, options.nnodes)
     if reason:
         reasons.append(reason)
     if (options.nnodes > 1 or options.join) and not options.check:

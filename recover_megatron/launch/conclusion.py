@@ -4,23 +4,50 @@ The first that there is decides::
 
     what has stopped the launch (a signal, a refusal, a start that is made again)
     what the coordinator says of the run, unless workers of this node have finished and it was not heard
-    what became of the workers, here and on other nodes (exit_codes.py)
+    what became of the workers, here and on other nodes (states.py)
+
+The last checkpoint of a run, by its files: there may be nobody left who could tell of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.control_plane import ControlPlane
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, run_exit_code, start_exit_code
-from recover_megatron.launch.last_checkpoint import last_checkpoint
 from recover_megatron.launch.peers import Peers
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.start_up import StartUp
-from recover_megatron.launch.states import WorkerState
+from recover_megatron.launch.states import LAUNCH_FAILED, WorkerState, run_exit_code, start_exit_code
 from recover_megatron.launch.worker_table import WorkerTable
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's, in the folder of --save: names an iteration when its checkpoint is complete."""
+
+
+def save_folder(script_args: Sequence[str]) -> str | None:
+    """Where a script with these arguments saves; None: nowhere."""
+    folder = None
+    for at, argument in enumerate(script_args):
+        if argument == "--save" and at + 1 < len(script_args):
+            folder = script_args[at + 1]
+        elif argument.startswith("--save="):
+            folder = argument.removeprefix("--save=")
+    return folder
+
+
+def last_checkpoint(script_args: Sequence[str]) -> str | None:
+    """In words, of a script with these arguments; None: it saves none.  Looks at the disk."""
+    folder = save_folder(script_args)
+    if folder is None:
+        return None
+    try:
+        newest = (Path(folder) / _TRACKER).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        newest = ""
+    return f"iteration {newest} in {folder}" if newest else f"none is complete in {folder}"
 
 
 @dataclass(eq=False)

@@ -2,8 +2,8 @@
 
 The launcher of a single-node launch starts two candidate coordinators on loopback (processes of their own; when one is
 killed the workers turn to the other, and the launcher starts another in its place: hosted.py); of several launchers
-each of the first three starts one (candidates.py); one that joins a running job starts one, too, of which the
-coordinator tells all (membership/candidates.py): those of the launch may all be lost one day.  A launcher gives its
+each of the first three starts one (plan.py); one that joins a running job starts one, too, of which the
+coordinator tells all (membership/admission.py): those of the launch may all be lost one day.  A launcher gives its
 workers the addresses and the job's secret, and is the node agent of its node: it says how its workers end, and kills
 those that the coordinator puts out.  A script that never opens a session is not affected.
 
@@ -25,15 +25,13 @@ from functools import partial
 from pathlib import Path
 
 from recover_megatron.arguments import times_from_argv
-from recover_megatron.launch.candidates import BACKLOG, Address, Candidates, join_addresses, local_address
 from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate
 from recover_megatron.launch.leasing import is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
-from recover_megatron.launch.plan import LaunchPlan
+from recover_megatron.launch.plan import BACKLOG, Address, Candidates, LaunchPlan, join_addresses, local_address
 from recover_megatron.membership.auth import find_secret
-from recover_megatron.membership.errors import EXIT_NO_REPLICA, CoordinatorLost
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
-from recover_megatron.membership.records import FIRST_JOINED, Settings
+from recover_megatron.membership.records import EXIT_NO_REPLICA, FIRST_JOINED, CoordinatorLost, Settings
 from recover_megatron.membership.testimony import Scope
 from recover_megatron.variables import (
     COORDINATOR_VARIABLE,

@@ -1,4 +1,4 @@
-"""A node other than 0 among the launchers: it joins, tells, and obeys the end.  See nodes.py for the keys."""
+"""A node other than 0 among the launchers: it joins, tells, and obeys the end.  See peers.py for the keys."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from recover_megatron.launch import witnessing
-from recover_megatron.launch.candidates import Candidates, OwnPlace, address_from
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED
-from recover_megatron.launch.leasing import lease_path, look
+from recover_megatron.launch import leasing
+from recover_megatron.launch.leasing import lease_path, try_lease
 from recover_megatron.launch.messages import SHARE_A_SECRET
-from recover_megatron.launch.node_events import NodeEvents
-from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.seal import Seal
-from recover_megatron.launch.start_again import START_AGAIN
+from recover_megatron.launch.node_messages import NodeEvents, Seal
+from recover_megatron.launch.plan import Candidates, LaunchPlan, OwnPlace, address_from
+from recover_megatron.launch.processes import START_AGAIN
+from recover_megatron.launch.states import LAUNCH_FAILED
 from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, Store, join_store, one_line, timed_out
-from recover_megatron.membership.errors import EXIT_NO_REPLICA
+from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.membership.testimony import Scope
 from recover_megatron.script_flags import codes, differences, listed
 
@@ -133,10 +131,10 @@ class Guest:
             job = self._job(store)
 
     def _candidate(self, own: OwnPlace) -> dict[str, Any]:
-        witness = {"witness": witnessing.look(self._plan)}
+        witness = {"witness": leasing.look_for_witness(self._plan)}
         if own.address is None:
             return {"coordinator": None, **witness}
-        return {"coordinator": own.address, "lease": look(self._plan, self._run_id), **witness}
+        return {"coordinator": own.address, "lease": try_lease(self._plan, self._run_id), **witness}
 
     def _job(self, store: Store) -> dict[str, Any]:
         """What node 0 says that the launch is.  Raises KeyError or TypeError for what is none."""

@@ -1,4 +1,4 @@
-"""Node 0 among the launchers: it welcomes, knows who is there, and ends the launch.  See nodes.py for the keys."""
+"""Node 0 among the launchers: it welcomes, knows who is there, and ends the launch.  See peers.py for the keys."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from recover_megatron.launch import witnessing
-from recover_megatron.launch.candidates import Address, Candidates, OwnPlace, address_from, hosting
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, ExitOutcome
+from recover_megatron.launch import leasing
 from recover_megatron.launch.leasing import AUTO, OFF, Trial, lease_path
 from recover_megatron.launch.messages import SHARE_A_SECRET
-from recover_megatron.launch.node_events import NodeEvents
-from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.seal import Seal, Unproved
+from recover_megatron.launch.node_messages import NodeEvents, Seal, Unproved
+from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
+from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, ExitOutcome
 from recover_megatron.launch.store import BEAT_SECONDS, PREFIX, Store, one_line, timed_out
-from recover_megatron.membership.errors import EXIT_NO_REPLICA
+from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.script_flags import codes
 
 LOST_SECONDS = 20.0
@@ -73,7 +71,7 @@ class Host:
         plan = self._plan
         if plan.control_plane:
             self._trial = Trial(plan)  # before anybody can look for it
-            self._places[0] = witnessing.look(plan)
+            self._places[0] = leasing.look_for_witness(plan)
         job = {
             "nnodes": plan.nnodes,
             "nproc_per_node": plan.nproc_per_node,
@@ -215,7 +213,7 @@ class Host:
         if self._plan.lease != OFF:
             self._tell(self._events.note, self._trial.in_words(why_not))
         lease = None if why_not else lease_path(self._plan, self._plan.run_id)
-        witness, line = witnessing.agree(self._plan, self._places, lease is not None)
+        witness, line = leasing.agree_on_witness(self._plan, self._places, lease is not None)
         if witness is None and self._plan.witness not in (AUTO, OFF):
             return self._end(f"--witness {self._plan.witness} cannot be used: {line}", REFUSED)
         if line:

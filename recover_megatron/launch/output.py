@@ -5,6 +5,8 @@ far as it is after ``PARTIAL_SECONDS``, and a very long one in pieces of ``LONGE
 bounded and lines of different workers are never mixed.  When the reader of the launcher's own output is slow, the
 launcher stops reading the workers' pipes for a moment, as if they wrote to it directly; when it does not read at all,
 lines are dropped on the console and kept in the logs (sink.py).
+
+Which lines of the workers the console shows.
 """
 
 from __future__ import annotations
@@ -18,11 +20,33 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from recover_megatron.launch.lines import Voice
 from recover_megatron.launch.loop import EventLoop, Timer
 from recover_megatron.launch.sink import PAUSE_SECONDS, Sink
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import LineFormat
+
+
+class Voice:
+    """Which lines of a process the console shows: all, or, of a newcomer that builds its model once more, its own.
+
+    Megatron tells of its flags and its model in hundreds of lines, as all workers did at the start. They are in the
+    newcomer's log; on the console it is heard from when it has a place.
+    """
+
+    OURS = b"recover: "
+    PLACED = b" takes position "
+    """In the line with which a newcomer begins to train."""
+
+    def __init__(self, *, newcomer: bool) -> None:
+        self._quiet = newcomer
+
+    def is_for_people(self, line: bytes) -> bool:
+        """Of the next line, whichever stream it came by."""
+        ours = line.startswith(self.OURS)
+        if ours and self.PLACED in line:
+            self._quiet = False
+        return ours or not self._quiet
+
 
 PARTIAL_SECONDS = 0.5
 STALL_SECONDS = 5.0

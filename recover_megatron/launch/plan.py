@@ -1,14 +1,26 @@
-"""What a launch is: how many workers, their ranks, the store's address; and the variables that tell a worker."""
+"""What a launch is: how many workers, their ranks, the store's address; and the variables that tell a worker.
+
+Where the candidate coordinators of a launch over several nodes listen.
+
+CANDIDATES nodes host one each: the first ones, or, under SLURM, those from the second on.  A node listens on the
+address from which it reaches the others: node 0 that from which it reaches another one with a candidate, another node
+that from which it reaches node 0.  The user may choose it (RECOVER_HOST).
+
+The socket is bound before its address is told, so whoever turns to it early waits in its backlog.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recover_megatron import script_flags
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.launch.states import WorkerProcess
+from recover_megatron.membership.testimony import Scope
 from recover_megatron.variables import (
     JOIN_VARIABLE,
     LAUNCH_ID_VARIABLE,
@@ -66,7 +78,7 @@ class LaunchPlan:
     lease: str = "off"
     """How the candidates of several nodes get their lease: auto, off, or an absolute path (leasing.py)."""
     witness: str = "off"
-    """The witness, which may tell the candidates which nodes are off: auto, slurm, kubernetes, off (witnessing.py)."""
+    """The witness, which may tell the candidates which nodes are off: auto, slurm, kubernetes, off (leasing.py)."""
     spares: int = 0
     """Workers that the last node starts beyond those of the launch."""
     joins: tuple[tuple[str, int], ...] = ()
@@ -79,7 +91,7 @@ class LaunchPlan:
 
     @property
     def starts(self) -> int:
-        """How often the start may be made, in all (start_again.py)."""
+        """How often the start may be made, in all (processes.py)."""
         return 1 + max(self.max_restarts, self.spares) if self.fault_tolerant and not self.joins else 1
 
     @property
@@ -191,3 +203,72 @@ def worker_variables(plan: LaunchPlan, worker: WorkerProcess, run_id: str) -> di
         if worker.rank is None and not plan.joins:
             variables[SPARE_VARIABLE] = "1"
     return variables
+
+
+CANDIDATES = 3
+BACKLOG = 4096
+
+Address = tuple[str, int]
+
+
+@dataclass
+class Candidates:
+    """What a launcher knows when all have told."""
+
+    host: str
+    """This node's address."""
+    addresses: Sequence[Address]
+    """In the order in which all members turn to them."""
+    listener: socket.socket | None
+    """This node's own; None: it hosts none."""
+    lease: Path | None = None
+    """What they share as a lease; None: they have none."""
+    witness: Scope | None = None
+    """The witness, which may tell them which nodes are off; None: there is none."""
+
+
+class OwnPlace:
+    """This node's address and, if it hosts a candidate, its socket.  Raises OSError where there can be none."""
+
+    def __init__(self, plan: LaunchPlan, other: Address, hosts: bool) -> None:
+        """``other``: where another node listens, for choosing the interface; nothing is sent there.
+
+        ``hosts``: whether this node has a candidate.
+        """
+        self.host = plan.node_address or local_address(other)
+        self.listener: socket.socket | None = None
+        if hosts:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            self.listener = socket.create_server((self.host, 0), family=family, backlog=BACKLOG)
+
+    @property
+    def address(self) -> Address | None:
+        """Of the candidate here."""
+        return (self.host, self.listener.getsockname()[1]) if self.listener else None
+
+
+def hosting(plan: LaunchPlan) -> tuple[int, ...]:
+    """The nodes that host a candidate, in the order in which the members turn to them."""
+    count = min(plan.nnodes, CANDIDATES)
+    return tuple((plan.first_candidate + number) % plan.nnodes for number in range(count))
+
+
+def local_address(other: Address) -> str:
+    """The address of this host from which ``other`` is reached.  Raises OSError if it is not."""
+    family, kind, protocol, _, resolved = socket.getaddrinfo(*other, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(resolved)
+        return str(probe.getsockname()[0])
+
+
+def join_addresses(addresses: Sequence[Address]) -> str:
+    """``HOST:PORT,[HOST]:PORT``: what ``arguments.parse_addresses`` reads."""
+    return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in addresses)
+
+
+def address_from(value: Any) -> Address:
+    """An address that another launcher sent.  Raises ValueError for anything else."""
+    match value:
+        case [str(host), int(port)] if host and 0 < port < 65536:
+            return host, port
+    raise ValueError(f"not an address: {value!r}")

@@ -9,6 +9,15 @@ A process belongs to a launch if any of these holds:
 
 So a process escapes only if it cleared its environment, left the session *and* lost its parent.  While the launcher
 lives not even that helps: it is the subreaper of its descendants, so they become its children.
+
+Descendants of the launcher that lost their parent: they become its children, to be reaped, and killed at the end.
+
+The start of a launch, made again: this process becomes a launcher that has done nothing yet.
+
+A worker that is killed before the training has begun leaves the others in operations that no one can take them out of.
+So all launchers of the launch end all of their workers, as for its end, and then each executes its own command line
+anew: another store, other coordinators, another run id, the same process id for whoever has started the launcher.
+Nothing was trained, so nothing is lost; and nothing of the first try can be mistaken for anything of the next.
 """
 
 from __future__ import annotations
@@ -21,10 +30,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from recover_megatron.variables import LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
+from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WORKER_ID_VARIABLE
 
 _PR_SET_CHILD_SUBREAPER = 36
 _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
@@ -260,3 +270,60 @@ def _wait_for_exits(pids: Sequence[int], timeout: float) -> None:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+LAST_SWEEP_SECONDS = 10.0
+
+
+class Subreaper:
+    """Make it before anything is started.  Raises OSError where the kernel refuses."""
+
+    def __init__(self) -> None:
+        # Children from before (of a shell that became recover-run by exec) are none of ours; once there are any, an
+        # orphan that we inherit might be theirs.
+        self._owns_all_children = not has_children()
+        become_subreaper()
+        self.due = False
+        """Whether there may be inherited children to reap."""
+
+    def reap(self, watched: set[int]) -> None:
+        """Reap the inherited children that have ended; ``watched``: pids of children that others reap."""
+        self.due = False
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            if ended.si_pid in watched:
+                self.due = True  # it hides other zombies; once it is reaped, after its event, look again
+                return
+            # A library may start processes of its own in another thread (torch's import does), and reap them first.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(ended.si_pid, 0)
+
+    def kill_all(self, launch_id: str, spared: Iterable[int]) -> list[Process]:
+        """Kill every process of the launch.  Returns those that are there after LAST_SWEEP_SECONDS all the same."""
+        parent = os.getpid() if self._owns_all_children else None
+        return kill_until_none_left(partial(find_launch, launch_id, (), spared, parent), timeout=LAST_SWEEP_SECONDS)
+
+
+START_AGAIN = -1
+"""In place of an exit code: all launchers make the start again."""
+AGAIN_SECONDS = 30.0
+"""So long the launchers wait for each other then, at most: all of them have just been there."""
+
+
+def take_attempt() -> int:
+    """How often the start was made before; nobody else shall find the variable."""
+    text = os.environ.pop(ATTEMPT_VARIABLE, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def start_again(attempt: int) -> None:
+    """Be a new launcher; ``attempt``: how often the start has been made by now. Raises OSError; else never returns."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, ATTEMPT_VARIABLE: str(attempt)})

@@ -1,11 +1,58 @@
-"""Readers of the values of recover-run's options: text to value, ValueError with what it must be."""
+"""Readers of the values of recover-run's options: text to value, ValueError with what it must be.
+
+SCRIPT before anything is started: whether it is there, and the one that is installed with recover-run.
+
+``recover-run ... pretrain_gpt_recover.py ...`` works in any folder: a file of that name in the current one is run, else
+the module that was installed with this package.
+
+What others have put into the environment about the shape of a launch: torchrun's defaults, and what looks like one.
+
+::
+
+    PET_NNODES, PET_NODE_RANK, ...        the defaults of the options, as for torchrun: taken
+    RANK and WORLD_SIZE, OMPI_*, PMI_*    this process is one of several: a launch of one node is refused then, unless
+                                          --nnodes or --slurm says what is meant; each would train alone
+
+How many GPUs this host has, without torch: importing it takes seconds, and may open the devices.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib.machinery
+import importlib.util
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
 
-from recover_megatron.launch import devices
+PROC = Path("/proc/driver/nvidia/gpus")
+"""NVIDIA's driver has a folder here for each GPU."""
+
+
+def gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
+    """Those that processes here may use: CUDA_VISIBLE_DEVICES if set, else all that the driver has."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        listed = [word.strip() for word in visible.split(",")]
+        # As CUDA reads it: what comes behind an entry that means no device is not seen.
+        end = next((n for n, word in enumerate(listed) if word in ("", "-1", "NoDevFiles")), len(listed))
+        return end
+    try:
+        return sum(1 for _ in proc.iterdir())
+    except OSError:
+        return 0
+
+
+def processes(text: str, environ: Mapping[str, str], proc: Path = PROC) -> int | None:
+    """What torchrun's words for ``--nproc-per-node`` mean here; None: ``text`` is none of them.  Raises ValueError."""
+    count = gpus(environ, proc)
+    if text == "gpu" and count == 0:
+        raise ValueError("this host has no GPU (CUDA_VISIBLE_DEVICES, NVIDIA's driver): give a number, or cpu")
+    words = {"gpu": count, "cpu": len(os.sched_getaffinity(0)), "auto": count or len(os.sched_getaffinity(0))}
+    return words.get(text)
 
 
 def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
@@ -58,7 +105,7 @@ def log_format(text: str) -> str:
 
 def workers_here(text: str) -> int:
     """Reads ``--nproc-per-node``: a number, or one of torchrun's words; ValueError for anything else."""
-    count = devices.processes(text, os.environ)
+    count = processes(text, os.environ)
     try:
         return whole(1)(text) if count is None else count
     except ValueError as error:
@@ -76,3 +123,110 @@ def nodes(text: str) -> int:
             "the script's --recover-min-replicas, and others join it while it runs: recover-run --join"
         )
     return int(least)
+
+
+INSTALLED = {"pretrain_gpt_recover.py": "pretrain_gpt_recover"}
+"""Scripts that setup.py installs as modules."""
+
+
+def installed_module(script: str) -> tuple[str, str] | None:
+    """The module to run for ``script``, which is no file here, and where it lies; None: ``script`` is what it says.
+
+    Only for a bare name: who writes a path means that file.
+    """
+    if script not in INSTALLED or os.path.lexists(script):
+        return None
+    spec = _find_module(INSTALLED[script])
+    return (INSTALLED[script], str(spec.origin)) if spec is not None else None
+
+
+def check_script(script: str) -> list[str]:
+    """The reasons against running the file (or folder) ``script``."""
+    path = Path(script)
+    if path.is_dir():
+        return [] if (path / "__main__.py").is_file() else [f"script {script} is a folder without a __main__.py"]
+    if not path.exists():
+        nearest = difflib.get_close_matches(path.name, _names_in(path.parent), n=1)
+        hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+        return [f"script {script} does not exist (looked for {path.absolute()}){hint}"]
+    return [] if os.access(path, os.R_OK) else [f"script {script} cannot be read: check its permissions"]
+
+
+def check_module(module: str) -> list[str]:
+    """The reasons against ``python -m module``."""
+    if _find_module(module) is None:
+        return [f"module {module} is not found: check its name, and that it is installed or in PYTHONPATH"]
+    return []
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _find_module(module: str) -> ModuleSpec | None:
+    """Look for ``module`` without importing anything, as ``python -m`` would: the current folder first."""
+    first, *rest = module.split(".")
+    spec = importlib.machinery.PathFinder.find_spec(first, [os.getcwd(), *sys.path])
+    if spec is None and first.isidentifier():
+        spec = importlib.util.find_spec(first)
+    name = first
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            break
+        name = f"{name}.{part}"
+        spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return spec
+
+
+PREFIX = "PET_"
+HERE = ("nproc_per_node",)
+SHAPE = ("nnodes", "node_rank", "master_addr", "master_port", *HERE)
+OTHERS = (
+    ("WORLD_SIZE", "RANK"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+)
+
+
+def take(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Fill in what ``PET_*`` say and the command line does not; what was taken, by variable, and the reasons against.
+
+    A launch under ``--slurm``, or one that joins a run, has its shape from elsewhere.
+    """
+    elsewhere = namespace.slurm or namespace.join
+    taken = {}
+    for name in HERE if elsewhere else SHAPE:
+        variable = PREFIX + name.upper()
+        if getattr(namespace, name) is None and environ.get(variable):
+            taken[variable] = environ[variable]
+            setattr(namespace, name, environ[variable])
+    if PREFIX + "NNODES" in taken and namespace.nnodes.split(":")[-1] != "1" and namespace.node_rank is None:
+        return taken, [
+            f"{PREFIX}NNODES is {namespace.nnodes}, and nothing says which node this is: give --node-rank R (or set "
+            f"{PREFIX}NODE_RANK), from 0"
+        ]
+    if namespace.nnodes is not None or elsewhere:
+        return taken, []
+    return taken, [_one_of_several(environ, size, rank) for size, rank in OTHERS if _tells(environ, size, rank)][:1]
+
+
+def _tells(environ: Mapping[str, str], size: str, rank: str) -> bool:
+    """Whether by these variables this process is one of several."""
+    value = environ.get(size, "")
+    return rank in environ and value.isdecimal() and int(value) > 1
+
+
+def _one_of_several(environ: Mapping[str, str], size: str, rank: str) -> str:
+    flags = f"--nnodes {environ[size]} --node-rank {environ[rank]}"
+    flags += f" --master-addr {environ.get('MASTER_ADDR') or 'A'} --master-port {environ.get('MASTER_PORT') or 'P'}"
+    if "SLURM_STEP_ID" in environ:
+        flags = "--slurm"
+    return (
+        f"{rank} {environ[rank]} and {size} {environ[size]} are in the environment: this is one of several, each of "
+        f"which would train alone. Start one recover-run on each node, with {flags} where these are nodes; or give "
+        "--nnodes 1 for a launch of its own"
+    )

@@ -8,7 +8,7 @@
                                    `--ended by itself--OWN_END_SECONDS--> the same; by then the others have said theirs
 
 With ``--max-restarts`` or spares the launch does not end where workers were only killed: all launchers make the start
-again (start_again.py), as often as ``LaunchPlan.starts`` says. A fault of the work would come again, and without a
+again (processes.py), as often as ``LaunchPlan.starts`` says. A fault of the work would come again, and without a
 launcher the launch is not complete.
 
 Until the coordinator has made the first plan the workers wait for each other in torch's store, in barriers of gloo's
@@ -27,14 +27,12 @@ from typing import Protocol
 
 from recover_megatron.launch import messages
 from recover_megatron.launch.control_plane import ControlPlane
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED, start_exit_code
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.start_again import START_AGAIN
-from recover_megatron.launch.states import WorkerProcess, WorkerState
+from recover_megatron.launch.processes import START_AGAIN
+from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, WorkerProcess, WorkerState, start_exit_code
 from recover_megatron.launch.worker_table import WorkerTable
-from recover_megatron.membership.errors import EXIT_NO_REPLICA
-from recover_megatron.membership.records import ranges
+from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
 
 OWN_END_SECONDS = 3.0
 """A fault of the work strikes many: so long the others may say theirs before they are ended."""

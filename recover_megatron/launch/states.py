@@ -14,16 +14,100 @@ The launch::
         `------ signal, store lost before the start, refused -------`--> STOPPING --all ended or killed--> ENDED
 
 WAITING: node 0 keeps the store up for the other nodes, another node delivers its report to node 0.
+
+The exit code of recover-run, from what became of the workers.
 """
 
 from __future__ import annotations
 
 import enum
 import signal
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from recover_megatron.launch.exit_codes import ExitOutcome
-from recover_megatron.membership.records import WorkerId
+from recover_megatron.membership.records import EXIT_FENCED, EXIT_NO_REPLICA, WorkerId
+
+OK = 0
+LAUNCH_FAILED = 1
+"""The launch itself failed: the store could not be made, a node did not appear or was lost."""
+REFUSED = 2
+"""The command line, or its agreement with the other nodes, is wrong; no worker was started here."""
+RUN_VERDICTS = (10, 11, 12)
+"""Not enough live workers for one replica; lost the majority; state lost."""
+NO_FAULT = (*RUN_VERDICTS, EXIT_FENCED)
+"""What a worker ends with that has nothing wrong itself."""
+
+
+class ExitOutcome(NamedTuple):
+    """The end of one worker: exactly one of ``exit_code`` and ``signal`` is set; ``ended`` orders the ends."""
+
+    worker_id: int
+    exit_code: int | None
+    signal: int | None
+    ended: float
+
+    @property
+    def code(self) -> int:
+        """As a shell would report it: the exit code, or 128 + the signal."""
+        return 128 + self.signal if self.signal is not None else self.exit_code or 0
+
+
+def start_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
+    """The exit code of a launch that lost a worker before the training began; ``outcomes``: of those that have ended.
+
+    The first row that fits decides:
+
+    ===================================================  ==========================================================
+    the workers                                          exit code
+    ===================================================  ==========================================================
+    fault_tolerant is false                              that of the earliest that failed; 128 + S if killed by S
+    any failed with a code other than 10 to 13           that code (the earliest such): a fault of the work
+    else                                                 10: workers are missing, and another try may have them
+    ===================================================  ==========================================================
+
+    A worker that ends because it lost touch with another one says so with 10; nor are 11 to 13 faults of the work.
+    """
+    if not fault_tolerant:
+        return run_exit_code(outcomes, fault_tolerant)
+    in_order = sorted(outcomes, key=lambda outcome: outcome.ended)
+    faults = [outcome.exit_code for outcome in in_order if outcome.exit_code not in (None, 0, *NO_FAULT)]
+    return faults[0] if faults and faults[0] is not None else EXIT_NO_REPLICA
+
+
+def run_exit_code(outcomes: Sequence[ExitOutcome], fault_tolerant: bool) -> int:
+    """The exit code of a run that ended by itself (a run ended by signal S exits with 128 + S instead).
+
+    A run whose workers had sessions ends as their coordinator decided (``ControlPlane.verdict``), with the code that a
+    worker gave up with if one did; this is for the others.
+
+    The first row that fits decides:
+
+    ===================================================  ==========================================================
+    the workers                                          exit code
+    ===================================================  ==========================================================
+    any exited with 10, 11 or 12                         that code (the earliest such)
+    all finished with 0 (or there were none)             0
+    some did not, fault_tolerant is false                that of the earliest that did not; 128 + S if killed by S
+    some finished with 0, fault_tolerant                 0: the survivors finished the run
+    none finished with 0, fault_tolerant                 the most frequent; of equally frequent ones the earliest
+    ===================================================  ==========================================================
+
+    ``fault_tolerant``: the script's arguments contain ``--recover``.
+    """
+    in_order = sorted(outcomes, key=lambda outcome: outcome.ended)
+    failures = [outcome.code for outcome in in_order if outcome.code]
+    verdicts = [outcome.exit_code for outcome in in_order if outcome.exit_code in RUN_VERDICTS]
+    if verdicts and verdicts[0] is not None:
+        return verdicts[0]
+    if not failures:
+        return OK
+    if not fault_tolerant:
+        return failures[0]
+    if len(failures) < len(in_order):
+        return OK
+    return Counter(failures).most_common(1)[0][0]  # Counter keeps the order of first appearance among equals
 
 
 class WorkerState(enum.StrEnum):

@@ -26,32 +26,25 @@ import time
 import traceback
 from collections.abc import Mapping
 
-from recover_megatron.launch import messages, newcomers
-from recover_megatron.launch.candidates import Candidates
+from recover_megatron.launch import messages, successors
 from recover_megatron.launch.conclusion import Conclusion
 from recover_megatron.launch.control_plane import ControlPlane, has_secret
-from recover_megatron.launch.exit_codes import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.exporter import ExporterProcess
-from recover_megatron.launch.folder_lock import FolderLock
-from recover_megatron.launch.late_newcomers import LateNewcomers
-from recover_megatron.launch.launch_signals import LaunchSignals
-from recover_megatron.launch.log_folder import LogFolder
-from recover_megatron.launch.loop import EventLoop
+from recover_megatron.launch.log_folder import FolderLock, LogFolder
+from recover_megatron.launch.loop import EventLoop, LaunchSignals
 from recover_megatron.launch.output import Console, flush
 from recover_megatron.launch.peers import Peers
-from recover_megatron.launch.plan import LaunchPlan, sets_omp_threads
+from recover_megatron.launch.plan import Candidates, LaunchPlan, sets_omp_threads
+from recover_megatron.launch.processes import START_AGAIN, Subreaper
 from recover_megatron.launch.reaper import Reaper
-from recover_megatron.launch.shutdown import Shutdown
-from recover_megatron.launch.start_again import START_AGAIN
 from recover_megatron.launch.start_up import GRACE_SECONDS as START_GRACE_SECONDS
 from recover_megatron.launch.start_up import StartUp
-from recover_megatron.launch.states import LaunchState, WorkerProcess, WorkerState
-from recover_megatron.launch.subreaper import Subreaper
-from recover_megatron.launch.successors import Successors
+from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, LaunchState, WorkerProcess, WorkerState
+from recover_megatron.launch.successors import LateNewcomers, Successors
 from recover_megatron.launch.worker_environment import WorkerEnvironment
-from recover_megatron.launch.worker_table import WorkerTable
+from recover_megatron.launch.worker_table import Shutdown, WorkerTable
 from recover_megatron.membership.auth import find_secret
-from recover_megatron.membership.errors import SecretError
+from recover_megatron.membership.records import SecretError
 from recover_megatron.variables import COORDINATOR_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 FAULT_SECONDS = 0.2
@@ -104,7 +97,7 @@ class Supervisor:
     def run(self) -> int:
         """Supervise until the end.  Returns the exit code of recover-run."""
         self._announce()
-        self._table.add(newcomers.launched(self._plan))
+        self._table.add(successors.launched(self._plan))
         self._peers.join()
         if self._plan.nnodes == 1:
             self.start_control_plane(None)
@@ -197,7 +190,7 @@ class Supervisor:
             waited = f"none answered as the leader within {self._plan.rendezvous_timeout:g} s (--rendezvous-timeout)"
             self._stop(f"the run's coordinators are not reached: {self._control.agent.out or waited}", LAUNCH_FAILED)
             return
-        self._table.add(newcomers.joined(self._plan, self._control.agent.taken, secrets.randbelow))
+        self._table.add(successors.joined(self._plan, self._control.agent.taken, secrets.randbelow))
         self.start_workers_if_ready()
 
     def start_workers_if_ready(self) -> None:

@@ -5,6 +5,12 @@ session cannot mean others yet; ``reap`` kills what is left of it, then reaps it
 output.  Between the two its end can be told to those who wait for it.
 
 All of it is called in the main thread.
+
+The workers of one node are told to end, and made to.
+
+::
+
+    begin --SIGTERM--> they end by themselves --grace--> kill --SIGKILL--> --UNKILLABLE_SECONDS--> given up
 """
 
 from __future__ import annotations
@@ -16,14 +22,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from recover_megatron.launch.exit_codes import ExitOutcome
 from recover_megatron.launch.log_folder import LogFolder
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import Console, LogFile, Stream
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.processes import find_worker, kill_found, kill_group, spawn
 from recover_megatron.launch.reaper import Reaper
-from recover_megatron.launch.states import LIVE, WorkerProcess, WorkerState
+from recover_megatron.launch.states import LIVE, ExitOutcome, WorkerProcess, WorkerState
+from recover_megatron.membership.records import ranges
 
 
 @dataclass
@@ -183,3 +189,33 @@ class WorkerTable:
         for worker in workers:
             worker.end(-signal.SIGKILL, time.time())
             self.changed = True
+
+
+UNKILLABLE_SECONDS = 10.0
+
+
+@dataclass(eq=False)
+class Shutdown:
+    """Made once per launch.  ``given_up``: called in the main thread when SIGKILL has had its time, whoever is left."""
+
+    _loop: EventLoop
+    _table: WorkerTable
+    _say: Callable[[str], None]
+    _given_up: Callable[[], None]
+
+    def begin(self, grace: float, *, at_once: bool) -> None:
+        """SIGTERM now, SIGKILL after ``grace`` seconds; ``at_once``: SIGKILL now, nothing of theirs is kept."""
+        running = self._table.running
+        if at_once:
+            self._table.signal(running, signal.SIGKILL)
+        self._loop.call_later(grace, self.kill)
+        self._table.signal(running, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to all who run."""
+        running = self._table.running
+        if running:
+            ids = ranges([worker.worker_id for worker in running])
+            self._say(f"SIGKILL to {'worker' if len(running) == 1 else 'workers'} {ids}")
+        self._table.signal(running, signal.SIGKILL)
+        self._loop.call_later(UNKILLABLE_SECONDS, self._given_up)

@@ -26,16 +26,24 @@ import torch.distributed as dist
 from megatron.training import async_utils, get_args
 
 from recover_megatron.instep.attempts import Attempt, clean, discard, publish
-from recover_megatron.instep.errors import CheckpointFailed, InStepError
-from recover_megatron.instep.faults import DISK_QUOTA, is_communication, is_full, is_of_folder, is_own, signature
+from recover_megatron.instep.faults import (
+    DISK_QUOTA,
+    CheckpointFailed,
+    InStepError,
+    is_communication,
+    is_full,
+    is_of_folder,
+    is_own,
+    signature,
+)
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.timelines import MOST
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import checkpoint_writers, monkeypatch
-from recover_megatron.megatron_hooks.checkpoint_parts import PartFailed, Parts
+from recover_megatron.megatron_hooks.checkpoint_writers import PartFailed, Parts
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Records
-from recover_megatron.membership.errors import MembershipError
+from recover_megatron.membership.records import MembershipError
 
 CHECKPOINT_SECONDS = 3600.0
 """How long a checkpoint may take, beyond the hang timeout, before a worker that makes no mark counts as hung."""

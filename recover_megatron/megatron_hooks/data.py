@@ -27,7 +27,7 @@ import torch
 from megatron.training import get_args
 
 from recover_megatron.errors import UserError
-from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.order import InOrder, InTurn, Order, Shuffled

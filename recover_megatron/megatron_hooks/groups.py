@@ -11,12 +11,23 @@ a place in a replica with other workers  the groups of one replica are made anew
 
 A worker that builds its model while the others train (``alone``) makes no group of torch's at all: what it builds gets
 groups in which it is alone until it has a place.
+
+Copies of global ranks that Megatron hands to Transformer Engine when the model is built.
+
+Global ranks change: they count the workers that have a place, without gaps (`groups`).  torch's own map from them to
+group ranks is kept up to date, and Megatron asks it; but attention with context parallelism keeps a list, by which it
+sends keys and values round.  With an old list it would send to nobody, or to the worker of another replica.
+
+What Megatron does over replicas inside a training step and the recovery knows of: where, and why nothing is sent.
+
+What is not in here ends the run (``UnknownOperation``): made by each replica alone, it would let the replicas drift
+apart, or count what has been counted.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,7 +37,7 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
-from recover_megatron.collectives.peer_store_client import PeerStoreClient
+from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.epoch_groups import CommunicationConfig
@@ -34,13 +45,54 @@ from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
 from recover_megatron.instep.process_group import EpochGroup, register, register_new, renumber, stands_in
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.traffic import WORLD, Mode, Traffic
+from recover_megatron.instep.traffic import WORLD, Caller, Mode, Traffic
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch, writers
 from recover_megatron.megatron_hooks.fsdp import mesh
-from recover_megatron.megatron_hooks.known import is_known
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
-from recover_megatron.megatron_hooks.rank_copies import renew_rank_copies
+
+
+def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[int]) -> int:
+    """Give every module that keeps the global ranks of its context-parallel group the present ones, ``context_ranks``.
+
+    Returns how many there are.
+    """
+    found = 0
+    for chunk in model:
+        for module in chunk.modules():
+            if getattr(module, "cp_global_ranks", None):
+                module.cp_global_ranks = list(context_ranks)
+                found += 1
+    return found
+
+
+KNOWN = {
+    ("megatron.core.distributed.finalize_model_grads", "finalize_model_grads", "allreduce"): (
+        "the number of tokens: it is that of the whole batch already, from the tail of the step's sum"),
+    ("megatron.core.transformer.moe.moe_utils", "get_updated_expert_bias", "allreduce"): (
+        "the tokens of each expert: they are those of the whole batch already, from the same tail"),
+    ("megatron.core.distributed.finalize_model_grads", "_update_router_qb_beta", "allreduce"): (
+        "the quantiles of the experts' scores: they are those of the whole batch already, from the same tail"),
+    ("megatron.core.optimizer.qk_clip", "clip_qk", "allreduce"): (
+        "the largest logits of attention: they are those of the whole batch already, from the same tail"),
+    ("megatron.training.training", "train_step", "allreduce"): (
+        "the loss and its divisor: they are those of the whole batch already, from the same tail"),
+    ("megatron.bridge.training.train", "train_step", "allreduce"): (
+        "the same, in Megatron-Bridge's loop"),
+    ("megatron.core.optimizer.optimizer", "has_grad_norm_group", "allreduce"): (
+        "whether anybody's part of the parameters has a norm of its own (asked of all replicas with the distributed "
+        "optimizer): detached heads of multi-token prediction alone have, which are refused with it"),
+    ("megatron.core.timers", "start", "barrier"): (
+        "before a time is taken (--timing-log-level 1 and 2): nothing is computed"),
+    ("megatron.core.timers", "stop", "barrier"): "the same, after it",
+}  # fmt: skip
+"""(Module, function, operation) -> why."""
+
+
+def is_known(caller: Caller) -> bool:
+    """Whether the step has done already what this operation is for."""
+    return (caller.module, caller.function, caller.operation) in KNOWN
+
 
 RANK_LISTS = tuple(name for name in vars(parallel_state) if name.endswith("_GLOBAL_RANKS"))
 """parallel_state's lists of the global ranks of a group."""

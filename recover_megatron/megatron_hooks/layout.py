@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from recover_megatron.workload.layout import data_parallel_ranks_per_replica
+from recover_megatron.workload.domains import data_parallel_ranks_per_replica
 
 
 def inner_ranks_of(args: Any, world: int) -> int:

@@ -17,7 +17,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.training import get_args
 
 from recover_megatron.megatron_hooks.data import source_of
-from recover_megatron.megatron_hooks.skipping import after, to_skip
+from recover_megatron.megatron_hooks.order import after, to_skip
 
 CONSUMED = (
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test", "finetune",

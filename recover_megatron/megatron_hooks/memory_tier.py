@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, Kept, Rollback
 from recover_megatron.instep.epoch_groups import Failure
-from recover_megatron.instep.host_memory import available
 from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.snapshot_parts import available
 from recover_megatron.instep.snapshots import Spoiled, Taking
-from recover_megatron.instep.transfer import flatten
+from recover_megatron.instep.state_holder import flatten
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_snapshot import pieces, restored

@@ -1,17 +1,120 @@
 """A function or method of Megatron-Core that is wrapped, after a check that it is the one we know.
 
 Those of a training loop are wrapped by their roles: ``recover_megatron.integrate``.
+
+Which Megatron this is: its version, and whether it came as a wheel or as a Megatron-LM checkout.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from recover_megatron.errors import UserError
 from recover_megatron.integrate import seams
-from recover_megatron.megatron_hooks.entry.versions import SUPPORTED
+from recover_megatron.logger import get_logger
+
+log = get_logger(__name__)
+
+OLDEST = (0, 18)
+NEWEST = (0, 19)
+TESTED = "0.19.2"
+SUPPORTED = f"supported: Megatron {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, tested: {TESTED}"
+
+NEWER = (
+    f"Megatron {{version}} in {{root}} is newer than those tested ({SUPPORTED}). Every function that is wrapped "
+    "is checked by name and parameters, and one that does not fit ends the start; what else has changed is not known"
+)
+SCRIPT = "pretrain_gpt"
+"""Name of the GPT script at the root of a Megatron-LM checkout."""
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """The Megatron that this process imports."""
+
+    version: str
+    root: Path
+    """The folder that holds ``megatron/``: site-packages or a checkout."""
+
+    @property
+    def release(self) -> tuple[int, int]:
+        return parse_release(self.version)
+
+    @property
+    def has_script(self) -> bool:
+        """Whether it came with its own training script: a Megatron-LM checkout, not a wheel."""
+        return (self.root / f"{SCRIPT}.py").is_file()
+
+
+def parse_release(version: str) -> tuple[int, int]:
+    """(major, minor) of a version string such as "0.19.2" or "0.20.0rc0"; raises UserError for anything else."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise UserError(f"cannot read Megatron's version {version!r} ({SUPPORTED})")
+    return int(match[1]), int(match[2])
+
+
+def find_megatron(*, brings_script: bool = False) -> Megatron:
+    """Find the Megatron of this process and check that it is one this package knows.
+
+    Nothing but Megatron's version file is executed, so the refusal of a wrong one takes no import of torch.  Raises
+    UserError when there is none, when it lacks ``megatron.training``, or when its version is not supported.
+    ``brings_script``: the caller has a GPT script, so that a wheel without one will do.
+    """
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"Megatron-Core is not installed for {sys.executable}: pip install megatron-core=={TESTED}, "
+            f"or put a Megatron-LM checkout first on PYTHONPATH ({SUPPORTED})"
+        )
+    core = Path(spec.origin).parent
+    version = _read_version(core / "package_info.py")
+    megatron = Megatron(version, core.parent.parent)
+    if megatron.release > NEWEST:
+        if os.environ.get("RANK", "0") == "0":
+            log.warning(NEWER.format(version=version, root=megatron.root))
+    elif megatron.release < OLDEST:
+        raise UserError(
+            f"Megatron {version} in {megatron.root} is not supported ({SUPPORTED}): install another one, "
+            f"for instance pip install megatron-core=={TESTED}"
+        )
+    if importlib.util.find_spec("megatron.training") is None:
+        raise UserError(
+            f"Megatron {version} in {megatron.root} has no megatron.training: "
+            f"pip install megatron-core=={TESTED}, or put a whole Megatron-LM checkout first on PYTHONPATH"
+        )
+    if megatron.release < (0, 19) and not megatron.has_script and not brings_script:
+        raise UserError(
+            f"the wheel of Megatron {version} has no GPT builder: put a Megatron-LM checkout of that version first on "
+            f"PYTHONPATH, or pip install megatron-core=={TESTED}"
+        )
+    return megatron
+
+
+def _read_version(package_info: Path) -> str:
+    """Megatron's version without importing it (importing megatron.core imports torch)."""
+    try:
+        text = package_info.read_text(encoding="utf-8")
+    except OSError:
+        return importlib.metadata.version("megatron-core")
+    found = {name: value for name, value in re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", text, re.MULTILINE)}
+    if not {"MAJOR", "MINOR"} <= found.keys():
+        raise UserError(f"cannot read Megatron's version in {package_info} ({SUPPORTED})")
+    return f"{found['MAJOR']}.{found['MINOR']}.{found.get('PATCH', '0')}"
+
 
 wrap = partial(seams.wrap, supported=SUPPORTED)
 """Replace ``owner.name`` by ``wrapper(owner.name)``; see `seams.wrap`."""

@@ -33,7 +33,7 @@ from recover_megatron.arguments import config_from_argv
 from recover_megatron.errors import UserError, refuse
 from recover_megatron.megatron_hooks.entry import flags
 from recover_megatron.megatron_hooks.entry.program import choose_device, is_in_charge
-from recover_megatron.megatron_hooks.entry.versions import find_megatron
+from recover_megatron.megatron_hooks.monkeypatch import find_megatron
 
 
 def before_megatron() -> None:

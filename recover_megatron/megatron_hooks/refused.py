@@ -21,7 +21,7 @@ from recover_megatron.hostdevice.flags import (
     reasons,
     unless,
 )
-from recover_megatron.workload.interleaved import runs
+from recover_megatron.workload.assign import runs
 
 EMERGING = ("muon", "dist_muon", "adaptive_muon", "soap", "lion")
 """Megatron's optimizers that are in the package emerging-optimizers."""

@@ -10,6 +10,15 @@
 Meanwhile the others train. They meet this worker at the boundary before a step (`between_steps`), give it its state
 while they compute that step (`state_exchange`), and need it from there on.
 The parts of ``leave``, ``wait`` and ``take_place`` that have no Megatron in them are `instep.orphan`.
+
+Megatron built by one worker alone, while the others train: a spare that is wanted in a position it has no model for.
+
+pretrain() runs as at launch, with the rank of that position, up to train(): its groups hold nobody else (see `groups`),
+so nothing is sent and nothing is waited for.  What it would learn from others there comes with the state later.
+
+    load_checkpoint                      nothing is read: the state comes from a peer
+    build_train_valid_test_data_loaders  whether there is data is what rank 0 says at launch: there is, they train
+    append_to_progress_log               no job begins
 """
 
 from __future__ import annotations
@@ -18,23 +27,22 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.training import get_args
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.decision import HELD, Decision
-from recover_megatron.instep.device import check_device
-from recover_megatron.instep.errors import Orphaned
-from recover_megatron.instep.faults import is_communication
+from recover_megatron.instep.faults import Orphaned, check_device, is_communication
 from recover_megatron.instep.gradients import Column, alive
+from recover_megatron.instep.no_place import UntakenPlaces
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
-from recover_megatron.instep.untaken import UntakenPlaces
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
@@ -192,3 +200,32 @@ def _forget_megatron(loop: Loop) -> None:
     c10d._update_default_pg(None)
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def install(groups: Groups, loop: Loop) -> None:
+    """Wrap the seams; ``groups`` know whether this worker is building without the others."""
+
+    def no_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            return (0, 0) if groups.alone else original(*args, **kwargs)
+
+        return load_checkpoint
+
+    def data_is_there(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
+            if groups.alone:
+                get_args().do_train = True
+            return original(*args, **kwargs)
+
+        return build_train_valid_test_data_loaders
+
+    def no_job_begins(original: Callable[..., Any]) -> Callable[..., Any]:
+        def append_to_progress_log(*args: Any, **kwargs: Any) -> Any:
+            # Not for good: with a place it waits for all others where they write of a checkpoint, as they do for it.
+            return None if groups.traffic.mode is Mode.ALONE else original(*args, **kwargs)
+
+        return append_to_progress_log
+
+    loop.wrap("progress_log", no_job_begins)
+    loop.wrap("load", no_checkpoint)
+    loop.wrap("loaders", data_is_there)

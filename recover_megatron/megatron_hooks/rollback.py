@@ -22,22 +22,20 @@ from typing import Any
 
 from megatron.training import checkpointing, get_args
 
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.instep.decision import HELD, MEMORY, Checkpoint
 from recover_megatron.instep.decision import Rollback as Target
-from recover_megatron.instep.errors import InStepError, Orphaned
-from recover_megatron.instep.faults import is_communication, is_of_device, is_own, signature
+from recover_megatron.instep.faults import InStepError, Orphaned, is_communication, is_of_device, is_own, signature
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.checkpoints import CHECKPOINT_SECONDS, Checkpoints
-from recover_megatron.megatron_hooks.console import Console
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.memory_tier import MemoryTier
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
-from recover_megatron.megatron_hooks.records import Records
+from recover_megatron.megatron_hooks.records import Console, Records
 from recover_megatron.megatron_hooks.state import TrainingState
-from recover_megatron.membership.errors import MembershipError
+from recover_megatron.membership.records import MembershipError
 
 log = get_logger(__name__)
 

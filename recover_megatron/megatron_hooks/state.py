@@ -25,17 +25,17 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_timers
 
-from recover_megatron.collectives.digest import digest
-from recover_megatron.instep.errors import Disagreement
+from recover_megatron.collectives.state_transport import digest
+from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.state_holder import Path, at, flatten, new_memory
 from recover_megatron.instep.state_receiver import Place
-from recover_megatron.instep.transfer import Path, at, flatten, new_memory
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
+from recover_megatron.megatron_hooks.layer_sums import biases
 from recover_megatron.megatron_hooks.layout import rolls_back
 from recover_megatron.megatron_hooks.loop_counters import LoopCounters
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer, groups_with_parameters
-from recover_megatron.megatron_hooks.routers import biases
-from recover_megatron.megatron_hooks.skipping import after, to_skip
-from recover_megatron.megatron_hooks.totals import LogTotals
+from recover_megatron.megatron_hooks.order import after, to_skip
+from recover_megatron.megatron_hooks.trackers import LogTotals
 
 
 class TrainingState:
@@ -124,7 +124,7 @@ class TrainingState:
         return json.dumps([self._loop.schedule_state(), groups], sort_keys=True)
 
     def tree(self) -> dict[str, Any]:
-        """See ``instep.transfer``; its tensors are the living ones."""
+        """See ``instep.state_holder``; its tensors are the living ones."""
         return {
             "column": self._column(),
             "own": {

@@ -12,10 +12,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.epoch_groups import EpochGroups
-from recover_megatron.instep.errors import Disagreement, Orphaned
+from recover_megatron.instep.faults import Disagreement, Orphaned
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.state_holder import Offer
 from recover_megatron.logger import get_logger

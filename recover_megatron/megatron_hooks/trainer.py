@@ -22,16 +22,13 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from recover_megatron.instep.gradients import Gradients
-from recover_megatron.instep.progress_reports import ProgressReports
+from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.accumulated import Accumulated, has_gradient
-from recover_megatron.megatron_hooks.attention_logits import AttentionLogits
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.data import Microbatches, source_of
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
-from recover_megatron.megatron_hooks.grouped import grouped
-from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
-from recover_megatron.megatron_hooks.routers import RouterSums
+from recover_megatron.megatron_hooks.layer_sums import AttentionLogits, RouterSums
+from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds, grouped, has_gradient
 from recover_megatron.megatron_hooks.trackers import Trackers
 
 

@@ -24,28 +24,25 @@ from megatron.training import get_args
 from recover_megatron.errors import UserError
 from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.decision import Checkpoint
-from recover_megatron.instep.errors import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
+from recover_megatron.instep.faults import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.traffic import Mode, Traffic
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import rng, skipping, writers
-from recover_megatron.megatron_hooks.accumulated import Accumulated
-from recover_megatron.megatron_hooks.balancing import rebalance
+from recover_megatron.megatron_hooks import microbatches, order, writers
+from recover_megatron.megatron_hooks.between_steps import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets, BucketSeams
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
-from recover_megatron.megatron_hooks.console import Console
 from recover_megatron.megatron_hooks.data import sources_of
-from recover_megatron.megatron_hooks.evaluation import Evaluation
+from recover_megatron.megatron_hooks.evaluation import Evaluation, OverParameters
 from recover_megatron.megatron_hooks.groups import Groups
+from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
-from recover_megatron.megatron_hooks.over_parameters import OverParameters
-from recover_megatron.megatron_hooks.records import Records
+from recover_megatron.megatron_hooks.records import Console, Records
 from recover_megatron.megatron_hooks.rejoin import Rejoin
-from recover_megatron.megatron_hooks.rng import MicrobatchSeeds
 from recover_megatron.megatron_hooks.rollback import Rollback, kept
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.state_exchange import StateExchange
@@ -53,7 +50,7 @@ from recover_megatron.megatron_hooks.step_guard import StepGuard
 from recover_megatron.megatron_hooks.trackers import TrackerSeam
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
 from recover_megatron.megatron_hooks.training_parts import StateCopies, TrainingParts, assemble
-from recover_megatron.membership.errors import CoordinatorLost, Fenced
+from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 log = get_logger(__name__)
 
@@ -189,8 +186,8 @@ class TrainingHooks:
         self._bucket_seams.install()
         sharded_optimizer.install()
         self._tracker_seam.install(loop)
-        skipping.install(loop)
-        rng.install(loop)
+        order.install(loop)
+        microbatches.install(loop)
         loop.wrap("train", self._train)
         loop.wrap("train_step", self._train_step)
         loop.wrap("log", self._training_log)

@@ -12,18 +12,17 @@ from megatron.training import get_args
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Traffic
 from recover_megatron.integrate.loop import Services
-from recover_megatron.megatron_hooks.accumulated import Accumulated
-from recover_megatron.megatron_hooks.attention_logits import AttentionLogits
 from recover_megatron.megatron_hooks.between_steps import BetweenSteps
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.fsdp.outer import InShardGroups
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp
+from recover_megatron.megatron_hooks.layer_sums import AttentionLogits, RouterSums
 from recover_megatron.megatron_hooks.layout import spreads_optimizer
 from recover_megatron.megatron_hooks.memory_tier import MemoryTier
+from recover_megatron.megatron_hooks.microbatches import Accumulated
 from recover_megatron.megatron_hooks.optimizer.keeping import InBuckets
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
-from recover_megatron.megatron_hooks.routers import RouterSums
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.state_exchange import StateExchange
 from recover_megatron.megatron_hooks.step_guard import StepGuard

@@ -5,17 +5,19 @@ docs/membership.md has the protocol. A worker uses ``Session``, a launcher ``Nod
 """
 
 from recover_megatron.membership.auth import Secret, find_secret
-from recover_megatron.membership.errors import (
+from recover_megatron.membership.node_agent import NodeAgent
+from recover_megatron.membership.records import (
     AuthenticationError,
     CoordinatorLost,
     EpochRevoked,
     Fenced,
     MembershipError,
     NoPlan,
+    Plan,
+    PlanRequest,
     SecretError,
+    Settings,
 )
-from recover_megatron.membership.node_agent import NodeAgent
-from recover_megatron.membership.records import Plan, PlanRequest, Settings
 from recover_megatron.membership.session import Session
 
 __all__ = [

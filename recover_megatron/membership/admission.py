@@ -7,6 +7,28 @@ bound, its presentation taken in ---> standby              (this candidate does 
                                  |--> lead                 (it leads, and waits for others)
                                  |--> revoke               (a rendezvous is open; to who is aside: the last one)
                                  '--> nothing, to a worker (its coming has opened the next); revoke, plan to a launcher
+
+Before the first rendezvous of a coordinator: whether it takes over, and whom it waits for then.
+
+    leads --> at the start of a run: nothing to wait for
+        '---> in place of a lost coordinator: gathered, once all whom the run counts on have come, or are late
+
+A commit needs the report of all members, so it needs no log: if every survivor of an epoch presents ``done >= t``, t is
+committed (it may have been, and it does no harm if it was not); if one does not, it was not. So a lost coordinator
+loses no decision, and a decision that a single worker has received is never taken again. Idle members report nothing,
+so they are no such survivors (``quorum.can_tell``).
+
+The candidates that joined a run after its launch: who leads keeps their list, and tells it to everybody.
+
+    launcher that joins: candidate(address) ---> coordinator ---candidates(added...)---> all members, and who attaches
+
+The candidates of the launch are known to all from the start; nodes are lost and replaced, so in a long run none of them
+may be left.  Any process that members turn to may lead, since a candidate promises nothing and what binds is what the
+members hold (``quorum``): the list decides where members look for a coordinator, never who may lead.  Members whose
+lists differ for a moment look in different places first, and meet where there is a candidate at all.
+
+Only this coordinator's list counts: members forget those of its predecessor.  It need not be kept, for every launcher
+tells each new coordinator of its candidate.  A launcher that is not connected has none.
 """
 
 from __future__ import annotations
@@ -19,9 +41,9 @@ from recover_megatron.membership.detect import WorkerProgress
 from recover_megatron.membership.drains import Drains
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.events import Close, Outbox
-from recover_megatron.membership.failover import presentation_from_wire
+from recover_megatron.membership.lateness import Lateness
 from recover_megatron.membership.leadership import Leadership
-from recover_megatron.membership.records import ADMITTED, from_runs, to_runs
+from recover_megatron.membership.records import ADMITTED, MOST_ADDED, from_runs, presentation_from_wire, to_runs
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
 
 
@@ -158,3 +180,112 @@ class Admission:
             self._out.send([session], {**revoke, **formed})
             self._out.send([session], self._epochs.plan_message)
         self._out.send([session], revoke)
+
+
+class TakeOver:
+    """What a coordinator does while it is in STANDBY or GATHERING."""
+
+    def __init__(self, roster: Roster, leadership: Leadership, epochs: Epochs, lateness: Lateness) -> None:
+        self._roster = roster
+        self._leadership = leadership
+        self._epochs = epochs
+        self._lateness = lateness
+
+    def leads(self, now: float) -> bool:
+        """Begin a term, if enough members have come; whether they have."""
+        self._epochs.adopt(self._leadership.evidence)
+        if not self._leadership.may_lead(now):
+            return False
+        self._leadership.lead(now)
+        return True
+
+    def gathered(self, now: float) -> bool:
+        """Whether all whom the run counts on have presented what they hold; who is late is left out.
+
+        One of them may have been told of a commit that the lost coordinator told nobody else: its mates must hear of it
+        while they wait for it, or it goes on alone into operations that need them.
+        """
+        self._epochs.adopt(self._leadership.evidence)
+        missing = self._leadership.not_come
+        if any(now <= self._leadership.gathers_until(worker, now) for worker in missing):
+            return False
+        for worker in missing:
+            self._roster.exclude(worker, "did not come to the new coordinator", now)
+        return True
+
+    def lose_silent(self, now: float) -> None:
+        """Lose touch with those that have been silent for too long."""
+        for worker in self._lateness.silent(now):
+            self.lost_touch(worker, f"silent for {now - worker.heard:.1f} s", now)
+
+    def lost_touch(self, worker: Member, reason: str, now: float) -> None:
+        """A worker is not reached that may still be running: it may come again, before there is a term.
+
+        Later, too, where nobody counts on it: what becomes of it is decided when all have come.
+        """
+        if self._leadership.term == 0 or worker.number not in self._leadership.evidence.target:
+            self._roster.unbind(worker)
+        else:
+            self._roster.exclude(worker, reason, now)
+
+
+Address = tuple[str, int]
+
+
+class AddedCandidates:
+    """The list of one coordinator.
+
+    ``lease`` and ``slack``: what candidates of this run share (``quorum.standing``), for the launchers; None: nothing.
+    """
+
+    def __init__(self, roster: Roster, out: Outbox, lease: str | None, slack: int | None, witnessed: bool) -> None:
+        """``witnessed``: whether the run has a witness."""
+        self._roster = roster
+        self._out = out
+        self._shared: dict[str, Any] = {} if lease is None else {"lease": lease, "slack": slack or 0}
+        self._shared |= {"witnessed": True} if witnessed else {}
+        self._told: dict[str, tuple[NodeAgentStatus, Address]] = {}
+        """By the name of the node, in the order in which they came; only those of launchers that joined."""
+        self._leads = False
+        self._listed: list[Address] = []
+
+    def has(self, node_agent: NodeAgentStatus, address: Address) -> None:
+        """A launcher has a candidate."""
+        self._told[node_agent.node] = node_agent, address
+        self._tell_if_changed()
+
+    def look(self) -> None:
+        """Called now and then: leave out those whose launcher's session has ended, by whatever, its silence too."""
+        gone = [node for node, (node_agent, _) in self._told.items() if node_agent.session is None]
+        for node in gone:
+            del self._told[node]
+        self._tell_if_changed()
+
+    def _tell_if_changed(self) -> None:
+        if self._leads and self._listed != self._list:
+            self._listed = self._list
+            self._out.log("candidates", added=[f"{host}:{port}" for host, port in self._listed])
+            for session in list(self._roster.sessions):
+                self.greet(session)
+
+    def lead(self) -> None:
+        """This candidate leads from now on: everybody is told, launchers also what a candidate needs to know."""
+        self._leads = True
+        self._listed = self._list
+        for session in list(self._roster.sessions):
+            self.greet(session)
+
+    def greet(self, session: int) -> None:
+        """Tell who has just attached, and was not turned away, if this candidate leads."""
+        peer = self._roster.sessions.get(session)
+        if self._leads and peer is not None:
+            more = self._shared if isinstance(peer, NodeAgentStatus) else {}
+            self._out.send([session], {**self._message, **more})
+
+    @property
+    def _list(self) -> list[Address]:
+        return [address for _, address in self._told.values()][:MOST_ADDED]
+
+    @property
+    def _message(self) -> dict[str, Any]:
+        return {"type": "candidates", "added": [list(a) for a in self._listed], "world": self._roster.world}

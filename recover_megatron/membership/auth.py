@@ -17,8 +17,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from recover_megatron.membership.errors import SecretError
-from recover_megatron.network import proof
+from recover_megatron.membership.records import SecretError
+from recover_megatron.network import connection
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 SECRET_FILE = "secret"
@@ -42,15 +42,15 @@ class Secret:
 
     def mac(self, role: str, coordinator_nonce: str, member_nonce: str) -> str:
         """The proof of ``role`` ("member" or "coordinator") for one pair of nonces, in hex."""
-        return proof.mac(self._value, "recover-membership", role, coordinator_nonce, member_nonce).hex()
+        return connection.mac(self._value, "recover-membership", role, coordinator_nonce, member_nonce).hex()
 
     def proves(self, mac: str, role: str, coordinator_nonce: str, member_nonce: str) -> bool:
         """Whether ``mac`` is that proof, compared in constant time."""
-        return proof.proves(mac, self.mac(role, coordinator_nonce, member_nonce))
+        return connection.proves(mac, self.mac(role, coordinator_nonce, member_nonce))
 
     def key(self, purpose: str) -> bytes:
         """A key derived from the secret for another protocol of the run, such as the ring's."""
-        return proof.mac(self._value, "recover-key", purpose)
+        return connection.mac(self._value, "recover-key", purpose)
 
 
 def read_secret_file(path: Path) -> Secret:

@@ -24,7 +24,6 @@ from typing import Any
 
 from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret
-from recover_megatron.membership.errors import AuthenticationError, MembershipError
 from recover_megatron.membership.events import (
     Abandon,
     Accepted,
@@ -40,8 +39,9 @@ from recover_megatron.membership.events import (
     Tick,
 )
 from recover_megatron.membership.follower import Follower, Stage
-from recover_megatron.network.forks import close_in_children
-from recover_megatron.network.proof import nonce
+from recover_megatron.membership.records import AuthenticationError, MembershipError
+from recover_megatron.network.connection import nonce
+from recover_megatron.network.system import close_in_children
 
 Address = tuple[str, int]
 MAX_REJECTIONS = 10

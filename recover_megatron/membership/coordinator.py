@@ -37,12 +37,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recover_megatron.membership.admission import Admission
-from recover_megatron.membership.candidates import AddedCandidates
+from recover_megatron.membership.admission import AddedCandidates, Admission, TakeOver
 from recover_megatron.membership.drains import Drains
-from recover_megatron.membership.ending import Ending
+from recover_megatron.membership.ending import Ending, Survivors
 from recover_megatron.membership.epochs import Epochs, Rendezvous
-from recover_megatron.membership.errors import EXIT_NO_REPLICA, EXIT_SAME_FAULT, RunOver
 from recover_megatron.membership.events import (
     Acknowledged,
     Close,
@@ -53,22 +51,29 @@ from recover_megatron.membership.events import (
     Outbox,
     Received,
     Settle,
+    State,
     Statement,
     StepDown,
     Tick,
     Verdict,
 )
 from recover_megatron.membership.exception_reports import ExceptionReports
-from recover_megatron.membership.lateness import Lateness
+from recover_megatron.membership.lateness import Lateness, Witnessed
 from recover_megatron.membership.leadership import Leadership
 from recover_megatron.membership.observing import Observing
-from recover_megatron.membership.records import NEW_COORDINATOR, Planner, Settings, Workers, members_only, to_runs
+from recover_megatron.membership.records import (
+    EXIT_NO_REPLICA,
+    EXIT_SAME_FAULT,
+    NEW_COORDINATOR,
+    Planner,
+    RunOver,
+    Settings,
+    Workers,
+    members_only,
+    to_runs,
+)
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
-from recover_megatron.membership.states import State
-from recover_megatron.membership.survivors import Survivors
-from recover_megatron.membership.takeover import TakeOver
 from recover_megatron.membership.witness import Witness
-from recover_megatron.membership.witnessed import Witnessed
 
 
 class Coordinator:

@@ -15,12 +15,23 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from recover_megatron.membership.errors import EXIT_LOST_MAJORITY, EXIT_NO_REPLICA, NoPlan, RunOver
 from recover_megatron.membership.events import Outbox
-from recover_megatron.membership.failover import Evidence
-from recover_megatron.membership.leadership import Leadership
-from recover_megatron.membership.quorum import Standing
-from recover_megatron.membership.records import Formed, Json, Opened, Planner, PlanRequest, WorkerId, Workers, to_runs
+from recover_megatron.membership.leadership import Leadership, Standing
+from recover_megatron.membership.records import (
+    EXIT_LOST_MAJORITY,
+    EXIT_NO_REPLICA,
+    Evidence,
+    Formed,
+    Json,
+    NoPlan,
+    Opened,
+    Planner,
+    PlanRequest,
+    RunOver,
+    WorkerId,
+    Workers,
+    to_runs,
+)
 from recover_megatron.membership.roster import Fate, Member, Roster
 
 

@@ -1,9 +1,13 @@
-"""What goes into a state machine (events) and what comes out (effects). ``session`` is the number of a connection."""
+"""What goes into a state machine (events) and what comes out (effects). ``session`` is the number of a connection.
+
+The states of a coordinator, which ``coordinator`` draws and explains.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from recover_megatron.membership.records import Json, Workers
@@ -250,3 +254,15 @@ class Notify:
 
 
 MemberEffect = Dial | Say | Abandon | Hangup | Look | Notify
+
+
+class State(Enum):
+    """See the drawing in ``coordinator``, the only module that changes it."""
+
+    STANDBY = "standby"
+    GATHERING = "gathering"
+    RENDEZVOUS = "rendezvous"
+    STEADY = "steady"
+    STOPPED = "stopped"
+    RETIRED = "retired"
+    """It has stepped down: a fresh one has its place."""

@@ -24,7 +24,6 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from recover_megatron.membership.errors import CoordinatorLost, Fenced, MembershipError
 from recover_megatron.membership.events import (
     Abandon,
     Accepted,
@@ -40,8 +39,17 @@ from recover_megatron.membership.events import (
     Say,
     Tick,
 )
-from recover_megatron.membership.failover import presentation_to_wire
-from recover_megatron.membership.records import Formed, Opened, Presentation, Settings, from_runs
+from recover_megatron.membership.records import (
+    CoordinatorLost,
+    Fenced,
+    Formed,
+    MembershipError,
+    Opened,
+    Presentation,
+    Settings,
+    from_runs,
+    presentation_to_wire,
+)
 
 
 class Stage(Enum):

@@ -16,10 +16,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from recover_megatron.membership.errors import CoordinatorLost, MembershipError
 from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify, Say
 from recover_megatron.membership.follower import Follower, Stage
-from recover_megatron.membership.records import Json, Plan, Settings
+from recover_megatron.membership.records import CoordinatorLost, Json, MembershipError, Plan, Settings
 
 
 class Member(Follower):

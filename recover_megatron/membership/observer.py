@@ -10,8 +10,8 @@ from typing import Any
 from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address
-from recover_megatron.membership.errors import AuthenticationError, MembershipError
-from recover_megatron.network.proof import nonce
+from recover_megatron.membership.records import AuthenticationError, MembershipError
+from recover_megatron.network.connection import nonce
 
 ANSWER_SECONDS = 10.0
 """A candidate that says nothing for this long is given up."""

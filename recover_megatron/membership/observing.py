@@ -8,11 +8,10 @@ from typing import Any
 
 from recover_megatron.membership.drains import Drains
 from recover_megatron.membership.epochs import Epochs, Rendezvous
-from recover_megatron.membership.events import Outbox
+from recover_megatron.membership.events import Outbox, State
 from recover_megatron.membership.lateness import Lateness
 from recover_megatron.membership.leadership import Leadership
 from recover_megatron.membership.roster import Roster
-from recover_megatron.membership.states import State
 from recover_megatron.membership.view import History, Observers, view
 
 

@@ -37,13 +37,13 @@ from recover_megatron.membership.events import (
     Received,
     Send,
     Settle,
+    State,
     StepDown,
     Tick,
 )
 from recover_megatron.membership.journal import EventSink, Limited
-from recover_megatron.membership.states import State
-from recover_megatron.network.kernel import all_delivered, unacknowledged, use_all_descriptors
-from recover_megatron.network.proof import nonce
+from recover_megatron.network.connection import nonce
+from recover_megatron.network.system import all_delivered, unacknowledged, use_all_descriptors
 
 HANDSHAKE_SECONDS = 5.0
 DRAIN_SECONDS = 2.0

@@ -14,11 +14,19 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address, Client
-from recover_megatron.membership.errors import EXIT_FENCED, CoordinatorLost, EpochRevoked, Fenced
 from recover_megatron.membership.events import Notify
 from recover_megatron.membership.exception_reports import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED, cut_middle
 from recover_megatron.membership.member import Member
-from recover_megatron.membership.records import Json, Plan, Settings, Workers
+from recover_megatron.membership.records import (
+    EXIT_FENCED,
+    CoordinatorLost,
+    EpochRevoked,
+    Fenced,
+    Json,
+    Plan,
+    Settings,
+    Workers,
+)
 from recover_megatron.membership.wire import MAX_TO_COORDINATOR, encode
 
 RevokeCallback = Callable[[int, str], None]

@@ -20,11 +20,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from recover_megatron.membership.detect import Stall
 from recover_megatron.membership.epochs import Epochs
 from recover_megatron.membership.events import Close, Outbox
 from recover_megatron.membership.records import Json, Opened, WorkerId, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
-from recover_megatron.membership.stall import Stall
 
 PAUSE_SECONDS = 0.4
 """An observer that asks again within this time is refused."""

@@ -1,4 +1,4 @@
-"""Messages of the control plane: frames (``network.frames``) checked against a schema before anyone sees them.
+"""Messages of the control plane: frames (``network.connection``) checked against a schema before anyone sees them.
 
 Nothing that arrives is trusted: every field has a type and a bound, unknown types and unknown fields are errors. An
 error is a ``WireError``, and the only thing it ever costs is the connection it came from.
@@ -11,8 +11,8 @@ from typing import Any
 
 from recover_megatron.membership.exception_reports import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED
 from recover_megatron.membership.records import MAX_WORKERS, MOST_ADDED
-from recover_megatron.network import frames
-from recover_megatron.network.frames import WireError
+from recover_megatron.network import connection
+from recover_megatron.network.connection import WireError
 
 __all__ = ["WireError"]
 
@@ -240,12 +240,12 @@ TO_MEMBER: Mapping[str, Schema] = {
 
 def encode(message: Mapping[str, Any], limit: int = MAX_TO_MEMBER) -> bytes:
     """As ``frames.encode``."""
-    return frames.encode(message, limit)
+    return connection.encode(message, limit)
 
 
 def parse(body: bytes, schemas: Mapping[str, Schema]) -> dict[str, Any]:
     """One checked message. ``WireError`` for anything else."""
-    message = frames.parse(body)
+    message = connection.parse(body)
     kind = message.get("type")
     schema = schemas.get(kind) if type(kind) is str else None
     if schema is None:
@@ -272,7 +272,7 @@ class Decoder:
     def __init__(self, limit: int, schemas: Mapping[str, Schema]) -> None:
         self.limit = limit
         self.schemas = schemas
-        self._frames = frames.Decoder(limit)
+        self._frames = connection.Decoder(limit)
 
     @property
     def pending(self) -> int:

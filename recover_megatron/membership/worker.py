@@ -10,7 +10,7 @@ from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.client import Address
 from recover_megatron.membership.records import Settings, WorkerId
 from recover_megatron.membership.session import RevokeCallback, Session
-from recover_megatron.network.kernel import use_all_descriptors
+from recover_megatron.network.system import use_all_descriptors
 from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
 

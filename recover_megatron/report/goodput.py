@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from recover_megatron.report.axis import LEFT, Axis, Key, since
+from recover_megatron.report.lanes import LEFT, Axis, Key, since
 from recover_megatron.run_log.events import Event
 from recover_megatron.run_log.steps import StepRecord
 

@@ -4,17 +4,92 @@
     recoveries, rollbacks, snapshots --marks--> lines across the lanes, and ticks below them
 
 Colours are classes of the page's style, so that they follow the reader's light or dark mode.
+
+What the pictures that are part of the page share: their width, the time axis under them, the legend.
+
+``recover-report --trace FILE``: the recoveries of a run in the Chrome trace format.
+
+    coordinators   a lane each: faults and revokes at their moment, each rendezvous from its revoke to its plan
+    training       the phases of each recovery, one behind the other, by the account of the worker that wrote it
+
+Times are of the host that wrote each file: lanes of different hosts are apart by what their clocks are.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
-from recover_megatron.report.axis import LEFT, Axis, Key
 from recover_megatron.run_log.events import Event
+
+LEFT = 70
+"""For the names of what is in the picture."""
+_WIDTH, _FOOT = 960, 26
+_RIGHT = 30  # for half of the last time's text
+_PARTS = 6
+"""Between two times; at most."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a legend: a class of the page's style, and what it stands for."""
+
+    css: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From ``begin`` to ``end``, unix seconds."""
+
+    begin: float
+    end: float
+
+    @property
+    def scale(self) -> float:
+        """Of a second."""
+        return (_WIDTH - LEFT - _RIGHT) / max(self.end - self.begin, 1e-9)
+
+    def x(self, time: float) -> float:
+        """Where a moment is."""
+        return LEFT + (time - self.begin) * self.scale
+
+    def picture(self, css: str, words: str, parts: Sequence[str], height: int, gap: int) -> str:
+        """An SVG of ``parts``, ``height`` high, and ``gap`` below it round times since ``begin``; ``words``: for a
+        reader who does not see it."""
+        of, y = self.end - self.begin, height + gap
+        ticks = (
+            f'<text x="{self.x(self.begin + time):.1f}" y="{y}" text-anchor="middle">{since(time, of)}</text>'
+            for time in round_times(of)
+        )
+        head = f'<svg class="{css}" role="img" aria-label="{escape(words)}" viewBox="0 0 {_WIDTH} {height + _FOOT}">'
+        return "".join([head, *parts, *ticks, "</svg>"])
+
+
+def round_times(of: float) -> list[float]:
+    """From 0 to at most ``of`` seconds, each a multiple of 1, 2 or 5 (times a power of ten) of its unit."""
+    unit = _unit(of)
+    step = 10.0 ** math.floor(math.log10(max(of / unit, 1e-3) / _PARTS))
+    step = next(size for size in (step, 2 * step, 5 * step, 10 * step) if size * _PARTS >= of / unit) * unit
+    return [n * step for n in range(math.floor(of / step + 1e-9) + 1)]
+
+
+def since(seconds: float, of: float) -> str:
+    """Seconds in the unit that suits a picture of ``of`` seconds."""
+    unit = _unit(of)
+    return f"{seconds / unit:{'.0f' if of >= 6 * unit else '.1f'}} {_UNITS[unit]}"
+
+
+_UNITS = {1: "s", 60: "min", 3600: "h"}
+
+
+def _unit(of: float) -> int:
+    return 1 if of < 600 else 60 if of < 18000 else 3600
+
 
 MOST = 128
 """Lanes; of more workers those that were ever not training come first."""
@@ -219,3 +294,68 @@ def _were(kind: str, found: Sequence[Stretch]) -> str:
     workers = sorted({stretch.worker for stretch in found if stretch.kind == kind})
     more = f" and {len(workers) - 8} more" if len(workers) > 8 else ""
     return f"{_short(kind)} at some time: workers {', '.join(map(str, workers[:8]))}{more}" if workers else ""
+
+
+_TRAINING = 1
+_MOMENTS = ("fault", "revoke", "exception", "give_up", "stalled", "lead", "stop")
+Entry = Mapping[str, Any]
+
+
+def trace(workers: Sequence[Event], coordinators: Sequence[Event]) -> dict[str, Any]:
+    """The object that the file has; empty of events where nothing happened."""
+    lanes = {name: 2 + n for n, name in enumerate(sorted({event["file"] for event in coordinators}))}
+    entries = [_lane(_TRAINING, "training"), *(_lane(lane, name) for name, lane in lanes.items())]
+    entries += [*_recoveries(workers), *_coordinators(coordinators, lanes)]
+    return {"traceEvents": entries, "displayTimeUnit": "ms"}
+
+
+def _recoveries(workers: Sequence[Event]) -> Iterator[Entry]:
+    for event in workers:
+        told = {name: value for name, value in event.items() if name not in ("event", "time", "seconds", "grid")}
+        if event["event"] == "recovery":
+            phases = {name: float(s) for name, s in event.get("seconds", {}).items()}
+            begun = event["time"] - sum(phases.values())
+            yield _trace_event(_TRAINING, f"recovery in iteration {event.get('iteration')}", begun, event["time"], told)
+            for name, seconds in phases.items():
+                yield _trace_event(_TRAINING, name, begun, begun + seconds, {})
+                begun += seconds
+        elif event["event"] in ("plan", "checkpoint", "start", "end"):
+            yield _moment(_TRAINING, event["event"], event["time"], told)
+
+
+def _coordinators(events: Sequence[Event], lanes: Mapping[str, int]) -> Iterator[Entry]:
+    opened: dict[tuple[str, Any], float] = {}
+    for event in events:
+        lane, told = (
+            lanes[event["file"]],
+            {name: value for name, value in event.items() if name not in ("time", "mono")},
+        )
+        if event["event"] == "revoke":
+            opened[event["file"], event.get("epoch")] = event["time"]
+        if event["event"] == "plan":
+            begun = opened.pop((event["file"], event.get("epoch")), event["time"])
+            yield _trace_event(lane, f"rendezvous of epoch {event.get('epoch')}", begun, event["time"], told)
+        elif event["event"] in _MOMENTS:
+            name = event["event"] + (f" of worker {event['worker']}" if "worker" in event else "")
+            yield _moment(lane, name, event["time"], told)
+
+
+def _trace_event(lane: int, name: str, begun: float, ended: float, args: Entry) -> Entry:
+    micros = round(begun * 1e6)
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": lane,
+        "name": name,
+        "ts": micros,
+        "dur": round(ended * 1e6) - micros,
+        "args": args,
+    }
+
+
+def _moment(lane: int, name: str, at: float, args: Entry) -> Entry:
+    return {"ph": "i", "s": "t", "pid": 0, "tid": lane, "name": name, "ts": round(at * 1e6), "args": args}
+
+
+def _lane(lane: int, name: str) -> Entry:
+    return {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}

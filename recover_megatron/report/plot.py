@@ -16,7 +16,7 @@ from typing import Any
 from recover_megatron.report.compare import Comparison
 from recover_megatron.report.history import PHASES, RecoveryRecord
 from recover_megatron.report.run_dir import RecordedRun
-from recover_megatron.report.throughput import rates
+from recover_megatron.report.summary import rates
 from recover_megatron.run_log.steps import StepRecord
 
 MAX_BARS = 30

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron import __version__
-from recover_megatron.membership.errors import AuthenticationError, SecretError
 from recover_megatron.membership.observer import NoAnswer, OtherVersion
+from recover_megatron.membership.records import AuthenticationError, SecretError
 from recover_megatron.status.drain import drain
 from recover_megatron.status.folder import candidates
 from recover_megatron.status.headline import Level, headline
@@ -148,11 +148,11 @@ def _show(source: Source, args: argparse.Namespace) -> int:
         status = source.look()
         print(json.dumps({"headline": headline(status).word, **status.to_json()}))
     elif args.once:
-        from recover_megatron.status.live import show_once
+        from recover_megatron.status.screen import show_once
 
         show_once(source.look())
     else:
-        from recover_megatron.status.live import follow  # rich takes its time to import
+        from recover_megatron.status.screen import follow  # rich takes its time to import
 
         follow(source, args.interval, PATIENCE_SECONDS)
     return 0

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron.membership.auth import SECRET_FILE
-from recover_megatron.membership.errors import EXIT_LOST_MAJORITY
-from recover_megatron.membership.records import FIRST_JOINED
+from recover_megatron.membership.records import EXIT_LOST_MAJORITY, FIRST_JOINED
 from recover_megatron.run_log import tail
 from recover_megatron.run_log.events import COORDINATOR_FILES
 from recover_megatron.run_log.steps import STEPS_FILE

@@ -143,7 +143,7 @@ class RunStatus:
 
     address: str
     state: str
-    """As the coordinator calls it (``membership/states.py``): standby, gathering, rendezvous, steady, stopped."""
+    """As the coordinator calls it (``membership/events.py``): standby, gathering, rendezvous, steady, stopped."""
     code: int | None = None
     """Of a run that has ended: its exit code."""
     reason: str = ""

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.group import Group
+from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.torch_nccl import make_backend
 from tests.collectives.together import together
 

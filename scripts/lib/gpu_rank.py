@@ -26,11 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
-from recover_megatron.collectives.ledger import Span
+from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.ring.group import Tuning
 

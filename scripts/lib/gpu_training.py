@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recover_megatron.report.compare import compare
-from recover_megatron.run_log.audit import violations
-from recover_megatron.run_log.steps import read_steps
+from recover_megatron.run_log.steps import read_steps, violations
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = str(ROOT / "pretrain_gpt_recover.py")

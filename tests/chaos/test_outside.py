@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.chaos.__main__ import main
-from recover_megatron.chaos.draws import draws
-from recover_megatron.chaos.victims import Victims, hold
+from recover_megatron.chaos.victims import Victims, draws, hold
 from recover_megatron.run_log.events import read_events
 from tests.harness import REPOSITORY
 from tests.harness.processes import alive

@@ -36,10 +36,9 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives import group_factory
-from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group import Group
-from recover_megatron.collectives.ledger import Span
+from recover_megatron.collectives.ledger import Bucket, Span
 from recover_megatron.collectives.nccl import library as libraries
 from recover_megatron.collectives.nccl.renewal import Keeper
 from recover_megatron.collectives.ring.group import RingGroup, Tuning

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.collectives.aside import Memory
+from recover_megatron.collectives.ledger import Memory
 from recover_megatron.instep.gradients import Gradients
 
 COLUMN = (0, 1)

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked
+from recover_megatron.collectives.epoch import CollectiveMismatch, EpochRevoked
 from recover_megatron.collectives.gloo.groups import GlooGroups
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import cancel_token_of, open_group
-from recover_megatron.collectives.ledger import Ledger, Reduced, Span
+from recover_megatron.collectives.ledger import Bucket, Ledger, Reduced, Span
 from recover_megatron.collectives.nccl import library
 from recover_megatron.collectives.ring.group import RingGroup, Tuning
 from recover_megatron.collectives.ring.schedule import even_chunks

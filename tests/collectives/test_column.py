@@ -15,16 +15,14 @@ import pytest
 import torch
 
 from recover_megatron.collectives import column as column_module
-from recover_megatron.collectives.bucket import Bucket
 from recover_megatron.collectives.column import Column
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked, Known
 from recover_megatron.collectives.group_factory import open_group, open_ring_listener
-from recover_megatron.collectives.ledger import Reduced, Span
-from recover_megatron.collectives.rendezvous import Known
-from recover_megatron.collectives.transport.listener import RingListener
+from recover_megatron.collectives.ledger import Bucket, Reduced, Span
+from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.membership import Session
 from recover_megatron.membership.auth import read_secret_file
-from recover_megatron.membership.errors import CoordinatorLost
+from recover_megatron.membership.records import CoordinatorLost
 from tests.collectives.together import DEADLINE, PlainEpoch
 from tests.membership.cluster import Cluster, cluster
 

@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.collectives.bucket import Bucket
-from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import CollectiveMismatch, EpochRevoked, Known, PeerLost
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.group_factory import open_group
-from recover_megatron.collectives.probe import unreached
-from recover_megatron.collectives.rendezvous import Known
+from recover_megatron.collectives.ledger import Bucket
+from recover_megatron.collectives.peers import unreached
 from recover_megatron.collectives.transport import handshake
 from recover_megatron.collectives.transport.handshake import MAC, NONCE, Handshake
-from recover_megatron.collectives.transport.shared_memory import SharedMemory, machine
+from recover_megatron.collectives.transport.message import SharedMemory, machine
 from tests.collectives.together import DEADLINE, SECRET, Dictionary, PlainEpoch, together
 from tests.harness.waiting import eventually
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.collectives.errors import LedgerError
+from recover_megatron.collectives.epoch import LedgerError
 from recover_megatron.collectives.group import share_sources
 from recover_megatron.collectives.ledger import Ledger, Reduced, Span, from_digest, merge
 

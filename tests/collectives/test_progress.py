@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, EpochRevoked, PeerLost
 from recover_megatron.collectives.ring.progress import Executor, ProgressThread, Task
 from tests.harness.waiting import DEADLINE
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.gloo.abortable_work import AbortableWork, AbortableWorks
-from recover_megatron.collectives.gloo.swappable_group import COLLECTIVES, SwappableGroup
+from recover_megatron.collectives.gloo.swappable_group import COLLECTIVES, AbortableWork, AbortableWorks, SwappableGroup
 from recover_megatron.instep.process_group import EpochGroup
 
 

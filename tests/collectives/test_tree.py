@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import CollectiveMismatch, EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, EpochRevoked, PeerLost
 from recover_megatron.collectives.tree.connections import FAN, Tree, parents
 from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep.epoch_groups import PeerStores

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from recover_megatron.collectives import group_factory
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.group import Group
 from recover_megatron.collectives.transport.host_staged import StagedTransport
 from recover_megatron.collectives.transport.tcp import TcpTransport

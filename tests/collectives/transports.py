@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.collectives.transport.interface import Arrival, Pending
 from recover_megatron.collectives.transport.tcp import TcpTransport
 

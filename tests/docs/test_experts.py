@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.launch.domains import forecast
-from recover_megatron.workload.layout import data_parallel_ranks_per_replica
+from recover_megatron.launch.preflight import forecast
+from recover_megatron.workload.domains import data_parallel_ranks_per_replica
 from recover_megatron.workload.node_losses import NodeLoss
 from recover_megatron.workload.snapshots import interval
 

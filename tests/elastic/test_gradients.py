@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from recover_megatron.collectives.ledger import Span
-from recover_megatron.elastic.gradients import Gradients
-from recover_megatron.elastic.state import State
-from recover_megatron.instep.errors import Disagreement
+from recover_megatron.elastic.state import Gradients, State
+from recover_megatron.instep.faults import Disagreement
 
 
 def model() -> torch.nn.Module:

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from recover_megatron.elastic.share import Standing, Status, shares, standing
+from recover_megatron.elastic.state import Standing, Status, shares, standing
 
 
 def status(completed: int = 0, holds: bool = True, digest: str = "", ran: tuple[int, ...] = ()) -> Status:

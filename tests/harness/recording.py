@@ -31,8 +31,7 @@ def write_before_kills() -> None:
     Else a slow disk would decide whether the plan is in the log of an epoch whose writer was killed.
     """
     from recover_megatron import log_writer
-    from recover_megatron.chaos.injector import Injector
-    from recover_megatron.chaos.spec import Kind
+    from recover_megatron.chaos.spec import Injector, Kind
 
     make, inject = log_writer.LogWriter.__init__, Injector._inject
     files: list[log_writer.LogWriter] = []

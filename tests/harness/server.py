@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recover_megatron import orderly_end
+from recover_megatron import errors
 from recover_megatron.launch.states import describe_end
 from tests.harness.patience import patient
 from tests.harness.processes import end_with, ends_within
@@ -105,7 +105,7 @@ def _work(who: _Worker, request: dict[str, Any], port: int, parent: int) -> None
             record_losses(request["losses"])
         if request["training"]:
             record_training(f"{request['training']}/{who.worker}.pt")
-        orderly_end.end_process = _returns  # the worker ends below, with what the zygote registered at exit left alone
+        errors.end_process = _returns  # the worker ends below, with what the zygote registered at exit left alone
         runpy.run_path(sys.argv[0], run_name="__main__")
         if "--recover" not in sys.argv:
             _flush_tensorboard()

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from recover_megatron import hostdevice
-from recover_megatron.orderly_end import end_process
+from recover_megatron.errors import end_process
 from tests.harness.patience import patient
 from tests.harness.processes import free_port
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from recover_megatron.collectives.probe import unreached
-from recover_megatron.network.silence import Watch
+from recover_megatron.collectives.peers import unreached
+from recover_megatron.network.system import Watch
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
 

@@ -30,7 +30,7 @@ from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep import exchange
 from recover_megatron.instep.decision import Checkpoint, Decision
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups
-from recover_megatron.instep.errors import Orphaned, RunOver
+from recover_megatron.instep.faults import Orphaned, RunOver
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.hooks import Hooks
 from recover_megatron.instep.process_group import EpochGroup

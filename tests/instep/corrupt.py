@@ -15,7 +15,7 @@ from megatron.training import get_args, training
 
 import pretrain_gpt_recover
 from recover_megatron.instep.snapshots import SnapshotStore
-from recover_megatron.instep.transfer import flatten
+from recover_megatron.instep.state_holder import flatten
 from tests.harness.patience import patient
 
 what, worker, iteration = sys.argv.pop(1), sys.argv.pop(1), int(sys.argv.pop(1))

@@ -15,8 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from recover_megatron.instep.boundary import Boundary
 from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.rendezvous import Boundary
 
 
 def hold(waits: Callable[[Decision, int], bool]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.instep.sections import Sections
+from recover_megatron.instep.rendezvous import Sections
 
 kind, *workers = sys.argv.pop(1).split(":")
 dying, first, late = map(int, workers)

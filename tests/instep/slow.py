@@ -12,7 +12,7 @@ from typing import Any
 
 import pretrain_gpt_recover
 from recover_megatron.instep.assignment import Assignment
-from recover_megatron.instep.progress_reports import ProgressReports
+from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.instep.rendezvous import Rendezvous
 from recover_megatron.membership.session import Session
 from tests.harness.patience import patient

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from recover_megatron.membership.errors import EXIT_SAME_FAULT
+from recover_megatron.membership.records import EXIT_SAME_FAULT
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.logged import checkpoint

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from recover_megatron.instep.blame import Blame
-from recover_megatron.instep.errors import Orphaned
-from recover_megatron.instep.faults import is_of_device
+from recover_megatron.instep.faults import Orphaned, is_of_device
 from tests.instep.test_plan import raised
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.membership.errors import EXIT_FENCED, EXIT_SAME_FAULT
+from recover_megatron.membership.records import EXIT_FENCED, EXIT_SAME_FAULT
 from recover_megatron.run_log.steps import read_steps
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.membership.errors import EXIT_SAME_FAULT
+from recover_megatron.membership.records import EXIT_SAME_FAULT
 from recover_megatron.run_log.steps import read_steps
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference

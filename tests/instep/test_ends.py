@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.membership.errors import EXIT_NO_REPLICA, EXIT_SAME_FAULT
+from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_SAME_FAULT
 from recover_megatron.run_log.steps import read_steps
 from tests.drawn import EVERYTHING
 from tests.harness.forkserver import ForkServer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from recover_megatron.instep.boundary import Boundary
 from recover_megatron.instep.decision import Decision
+from recover_megatron.instep.rendezvous import Boundary
 from tests.harness.waiting import DEADLINE
 from tests.instep.holding import hold
 

@@ -14,8 +14,7 @@ import numpy
 import pytest
 import torch
 
-from recover_megatron.run_log.audit import violations
-from recover_megatron.run_log.steps import read_steps
+from recover_megatron.run_log.steps import read_steps, violations
 from tests.drawn import SEED, some
 from tests.harness.forkserver import ForkServer, Run
 from tests.instep.layouts import RECIPES, Recipe, faults_of

@@ -12,19 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import EpochRevoked, Known, PeerLost
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
-from recover_megatron.collectives.rendezvous import Known
 from recover_megatron.collectives.torch_nccl import abortable_options, environment, set_environment
-from recover_megatron.instep import leaving
-from recover_megatron.instep.leaving import Calls, Leaving
-from recover_megatron.instep.model_parallel_groups import ModelParallelGroups
+from recover_megatron.instep import model_parallel_groups
+from recover_megatron.instep.model_parallel_groups import Calls, Leaving, ModelParallelGroups
 from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
 
-LOOKS = round(leaving.LEAVE_SECONDS / leaving._LOOK)
+LOOKS = round(model_parallel_groups.LEAVE_SECONDS / model_parallel_groups._LOOK)
 COMPUTING = Calls()
 
 
@@ -138,16 +136,16 @@ def test_a_main_thread_that_goes_on_is_waited_for(where: str) -> None:
 STUCK = """
 import threading
 from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
-from recover_megatron.instep import leaving
-leaving.LEAVE_SECONDS = 0.5
-leaving._CALLS += ("/tests/doubles/", "threading.py")
+from recover_megatron.instep import model_parallel_groups
+model_parallel_groups.LEAVE_SECONDS = 0.5
+model_parallel_groups._CALLS += ("/tests/doubles/", "threading.py")
 fabric = Fabric()
 fabric.held_in_launch.add(0)
 group = ProcessGroupNcclDouble(fabric, 0, 2, "tp", {})
 def mate_dies():
     group.launching.wait()
     fabric.kill(1)
-    leaving.Leaving([group]).begin()
+    model_parallel_groups.Leaving([group]).begin()
 threading.Thread(target=mate_dies, daemon=True).start()
 group.allreduce([])
 """
@@ -159,7 +157,7 @@ def test_a_worker_that_spins_in_a_group_launch_whose_communicator_was_aborted_en
     ended = subprocess.run(
         [sys.executable, "-c", STUCK], cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE, check=False
     )
-    assert ended.returncode == leaving.EXIT_STUCK, ended.stderr
+    assert ended.returncode == model_parallel_groups.EXIT_STUCK, ended.stderr
     assert "cannot leave the groups of its broken replica" in ended.stderr + ended.stdout
 
 

@@ -18,8 +18,14 @@ from hypothesis import strategies as st
 
 from recover_megatron.instep.assignment import Quotas
 from recover_megatron.instep.decision import HELD, Beyond, Decision, JoinStatus, Rollback, Rules
-from recover_megatron.instep.errors import CheckpointFailed, Disagreement
-from recover_megatron.instep.faults import is_communication, is_of_folder, is_own, signature
+from recover_megatron.instep.faults import (
+    CheckpointFailed,
+    Disagreement,
+    is_communication,
+    is_of_folder,
+    is_own,
+    signature,
+)
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import decide
@@ -579,7 +585,7 @@ def raised(error: Exception, path: str) -> Exception:
     ("path", "communication"),
     [
         ("/v/torch/distributed/distributed_c10d.py", True),
-        ("/v/recover_megatron/collectives/gloo/abort.py", True),
+        ("/v/recover_megatron/collectives/gloo/groups.py", True),
         ("/v/torch/utils/data/dataloader.py", False),
         ("/home/user/my_dataset.py", False),
     ],

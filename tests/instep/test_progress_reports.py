@@ -9,8 +9,8 @@ import pytest
 
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.grid import launch_grid
+from recover_megatron.instep.hooks import FIRST_SECONDS, ProgressReports
 from recover_megatron.instep.orphan import Orphan
-from recover_megatron.instep.progress_reports import FIRST_SECONDS, ProgressReports
 
 
 class Told:

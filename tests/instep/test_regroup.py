@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.membership.errors import EXIT_STATE_LOST
+from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import EVERYTHING, SEED
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference

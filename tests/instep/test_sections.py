@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from recover_megatron.collectives.errors import EpochRevoked
-from recover_megatron.instep.sections import Sections
+from recover_megatron.collectives.epoch import EpochRevoked
+from recover_megatron.instep.rendezvous import Sections
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference

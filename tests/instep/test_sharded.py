@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recover_megatron.membership.errors import EXIT_STATE_LOST
+from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import EVERYTHING, SEED, some
 from tests.harness.forkserver import ForkServer
 from tests.instep.cells import (

@@ -13,7 +13,7 @@ import pytest
 from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.spare import BUILD_SECONDS, STUCK_SECONDS, Mirror, Over, Rebuild, Spare
-from recover_megatron.membership.errors import CoordinatorLost, EpochRevoked
+from recover_megatron.membership.records import CoordinatorLost, EpochRevoked
 from tests.harness.waiting import DEADLINE
 
 FRESH = Decision(5, {0: (0, 1), 1: (2, 3)}, (4,), at=7, fresh=(1,), version=6, transfers={2: 0, 3: 1})

@@ -14,17 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.state_transport import SocketTransport, cut
 from recover_megatron.instep import state_holder, state_receiver
-from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.state_holder import KIND, Offer, Offers
+from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.state_holder import KIND, Offer, Offers, flatten, new_memory
 from recover_megatron.instep.state_receiver import Receiver, Source
-from recover_megatron.instep.transfer import flatten, new_memory
-from recover_megatron.network.client import Unreachable
-from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer
-from recover_megatron.network.proof import Challenge
-from recover_megatron.network.streams import Streams, open_stream
+from recover_megatron.network.connection import Challenge, Unreachable
+from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, Streams, open_stream
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 from tests.instep.states import KEY, state_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.instep.step import Outcome, Step
 
 NUMBER, TOTAL = 7, 4

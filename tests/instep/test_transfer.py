@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.collectives import digest as digest_module
-from recover_megatron.collectives.digest import bytes_of, digest
-from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.transfer import flatten, new_memory, unflatten
+from recover_megatron.collectives import state_transport as digest_module
+from recover_megatron.collectives.state_transport import bytes_of, digest
+from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
 
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
 
-from recover_megatron.instep.callers import Caller
-from recover_megatron.instep.errors import UnknownOperation
+from recover_megatron.instep.faults import UnknownOperation
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.process_group import EpochGroup, register_new
-from recover_megatron.instep.traffic import Mode, Traffic
-from recover_megatron.megatron_hooks.known import is_known
+from recover_megatron.instep.traffic import Caller, Mode, Traffic
+from recover_megatron.megatron_hooks.groups import is_known
 
 REPLICAS = (0, 1, 2)
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 
-from recover_megatron.orderly_end import end_process
+from recover_megatron.errors import end_process
 from tests.instep.own_script import loss_func, train
 
 SIDE, PATCH = 8, 4

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.chaos import injector
+from recover_megatron.chaos import spec
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.recovery import Recovery
 from tests.instep.holding import hold
@@ -25,7 +25,7 @@ order, script = [int(worker) for worker in sys.argv.pop(1).split(",")], sys.argv
 recoveries: list[Recovery] = []
 began: dict[int, int] = {}
 """Epoch -> the iteration in which it was first seen here."""
-begin, at, strike = Recovery.__init__, injector.Injector.at, injector.Injector._inject
+begin, at, strike = Recovery.__init__, spec.Injector.at, spec.Injector._inject
 
 
 def struck() -> list[tuple[int, int]]:
@@ -39,7 +39,7 @@ def noted_init(self: Recovery, *args: Any, **kwargs: Any) -> None:
     begin(self, *args, **kwargs)
 
 
-def in_turn(self: injector.Injector, phase: str, iteration: int) -> None:
+def in_turn(self: spec.Injector, phase: str, iteration: int) -> None:
     if self.active and (before := len(struck())) < len(order) and recoveries[-1].assignment.me == order[before]:
         decision = recoveries[-1].assignment.decision
         # In the iteration in which a replica takes its place, its state may still be on the way from its only holders.
@@ -48,7 +48,7 @@ def in_turn(self: injector.Injector, phase: str, iteration: int) -> None:
             at(self, phase, iteration)
 
 
-def noted_strike(self: injector.Injector, fault: Any) -> None:
+def noted_strike(self: spec.Injector, fault: Any) -> None:
     scratch = folder / "scratch"
     scratch.write_text(f"{recoveries[-1].assignment.decision.epoch} {fault.iteration}")
     scratch.rename(folder / f"struck-{len(struck())}")
@@ -62,6 +62,6 @@ def waits(decision: Decision, iteration: int) -> bool:
 
 hold(waits)
 Recovery.__init__ = noted_init  # type: ignore[method-assign]
-injector.Injector.at = in_turn  # type: ignore[method-assign]
-injector.Injector._inject = noted_strike  # type: ignore[method-assign]
+spec.Injector.at = in_turn  # type: ignore[method-assign]
+spec.Injector._inject = noted_strike  # type: ignore[method-assign]
 runpy.run_path(script, run_name="__main__")

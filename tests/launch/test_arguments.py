@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from recover_megatron.launch import arguments, command, listener
+from recover_megatron.launch import arguments, command, store
 
 
 @pytest.fixture
@@ -119,10 +119,10 @@ def test_a_port_in_use_is_refused_with_the_way_out(bench):
 
 
 def test_the_port_is_held_from_the_check_on():
-    reserved, reason = listener.open_listener("127.0.0.1", 0, 1)
+    reserved, reason = store.open_listener("127.0.0.1", 0, 1)
     assert reason is None
     with reserved:
-        second, reason = listener.open_listener("127.0.0.1", reserved.getsockname()[1], 1)
+        second, reason = store.open_listener("127.0.0.1", reserved.getsockname()[1], 1)
     assert second is None
     assert "in use" in reason
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from recover_megatron.launch.last_checkpoint import last_checkpoint
+from recover_megatron.launch.conclusion import last_checkpoint
 from tests.harness.processes import children, command_line
 from tests.harness.waiting import DEADLINE, eventually
 

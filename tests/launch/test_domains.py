@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recover_megatron.launch.domains import forecast
+from recover_megatron.launch.preflight import forecast
 
 SCRIPT = "pretrain_gpt_recover.py"
 PIPELINE = ["--recover", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"]

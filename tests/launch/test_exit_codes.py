@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from recover_megatron.launch.exit_codes import ExitOutcome, run_exit_code
+from recover_megatron.launch.states import ExitOutcome, run_exit_code
 
 KILLED = -signal.SIGKILL
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import pytest
 
-from recover_megatron.launch import command, folder_lock
+from recover_megatron.launch import command, log_folder
 from recover_megatron.launch.arguments import UsageError
-from recover_megatron.launch.folder_lock import Claim, FolderLock
+from recover_megatron.launch.log_folder import Claim, FolderLock
 from recover_megatron.launch.plan import LaunchPlan
 from tests.harness.processes import free_port
 from tests.harness.waiting import DEADLINE, eventually
@@ -33,8 +33,8 @@ WAITS = """
 
 @pytest.fixture
 def lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_lock, "ENDING_SECONDS", 0.2)
-    monkeypatch.setattr(folder_lock, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(log_folder, "ENDING_SECONDS", 0.2)
+    monkeypatch.setattr(log_folder, "_LOOK_SECONDS", 0.01)
     return lambda claim, say=pytest.fail: FolderLock(tmp_path, claim, say)
 
 
@@ -67,8 +67,8 @@ def test_the_next_run_waits_for_the_launchers_that_a_run_that_has_ended_still_ha
     first.end(0, "")
     die(first)
     assert "in use" in lock(OTHER).take()  # they have not ended within ENDING_SECONDS
-    monkeypatch.setattr(folder_lock, "ENDING_SECONDS", DEADLINE)
-    monkeypatch.setattr(folder_lock.time, "sleep", lambda seconds: die(mate))
+    monkeypatch.setattr(log_folder, "ENDING_SECONDS", DEADLINE)
+    monkeypatch.setattr(log_folder.time, "sleep", lambda seconds: die(mate))
     assert lock(OTHER).take() is None
 
 

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from recover_megatron import __version__
-from recover_megatron.launch import script
+from recover_megatron.launch import readers
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 
@@ -132,11 +132,11 @@ def test_a_file_in_the_current_folder_is_what_is_run(site: Path, tmp_path: Path)
 def test_only_the_bare_name_means_the_installed_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(REPOSITORY))
-    assert script.installed_module(NAME) == ("pretrain_gpt_recover", str(REPOSITORY / NAME))
-    assert script.installed_module(f"./{NAME}") is None
-    assert script.installed_module("setup.py") is None
+    assert readers.installed_module(NAME) == ("pretrain_gpt_recover", str(REPOSITORY / NAME))
+    assert readers.installed_module(f"./{NAME}") is None
+    assert readers.installed_module("setup.py") is None
     (tmp_path / NAME).symlink_to(tmp_path / "gone")  # a mistake that is to be said
-    assert script.installed_module(NAME) is None
+    assert readers.installed_module(NAME) is None
 
 
 @pytest.mark.parametrize(

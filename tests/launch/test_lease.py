@@ -38,7 +38,7 @@ def test_a_lease_is_there_where_all_candidates_see_the_same_folder(
     lease = str(tmp_path / "shared") if lease == "path" else lease
     first, second = plan_of(0, tmp_path, lease), plan_of(1, tmp_path if same_folder else other, lease)
     trial = leasing.Trial(first)
-    found = trial.end({1: leasing.look(second, "the run")})
+    found = trial.end({1: leasing.try_lease(second, "the run")})
     assert found.startswith(why_not)
     assert bool(found) == bool(why_not)
     assert list(tmp_path.rglob("*.try")) == []

@@ -17,7 +17,7 @@ from tests.launch.conftest import Bench
 WORKER = """
     import os, signal, sys, time
     from pathlib import Path
-    from recover_megatron.membership.errors import EpochRevoked
+    from recover_megatron.membership.records import EpochRevoked
     from recover_megatron.membership.worker import connect
     from recover_megatron.run_log.events import EventsFile
     from recover_megatron.run_log.steps import StepRecord, StepsFile

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch import newcomers
+from recover_megatron.launch import successors as newcomers
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.launch.successors import Successors

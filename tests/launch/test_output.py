@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from recover_megatron.launch.lines import Voice
+from recover_megatron.launch.output import Voice
+from recover_megatron.launch.reaper import MISSED, Pulse, StandIn
 from recover_megatron.launch.sink import MOST_PENDING, Sink
-from recover_megatron.launch.stand_in import MISSED, Pulse, StandIn
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE, eventually
 

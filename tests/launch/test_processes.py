@@ -14,8 +14,7 @@ import pytest
 from recover_megatron.launch import reaper as reaper_module
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.processes import Process, belonging, carries, find_launch, kill_found, process_table, spawn
-from recover_megatron.launch.reaper import Reaper
-from recover_megatron.launch.stand_in import Pulse
+from recover_megatron.launch.reaper import Pulse, Reaper
 from tests.harness.processes import children
 
 
@@ -114,7 +113,8 @@ def test_a_reaper_that_cannot_be_replaced_is_tried_again_and_ends_nothing(monkey
 
 WATCHES = """
 import sys
-from recover_megatron.launch import reaper, stand_in
+from recover_megatron.launch import reaper
+from recover_megatron.launch import reaper as stand_in
 stand_in.LOOK_SECONDS = stand_in.RELIEF_SECONDS = 0.01
 launch, sessions = reaper._watch()
 print(launch, *sorted(sessions), file=sys.stderr)

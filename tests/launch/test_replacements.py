@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from recover_megatron.launch import newcomers
+from recover_megatron.launch import successors
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.launch.successors import Successors
 from tests.launch.test_newcomers import ended, plan_of
@@ -12,8 +12,8 @@ from tests.launch.test_newcomers import ended, plan_of
 
 def test_replacements_that_fail_alike_wait_ever_longer_and_the_last_is_kept_for_another_cause():
     plan = plan_of(max_restarts=6)
-    replacements = newcomers.Replacements(plan)
-    launched = newcomers.launched(plan)
+    replacements = successors.Replacements(plan)
+    launched = successors.launched(plan)
     worker, waits = replacements.of(ended(launched[0], -9), 0), []
     for number in range(1, 5):
         worker = replacements.of(ended(worker, 1), 0, f"PermissionError: /data/cache-{number}")
@@ -28,8 +28,8 @@ def test_replacements_that_fail_alike_wait_ever_longer_and_the_last_is_kept_for_
 
 
 def test_replacements_that_fail_in_other_words_do_not_wait():
-    replacements = newcomers.Replacements(plan_of(max_restarts=3))
-    worker = replacements.of(ended(newcomers.launched(plan_of())[0], -9), 0)
+    replacements = successors.Replacements(plan_of(max_restarts=3))
+    worker = replacements.of(ended(successors.launched(plan_of())[0], -9), 0)
     for words in ("PermissionError: /data/cache", "RuntimeError: no kernel image"):
         worker = replacements.of(ended(worker, 1), 0, words)
         assert worker is not None
@@ -47,7 +47,7 @@ class Played:
         self.started: list[int] = []
         self.ends: list[str] = []
         plan = plan_of(max_restarts=max_restarts)
-        self.workers = newcomers.launched(plan)
+        self.workers = successors.launched(plan)
         self.successors = Successors(plan, self, self, self.said.append, self.start, lambda: self.ends.append("left"))
 
     def add(self, workers: Iterable[WorkerProcess]) -> None:

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from recover_megatron.launch import secret_file
-from recover_megatron.launch.secret_file import SecretFile
+from recover_megatron.launch import log_folder
+from recover_megatron.launch.log_folder import SecretFile
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE, eventually
 
@@ -119,7 +119,7 @@ def test_where_everybody_could_read_it_no_secret_is_left(tmp_path, monkeypatch):
         return original(path, flags, 0o666, **options)
 
     original = os.open
-    monkeypatch.setattr(secret_file.os, "open", open_to_all)
+    monkeypatch.setattr(log_folder.os, "open", open_to_all)
     before = os.umask(0)
     try:
         (said,) = written(tmp_path)

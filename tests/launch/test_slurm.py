@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from recover_megatron.launch import slurm
 from recover_megatron.launch.arguments import parse
-from recover_megatron.launch.candidates import hosting
-from recover_megatron.launch.plan import LaunchPlan
-from recover_megatron.launch.slurm_launch import address_of, left_alone, places_of
+from recover_megatron.launch.plan import LaunchPlan, hosting
+from recover_megatron.launch.slurm import address_of, left_alone, places_of
 
 TASK = {
     "SLURM_JOB_ID": "4711",

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from recover_megatron.launch import guest
-from recover_megatron.membership.errors import EXIT_NO_REPLICA
+from recover_megatron.membership.records import EXIT_NO_REPLICA
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.drawn import some
 from tests.harness.patience import patient

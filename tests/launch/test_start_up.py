@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.launch.exit_codes import start_exit_code
+from recover_megatron.launch.states import start_exit_code
 from tests.harness import REPOSITORY
 from tests.harness.processes import free_port
 from tests.harness.waiting import DEADLINE, eventually

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from recover_megatron.launch import subreaper
-from recover_megatron.launch.subreaper import Subreaper
+from recover_megatron.launch import processes
+from recover_megatron.launch.processes import Subreaper
 
 
 @pytest.fixture
 def reaper(monkeypatch: pytest.MonkeyPatch) -> Subreaper:
     """One that leaves this process what it is."""
-    monkeypatch.setattr(subreaper, "become_subreaper", lambda: None)
+    monkeypatch.setattr(processes, "become_subreaper", lambda: None)
     return Subreaper()
 
 

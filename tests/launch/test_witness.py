@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.launch import witnessing
+from recover_megatron.launch import leasing
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.membership.testimony import KUBERNETES, SLURM, NoAnswer, Scope
 from tests.harness.processes import free_port
@@ -29,13 +29,13 @@ def plan_of(node: int, kind: str = "auto", nodes: int = 3) -> LaunchPlan:
 
 def test_a_node_of_slurm_has_its_name_and_a_pod_its_namespace_name_and_uid(tmp_path: Path) -> None:
     (tmp_path / "namespace").write_text("training\n")
-    assert witnessing.place_of(SLURM, IN_SLURM) == "n1"
-    assert witnessing.place_of(SLURM, {"SLURMD_NODENAME": "n1"}) == ""
-    assert witnessing.place_of(SLURM, {"SLURM_JOB_ID": "7"}) == "", "a shell of salloc"
-    assert witnessing.place_of(KUBERNETES, IN_A_POD, tmp_path) == "training/recover-1-abc/u1"
-    assert witnessing.place_of(KUBERNETES, {**IN_A_POD, "POD_NAMESPACE": "other"}) == "other/recover-1-abc/u1"
-    assert witnessing.place_of(KUBERNETES, IN_A_POD, tmp_path / "none") == ""
-    assert witnessing.place_of(KUBERNETES, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == ""
+    assert leasing.place_of(SLURM, IN_SLURM) == "n1"
+    assert leasing.place_of(SLURM, {"SLURMD_NODENAME": "n1"}) == ""
+    assert leasing.place_of(SLURM, {"SLURM_JOB_ID": "7"}) == "", "a shell of salloc"
+    assert leasing.place_of(KUBERNETES, IN_A_POD, tmp_path) == "training/recover-1-abc/u1"
+    assert leasing.place_of(KUBERNETES, {**IN_A_POD, "POD_NAMESPACE": "other"}) == "other/recover-1-abc/u1"
+    assert leasing.place_of(KUBERNETES, IN_A_POD, tmp_path / "none") == ""
+    assert leasing.place_of(KUBERNETES, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == ""
 
 
 class Answer:
@@ -53,7 +53,7 @@ class Answer:
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answer]:
     monkeypatch.setattr(Answer, "found", {"n1": False}, raising=False)
-    monkeypatch.setattr(witnessing, "SOURCES", {SLURM: Answer, KUBERNETES: Answer})
+    monkeypatch.setattr(leasing, "SOURCES", {SLURM: Answer, KUBERNETES: Answer})
     return Answer
 
 
@@ -70,7 +70,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> type[Answer]:
 def test_a_node_tells_what_the_witness_calls_it(
     answers: type[Answer], kind: str, environ: dict[str, str], told: dict[str, str]
 ) -> None:
-    assert witnessing.look(plan_of(1, kind), environ) == {"node": "host-1", **told}
+    assert leasing.look_for_witness(plan_of(1, kind), environ) == {"node": "host-1", **told}
 
 
 @pytest.mark.parametrize("found", [{}, {"n1": True}, NoAnswer("it hangs")])
@@ -78,8 +78,10 @@ def test_a_witness_that_does_not_know_that_a_node_with_a_candidate_runs_is_none(
     answers: type[Answer], found: Mapping[str, bool] | NoAnswer
 ) -> None:
     answers.found = found
-    assert "SLURM's controller" in witnessing.look(plan_of(1), IN_SLURM)["reason"]
-    assert "reason" not in witnessing.look(plan_of(9, nodes=10), IN_SLURM), "it has no candidate, and does not ask"
+    assert "SLURM's controller" in leasing.look_for_witness(plan_of(1), IN_SLURM)["reason"]
+    assert "reason" not in leasing.look_for_witness(plan_of(9, nodes=10), IN_SLURM), (
+        "it has no candidate, and does not ask"
+    )
 
 
 def told(*kinds: str) -> dict[int, dict[str, str]]:
@@ -87,7 +89,7 @@ def told(*kinds: str) -> dict[int, dict[str, str]]:
 
 
 def test_all_nodes_have_the_same_witness_and_the_candidates_are_given_all_names() -> None:
-    scope, line = witnessing.agree(plan_of(0), told(SLURM, SLURM), lease=True)
+    scope, line = leasing.agree_on_witness(plan_of(0), told(SLURM, SLURM), lease=True)
     assert scope == Scope(SLURM, {"host-0": "n0", "host-1": "n1"})
     assert "SLURM's controller is asked" in line
 
@@ -106,7 +108,7 @@ def test_all_nodes_have_the_same_witness_and_the_candidates_are_given_all_names(
     ],
 )
 def test_else_there_is_none_and_a_line_says_why(words: dict[int, dict[str, str]], lease: bool, line: str) -> None:
-    scope, said = witnessing.agree(plan_of(0), words, lease)
+    scope, said = leasing.agree_on_witness(plan_of(0), words, lease)
     assert scope is None
     assert line in said
     assert bool(said) == bool(line)

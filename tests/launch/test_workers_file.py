@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from recover_megatron.launch.log_folder import WorkersFile
 from recover_megatron.launch.states import WorkerProcess, WorkerState
-from recover_megatron.launch.workers_file import WorkersFile
 
 
 def worker(worker_id, state=WorkerState.RUNNING):

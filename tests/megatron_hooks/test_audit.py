@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.run_log.steps import audit_problem, read_steps
-from recover_megatron.workload.layout import data_parallel_ranks_per_replica
+from recover_megatron.workload.domains import data_parallel_ranks_per_replica
 from tests.harness.forkserver import ForkServer, Run
 from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 

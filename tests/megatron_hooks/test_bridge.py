@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recover_megatron.run_log.audit import violations
-from recover_megatron.run_log.steps import StepRecord, read_steps
+from recover_megatron.run_log.steps import StepRecord, read_steps, violations
 from tests.harness.forkserver import ForkServer, Run
 
 SCRIPT = str(Path(__file__).parent / "bridge_script.py")

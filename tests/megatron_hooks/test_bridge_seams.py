@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from recover_megatron.arguments import RecoverConfig
-from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.megatron_hooks.loops import bridge
 from recover_megatron.megatron_hooks.loops.bridge_arguments import SECTIONS, BridgeArguments
 from scripts.bridge_seams import misfits, signatures

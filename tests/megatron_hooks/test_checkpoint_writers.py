@@ -23,10 +23,17 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.megatron_hooks import checkpoint_writers
-from recover_megatron.megatron_hooks.checkpoint_parts import PartFailed, Parts, write
-from recover_megatron.megatron_hooks.checkpoint_writers import WriterDied, WriterKilled, WriterStopped, nothing
+from recover_megatron.megatron_hooks.checkpoint_writers import (
+    PartFailed,
+    Parts,
+    WriterDied,
+    WriterKilled,
+    WriterStopped,
+    nothing,
+    write,
+)
 from tests.harness.waiting import eventually
 
 KILLED, FAILED = -9, 1

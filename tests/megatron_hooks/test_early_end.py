@@ -15,8 +15,8 @@ from megatron.training import global_vars, training
 from megatron.training.utils import common_utils
 
 from recover_megatron.integrate import Loop, Seam
-from recover_megatron.megatron_hooks.entry.early_end import HANDLERS, EndedEarly
 from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
+from recover_megatron.megatron_hooks.entry.program import HANDLERS, EndedEarly
 from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.megatron_hooks.checkpoint_parts import PartFailed
+from recover_megatron.megatron_hooks.checkpoint_writers import PartFailed
 from recover_megatron.megatron_hooks.checkpoints import _reason
 
 

@@ -10,9 +10,9 @@ import torch
 
 from recover_megatron.collectives.ledger import Span
 from recover_megatron.instep.grid import launch_grid
-from recover_megatron.megatron_hooks.accumulated import Accumulated
 from recover_megatron.megatron_hooks.fsdp import buckets as module
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, padding
+from recover_megatron.megatron_hooks.microbatches import Accumulated
 
 GARBAGE = 1e19
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recover_megatron.hostdevice.apex_stub import FusedAdam
-from recover_megatron.megatron_hooks.optimizer.host_shadows import HostShadows
+from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
 from tests.harness.waiting import DEADLINE
 

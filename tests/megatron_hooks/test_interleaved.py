@@ -1,4 +1,4 @@
-"""What Megatron's interleaved schedule takes is what ``workload.interleaved`` says, and larger groups cost no time.
+"""What Megatron's interleaved schedule takes is what ``workload.assign`` says, and larger groups cost no time.
 
 The schedule's order of work is Megatron's own (``get_schedule_table``, ``get_pp_rank_microbatches``); how long it takes
 is computed from who waits for whom, with a forward pass of a chunk of one unit of time and a backward pass of two.
@@ -14,7 +14,7 @@ import pytest
 from megatron.core.pipeline_parallel import schedules
 
 from recover_megatron.workload import quotas
-from recover_megatron.workload.interleaved import group_size, runs
+from recover_megatron.workload.assign import group_size, runs
 
 FORWARD, BACKWARD = 1, 2
 Work = tuple[int, int, int, int]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.megatron_hooks.optimizer.loss_scales import LossScales
-from recover_megatron.megatron_hooks.optimizer.norms import UnitSums
+from recover_megatron.megatron_hooks.optimizer.norms import LossScales, UnitSums
 
 DENSE, EXPERTS = 0, 1
 

@@ -10,9 +10,9 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from recover_megatron.hostdevice.apex_stub import FusedAdam
-from recover_megatron.megatron_hooks import totals
+from recover_megatron.megatron_hooks import trackers
 from recover_megatron.megatron_hooks.state import load_groups, plain_groups
-from recover_megatron.megatron_hooks.totals import LogTotals
+from recover_megatron.megatron_hooks.trackers import LogTotals
 
 
 def stepped(optimizer: FusedAdam, parameter: torch.nn.Parameter, times: int) -> None:
@@ -42,7 +42,7 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What Megatron's log of multi-token prediction counts in."""
     its: dict[str, Any] = {"values": torch.zeros(1)}
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", its)
-    monkeypatch.setattr(totals, "get_timers", lambda: SimpleNamespace(_timers={}))
+    monkeypatch.setattr(trackers, "get_timers", lambda: SimpleNamespace(_timers={}))
     return its
 
 

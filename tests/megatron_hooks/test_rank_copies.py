@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recover_megatron.megatron_hooks.rank_copies import renew_rank_copies
+from recover_megatron.megatron_hooks.groups import renew_rank_copies
 
 
 class Attention(torch.nn.Module):

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from recover_megatron.instep.decision import Rollback as Target
-from recover_megatron.megatron_hooks import rng, rollback
+from recover_megatron.megatron_hooks import microbatches, rollback
 
 
 class Tracker:
@@ -33,7 +33,7 @@ def test_generators_of_transformer_engine_are_seeded_in_place_with_the_numbers_o
 ) -> None:
     for getter in ("pipeline_model_parallel", "tensor_model_parallel", "context_parallel", "expert_model_parallel"):
         monkeypatch.setattr(parallel_state, f"get_{getter}_rank", lambda: 1)
-    monkeypatch.setattr(rng, "get_args", lambda: SimpleNamespace(seed=7))
+    monkeypatch.setattr(microbatches, "get_args", lambda: SimpleNamespace(seed=7))
     names = ("data-parallel-rng", "model-parallel-rng")
     generators = {name: torch.Generator() for name in names}
     trackers = Tracker(dict(generators)), Tracker({name: torch.Generator().get_state() for name in names})
@@ -41,7 +41,7 @@ def test_generators_of_transformer_engine_are_seeded_in_place_with_the_numbers_o
     for microbatch in (3, 4, 3):
         for tracker in trackers:
             monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda tracker=tracker: tracker)
-            rng.MicrobatchSeeds(torch.device("cpu")).seed(2, microbatch, 0)
+            microbatches.MicrobatchSeeds(torch.device("cpu")).seed(2, microbatch, 0)
         assert trackers[0].states == generators
         drawn.append([torch.rand(4, generator=generators[name]) for name in names])
         for name, numbers in zip(names, drawn[-1], strict=True):
@@ -71,15 +71,15 @@ def test_a_checkpoint_has_as_many_random_states_as_the_launch_has_replicas(
         return kept(states)
 
     args = SimpleNamespace(data_parallel_random_init=True, data_parallel_size=4)
-    monkeypatch.setattr(rng, "get_args", lambda: args)
+    monkeypatch.setattr(microbatches, "get_args", lambda: args)
     monkeypatch.setattr(parallel_state, "_MPU_DATA_PARALLEL_WORLD_SIZE", 4)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     group = SimpleNamespace(size=lambda: len(living))
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **named: group)
-    found = kept_states(rng._as_many_as_launched(gathered)("any"))
+    found = kept_states(microbatches._as_many_as_launched(gathered)("any"))
     assert "".join(found) == expected
     args.data_parallel_random_init = False
-    assert len(kept_states(rng._as_many_as_launched(gathered)("any"))) == len(living)
+    assert len(kept_states(microbatches._as_many_as_launched(gathered)("any"))) == len(living)
 
 
 def test_who_goes_back_reads_no_random_states_where_there_is_one_for_each_replica_of_then(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recover_megatron.megatron_hooks.optimizer.shadow_check import differing
+from recover_megatron.megatron_hooks.optimizer.shadows import differing
 
 
 def test_shadows_that_differ_are_those_of_one_optimizer_one_column_and_one_unit() -> None:

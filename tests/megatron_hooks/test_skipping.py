@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recover_megatron.megatron_hooks.skipping import after, before
+from recover_megatron.megatron_hooks.order import after, before
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from recover_megatron.instep.errors import Disagreement
-from recover_megatron.instep.transfer import flatten, new_memory, unflatten
-from recover_megatron.megatron_hooks import loop_counters, skipping, state, totals
+from recover_megatron.instep.faults import Disagreement
+from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
+from recover_megatron.megatron_hooks import loop_counters, order, state, trackers
 from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
 from recover_megatron.megatron_hooks.state import TrainingState
 from tests.megatron_hooks.in_checkpoints import travels
@@ -77,7 +77,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
             do_valid=True, do_test=False, num_floating_point_operations_so_far=0,
         )  # fmt: skip
         monkeypatch.setattr(state, "rolls_back", lambda args: False)
-        monkeypatch.setattr(totals, "get_timers", lambda: SimpleNamespace(_timers={}))
+        monkeypatch.setattr(trackers, "get_timers", lambda: SimpleNamespace(_timers={}))
         monkeypatch.setattr(loop_counters, "update_num_microbatches", lambda *args, **named: None)
         for name in ("get_current_global_batch_size", "get_current_running_global_batch_size"):
             monkeypatch.setattr(loop_counters, name, lambda: BATCH)
@@ -94,7 +94,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
 
     def act_as(args: Any) -> None:
-        for module in (state, loop_counters, skipping):
+        for module in (state, loop_counters, order):
             monkeypatch.setattr(module, "get_args", lambda: args)
 
     worker.act_as = lambda who: act_as(who.args)  # type: ignore[attr-defined]

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from simulation import SETTINGS, World
 
-from recover_megatron.membership.errors import CoordinatorLost
+from recover_megatron.membership.events import State
 from recover_megatron.membership.follower import Stage
-from recover_megatron.membership.records import Settings
+from recover_megatron.membership.records import CoordinatorLost, Settings
 from recover_megatron.membership.roster import Fate
-from recover_megatron.membership.states import State
 
 
 def table(text: str) -> pytest.MarkDecorator:

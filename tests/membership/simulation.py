@@ -38,6 +38,7 @@ from recover_megatron.membership.events import (
     Say,
     Send,
     Settle,
+    State,
     Statement,
     StepDown,
     Tick,
@@ -46,9 +47,8 @@ from recover_megatron.membership.events import (
 from recover_megatron.membership.follower import Follower, Stage
 from recover_megatron.membership.lease import is_due, may_take
 from recover_megatron.membership.member import Member
-from recover_megatron.membership.node_agent_client import NodeAgentClient
+from recover_megatron.membership.node_agent import NodeAgentClient
 from recover_megatron.membership.records import JOINED_FROM, Settings, from_runs
-from recover_megatron.membership.states import State
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER, encode, parse
 
 SETTINGS = Settings(

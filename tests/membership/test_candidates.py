@@ -6,9 +6,8 @@ import pytest
 from simulation import SETTINGS, World
 
 from recover_megatron.membership.events import Received, Send
-from recover_megatron.membership.failover import presentation_to_wire
 from recover_megatron.membership.follower import Stage
-from recover_megatron.membership.records import MOST_ADDED, Presentation
+from recover_megatron.membership.records import MOST_ADDED, Presentation, presentation_to_wire
 
 LAUNCHED = 3
 

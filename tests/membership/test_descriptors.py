@@ -16,7 +16,7 @@ from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import CoordinatorEffect, CoordinatorEvent, Tick
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.server import CoordinatorServer
-from recover_megatron.network.kernel import use_all_descriptors
+from recover_megatron.network.system import use_all_descriptors
 from tests.harness.waiting import DEADLINE
 
 TICKS = 6
@@ -71,7 +71,7 @@ def test_a_coordinator_without_descriptors_does_not_spin_and_goes_on_later() -> 
 
 def test_a_process_of_a_run_may_have_as_many_files_as_its_host_allows() -> None:
     code = (
-        "import resource; from recover_megatron.network.kernel import use_all_descriptors; use_all_descriptors();"
+        "import resource; from recover_megatron.network.system import use_all_descriptors; use_all_descriptors();"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

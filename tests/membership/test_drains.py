@@ -10,9 +10,8 @@ from simulation import World, over_the_wire
 
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.drains import MOST, draining_of
-from recover_megatron.membership.events import Closed, Received, Send, Settle
+from recover_megatron.membership.events import Closed, Received, Send, Settle, State
 from recover_megatron.membership.records import from_runs
-from recover_megatron.membership.states import State
 from recover_megatron.membership.wire import TO_COORDINATOR, TO_MEMBER
 
 OBSERVER = 10**6

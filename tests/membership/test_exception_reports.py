@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from simulation import World
 from test_idle_and_ended import committed, stops, world_with
 
-from recover_megatron.membership.errors import CoordinatorLost
 from recover_megatron.membership.exception_reports import MAX_TRACEBACK, ExceptionReport, alike, cut_middle, true_cause
 from recover_megatron.membership.follower import Stage
+from recover_megatron.membership.records import CoordinatorLost
 
 ERROR = "RuntimeError: the loss is not a number"
 

@@ -16,8 +16,7 @@ from simulation import World
 from test_protocol_properties import every_wait_ends
 
 from recover_megatron.membership.detect import STEP_PHASES, WorkerProgress, behind
-from recover_megatron.membership.errors import EXIT_LOST_MAJORITY
-from recover_megatron.membership.records import to_runs
+from recover_megatron.membership.records import EXIT_LOST_MAJORITY, to_runs
 from recover_megatron.membership.roster import Fate
 
 SETTINGS = replace(SHORT, grace=4.0)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from script import play, table
 from simulation import SETTINGS, World
 
-from recover_megatron.membership.errors import CoordinatorLost
 from recover_megatron.membership.events import Notify, Say
+from recover_megatron.membership.leadership import can_tell
 from recover_megatron.membership.member import Member
-from recover_megatron.membership.node_agent_client import NodeAgentClient
-from recover_megatron.membership.quorum import can_tell
+from recover_megatron.membership.node_agent import NodeAgentClient
+from recover_megatron.membership.records import CoordinatorLost
 
 
 def world_with(workers: int, spares: set[int], candidates: int = 2, nodes: int | None = None, **options: Any) -> World:

@@ -10,9 +10,9 @@ from cluster import Cluster, check_one_lineage, cluster
 from script import play, table
 from simulation import SETTINGS, World
 
-from recover_megatron.membership.errors import Fenced
 from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.member import Member
+from recover_megatron.membership.records import Fenced
 
 # -- the state machines, one delivery after the other -----------------------------------------------------------------
 

@@ -8,9 +8,8 @@ import pytest
 from simulation import SETTINGS, World
 
 from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.events import Connected, Heard, Received, Settle
+from recover_megatron.membership.events import Connected, Heard, Received, Settle, State
 from recover_megatron.membership.member import Member
-from recover_megatron.membership.states import State
 
 WORKERS = 3
 

@@ -19,13 +19,11 @@ from recover_megatron.membership import CoordinatorLost, MembershipError, Sessio
 from recover_megatron.membership.auth import Secret, read_secret_file
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.detect import Judgement, WorkerProgress, judge
-from recover_megatron.membership.events import AskForLease, Log, Received, Settle, Verdict
-from recover_megatron.membership.failover import presentation_to_wire
+from recover_megatron.membership.events import AskForLease, Log, Received, Settle, State, Verdict
+from recover_megatron.membership.leadership import Standing, may_go_on, standing
 from recover_megatron.membership.lease import Lease
-from recover_megatron.membership.quorum import Standing, may_go_on, standing
-from recover_megatron.membership.records import Formed, Presentation, Settings
-from recover_megatron.membership.states import State
-from recover_megatron.network.proof import nonce
+from recover_megatron.membership.records import Formed, Presentation, Settings, presentation_to_wire
+from recover_megatron.network.connection import nonce
 from tests.harness.waiting import DEADLINE
 
 SETS = st.frozensets(st.integers(0, 5))

@@ -17,11 +17,10 @@ from simulation import SETTINGS, World
 from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Client
-from recover_megatron.membership.errors import CoordinatorLost
 from recover_megatron.membership.events import Abandon
 from recover_megatron.membership.follower import Stage
-from recover_megatron.membership.node_agent_client import NodeAgentClient
-from recover_megatron.membership.records import Opened
+from recover_megatron.membership.node_agent import NodeAgentClient
+from recover_megatron.membership.records import CoordinatorLost, Opened
 from tests.harness.patience import patient
 
 PAUSES = st.lists(

@@ -14,11 +14,10 @@ from simulation import SETTINGS, PropertyViolated, World
 from recover_megatron.membership import leadership
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.epochs import Epochs, Rendezvous
-from recover_megatron.membership.failover import Evidence
+from recover_megatron.membership.events import State
 from recover_megatron.membership.follower import Stage
-from recover_megatron.membership.records import Formed, Presentation
+from recover_megatron.membership.records import Evidence, Formed, Presentation
 from recover_megatron.membership.roster import Member, Roster
-from recover_megatron.membership.states import State
 
 MOST_WORKERS = 8
 MOST_CANDIDATES = 6

@@ -15,8 +15,8 @@ from cluster import ROOT, Cluster, cluster
 
 from recover_megatron.membership import wire
 from recover_megatron.membership.auth import Secret, find_secret, read_secret_file
-from recover_megatron.membership.errors import SecretError
-from recover_megatron.network.proof import nonce
+from recover_megatron.membership.records import SecretError
+from recover_megatron.network.connection import nonce
 from tests.harness.waiting import DEADLINE, eventually
 
 pytestmark = pytest.mark.slow

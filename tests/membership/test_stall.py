@@ -12,7 +12,7 @@ from script import play, table
 from simulation import SETTINGS as SHORT
 from simulation import World
 
-from recover_megatron.membership.stall import SAY_SECONDS, Answer, Stall, many_share
+from recover_megatron.membership.detect import SAY_SECONDS, Answer, Stall, many_share
 
 SETTINGS = replace(SHORT, stall_timeout=100.0)
 FOUR = {0: 0, 1: 1, 2: 2, 3: 3}

@@ -15,10 +15,9 @@ from test_wire import JSON
 
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.events import Close, Closed, Exit, Received, Send, Settle
+from recover_megatron.membership.events import Close, Closed, Exit, Received, Send, Settle, State
 from recover_megatron.membership.roster import Fate
 from recover_megatron.membership.server import CoordinatorServer
-from recover_megatron.membership.states import State
 from recover_megatron.membership.view import LAST, MAX_OBSERVERS, MAX_ROWS, History, statuses_of
 from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, encode, parse
 

@@ -11,7 +11,7 @@ from simulation import SETTINGS, PropertyViolated, World
 from test_protocol_properties import MOVES, Moves, explore, members_out, world_of
 
 from recover_megatron.membership import witness
-from recover_megatron.membership.candidates import AddedCandidates
+from recover_megatron.membership.admission import AddedCandidates
 from recover_megatron.membership.events import Outbox, Send, Statement
 from recover_megatron.membership.records import JOINED_FROM
 from recover_megatron.membership.roster import NodeAgentStatus, Roster

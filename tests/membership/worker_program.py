@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 
 from recover_megatron.membership import CoordinatorLost, EpochRevoked, Fenced, Session, Settings, find_secret
-from recover_megatron.membership.errors import EXIT_FENCED, AuthenticationError
+from recover_megatron.membership.records import EXIT_FENCED, AuthenticationError
 
 
 def tell(event: str, **fields: object) -> None:

@@ -9,12 +9,12 @@ from tests.harness.waiting import DEADLINE
 
 PROGRAM = """
 import os, socket, sys
-from recover_megatron.network import forks, silence
+from recover_megatron.network import system
 
 class Held:
     def __init__(self, fails):
         self.sock, self.fails = socket.socket(), fails
-        forks.close_in_children(self)
+        system.close_in_children(self)
 
     def close_in_child(self):
         if self.fails:
@@ -29,8 +29,8 @@ def forked(check):
 
 def watches():
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
-        silence.watch(sock)
-        return silence._watch._thread.is_alive()
+        system.watch(sock)
+        return system._watch._thread.is_alive()
 
 held = [Held(True), Held(False), Held(True), Held(False)]
 own = Held(False)

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from recover_megatron.collectives.errors import PeerLost
-from recover_megatron.collectives.peer_read import Fetcher
-from recover_megatron.collectives.peer_store_client import PeerStoreClient
-from recover_megatron.network import frames
+from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.collectives.peers import Fetcher, PeerStoreClient
+from recover_megatron.network import connection as frames
 from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer
 from tests.harness.waiting import DEADLINE
 

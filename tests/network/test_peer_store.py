@@ -17,14 +17,12 @@ from typing import Any, BinaryIO
 import pytest
 import torch.distributed as dist
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
-from recover_megatron.collectives.peer_store_client import PeerStoreClient
-from recover_megatron.collectives.rendezvous import await_key
-from recover_megatron.network import frames
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost, await_key
+from recover_megatron.collectives.peers import PeerStoreClient
+from recover_megatron.network import connection
 from recover_megatron.network import peer_store as store_module
+from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PeerStoreServer
-from recover_megatron.network.proof import Challenge
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
 
@@ -160,7 +158,7 @@ def framed(body: bytes) -> bytes:
 
 def next_frame(stream: BinaryIO) -> dict[str, Any]:
     (length,) = struct.unpack(">I", stream.read(4))
-    return frames.parse(stream.read(length))
+    return connection.parse(stream.read(length))
 
 
 @pytest.mark.parametrize("said", [b"{}", b"nonsense", b'{"nonce": "a", "mac": "b"}', b'["set"]', None])
@@ -251,7 +249,7 @@ def test_deep_nesting_of_one_who_knows_the_secret_is_an_error_of_its_connection(
     with connect(peer_store) as sock, sock.makefile("rb") as stream:
         nonce = next_frame(stream)["nonce"]
         mac = Challenge(SECRET, store_module.PURPOSE).of_client(nonce, "mine")
-        sock.sendall(frames.encode({"nonce": "mine", "mac": mac}, 1 << 10))
+        sock.sendall(connection.encode({"nonce": "mine", "mac": mac}, 1 << 10))
         next_frame(stream)
         sock.sendall(framed(b"[" * 200_000))
         assert hung_up(sock)
@@ -262,10 +260,10 @@ def test_deep_nesting_of_one_who_knows_the_secret_is_an_error_of_its_connection(
 WITHOUT_DESCRIPTORS = """
 import resource, socket, sys, threading, time
 from recover_megatron.network import peer_store as module
-from recover_megatron.collectives.peer_store_client import PeerStoreClient
+from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.rendezvous import await_key
+from recover_megatron.collectives.epoch import await_key
 module.HANDSHAKE_SECONDS = 600.0
 board = PeerStoreServer("127.0.0.1", b"secret")
 board.put("ready", "yes")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.megatron_hooks.entry.versions import NEWEST, OLDEST, parse_release
+from recover_megatron.megatron_hooks.monkeypatch import NEWEST, OLDEST, parse_release
 from tests.harness import REPOSITORY
 from tests.patches.conftest import WHEELS
 from tests.patches.trees import FILES, apply, contents, copy_of

@@ -8,11 +8,21 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.report import lanes
-from recover_megatron.report.axis import round_times, since
 from recover_megatron.report.full import main
 from recover_megatron.report.goodput import USES
 from recover_megatron.report.history import history
-from recover_megatron.report.lanes import KINDS, MARKS, Mark, Stretch, in_words, legend, stretches, svg
+from recover_megatron.report.lanes import (
+    KINDS,
+    MARKS,
+    Mark,
+    Stretch,
+    in_words,
+    legend,
+    round_times,
+    since,
+    stretches,
+    svg,
+)
 from recover_megatron.report.page import marks
 from recover_megatron.run_log.events import Event
 from tests.report.synthetic import T0, coordinator_events, worker_events, write_lines, write_run

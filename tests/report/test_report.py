@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.report.full import without_page as main
-from recover_megatron.run_log.audit import microbatches_per_iteration, violations
-from recover_megatron.run_log.steps import StepRecord
+from recover_megatron.run_log.steps import StepRecord, microbatches_per_iteration, violations
 
 M = 6
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.report.full import main
-from recover_megatron.report.trace import trace
+from recover_megatron.report.lanes import trace
 
 AT = 1_700_000_000.0
 WORKERS = [

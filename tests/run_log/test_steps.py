@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.run_log import tail
-from recover_megatron.run_log.audit import violations
-from recover_megatron.run_log.steps import StepRecord, StepsFile, audit_problem, read_steps
+from recover_megatron.run_log.steps import StepRecord, StepsFile, audit_problem, read_steps, violations
 from tests.harness import REPOSITORY
 from tests.harness.waiting import DEADLINE
 

@@ -31,10 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from recover_megatron.membership.auth import Secret
-from recover_megatron.membership.errors import MembershipError
 from recover_megatron.membership.observer import Observer
-from recover_megatron.run_log.audit import violations
-from recover_megatron.run_log.steps import read_steps
+from recover_megatron.membership.records import MembershipError
+from recover_megatron.run_log.steps import read_steps, violations
 from recover_megatron.status.model import RunStatus
 from recover_megatron.status.view_reader import read
 from tests.harness import REPOSITORY

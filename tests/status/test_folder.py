@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recover_megatron.launch import folder_lock
-from recover_megatron.launch.folder_lock import Claim
+from recover_megatron.launch import log_folder
+from recover_megatron.launch.log_folder import Claim
 from recover_megatron.membership.records import FIRST_JOINED
 from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
 from recover_megatron.status.__main__ import main
@@ -96,7 +96,7 @@ def test_of_a_run_that_ended_before_a_coordinator_led_the_launcher_tells_the_end
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log(tmp_path, 0, listening(LAUNCHED, 100.0))
-    assert CLAIM_FILE == folder_lock.NAME
+    assert CLAIM_FILE == log_folder.NAME
     claimed(tmp_path)
     assert ending(tmp_path) is None  # it has not ended
     claimed(tmp_path, ended=True)

@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from recover_megatron.status.event_hook import EventHook
+from recover_megatron.status.exporter import EventHook
 from recover_megatron.status.headline import Headline, Level, headline
 from recover_megatron.status.history import History
 from recover_megatron.status.metrics import RunCollector

@@ -19,8 +19,8 @@ from recover_megatron.membership.wire import TO_MEMBER
 from recover_megatron.status.headline import Headline, Level, headline, span
 from recover_megatron.status.model import Gone, RunStatus
 from recover_megatron.status.screen import render
+from recover_megatron.status.source import Watch
 from recover_megatron.status.view_reader import read
-from recover_megatron.status.watch import Watch
 
 
 def row(worker: int, **fields: Any) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_rows_that_no_coordinator_of_this_version_makes_are_no_answer(
     spoiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch([("h", 1)], Secret(b"a secret of many bytes"))
-    monkeypatch.setattr("recover_megatron.status.watch.Observer", lambda *_: Answering({**VIEW, **spoiled}))
+    monkeypatch.setattr("recover_megatron.status.source.Observer", lambda *_: Answering({**VIEW, **spoiled}))
     with pytest.raises(NoAnswer, match="h:1 answers with a view that cannot be read"):
         watch.look()
 

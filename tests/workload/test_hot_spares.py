@@ -7,8 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.workload.hot_spares import build_ahead
-from recover_megatron.workload.placement import Candidate, Shape, assemble
+from recover_megatron.workload.placement import Candidate, Shape, assemble, build_ahead
 
 NODES = st.sampled_from("abcd")
 

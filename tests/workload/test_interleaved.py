@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.workload.interleaved import group_size, runs
+from recover_megatron.workload.assign import group_size, runs
 
 
 @given(st.integers(1, 16), st.integers(0, 200), st.integers(1, 40))

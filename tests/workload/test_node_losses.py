@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from recover_megatron.workload.layout import data_parallel_ranks_per_replica, replicas_of
+from recover_megatron.workload.domains import data_parallel_ranks_per_replica, replicas_of
 from recover_megatron.workload.node_losses import Training, node_losses
 
 

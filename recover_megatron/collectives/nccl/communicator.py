@@ -40,8 +40,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 from recover_megatron.collectives.nccl.library import IN_PROGRESS, SUCCESS, Library
 
 STUCK = 1.0

@@ -18,7 +18,7 @@ from recover_megatron.collectives.nccl import communicator
 from recover_megatron.collectives.nccl.communicator import Communicator
 from recover_megatron.collectives.nccl.library import Library
 from recover_megatron.collectives.nccl.renewal import Keeper
-from recover_megatron.collectives.transport.streams import DeviceStream
+from recover_megatron.collectives.transport.interface import DeviceStream
 
 
 class NcclNative(DeviceStream, NativeBackend):

@@ -22,11 +22,9 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import PeerLost
+from recover_megatron.collectives.epoch import CancelToken, KeyValue, PeerLost
 from recover_megatron.collectives.nccl.communicator import Communicator, State
 from recover_megatron.collectives.nccl.library import Library
-from recover_megatron.collectives.rendezvous import KeyValue
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 

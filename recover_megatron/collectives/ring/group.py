@@ -13,14 +13,7 @@ from recover_megatron.collectives.group import BucketCollective, Group
 from recover_megatron.collectives.memo import Memo
 from recover_megatron.collectives.ring.executor import Hook, Parts, Ring, RingTask, parts_of
 from recover_megatron.collectives.ring.progress import Handle, ProgressThread
-from recover_megatron.collectives.ring.schedule import (
-    Chunks,
-    Program,
-    frozen,
-    most_partials,
-    plan,
-    segment_length,
-)
+from recover_megatron.collectives.ring.schedule import Chunks, Program, frozen, most_partials, plan, segment_length
 from recover_megatron.collectives.transport.interface import Transport
 
 

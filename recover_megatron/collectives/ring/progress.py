@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 
 
 class Handle:

@@ -8,6 +8,11 @@
 ``ring`` names job-wide group, epoch, and both ranks, so a connection of another epoch, another column or another place
 in the ring is refused, whoever opened it.  Fixed lengths; nothing is parsed.  A connection that says nothing holds
 nobody up: all candidates are served side by side until the right one is there; each has ``PROOF_SECONDS``.
+
+Where the predecessor in a ring finds a member: a listening socket and, for one on the same host, shared memory.
+
+A ring listener can be made before the ring is known.  A worker that tells its address with the status with which it
+joins an epoch needs no store: with the plan everybody has been told all addresses, and nobody waits for anybody's word.
 """
 
 from __future__ import annotations
@@ -17,9 +22,11 @@ import select
 import socket
 import time
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import PeerLost
-from recover_megatron.network import proof
+from recover_megatron.collectives.epoch import CancelToken, PeerLost
+from recover_megatron.collectives.transport.message import SharedMemory, machine
+from recover_megatron.network import connection
+from recover_megatron.network.connection import listen
+from recover_megatron.network.system import close_in_children, forget
 
 NONCE, MAC = 16, 32
 CONNECT_SECONDS = 5.0
@@ -36,7 +43,7 @@ class Refused(Exception):
 
 
 def _mac(secret: bytes, role: str, nonces: bytes, ring: bytes) -> bytes:
-    return proof.mac(secret, "ring", role, nonces.hex(), ring.hex())
+    return connection.mac(secret, "ring", role, nonces.hex(), ring.hex())
 
 
 class _Conversation:
@@ -78,7 +85,7 @@ class _Accepting(_Conversation):
         if not self._hear(NONCE + MAC):
             return False
         nonces = self._mine + self._heard[:NONCE]
-        if not proof.proves(self._heard[NONCE:], _mac(self._secret, "send", nonces, self._ring)):
+        if not connection.proves(self._heard[NONCE:], _mac(self._secret, "send", nonces, self._ring)):
             raise Refused("it does not know the secret, or belongs to another ring")
         self._say(_mac(self._secret, "receive", nonces, self._ring))
         return True
@@ -95,7 +102,7 @@ class _Connecting(_Conversation):
             self._say(self._mine + _mac(self._secret, "send", self._nonces, self._ring))
         if not self._hear(MAC):
             return False
-        if not proof.proves(self._heard, _mac(self._secret, "receive", self._nonces, self._ring)):
+        if not connection.proves(self._heard, _mac(self._secret, "receive", self._nonces, self._ring)):
             raise Refused("it does not know the secret, or belongs to another ring")
         return True
 
@@ -219,3 +226,34 @@ def _is_connected(sock: socket.socket) -> bool:
     except OSError:
         return False
     return True
+
+
+_BACKLOG = 128
+
+
+class RingListener:
+    """``host``: the address of this machine that the others can reach.  ``slots``: their number and bytes, if any."""
+
+    def __init__(self, host: str, slots: tuple[int, int] | None) -> None:
+        self.listener, address = listen(host, _BACKLOG)
+        self._slots = SharedMemory.make(*slots) if slots else None
+        offer = f"{machine()}:{os.getpid()}:{self._slots.descriptor}" if self._slots else "-"
+        self.address = f"{address} {offer}"
+        """For the predecessor: one line of text."""
+        close_in_children(self)
+
+    def take_slots(self) -> SharedMemory | None:
+        """The shared memory, which is the caller's from now on."""
+        slots, self._slots = self._slots, None
+        return slots
+
+    def close_in_child(self) -> None:
+        """A process forked from a worker (a loader of data) must not keep the ring listener of a dead worker open."""
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        forget(self)
+        self.listener.close()
+        if (slots := self.take_slots()) is not None:
+            slots.close()

@@ -15,9 +15,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from recover_megatron.collectives.ring.scratch import Scratch
-from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
-from recover_megatron.collectives.transport.streams import DeviceStream, Order
+from recover_megatron.collectives.ring.executor import Scratch
+from recover_megatron.collectives.transport.interface import Arrival, DeviceStream, Order, Pending, Transport
 
 
 class _Sending:

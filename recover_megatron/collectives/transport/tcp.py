@@ -28,19 +28,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import CollectiveMismatch, PeerLost, is_of_the_road
-from recover_megatron.collectives.rendezvous import KeyValue, await_key
-from recover_megatron.collectives.ring.scratch import Scratch
-from recover_megatron.collectives.transport.handshake import Handshake
+from recover_megatron.collectives.epoch import (
+    CancelToken,
+    CollectiveMismatch,
+    KeyValue,
+    PeerLost,
+    await_key,
+    is_of_the_road,
+)
+from recover_megatron.collectives.ring.executor import Scratch
+from recover_megatron.collectives.transport.handshake import Handshake, RingListener
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
-from recover_megatron.collectives.transport.listener import RingListener
-from recover_megatron.collectives.transport.message import IN_LINE, Message
-from recover_megatron.collectives.transport.shared_memory import SharedMemory, machine
-from recover_megatron.network.addresses import family_of
-from recover_megatron.network.forks import close_in_children
-from recover_megatron.network.forks import forget as unregister
-from recover_megatron.network.silence import SECONDS, is_silent, watch
+from recover_megatron.collectives.transport.message import IN_LINE, Message, SharedMemory, machine
+from recover_megatron.network.connection import family_of
+from recover_megatron.network.system import SECONDS, close_in_children, is_silent, watch
+from recover_megatron.network.system import forget as unregister
 
 _INLINE, _SHARED = b"i", b"s"
 _GOODBYE = 255

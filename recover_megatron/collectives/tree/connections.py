@@ -6,7 +6,7 @@
      .--'--.    ...
      5 6 7 8
 
-    open   a member connects to its parent's peer store (`network.streams`) and takes its children's connections from
+    open   a member connects to its parent's peer store (`network.peer_store`) and takes its children's connections from
            its own: the addresses come with the plan, so nothing is asked of a store
     up     every member tells its parent what it and all below it have
     down   the first member's word goes to all
@@ -26,11 +26,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import CollectiveMismatch, PeerLost, is_of_the_road
-from recover_megatron.network.client import Unreachable
-from recover_megatron.network.forks import close_in_children, forget
-from recover_megatron.network.silence import watch
+from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost, is_of_the_road
+from recover_megatron.network.connection import Unreachable
+from recover_megatron.network.system import close_in_children, forget, watch
 
 FAN = 8
 """Children of a member: a hop costs more than a connection."""

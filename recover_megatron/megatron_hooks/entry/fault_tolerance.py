@@ -5,7 +5,7 @@ survive()   both of these, in a row
 install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
 run(call)   calls Megatron's pretrain(), and decides what its end means:
 
-    it returns, or exits with 0     the training is over: leave in order (but not where it never was: `early_end`)
+    it returns, or exits with 0     the training is over: leave in order (but not where it never was: `program`)
     Orphaned, or the replica's      a spare until the run ends (in the training itself: until it has a place again,
       communication failed            see `training`)
     OtherPosition                   a spare that is wanted elsewhere: Megatron is forgotten, and pretrain() called again
@@ -35,15 +35,13 @@ from megatron.training import get_args
 
 from recover_megatron import hostdevice, script_flags, variables
 from recover_megatron.arguments import RecoverConfig, parse_addresses
-from recover_megatron.chaos.injector import InjectedExit, InjectedFault, Injector
-from recover_megatron.chaos.spec import parse_spec
+from recover_megatron.chaos.spec import InjectedExit, InjectedFault, Injector, parse_spec
 from recover_megatron.collectives import torch_nccl
 from recover_megatron.collectives.nccl.library import load as load_nccl
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Rules
-from recover_megatron.instep.device import break_device, ends_soon
 from recover_megatron.instep.epoch_groups import CommunicationConfig
-from recover_megatron.instep.errors import (
+from recover_megatron.instep.faults import (
     EXIT_REFUSED,
     CheckpointFailed,
     Drained,
@@ -53,17 +51,21 @@ from recover_megatron.instep.errors import (
     RunOver,
     StateLost,
     UnknownOperation,
+    break_device,
+    ends_soon,
+    is_communication,
+    is_of_device,
+    is_own,
+    signature,
 )
-from recover_megatron.instep.faults import is_communication, is_of_device, is_own, signature
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
-from recover_megatron.megatron_hooks import checkpoint_writers, children, data, detached_build, writers
+from recover_megatron.megatron_hooks import checkpoint_writers, children, data, rejoin, writers
 from recover_megatron.megatron_hooks.checkpoint_writers import WriterKilled
-from recover_megatron.megatron_hooks.entry import early_end
-from recover_megatron.megatron_hooks.entry.early_end import NO_DATA, EndedEarly
-from recover_megatron.megatron_hooks.fault_injection import FaultInjection
+from recover_megatron.megatron_hooks.entry import program
+from recover_megatron.megatron_hooks.entry.program import NO_DATA, EndedEarly
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
 from recover_megatron.megatron_hooks.layout import optimizer_instances, spreads_optimizer
 from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
@@ -71,9 +73,9 @@ from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rejoin import build_elsewhere
 from recover_megatron.megatron_hooks.training import TrainingHooks
 from recover_megatron.megatron_hooks.training_parts import StateCopies
-from recover_megatron.megatron_hooks.turning_points import TurningPoints
+from recover_megatron.megatron_hooks.turning_points import FaultInjection, TurningPoints
 from recover_megatron.membership.auth import find_secret
-from recover_megatron.membership.errors import (
+from recover_megatron.membership.records import (
     EXIT_FENCED,
     EXIT_NO_REPLICA,
     EXIT_SAME_FAULT,
@@ -81,8 +83,8 @@ from recover_megatron.membership.errors import (
     CoordinatorLost,
     Fenced,
     SecretError,
+    Settings,
 )
-from recover_megatron.membership.records import Settings
 from recover_megatron.membership.session import EXCEPTION_REPORT_SECONDS
 from recover_megatron.membership.worker import connect, is_newcomer, worker_id
 from recover_megatron.network.peer_store import PeerStoreServer
@@ -162,7 +164,7 @@ class FaultTolerance:
         data.install(self._loop)
         self._training.install()
         checkpoint_writers.watch.seconds = self._config.hang_timeout
-        detached_build.install(self._groups, self._loop)
+        rejoin.install(self._groups, self._loop)
         if self._faults is not None:
             self._faults.install()
 
@@ -204,7 +206,7 @@ class FaultTolerance:
             except SystemExit as exit_:
                 if exit_.code not in (0, None):
                     raise
-                early_end.check(exit_, self._loop)
+                program.check_exit(exit_, self._loop)
             else:
                 if not self._training.begun:
                     raise EndedEarly(NO_DATA)

@@ -6,6 +6,14 @@
 
 A Megatron-LM checkout brings its own pretrain_gpt.py: its functions are used.  The wheel of 0.19 has none, so
 `gpt_script` stands in.  Megatron's pretrain() takes a model provider in 0.18, and none from 0.19 on.
+
+Whether a training that has come to an end is over: Megatron calls sys.exit() for that, and where it cannot go on.
+
+train() calls it                     over: --exit-interval, --exit-duration-in-mins or the exit signal asked for it
+a handler of Megatron's calls it     over: a signal or the scheduler asked for it
+it calls exit() where it is set up   over: it has converted a checkpoint (--ckpt-convert-format), and was to do no more
+anything else calls it               not over: a checkpoint that is not there or not whole, or the user's own code
+pretrain() without train()           not over: there was no data
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ import argparse
 import contextlib
 import copy
 import importlib
+import inspect
 import io
 import os
 import sys
@@ -30,8 +39,9 @@ from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError, traceback_wanted
 from recover_megatron.hostdevice import megatron_fixes
+from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks.entry import flags
-from recover_megatron.megatron_hooks.entry.versions import SCRIPT, Megatron, find_megatron
+from recover_megatron.megatron_hooks.monkeypatch import SCRIPT, Megatron, find_megatron
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """The defaults that Megatron's GPT script has of its own."""
@@ -209,3 +219,31 @@ def _print_versions(megatron: Megatron, say: Callable[[str], None]) -> None:
 
     source = f"checkout {megatron.root}" if megatron.has_script else "wheel"
     say(f"> PyTorch {torch.__version__}, Megatron-Core {megatron.version} ({source}), Python {sys.version.split()[0]}")
+
+
+HANDLERS = {"_graceful_shutdown", "check_adlr_autoresume_termination", "setup_model_and_optimizer"}
+"""Functions of ``megatron.training`` that end a process because they were asked to."""
+
+NO_DATA = "Megatron has trained nothing, for it was given no data to train with (its data sets, --split)"
+
+
+class EndedEarly(Exception):
+    """This worker's Megatron has ended before the training was over, and says that all is well."""
+
+
+def check_exit(exit_: SystemExit, loop: Loop) -> None:
+    """Raises ``EndedEarly`` unless it was asked for: whoever called sys.exit() tells what it means."""
+    found = list(traceback.walk_tb(exit_.__traceback__))
+    if len(found) > 1 and found[-1][0].f_globals.get("__name__") == "_sitebuiltins":
+        found.pop()  # exit(), which is a function itself
+    frame, line = found[-1]
+    code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+    if code in (inspect.unwrap(getattr(seam.owner(), seam.name)).__code__ for seam in loop.seams["train"]):
+        return
+    if code.co_name in HANDLERS and module.startswith("megatron.training."):
+        return
+    words = {name: frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]}
+    given = ", ".join(f"{name}={word!r}" for name, word in words.items() if isinstance(word, str))
+    raise EndedEarly(
+        f"sys.exit() was called before the end of the training, by {code.co_name}({given}), {module} line {line}"
+    ) from exit_

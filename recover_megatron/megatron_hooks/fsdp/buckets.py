@@ -28,9 +28,9 @@ from recover_megatron.instep.gradients import Column, Gradients
 from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.shards import Shards, ring_order
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.accumulated import Accumulated
-from recover_megatron.megatron_hooks.fsdp.outer_bucket import OuterBucket
+from recover_megatron.megatron_hooks.fsdp.outer import OuterBucket
 from recover_megatron.megatron_hooks.groups import column_of
+from recover_megatron.megatron_hooks.microbatches import Accumulated
 
 OUTER_SUM = "outer_fsdp_group_grad_reduce"
 

@@ -9,21 +9,65 @@ Megatron is built as for ``no_shard`` (`mesh`): a shard group has all gradients 
 again, as long as it is written.  So what is saved is what Megatron saves with ``no_shard``.
 
 Megatron 0.19.2 itself trains something else with this flag: `hostdevice.flags.outer_sharding`.
+
+A worker's shard of one of Megatron-FSDP's parameter groups, whose state is cut further: over the shard groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from recover_megatron.instep.shards import Column
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.fsdp.outer_bucket import OuterBucket
 from recover_megatron.megatron_hooks.optimizer.keeping import Parts, Primaries
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+
+
+@dataclass(eq=False)
+class OuterBucket:
+    """One of Megatron-FSDP's parameter groups, this worker's shard of it, as `shard_fragments` knows buckets."""
+
+    group: Any
+    param_to_index: dict[Any, tuple[int, int]] = field(init=False)
+    """Parameter -> the elements of the shard that are its own; without those that have none here."""
+
+    def __post_init__(self) -> None:
+        its = self.group.main_grad_buffer
+        ranges = {p: its._get_item_local_shard_index(item) for item, p in enumerate(self.group.params)}
+        first = its.shard_bucket_index.local_data_index
+        self.param_to_index = {p: (a - first, b - first) for p, (a, b) in ranges.items() if a < b}
+
+    @property
+    def params_list(self) -> list[Any]:
+        return list(self.param_to_index)
+
+    @property
+    def param_data(self) -> torch.Tensor:
+        """The model's parameters, flat."""
+        shard: torch.Tensor = self.group.model_weight_buffer.get_shard_from_local_buffer()
+        return shard
+
+    @property
+    def grad_data(self) -> torch.Tensor:
+        """Their gradients, flat."""
+        shard: torch.Tensor = self.group.main_grad_buffer.get_shard_from_local_buffer()
+        return shard
+
+    @property
+    def main(self) -> torch.Tensor:
+        """The 32-bit parameters that Megatron's own optimizer would update, flat; without memory once released."""
+        shard: torch.Tensor = self.group.main_weight_buffer.get_shard_from_local_buffer()
+        return shard
+
+    def release(self) -> None:
+        """Give up the memory of ``main``, for good."""
+        self.group.main_weight_buffer.data.untyped_storage().resize_(0)
+
 
 LAUNCH = -1
 """The unit under which all that Megatron has is held, until it is cut."""

@@ -26,11 +26,10 @@ from megatron.training import global_vars
 from recover_megatron.arguments import RecoverConfig, config_from_argv
 from recover_megatron.arguments import problems as flag_problems
 from recover_megatron.errors import UserError, refuse
-from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.integrate import Loop, Seam, Wrapper
 from recover_megatron.megatron_hooks.entry.fault_tolerance import survive
-from recover_megatron.megatron_hooks.loops.bridge_arguments import BridgeArguments
-from recover_megatron.megatron_hooks.loops.bridge_refused import problems
+from recover_megatron.megatron_hooks.loops.bridge_arguments import BridgeArguments, problems
 
 SUPPORTED = "Megatron-Bridge 0.6; its seams are compared with those of 0.6.0 and 0.6.2"
 

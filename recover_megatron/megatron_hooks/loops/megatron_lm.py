@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.training import get_args, training
 
 from recover_megatron.integrate import Loop, Seam
-from recover_megatron.megatron_hooks.entry.versions import SUPPORTED
+from recover_megatron.megatron_hooks.monkeypatch import SUPPORTED
 
 TRAINING = "megatron.training.training"
 CHECKPOINTING = "megatron.training.checkpointing"

@@ -16,8 +16,7 @@ from megatron.core import parallel_state
 from recover_megatron.instep.shards import Column
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
-from recover_megatron.megatron_hooks.optimizer.sharded_checkpoint import ShardedCheckpoint
-from recover_megatron.megatron_hooks.optimizer.sharded_load import loading_into
+from recover_megatron.megatron_hooks.optimizer.sharded_checkpoint import ShardedCheckpoint, loading_into
 
 Primaries = Callable[[ShardFragments], Iterator[ShardFragment]]
 Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]

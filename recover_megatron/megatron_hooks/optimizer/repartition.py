@@ -4,22 +4,62 @@ section    the layout for who is there now; pieces for what this worker is to ho
    |         from whoever holds it (``instep.shards``).  A worker is lost: again, with whoever is left
    v
 the new pieces are those of the optimizer, and the layout is what is held
+
+Which pieces of the optimizer's state this worker is to hold by a layout of it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Column, ElementRange, Shards
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
-from recover_megatron.megatron_hooks.optimizer.layout_pieces import LayoutPieces, Layouts
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+
+Layouts = Mapping[Column, Any]
+"""By column: which worker holds which units (``Shards.wanted``)."""
+
+
+@dataclass(eq=False)
+class LayoutPieces:
+    """Of one worker, with the model that it has."""
+
+    _buckets: Buckets | FsdpBuckets
+    _shards: Shards
+    _assignment: Assignment
+
+    def wanted(self) -> dict[Column, Any]:
+        """The layouts for who is there now."""
+        return {column: self._shards.wanted(column) for column in self._shards.columns}
+
+    def column(self, fragments: ShardFragments) -> Column:
+        """The column that shares these."""
+        return self._buckets.part(next(iter(fragments.buckets)))[0]
+
+    def make(self, fragments: ShardFragments, layouts: Layouts) -> dict[int, list[ShardFragment]]:
+        """By unit: new pieces of all that this worker is to hold, without a state."""
+        held = layouts[self.column(fragments)].held(self._assignment.me)
+        return {
+            unit: fragments.make(self.parts(fragments, unit, layouts), shadow=place > 0)
+            for place, unit in enumerate(held)
+        }
+
+    def parts(self, fragments: ShardFragments, unit: int, layouts: Layouts) -> dict[int, Sequence[tuple[int, int]]]:
+        """What a unit owns of each bucket that these pieces are of; where ``layouts`` has none, by what is held now."""
+        found = {}
+        for number in fragments.buckets:
+            column, numel = self._buckets.part(number)
+            layout = layouts[column] if column in layouts else self._shards.layout(column)
+            found[number] = layout.parts(unit, numel)
+        return found
+
 
 REPARTITION_SECONDS = 600.0
 """How long the state may take to change hands, beyond the hang timeout, before who makes no mark counts as hung."""

@@ -22,8 +22,8 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import param_is_not_shared
 
-from recover_megatron.collectives.digest import Digest
-from recover_megatron.instep.errors import Disagreement
+from recover_megatron.collectives.state_transport import Digest
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.shards import ElementRange
 
 

@@ -32,22 +32,19 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import get_args
 
 from recover_megatron.errors import UserError
-from recover_megatron.instep.errors import Orphaned
+from recover_megatron.instep.faults import Orphaned
+from recover_megatron.instep.gradients import Parameters
 from recover_megatron.instep.overlap import Overlap
-from recover_megatron.instep.parameters import Parameters
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Column
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
-from recover_megatron.megatron_hooks.optimizer.host_shadows import HostShadows
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
-from recover_megatron.megatron_hooks.optimizer.layout_pieces import LayoutPieces
-from recover_megatron.megatron_hooks.optimizer.loss_scales import LossScales
-from recover_megatron.megatron_hooks.optimizer.norms import UnitNorms, UnitSums
-from recover_megatron.megatron_hooks.optimizer.repartition import Repartition
-from recover_megatron.megatron_hooks.optimizer.shadow_check import ShadowCheck
+from recover_megatron.megatron_hooks.optimizer.norms import LossScales, UnitNorms, UnitSums
+from recover_megatron.megatron_hooks.optimizer.repartition import LayoutPieces, Repartition
+from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, ShadowCheck
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
 
 log = get_logger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from recover_megatron.instep.errors import Disagreement
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.workload.shards import owned, primary

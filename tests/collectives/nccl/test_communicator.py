@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost
 from recover_megatron.collectives.nccl import communicator as tested
 from recover_megatron.collectives.nccl.communicator import Communicator, State
 from recover_megatron.collectives.nccl.library import Library, checked

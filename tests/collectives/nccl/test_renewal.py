@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.collectives.epoch import CancelToken
-from recover_megatron.collectives.errors import EpochRevoked
+from recover_megatron.collectives.epoch import CancelToken, EpochRevoked
 from recover_megatron.collectives.nccl.communicator import Communicator, State
 from recover_megatron.collectives.nccl.library import Library
 from recover_megatron.collectives.nccl.renewal import Decision, Holding, Keeper, Opening, decide, open_all

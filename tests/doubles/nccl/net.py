@@ -14,7 +14,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from recover_megatron.network.forks import close_in_children
+from recover_megatron.network.system import close_in_children
 
 _HEADER = struct.Struct("!IQ")
 _LOOK = 0.05

@@ -6,6 +6,17 @@ worker may not share.
 
     a newcomer is one                it asks a worker of the run for its flags, says where its own differ, and ends
     a worker of the launch is one    the run does not begin: everybody ends, with that line
+
+Places that a worker was given and could not take: whether it offers itself again.
+
+    taken                                  nothing is held against it any more
+    the epoch ended first                  it offers itself again: another's affair
+    failed, in words that are new          again, at once
+    failed in the same words               again, after ``PAUSE_SECONDS``: it may pass
+    for the ``MOST``-th time in a row      it is put aside: it waits for the end of the run, and is offered no place
+
+Each try costs all an epoch, and nobody would notice, since the others train on.  Where nobody else has a place the run
+itself is at stake: it is tried on, until `edges` ends it.
 """
 
 from __future__ import annotations
@@ -20,9 +31,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from recover_megatron import script_flags
-from recover_megatron.collectives.errors import PeerLost
-from recover_megatron.collectives.peer_store_client import PeerStoreClient
-from recover_megatron.instep.decision import JoinStatus
+from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.peers import PeerStoreClient
+from recover_megatron.instep.decision import Decision, JoinStatus
+from recover_megatron.membership.exception_reports import alike
 from recover_megatron.network.peer_store import PeerStoreServer
 
 KEY = "flags"
@@ -79,3 +91,39 @@ class OwnFlags:
             store.wait([KEY], timedelta(seconds=ASKED_SECONDS))
             return {str(flag): str(value) for flag, value in json.loads(store.get(KEY)).items()}
         return None
+
+
+MOST = 3
+PAUSE_SECONDS = 10.0
+
+
+class UntakenPlaces:
+    """Of one worker."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._times = 0
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before it offers itself again."""
+        return PAUSE_SECONDS if self._times > 1 else 0.0
+
+    @property
+    def aside(self) -> bool:
+        """Whether it does not do so any more."""
+        return self._times >= MOST
+
+    def failed(self, error: Exception, decision: Decision) -> str:
+        """``error`` has kept it from the place that ``decision`` gave it; what to tell people."""
+        others = set(decision.replicas) - set(decision.fresh)
+        if not isinstance(error, EpochRevoked) and others:
+            self._times = self._times + 1 if alike(str(error)) == self._text else 1
+            self._text = alike(str(error))
+        if self.aside:
+            return f"it is put aside: {MOST} times in a row it could not take a place: {error}"
+        return f"it could not take its place: {error}"
+
+    def taken(self) -> None:
+        """It has one."""
+        self._times = 0

@@ -8,18 +8,113 @@ connections that it was given:
     nothing is under way: the kernel asks (keepalive), and ends the connection itself
 
 The other kernel answers whatever its process does: one that is stopped, or that reads nothing, is not silent.
+
+What this host's kernel tells, and what is asked of it for a process of a run.
+
+Of a TCP connection: ``struct tcp_info`` of linux/tcp.h, whose layout is stable.
+
+A forked process closes what its parent holds open: the one at-fork hook of the run.
+
+A worker's data loaders are forked from it. If they kept its connections, those would stay open after the worker's
+death, and nobody would see an end. Sockets are closed, never shut down: that would reach the parent's connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import resource
 import socket
+import struct
+import termios
 import threading
 import time
 import weakref
+from typing import Protocol
 
-from recover_megatron.network.forks import close_in_children
-from recover_megatron.network.kernel import unacknowledged
+_PROBES, _UNACKED, _LAST_ACK = 3, 24, 56
+
+
+def unacknowledged(sock: socket.socket) -> float:
+    """Seconds for which the other host's kernel has acknowledged nothing, while there is something to acknowledge.
+
+    Packets under way, or more than one question for room that nobody answered: where this host has no route any more
+    nothing is under way, and a host whose process reads nothing answers each.
+    """
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    (unacked,) = struct.unpack_from("I", info, _UNACKED)
+    (last_ack,) = struct.unpack_from("I", info, _LAST_ACK)
+    return last_ack / 1000 if unacked or info[_PROBES] > 1 else 0.0
+
+
+def all_delivered(sock: socket.socket) -> bool:
+    """Whether the other host's kernel has all that was written, and no word that it sent before that is unread here."""
+    if fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(4):
+        return False
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # it has failed, which reading tells
+    return False
+
+
+def use_all_descriptors() -> None:
+    """Raise the limit of open files as far as this process may: strangers' connections count against it, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Forked(Protocol):
+    """What holds connections or threads that a forked process does not have or must not keep."""
+
+    def close_in_child(self) -> None:
+        """Called in a forked process, by its only thread. Closes descriptors; must not wait for a lock."""
+
+
+_known: weakref.WeakKeyDictionary[Forked, threading.Condition | None] = weakref.WeakKeyDictionary()
+_held: list[threading.Condition] = []
+
+
+def close_in_children(owner: Forked, lock: threading.Condition | None = None) -> None:
+    """Call ``owner.close_in_child`` in every process forked from now on, as long as ``owner`` lives.
+
+    ``lock``: held while this process forks, so that ``owner`` is whole in the child. (It is the child's to replace.)
+    """
+    _known[owner] = lock
+
+
+def forget(owner: Forked) -> None:
+    """It is closed already. Harmless for one that is not known."""
+    _known.pop(owner, None)
+
+
+def _before_fork() -> None:
+    for lock in list(_known.values()):
+        if lock is not None:
+            lock.acquire()
+            _held.append(lock)
+
+
+def _after_fork_in_parent() -> None:
+    while _held:
+        _held.pop().release()
+
+
+def _after_fork_in_child() -> None:
+    _held.clear()
+    owners = list(_known)
+    _known.clear()  # a child of this process closes what this one opens; who is reset, not closed, says so again
+    for owner in owners:
+        with contextlib.suppress(OSError):  # it was closed already: the others must be closed all the same
+            owner.close_in_child()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
 
 SECONDS = 5.0
 INTERVAL = 1.0

@@ -7,21 +7,33 @@
 If that member dies the epoch is over anyway, and in the next one the group uses another's.  (``network.peer_store`` has
 the server and the messages.)  The client's talking is done by a thread, so a host that has gone silent blocks no
 training thread: what it asks is just not there, until the epoch is revoked.
+
+Ask another worker for bytes that it holds, in no epoch and without meeting it: its store's thread answers.
+
+For whoever cannot go on without something that others have and cannot meet them now: see ``instep.overlap``.
+
+Try whether other workers can be reached: all at once, for a bounded time.
+
+Only the kernels of both hosts take part: a worker that is stopped, or computes, can be reached.  A road that comes back
+meanwhile is not broken: whoever cannot be reached is tried again until the time is over.
 """
 
 from __future__ import annotations
 
+import errno
+import select
+import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from recover_megatron.collectives.errors import PeerLost
-from recover_megatron.network.client import Connection, Unreachable
-from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer
-from recover_megatron.network.proof import Challenge
+from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.network.connection import Challenge, Connection, Unreachable, family_of
+from recover_megatron.network.peer_store import MOST_BYTES, PURPOSE, PeerStoreServer
 
 WAIT = timedelta(seconds=60)
 """How long the blocking operations of ``PeerStoreClient`` wait."""
@@ -175,3 +187,99 @@ class Neighbours:
 
     def _member(self, key: str) -> int:
         return self._members[int(key.rpartition("/")[2])]
+
+
+class Fetcher:
+    """A connection to the peer store at ``address``.
+
+    ``patience``: as that of ``network.connection.Connection``.  Raises ``PeerLost`` if the other side cannot be
+    reached, hangs up, or does not know the run's secret.
+    """
+
+    def __init__(self, address: str, secret: bytes, patience: Callable[[], None]) -> None:
+        self._address = address
+        try:
+            self._connection = Connection(address, Challenge(secret, PURPOSE), patience)
+        except Unreachable as error:
+            raise self._lost(error, road=error.road) from error
+
+    def fetch(self, what: Sequence[int]) -> bytes | None:
+        """What the other side's ``source`` gives for these numbers: at most ``MOST_BYTES``; None: nothing."""
+        try:
+            self._connection.send({"fetch": list(what)})
+            size = int(self._connection.receive()["bytes"])
+            if size > MOST_BYTES:
+                raise self._lost(f"it announces {size} bytes, the limit is {MOST_BYTES}")
+            return None if size < 0 else self._connection.receive_bytes(size)
+        except Unreachable as error:
+            raise self._lost(error, road=error.road) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._lost(error) from error
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._connection.close()
+
+    def _lost(self, why: object, *, road: bool = False) -> PeerLost:
+        return PeerLost(f"the peer store at {self._address} does not answer: {why}", road=road)
+
+
+SECONDS = 4.0
+AT_ONCE = 256
+"""Connections that are tried at a time."""
+_PAUSE = 0.25
+"""Before somebody who refused is tried again, and between two looks at who is still there."""
+
+
+def unreached(addresses: Mapping[int, str], seconds: float, gone: Callable[[], Collection[int]] = tuple) -> set[int]:
+    """The workers whose peer stores (worker -> "HOST PORT") cannot be connected to.
+
+    ``gone``: who need not be tried any more, asked again and again; they are not among the answer.
+    """
+    deadline = time.monotonic() + seconds
+    left, reached = sorted(addresses), set[int]()
+    while left:
+        missing: list[int] = []
+        for at in range(0, len(left), AT_ONCE):
+            batch = {worker: addresses[worker] for worker in left[at : at + AT_ONCE]}
+            connected = _try(batch, min(deadline, time.monotonic() + seconds / 2), gone)
+            missing += [worker for worker in batch if worker not in connected]
+            reached |= connected
+        now_gone = set(gone())
+        left = [worker for worker in missing if worker not in now_gone]
+        if time.monotonic() + _PAUSE >= deadline:
+            break
+        if left:
+            time.sleep(_PAUSE)
+    return set(left)
+
+
+def _try(addresses: Mapping[int, str], deadline: float, gone: Callable[[], Collection[int]]) -> set[int]:
+    """Those who have answered until all have, one way or the other, or the time is over."""
+    poll, trying, reached = select.poll(), dict[int, tuple[int, socket.socket]](), set[int]()
+    try:
+        for worker, address in addresses.items():
+            host, port = address.split(" ")
+            sock = socket.socket(family_of(host), socket.SOCK_STREAM)
+            sock.setblocking(False)
+            code = sock.connect_ex((host, int(port)))
+            if code == errno.EINPROGRESS:
+                trying[sock.fileno()] = worker, sock
+                poll.register(sock, select.POLLOUT)
+            else:
+                sock.close()
+                reached |= {worker} if code == 0 else set()
+        while trying:
+            left = max(0.0, deadline - time.monotonic())
+            for number, _ in poll.poll(min(left, _PAUSE) * 1000):
+                worker, sock = trying.pop(number)
+                poll.unregister(number)
+                reached |= {worker} if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0 else set()
+                sock.close()
+            # The last look is one behind the deadline: this process, too, may have been held up.
+            if not left or {worker for worker, _ in trying.values()} <= set(gone()):
+                break
+    finally:
+        for _, sock in trying.values():
+            sock.close()
+    return reached
