@@ -146,6 +146,19 @@ def test_modules_that_are_named_exist(page: Path) -> None:
     assert not missing, f"{page.name} names what is not there: {missing}"
 
 
+def test_the_layout_names_the_modules_that_there_are() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The layout")[1].split("\n## ")[0]
+    package = ROOT / "recover_megatron"
+    there = {path.relative_to(package).with_suffix("").as_posix() for path in package.glob("*/**/*.py")}
+    named = set()
+    for folders, modules in re.findall(r"(?m)^\| (`.+/`) \| (.+) \|$", text):
+        for module in re.findall(r"`(\w+)`", modules):
+            its = {f"{folder}/{module}" for folder in re.findall(r"`([\w/]+)/`", folders)} & there
+            assert its, f"{module} is not in {folders}"
+            named |= its
+    assert {name for name in there if not name.endswith("__init__")} == named
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub makes of a page's headings."""
     heads = re.findall(r"(?m)^#+ +(.*)$", prose(page))
