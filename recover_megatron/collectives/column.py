@@ -14,11 +14,8 @@
 
 The workers meet by the addresses that they join with, so no store is needed: a node may go with all that it hosts.
 
-With ``shards`` above 1 so many consecutive workers hold the model between them (`shard_group`), and a column is those
-with the same shard.  Their training loop must see to it that the workers of a shard group join, or go on, together:
-``opened`` is what they ask each other for.
-
-Hybrid sharding: a replica is a shard group, so many consecutive workers that hold the model between them.
+Hybrid sharding, ``shards`` above 1: so many consecutive workers hold the model between them (``ShardGroup``), and a
+column is those with the same shard.
 
     shards=2       column 0   column 1
     shard group 0  worker 0   worker 1        inside: torch's own FSDP, with any process group
@@ -29,6 +26,8 @@ Hybrid sharding: a replica is a shard group, so many consecutive workers that ho
 
 A worker whose mate is gone has nothing to add, and may be stuck in a collective that nobody will ever answer.  So it
 ends, whatever its main thread does: that closes its connections, and the run goes on with the whole shard groups.
+The training loop must see to it that the workers of a shard group join, or go on, together: ``opened`` is what they
+ask each other for.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 
 
 class Column:
-    """This worker's place in it.  The coordinators must have the default planner, as those of recover-run do."""
+    """This worker's place in the run.  The coordinators must have the default planner, as those of recover-run do."""
 
     def __init__(
         self,

@@ -1,14 +1,11 @@
-"""What the ring needs to know of the membership, and the switch that ends a group.
+"""What a group needs to know of the membership: its epoch, the switch that ends it, its errors, how its members meet.
 
-``Epoch`` is the interface: anything that tells its number, its members and its end will do.
+``Epoch`` is the interface: anything that tells its number, its members and its end will do.  ``CancelToken`` is the
+switch.  ``await_key`` waits for a member's word in a key-value store without losing the revocation.
 
-What can end a collective other than its result.
-
-``EpochRevoked`` is that of the membership: the epoch in which the collective was started is over.  When a collective
-raises it, nothing of that epoch's group touches a bucket or a ledger any more, and no byte of it leaves this worker:
-every segment is either the untouched local gradient or the finished sum, as its ledger says.
-
-How the members of a new epoch find each other: a key-value exchange, waited for without losing the revocation.
+When a collective raises ``EpochRevoked`` the epoch in which it was started is over: nothing of that epoch's group
+touches a bucket or a ledger any more, and no byte of it leaves this worker.  Every segment is either the untouched
+local gradient or the finished sum, as its ledger says.
 """
 
 from __future__ import annotations
@@ -20,9 +17,8 @@ from typing import Protocol
 
 from recover_megatron.membership.records import EpochRevoked, Plan
 from recover_megatron.membership.session import Session
-from recover_megatron.network.connection import is_of_the_road
 
-__all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost", "is_of_the_road"]
+__all__ = ["CollectiveMismatch", "EpochRevoked", "LedgerError", "PeerLost"]
 
 
 class PeerLost(ConnectionError):
@@ -134,6 +130,7 @@ class CancelToken:
         waker()
 
     def error(self) -> EpochRevoked:
+        """What the operations of the cancelled group raise."""
         return EpochRevoked(self.epoch, self.reason)
 
     def check(self) -> None:

@@ -1,20 +1,14 @@
-"""The ledger of a bucket: which elements are LOCAL, which are REDUCED, and in which epoch.
+"""A gradient bucket with its ledger: which of its elements are LOCAL, which are REDUCED, and in which epoch.
 
         LOCAL  --mark(span, epoch)-->  REDUCED(epoch)          never back, until clear() at the next iteration
 
 LOCAL: the bucket holds this worker's own accumulated gradient.  REDUCED(e): it holds the finished sum over the members
 of epoch e, bit for bit the same at every member that has it REDUCED.  Spans are element ranges, not segment numbers:
-chunks and segments change with the number of members, what is finished does not.
+chunks and segments change with the number of members, what is finished does not.  A ledger's spans are replaced as a
+whole, so a reader in another thread sees a valid ledger.
 
-Pure: no I/O, no torch.  The spans are replaced as a whole, so a reader in another thread sees a valid ledger.
-
-A gradient bucket with its ledger, and what a caller may do with parts of it between two epochs.
-
-Where finished sums are kept while lost microbatches are run again: on their device, or where it is full on the host.
-
-A recovery comes at a moment that nobody has planned for: up to a whole gradient buffer is copied, and then the passes
-of the re-run need as much memory as any other.  If the copies took it, all survivors would run out of it at the same
-microbatch.  So a copy stays on a GPU only if the most that was ever allocated there and all copies fit together.
+Between two epochs finished sums are set aside (``Aside``) while lost microbatches are run again into the bucket.
+Where they are kept is up to ``Memory``: on their device, or where it is full on the host.
 """
 
 from __future__ import annotations
@@ -180,7 +174,13 @@ def merge(ledgers: Sequence[Ledger]) -> list[Held]:
 
 
 class Memory:
-    """Makes the copies.  ``copy`` is what is used; the rest says how, and is replaced in tests."""
+    """Makes the copies of finished sums.  ``copy`` is what is used; the rest says how, and is replaced in tests.
+
+    A recovery comes at a moment that nobody has planned for: up to a whole gradient buffer is copied, and then the
+    passes of the re-run need as much memory as any other.  If the copies took it, all survivors would run out of it at
+    the same microbatch.  So a copy stays on a GPU only if the most that was ever allocated there and all copies fit
+    together.
+    """
 
     def copy(self, values: torch.Tensor, beside: int = 0) -> torch.Tensor:
         """A copy of ``values``, on their device or in host memory; ``beside``: bytes of other copies on the device."""

@@ -1,21 +1,15 @@
-"""What the members of an epoch tell each other while they open its groups, kept by one of them: no node is special.
+"""How a worker reads from the peer store of another one, and tries whether it can be reached: no node is special.
 
     every worker    PeerStoreServer: a small key-value service in a thread; its address goes with the worker's status
     every group     PeerStoreClient: this worker's view of the store that the group uses: a member's, chosen alike
     every ring      Neighbours: everybody tells on its own store, and asks on that of its successor
+    one worker      Fetcher: bytes that another worker holds, in no epoch and without meeting it (``instep.overlap``)
+    one worker      unreached: whom of the others it cannot connect to, all tried at once, for a bounded time
 
-If that member dies the epoch is over anyway, and in the next one the group uses another's.  (``network.peer_store`` has
-the server and the messages.)  The client's talking is done by a thread, so a host that has gone silent blocks no
-training thread: what it asks is just not there, until the epoch is revoked.
-
-Ask another worker for bytes that it holds, in no epoch and without meeting it: its store's thread answers.
-
-For whoever cannot go on without something that others have and cannot meet them now: see ``instep.overlap``.
-
-Try whether other workers can be reached: all at once, for a bounded time.
-
-Only the kernels of both hosts take part: a worker that is stopped, or computes, can be reached.  A road that comes back
-meanwhile is not broken: whoever cannot be reached is tried again until the time is over.
+A group opens with what its members tell each other in one store.  If the member that keeps it dies the epoch is over
+anyway, and in the next one the group uses another's.  (``network.peer_store`` has the server and the messages.)
+The client's talking is done by a thread, so a host that has gone silent blocks no training thread: what it asks is just
+not there, until the epoch is revoked.
 """
 
 from __future__ import annotations
@@ -152,9 +146,9 @@ class PeerStoreClient(dist.Store):
 
 
 class Neighbours:
-    """The peer stores of the members of a ring: each tells on its own, and is asked there by whoever needs to know it.
+    """The peer stores of the members of a ring: each tells on its own, so nobody is needed but one's neighbours.
 
-    So nobody is needed but one's neighbours.  A key ends in the rank of the member that sets it, the place in
+    A key ends in the rank of the member that sets it, the place in
     ``members``, whose ``client_of`` is the view of its peer store.  What is set belongs to ``epoch``.
     """
 
@@ -190,7 +184,7 @@ class Neighbours:
 
 
 class Fetcher:
-    """A connection to the peer store at ``address``.
+    """A connection to the peer store at ``address``, to read bytes that the worker there holds; its thread answers.
 
     ``patience``: as that of ``network.connection.Connection``.  Raises ``PeerLost`` if the other side cannot be
     reached, hangs up, or does not know the run's secret.
@@ -224,16 +218,19 @@ class Fetcher:
         return PeerLost(f"the peer store at {self._address} does not answer: {why}", road=road)
 
 
-SECONDS = 4.0
+REACH_SECONDS = 4.0
+"""What ``unreached`` is given by its callers."""
 AT_ONCE = 256
-"""Connections that are tried at a time."""
+"""Connections that it tries at a time."""
 _PAUSE = 0.25
 """Before somebody who refused is tried again, and between two looks at who is still there."""
 
 
 def unreached(addresses: Mapping[int, str], seconds: float, gone: Callable[[], Collection[int]] = tuple) -> set[int]:
-    """The workers whose peer stores (worker -> "HOST PORT") cannot be connected to.
+    """The workers whose peer stores (worker -> "HOST PORT") cannot be connected to within ``seconds``.
 
+    Only the kernels of both hosts take part: a worker that is stopped, or computes, can be reached.  A road that comes
+    back meanwhile is not broken: a worker that cannot be reached is tried again until the time is over.
     ``gone``: who need not be tried any more, asked again and again; they are not among the answer.
     """
     deadline = time.monotonic() + seconds

@@ -3,11 +3,9 @@
     holder     send(parts)     -> check sum of what was sent        parts: pieces of tensors, contiguous, of bytes
     receiver   receive(parts)  -> check sum of what arrived
 
-Who holds what, which pieces are asked for, whether the two sums agree and what happens when a holder is lost is not the
-transport's business (`instep.state_holder`, `instep.state_receiver`): a transport from device to device needs these two
-methods and nothing else.
-
-64 bits of tensors' bytes, to notice what accidents have changed: of a whole state, and of what is on its way.
+The transport does not know who holds what, which pieces are asked for, whether the two sums agree or what happens when
+a holder is lost (`instep.state_holder` and `instep.state_receiver` do): one from device to device needs these two
+methods and nothing else.  The check sums (``check_sum``, ``Digest``) notice what accidents have changed.
 """
 
 from __future__ import annotations
@@ -20,7 +18,8 @@ from typing import Protocol
 
 import torch
 
-from recover_megatron.collectives.epoch import PeerLost, is_of_the_road
+from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.network.connection import is_of_the_road
 
 _SMALL = 64 << 10
 """Bytes below which a call of torch costs more than zlib takes."""
@@ -130,7 +129,7 @@ class StateTransport(Protocol):
 class SocketTransport:
     """Over a connection, between the kernel and the tensors' own memory; those of a GPU by way of pinned memory.
 
-    The check sum (``digest.check_sum``) is one against accidents; that the bytes come from somebody who knows the run's
+    The check sum (``check_sum``) is one against accidents; that the bytes come from somebody who knows the run's
     secret was proved when the connection was made.
     """
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from recover_megatron.collectives.peers import SECONDS, unreached
+from recover_megatron.collectives.peers import REACH_SECONDS, unreached
 from recover_megatron.instep.decision import Decision, JoinStatus
 from recover_megatron.instep.losses import READY
 from recover_megatron.membership.records import ADMITTED, NEW_COORDINATOR
@@ -64,14 +64,14 @@ class Edges:
     def look(self, at: int, members: Callable[[], frozenset[int]]) -> tuple[int, ...]:
         """Before an epoch is joined at decision ``at``: whom this worker cannot reach.
 
-        ``members``: whom the run counts on, at any moment.  Takes at most ``SECONDS`` and a bit.
+        ``members``: whom the run counts on, at any moment.  Takes at most ``REACH_SECONDS`` and a bit.
         """
         alike = at == self._at and self.tries > 0 and set(self._known) == set(members())
         tried = self._suspects | (self._needed() if alike else set())
         tried &= set(self._known) & members()
         again = self._unreached & members() - tried
         self._suspects = set()
-        found = self._try(tried, SECONDS, members) | self._try(again, AGAIN_SECONDS, members)
+        found = self._try(tried, REACH_SECONDS, members) | self._try(again, AGAIN_SECONDS, members)
         if alike and self.tries >= TRUSTED:
             found |= self._failed
         elif alike and not found:

@@ -7,11 +7,11 @@ its context  CUDA has failed in this process                        ``is_of_devi
 any other    of the worker or of its work: the coordinator finds    ``signature``; the worker ends, and the run if
              out by who else meets it                               the work ends others, too
 
-What can end a worker's part in the training other than the end of the training.
+``InStepError`` and its kinds say what ends a worker's part in the training other than the end of the training.
 
 A device that has failed is a dead worker: it is noticed, and the process ends soon, whatever hangs in it.
 
-CUDA error in the main thread, or told by a ring's handle  --> faults.is_of_device --> ends_soon, exit code 1
+CUDA error in the main thread, or told by a ring's handle  --> is_of_device --> ends_soon, exit code 1
 an orphan comes out of the training --> check_device       --> the same, before it offers its state to anybody
 """
 
@@ -31,6 +31,10 @@ import torch.distributed as dist
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_STATE_LOST
 
+log = get_logger(__name__)
+
+EXIT_OWN_FAULT = 1
+"""That of any fault of a worker's own: its launcher may start another one in its place."""
 EXIT_REFUSED = 2
 """That of a worker whose flags are wrong, or not those of the run; nobody is started in its place."""
 
@@ -266,11 +270,8 @@ def _any_in(texts: list[str], parts: Iterable[str]) -> bool:
     return any(part in text for text in texts for part in parts)
 
 
-log = get_logger(__name__)
-
-EXIT_BROKEN_DEVICE = 1
-"""That of any fault of a worker's own: its launcher may start another one in its place."""
 END_SECONDS = 4.0
+"""In which a process with a broken device ends, if it has not by itself."""
 
 
 def check_device(device: torch.device) -> None:
@@ -297,4 +298,4 @@ def ends_soon(seconds: float = END_SECONDS) -> None:
 
 def _end() -> None:
     log.info("the device of this worker has failed, and its last words take too long: it ends")
-    os._exit(EXIT_BROKEN_DEVICE)
+    os._exit(EXIT_OWN_FAULT)

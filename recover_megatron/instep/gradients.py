@@ -1,4 +1,4 @@
-"""The gradients of one worker on their way from the buffers to the rings, and what must share their fate.
+"""The buckets of one worker's gradients and parameters on their way through the rings, and what must share their fate.
 
     buffers --(compute)--> LOCAL --submit, in one order--> rings --wait--> REDUCED --(commit)--> the optimizer
                              ^                                                 |
@@ -10,14 +10,8 @@ counted exactly once (``Tail.verify``), and what steps.jsonl says comes from the
 
 With the distributed optimizer (``Shards``) the ring does its first half only: a sum is REDUCED at the workers that hold
 the part of the optimizer's state which it updates, and all others keep their own gradient.  After a death a pull gives
-what is REDUCED anywhere to all members, as without it.
-
-The model's parameters after a sharded update: everybody gets what the primaries have made.
-
-updated --gather--> each part from its primary, over the ring --all have agreed--> complete
-   ^                        |
-   '---- epoch revoked -----'     pull: what arrived anywhere is final; the rest comes from who is primary now,
-                                  the shadow of a lost owner, which has made the same update
+what is REDUCED anywhere to all members, as without it.  After the update everybody gets what the primaries have made of
+the model's parameters (``Parameters``).
 """
 
 from __future__ import annotations
@@ -208,7 +202,15 @@ class Tail:
 
 
 class Parameters:
-    """The parameters' buckets, in the order of those of the gradients; ``parts``: (column, flat tensor) of each."""
+    """The model's parameters after a sharded update: everybody gets what the primaries have made.
+
+        updated --gather--> each part from its primary, over the ring --all have agreed--> complete
+           ^                        |
+           '---- epoch revoked -----'     pull: what arrived anywhere is final; the rest comes from who is primary now,
+                                          the shadow of a lost owner, which has made the same update
+
+    ``parts``: (column, flat tensor) of each bucket, in the order of those of the gradients.
+    """
 
     def __init__(self, parts: Sequence[tuple[Column, torch.Tensor]], shards: Shards) -> None:
         self._parts = [(column, Bucket(tensor)) for column, tensor in parts]

@@ -1,9 +1,7 @@
-"""What in-step recovery asks of the training framework at turning points.
+"""What a worker of in-step recovery says at turning points: to its training framework, and to the coordinator.
 
-Where a worker is in the training, told to the coordinator: so who hangs is known, and where faults are injected.
-
-Decisions are numbered by every worker in the same way (`sections`); the number counts steps, evaluations, checkpoints
-and barriers of all together.
+``Hooks`` is what is asked of the framework.  ``ProgressReports`` tells the coordinator where the worker is in the
+training: so who hangs is known; and it says where faults are to be injected.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class Hooks(Protocol):
     """
 
     def abort_replica(self) -> None:
-        """End all communication inside this worker's replica: whoever waits in it, here, gets an error."""
+        """End all communication inside this worker's replica: what waits in it, here, gets an error."""
 
     def planned(self, decision: Decision) -> None:
         """A new epoch, in which this worker has a place: ranks and roles may have moved.  In the main thread."""
@@ -77,7 +75,11 @@ FIRST_SECONDS = 600.0
 
 
 class ProgressReports:
-    """The decision that this worker works on, and what it does in it.  Written by the main thread."""
+    """The decision that this worker works on, and what it does in it.  Written by the main thread.
+
+    Decisions are numbered by every worker in the same way (`rendezvous`); the number counts steps, evaluations,
+    checkpoints and barriers of all together.
+    """
 
     def __init__(self, session: Session, hooks: Hooks) -> None:
         self._session = session

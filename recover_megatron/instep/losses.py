@@ -1,6 +1,6 @@
-"""The workers that epochs have found missing: who they were, where they ran, what they were last seen doing.
+"""The workers that epochs have found missing, and the lines, among the training's own, that tell people of them.
 
-The lines in which a run tells people of its losses and returns, among the training's own: pure functions.
+``Failures`` knows who they were, where they ran, and what they were last seen doing.  The lines are pure functions:
 
 iteration 103: worker 5 (node b-1, GPU 5) lost in forward/backward; 2 microbatches run again by replicas 0, 3;
     0.11 s; 7 of 8 replicas
@@ -126,7 +126,7 @@ PHASES = {"forward": "forward/backward", "reduce-scatter": "the gradient sums", 
 """What phases are called here; others by their own names. One mark covers both passes of a microbatch."""
 
 
-def recovered(
+def recovery_line(
     iteration: int, failures: Sequence[Failure], reran: Mapping[int, Sequence[int]], seconds: float, replicas: str
 ) -> str:
     """A step that was finished after losses, or a loss that cost nothing; ``replicas``: as ``of_all`` says it."""
@@ -141,12 +141,14 @@ def recovered(
     return f"iteration {iteration}: {'; '.join([*parts, replicas])}"
 
 
-def spares_lost(iteration: int, failure: Failure, spares: int) -> str:
+def spares_line(iteration: int, failure: Failure, spares: int) -> str:
     """The loss of workers that had no place in the training."""
     return f"iteration {iteration}: {_who(failure.lost, 'spare worker')} lost; {_left(spares)}"
 
 
-def back(iteration: int, decision: Decision, places: Mapping[int, LostWorker], gone: Mapping[int, int], of: int) -> str:
+def return_line(
+    iteration: int, decision: Decision, places: Mapping[int, LostWorker], gone: Mapping[int, int], of: int
+) -> str:
     """Replicas that ``decision`` has put together; ``gone``: in which iteration each was lost, where that is known."""
     parts = []
     for replica in decision.fresh:
@@ -159,7 +161,7 @@ def back(iteration: int, decision: Decision, places: Mapping[int, LostWorker], g
     return f"iteration {iteration}: {'; '.join([*parts, of_all(decision, of)])}"
 
 
-def rolled_back(target: Rollback, source: str, seconds: float, replicas: str) -> str:
+def rollback_line(target: Rollback, source: str, seconds: float, replicas: str) -> str:
     """The state was lost: all have gone back to a state that was kept; ``source``: where."""
     lost = f"{target.lost} iterations are" if target.lost != 1 else "1 iteration is"
     return (
@@ -168,7 +170,7 @@ def rolled_back(target: Rollback, source: str, seconds: float, replicas: str) ->
     )
 
 
-def degraded(iteration: int, seconds: float, since: int, decision: Decision, of: int) -> str:
+def degraded_line(iteration: int, seconds: float, since: int, decision: Decision, of: int) -> str:
     """A reminder."""
     return (
         f"iteration {iteration}: degraded for {seconds / 60:.0f} min: {of_all(decision, of)} since iteration {since}; "

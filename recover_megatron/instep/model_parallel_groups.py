@@ -1,30 +1,15 @@
 """The groups inside a replica: they can be ended from another thread, and made again among other workers.
 
+    made at start-up (torch's own) --end()--> every operation fails --rebuild()--> made anew, with a switch of their own
+
 A worker whose replica broke may wait in one of them for somebody who waits for somebody who is dead.  NCCL has an
 abort; gloo has none, but wakes when the connections of a group are shut, so the connections are noted when it is made.
-(Where gloo misses that, its operation is left: ``guard``.)  A worker that does not get out of them ends (`leaving`).
+(Where gloo misses that, its operation is left: ``guard``.)  A worker that does not get out of them ends (``Leaving``).
 
 No operation of NCCL's is asked here whether it has succeeded: ``Work.is_completed`` says yes of one that failed, and
 an aborted kernel leaves garbage.  What is computed from it goes nowhere: the switch of the epoch is thrown before any
-group is aborted, and a bucket goes to the others only if it was computed before the switch (`transport.streams`).
-
-    made at start-up (torch's own) --end()--> every operation fails --rebuild()--> made anew, with a switch of their own
-
-A worker leaves the groups of its broken replica, or ends: one thread sees to it.
-
-    begin --> ABORTING --every abort has returned--> AWAITING the main thread --left()--> over
-                 |                                       |
-                 |--one raises                           '--it has been in one call of a group for LEAVE_SECONDS
-                 '--LEAVE_SECONDS are over                      |
-                              '---------------------------------'--> the process ends, exit code 1
-
-An abort may wait for a lock that a call of torch's holds, or for a kernel of another communicator of the device that is
-aborted next: so the thread starts all of them at once, each in a thread of its own, and waits for all.  A main thread
-that computes is waited for (as long as `spare` does).  Seconds are counted in looks, not by the clock: a process that
-was stopped meanwhile has not used them.
-
-The worker is an orphan: nobody waits for it, its state is held elsewhere, and its launcher may start another in its
-place.
+group is aborted, and a bucket goes to the others only if it was computed before the switch
+(`collectives.transport.interface`, ``DeviceStream``).
 """
 
 from __future__ import annotations
@@ -48,14 +33,13 @@ from recover_megatron.collectives.gloo.swappable_group import AbortableWorks, Ma
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.collectives.torch_nccl import connect, make_group
 from recover_megatron.instep.epoch_groups import EpochGroups
+from recover_megatron.instep.faults import EXIT_OWN_FAULT
 from recover_megatron.logger import get_logger, write_stderr
 from recover_megatron.network.system import watch
 
 log = get_logger(__name__)
 
 LEAVE_SECONDS = 10.0
-EXIT_STUCK = 1
-"""That of any fault of a worker's own: its launcher may start another one in its place."""
 _LOOK = 0.25
 
 _CALLS = (
@@ -66,7 +50,6 @@ _CALLS = (
     "/recover_megatron/instep/faults.py",
 )
 """Where calls are that wait for a group or for the device: files of the frame that makes them."""
-
 
 Calls = frozenset[tuple[int, int]]
 """Each is the same as long as a thread is in it."""
@@ -91,12 +74,28 @@ def end_process(reason: str) -> None:
         "and its launcher starts another in its place if it may (--max-restarts)"
     )
     sys.stdout.flush()
-    os._exit(EXIT_STUCK)
+    os._exit(EXIT_OWN_FAULT)
 
 
 class Leaving:
-    """``groups``: what is to be aborted, process groups of torch's.  ``where``, ``end`` and ``look`` (seconds between
-    two looks): for tests.
+    """A thread that gets a worker out of the groups of its broken replica, or ends it.
+
+        begin --> ABORTING --every abort has returned--> AWAITING the main thread --left()--> over
+                     |                                       |
+                     |--one raises                           '--it has been in one call of a group for LEAVE_SECONDS
+                     '--LEAVE_SECONDS are over                      |
+                                  '---------------------------------'--> the process ends, exit code 1
+
+    An abort may wait for a lock that a call of torch's holds, or for a kernel of another communicator of the device
+    that is aborted next: so the thread starts all of them at once, each in a thread of its own, and waits for all.  A
+    main thread that computes is waited for (as long as `spare` does).  Seconds are counted in looks, not by the clock:
+    a process that was stopped meanwhile has not used them.
+
+    The worker is an orphan: nobody waits for it, its state is held elsewhere, and its launcher may start another in its
+    place.
+
+    ``groups``: what is to be aborted, process groups of torch's.  ``where``, ``end`` and ``look`` (seconds between two
+    looks): for tests.
     """
 
     def __init__(

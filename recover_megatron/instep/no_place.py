@@ -1,4 +1,4 @@
-"""Workers that were started with other flags than the run: they get no place.
+"""Workers that get no place: those with other flags than the run, and those that cannot take what they are given.
 
 Every worker tells a digest of its flags when it joins an epoch (``JoinStatus.flags``).  ``odd_ones`` is a pure
 function of what all have told, so all come to the same answer, before they decide anything by rules that such a
@@ -7,7 +7,7 @@ worker may not share.
     a newcomer is one                it asks a worker of the run for its flags, says where its own differ, and ends
     a worker of the launch is one    the run does not begin: everybody ends, with that line
 
-Places that a worker was given and could not take: whether it offers itself again.
+A worker that could not take a place (``UntakenPlaces``) may offer itself again:
 
     taken                                  nothing is held against it any more
     the epoch ended first                  it offers itself again: another's affair
@@ -98,7 +98,7 @@ PAUSE_SECONDS = 10.0
 
 
 class UntakenPlaces:
-    """Of one worker."""
+    """The places that one worker was given and could not take: whether it offers itself again."""
 
     def __init__(self) -> None:
         self._text = ""

@@ -13,8 +13,8 @@ part can be had from any of its holders, whatever they do and whichever epoch th
 (`collectives.peers`), for the update that it is asked about and for no other.
 
 A unit has the same bits at all of its holders, so it does not matter who answers.  (Where another kind of processor
-updates the shadows it has not; then parameters are gathered at the end of the step: `parameters`.)  A part that no
-holder can give any more belongs to a state that is lost, too: the run ends.
+updates the shadows it has not; then parameters are gathered at the end of the step: ``gradients.Parameters``.)  A part
+that no holder can give any more belongs to a state that is lost, too: the run ends.
 """
 
 from __future__ import annotations

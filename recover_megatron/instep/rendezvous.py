@@ -3,17 +3,14 @@
 leave, if my replica is broken --> the old epoch's groups are closed --> Planner.meet --> the plan is taken up
                                                                              '--> no place for this worker: Orphaned
 
-The boundary before a step: where a plan has said that spares make new replicas, all meet there once more.
+``Boundary``: where a plan has said that spares make new replicas, all meet once more before a step.  The plan of that
+epoch places them, and the step that follows is their first decision.  Where states are compared (``verify_interval``)
+all meet there anyway, and the plan finds who differs from its column (`plan`).
 
-The plan of that epoch places them, and the step that follows is their first decision.  Where states are compared
-(``verify_interval``) all meet there anyway, and the plan finds who differs from its column (`plan`).
-
-Sections: decisions other than a training step, run again from the start by whoever is left when a worker is lost.
-
-What needs workers of all replicas is part of a *decision*: a training step (`step`), an evaluation, a checkpoint, a
-barrier of all.  (What some of them do together between two decisions: `exchange`.)  Every worker passes the same
-decisions in the same order and numbers them; a decision is over when all have reported it done (``agree``), and whoever
-is told otherwise meets the others and, but for a step, starts it again.
+``Sections``: what needs workers of all replicas is part of a *decision*: a training step (`step`), or a section, which
+is an evaluation, a checkpoint or a barrier of all.  (What some of them do together between two decisions: `exchange`.)
+Every worker passes the same decisions in the same order and numbers them; a decision is over when all have reported it
+done (``agree``).  A worker that is told otherwise meets the others and runs a section again from the start.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from recover_megatron.membership.session import Session
 
 @dataclass(eq=False)
 class Rendezvous:
-    """Of one worker that has a place; its main thread calls it."""
+    """The meetings of one worker that has a place; its main thread calls it."""
 
     _session: Session
     _hooks: Hooks
@@ -111,7 +108,10 @@ class Rendezvous:
 
 @dataclass(eq=False)
 class Boundary:
-    """Of one worker; its main thread calls it.  ``verify_interval``: iterations between comparisons; 0: none."""
+    """The boundaries before one worker's steps; its main thread calls it.
+
+    ``verify_interval``: iterations between comparisons of states; 0: none.
+    """
 
     _hooks: Hooks
     _progress: ProgressReports
@@ -168,13 +168,12 @@ class Boundary:
         return decision.at == self._next and not decision.step and decision.version is None
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(eq=False)
 class Sections:
-    """Of one worker; its main thread calls it."""
+    """The sections of one worker: decisions that are run again from the start when a worker is lost.
+
+    Its main thread calls it.
+    """
 
     _hooks: Hooks
     _progress: ProgressReports
@@ -187,7 +186,7 @@ class Sections:
     """What operations of the present section wrote over."""
 
     def run(
-        self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = _nothing, together: bool = False
+        self, kind: str, run: Callable[[], Any], *, reset: Callable[[], None] = lambda: None, together: bool = False
     ) -> Any:
         """Run something that needs all workers to its end; what ``run`` returned.
 

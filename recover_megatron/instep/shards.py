@@ -228,8 +228,9 @@ class Shards:
     ) -> int:
         """Give and get all ``element_ranges``, by (source, target), both workers; the bytes that came.
 
-        ``give`` makes a tree of them (see ``transfer``), ``take`` gets it.  Everything is offered before anything is
-        fetched, so nobody waits in a circle.  Raises ``EpochRevoked``; what was taken until then is incomplete.
+        ``give`` makes a tree of them (see ``state_holder.flatten``), ``take`` gets it.  Everything is offered before
+        anything is fetched, so nobody waits in a circle.  Raises ``EpochRevoked``; what was taken until then is
+        incomplete.
         """
         slots = {worker: slot for slot, worker in self._assignment.standing.items()}
         me, came, offers = self._me, 0, dict[int, Offer]()

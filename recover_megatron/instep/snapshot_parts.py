@@ -2,8 +2,7 @@
 
 Copy(tree)   the plain values as they are now; the tensors are read later, by ``make``, and must not change until then
 checks_of    a check sum of each chunk, taken of the copy --> ``wrong_chunks``: what has changed since
-
-How much memory of the host a process may still take.
+available_memory   how much memory of the host there still is for copies
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def room(before: Any) -> Place:
     return place
 
 
-def available(
+def available_memory(
     proc: pathlib.Path = pathlib.Path("/proc"), cgroup: pathlib.Path = pathlib.Path("/sys/fs/cgroup")
 ) -> int | None:
     """Bytes: what the kernel has to give, or what a control group that this process is in still may have, if less.

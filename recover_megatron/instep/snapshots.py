@@ -8,7 +8,7 @@
     follow     the plan: which is complete among those who live; where the run goes back, which are still of its past
     load       a rollback: the own position's, from here or from whoever holds it; every chunk is checked
 
-A snapshot is the tree that a newcomer gets (`state_holder`, `transfer`), with a check sum of each of its chunks.
+A snapshot is the tree that a newcomer gets (`state_holder`), with a check sum of each of its chunks.
 Nothing is made before the first ``begin``.
 """
 

@@ -1,4 +1,6 @@
-"""The places in an epoch, and who of its members takes them: pure, the same answer on every worker (`plan` calls it).
+"""The places in an epoch, who of its members takes them, and which nodes it does without.
+
+All of it is pure, the same answer on every worker, from what the members joined with (`plan` calls it).
 
 whole        the replicas that are complete
 candidates   who could take a place: orphans, spares, newcomers
@@ -10,9 +12,9 @@ going_back   the state is lost, and kept elsewhere: replicas of those who wait, 
 prospects    how many replicas there may be, and what forbids it
 mirrors      spares that keep the state of the last replica
 
-Nodes that are to be switched off: what an epoch decides of them, by what its members joined with (`plan`).
+Nodes that are to be switched off (``draining_of``, ``without``, ``leaving_of``):
 
-    asked --epoch: accepted--> spares of the node leave at once; all know which replicas are to (``leaving``)
+    asked --epoch: accepted--> spares of the node leave at once; all know which replicas are to (``Decision.leaving``)
                                    |  until the next boundary they compute as ever; there what only they hold of a
                                    |  state that is spread is given to others
                                    '--epoch at that boundary--> they have no place in it, and leave
@@ -38,9 +40,11 @@ GONE = "nobody holds the state of one of its positions any more"
 
 Grid = dict[int, tuple[int, ...]]
 """Replica -> its workers by position."""
+Statuses = Mapping[int, JoinStatus]
+"""Worker -> what it has joined with."""
 
 
-def whole_replicas(statuses: Mapping[int, JoinStatus], launch: LaunchGrid) -> Grid:
+def whole_replicas(statuses: Statuses, launch: LaunchGrid) -> Grid:
     """The replicas that are complete among those who say that they have a place."""
     places: dict[int, dict[int, int]] = {}
     for worker, status in statuses.items():
@@ -74,7 +78,7 @@ class Members:
     ``broken``: pairs of whom one cannot reach the other.
     """
 
-    statuses: Mapping[int, JoinStatus]
+    statuses: Statuses
     whole: Mapping[int, tuple[int, ...]]
     launch: LaunchGrid
     rules: Rules
@@ -222,9 +226,6 @@ class Members:
             if edge(worker, workers[status.position]) not in self.broken:
                 keepers.setdefault(status.position, worker)
         return {worker: workers[position] for position, worker in sorted(keepers.items())}
-
-
-Statuses = Mapping[int, JoinStatus]
 
 
 def draining_of(

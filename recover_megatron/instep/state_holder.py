@@ -1,4 +1,8 @@
-"""The states that this worker gives to others: each is cut in chunks, and whoever asks for a chunk gets it.
+"""The states that this worker gives to others, each as text and tensors that are cut in chunks.
+
+    holder    tree --flatten--> text (JSON: the tree, tensors by number), tensors
+    receiver  text --unflatten--> the same tree, with tensors of its own (`state_receiver` fills them); nothing is
+              unpickled
 
     receiver                                     holder: a thread for each connection (a stream named state/<key>)
        | <-- text's length, layout ------------- |   as soon as the state of that key is offered
@@ -10,13 +14,6 @@
 
 An offer is withdrawn before its tensors change.  A chunk whose bytes were read while that happened says so in its
 trailer, so nobody believes it.  The holder's training goes on meanwhile: its threads only read.
-
-A state as something that can be sent: a tree of tensors and plain values.
-
-    holder    tree --flatten--> text (JSON: the tree, tensors by number), tensors    (`state_holder` gives them)
-    receiver  text --unflatten--> the same tree, with tensors of its own             (`state_receiver` fills them)
-
-Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ import torch
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.collectives.state_transport import SocketTransport, StateTransport, bytes_of, cut, receive_into
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.logger import get_logger
 from recover_megatron.network.peer_store import Streams
 from recover_megatron.network.system import watch
 
@@ -115,8 +111,6 @@ def at(tree: Any, path: Path) -> Any:
             return None
     return tree
 
-
-log = get_logger(__name__)
 
 KIND = "state"
 CHUNK = 8 << 20

@@ -9,12 +9,7 @@ DEFERRED    ... or, in a section whose workers depend on each other inside their
             of the section run with what is at hand; its end tells
 OPEN        anywhere else: the group's members carry it out once, those who are left if some die (`exchange`)
 
-The members that carry out an operation on a group, of those whom its caller counts on.
-
-A caller numbers the members of its group by the epoch that it knows.  Where some of them are lost in the middle of the
-operation the others carry it out, and everything that is given by rank stays at the rank that the caller knows.
-
-Finds the call that asks for an operation on a group: the recovery knows some, and an error names the place.
+``Among`` says which of the members that the caller counts on carry it out; ``caller`` finds the call that asks for it.
 """
 
 from __future__ import annotations
@@ -40,7 +35,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Among:
-    """Slots, in rank order: ``present`` of those ``expected`` by the caller."""
+    """The members that carry out an operation on a group, of those whom its caller counts on.
+
+    A caller numbers the members of its group by the epoch that it knows.  Where some of them are lost in the middle of
+    the operation the others carry it out, and everything that is given by rank stays at the rank that the caller knows.
+    Slots, in rank order: ``present`` of those ``expected`` by the caller.
+    """
 
     expected: tuple[int, ...]
     present: tuple[int, ...]
@@ -95,7 +95,7 @@ class Caller:
 
 
 def caller() -> Caller:
-    """The caller of the operation on a group that is under way."""
+    """The caller of the operation on a group that is under way: the recovery knows some, an error names the place."""
     frame, operation = sys._getframe(1), ""
     while frame.f_back is not None and _module(frame).partition(".")[0] in _BETWEEN:
         if _module(frame) == _GROUPS:

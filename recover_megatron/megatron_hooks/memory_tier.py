@@ -22,7 +22,7 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, Kept, Rollback
 from recover_megatron.instep.epoch_groups import Failure
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.snapshot_parts import available
+from recover_megatron.instep.snapshot_parts import available_memory
 from recover_megatron.instep.snapshots import Spoiled, Taking
 from recover_megatron.instep.state_holder import flatten
 from recover_megatron.logger import get_logger
@@ -161,7 +161,7 @@ class MemoryTier:
             for worker in keepers:
                 needs[worker] += needed(1, states if part < positions else shards)
         mine = needs[me] - self._recovery.snapshots.size
-        free = available()
+        free = available_memory()
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         (short,) = self._most(float(free is not None and mine > free // here))
         if me == min(decision.workers) and (short or self._size == 0):

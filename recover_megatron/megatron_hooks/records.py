@@ -257,11 +257,11 @@ class Console:
             if decision.step:
                 self._kept.append(failure)
             else:
-                _say(losses.recovered(iteration, [failure], {}, 0.0, losses.of_all(decision, of)))
+                _say(losses.recovery_line(iteration, [failure], {}, 0.0, losses.of_all(decision, of)))
         elif failure is not None:
-            _say(losses.spares_lost(iteration, failure, len(decision.spares)))
+            _say(losses.spares_line(iteration, failure, len(decision.spares)))
         if decision.fresh and decision.rollback is None:
-            _say(losses.back(iteration, decision, recovery.planner.whereabouts, self._gone, of))
+            _say(losses.return_line(iteration, decision, recovery.planner.whereabouts, self._gone, of))
         self._gone = {replica: at for replica, at in self._gone.items() if replica not in decision.replicas}
         if len(decision.replicas) >= of:
             self._degraded = None
@@ -274,20 +274,20 @@ class Console:
         source = f"from disk, {folder}" if folder else "from memory"
         if target.source == HELD:
             source = "which workers that were set aside hold"
-        _say(losses.rolled_back(target, source, seconds, replicas))
+        _say(losses.rollback_line(target, source, seconds, replicas))
 
     def step(self, recovery: Recovery, outcome: Outcome, iteration: int) -> None:
         """A step is over."""
         decision, of = recovery.assignment.decision, recovery.assignment.grid.launched
         if self._kept:
             seconds = sum(outcome.seconds.values())
-            told = losses.recovered(iteration, self._kept, outcome.reran, seconds, losses.of_all(decision, of))
+            told = losses.recovery_line(iteration, self._kept, outcome.reran, seconds, losses.of_all(decision, of))
             self._kept.clear()
             _say(told)
         if self._degraded is not None and (now := time.monotonic()) - self._reminded >= REMIND_SECONDS:
             self._reminded = now
             since, begun = self._degraded
-            _say(losses.degraded(iteration, now - begun, since, decision, of))
+            _say(losses.degraded_line(iteration, now - begun, since, decision, of))
 
 
 def _say(text: str) -> None:

@@ -9,7 +9,7 @@ import sys
 from recover_megatron.instep import edges
 from tests.harness.patience import patient
 
-edges.SECONDS = edges.AGAIN_SECONDS = patient(30)
+edges.REACH_SECONDS = edges.AGAIN_SECONDS = patient(30)
 script = sys.argv.pop(1)
 sys.argv[0] = script
 runpy.run_path(script, run_name="__main__")

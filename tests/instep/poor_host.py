@@ -7,5 +7,5 @@ import pretrain_gpt_recover
 from recover_megatron.megatron_hooks import memory_tier
 
 if os.environ["RANK"] == sys.argv.pop(1):
-    memory_tier.available = lambda: 1000
+    memory_tier.available_memory = lambda: 1000
 pretrain_gpt_recover.main()

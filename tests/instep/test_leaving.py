@@ -16,6 +16,7 @@ from recover_megatron.collectives.epoch import EpochRevoked, Known, PeerLost
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.collectives.torch_nccl import abortable_options, environment, set_environment
 from recover_megatron.instep import model_parallel_groups
+from recover_megatron.instep.faults import EXIT_OWN_FAULT
 from recover_megatron.instep.model_parallel_groups import Calls, Leaving, ModelParallelGroups
 from tests.doubles.process_group_nccl import Fabric, ProcessGroupNcclDouble
 from tests.harness import REPOSITORY
@@ -157,7 +158,7 @@ def test_a_worker_that_spins_in_a_group_launch_whose_communicator_was_aborted_en
     ended = subprocess.run(
         [sys.executable, "-c", STUCK], cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE, check=False
     )
-    assert ended.returncode == model_parallel_groups.EXIT_STUCK, ended.stderr
+    assert ended.returncode == EXIT_OWN_FAULT, ended.stderr
     assert "cannot leave the groups of its broken replica" in ended.stderr + ended.stdout
 
 

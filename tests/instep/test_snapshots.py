@@ -18,7 +18,7 @@ from recover_megatron.instep.decision import MEMORY, Decision, JoinStatus, Kept,
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.plan import decide
-from recover_megatron.instep.snapshot_parts import Copy, apart, available, checks_of
+from recover_megatron.instep.snapshot_parts import Copy, apart, available_memory, checks_of
 from recover_megatron.instep.snapshots import SnapshotStore, Spoiled, Taking
 from recover_megatron.instep.state_holder import flatten
 from recover_megatron.instep.timelines import covered, kept
@@ -431,14 +431,14 @@ def test_a_check_sum_is_that_of_its_chunk() -> None:
 
 
 def test_the_group_may_have_less_than_the_kernel(tmp_path: Path) -> None:
-    assert available(tmp_path, tmp_path) is None
+    assert available_memory(tmp_path, tmp_path) is None
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4 kB\n")
-    assert available(tmp_path, tmp_path) == 4096
+    assert available_memory(tmp_path, tmp_path) == 4096
     (tmp_path / "memory.current").write_text("100\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert available(tmp_path, tmp_path) == 4096
+    assert available_memory(tmp_path, tmp_path) == 4096
     (tmp_path / "memory.max").write_text("1100\n")
-    assert available(tmp_path, tmp_path) == 1000
+    assert available_memory(tmp_path, tmp_path) == 1000
 
 
 def test_the_limit_of_every_group_around_a_process_counts(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_the_limit_of_every_group_around_a_process_counts(tmp_path: Path) -> Non
     (step / "memory.current").write_text("500\n")
     (step.parent / "memory.max").write_text("2000\n")
     (step.parent / "memory.current").write_text("700\n")
-    assert available(tmp_path, tmp_path) == 1300
+    assert available_memory(tmp_path, tmp_path) == 1300
 
 
 def test_so_does_that_of_a_group_of_the_first_version(tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_so_does_that_of_a_group_of_the_first_version(tmp_path: Path) -> None:
     (job / "memory.limit_in_bytes").write_text("2000\n")
     (job / "memory.usage_in_bytes").write_text("900\n")
     (job / "memory.stat").write_text("active_file 0\ninactive_file 0\ntotal_active_file 100\ntotal_inactive_file 200\n")
-    assert available(tmp_path, tmp_path) == 1400
+    assert available_memory(tmp_path, tmp_path) == 1400
 
 
 def test_files_that_the_kernel_keeps_in_memory_are_not_in_the_way(tmp_path: Path) -> None:
@@ -470,4 +470,4 @@ def test_files_that_the_kernel_keeps_in_memory_are_not_in_the_way(tmp_path: Path
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.stat").write_text("anon 100\nfile 900\nshmem 100\nactive_file 300\ninactive_file 500\n")
-    assert available(tmp_path, tmp_path) == 800
+    assert available_memory(tmp_path, tmp_path) == 800

@@ -99,7 +99,7 @@ def test_no_snapshot_with_shards_is_taken_of_those_who_are_about_to_leave() -> N
 def test_after_the_run_went_back_to_its_start_a_host_without_the_memory_does_not_end_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory_tier, "available", lambda: 1)
+    monkeypatch.setattr(memory_tier, "available_memory", lambda: 1)
     decision = decide(5, STATUSES, GRID, RULES)
     memory, store = tier(0, decision, version=0)
     with pytest.raises(UserError, match="the hosts do not have the memory for it"):

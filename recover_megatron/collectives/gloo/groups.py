@@ -8,16 +8,10 @@
 gloo can't abort an operation; dropping a group with an operation in flight blocks until its timeout.  What wakes it is
 shutdown(2) of its connected sockets, and those are found exactly: a device of gloo has one listener, every connection
 of its groups has the address of some member's listener at one of its ends, and the members tell each other theirs.
+Even that gloo can miss, so an operation is waited for by a thread that can be left behind (``Waiter``).
 
 Looking through the sockets of a process costs more than connecting two members, and every message through the store
 waits for the slowest of them: hence both are done once, however many groups there are.
-
-Waiting for an operation of gloo's in a way that can be left, for groups whose connections were shut (`groups`).
-
-Even that gloo can miss: its thread that reads a neighbour's request finds the connection shut when it answers, and
-forgets the message it answered with.  A thread that waits for that message waits for ever (seen in up to one in eight
-aborts of a busy group).  So the waiting is done by a thread that can be left behind; what arrives there goes to memory
-that its operation keeps alive.
 """
 
 from __future__ import annotations
@@ -275,6 +269,11 @@ class Waiter:
     """Waits for one operation of gloo's at a time, in a thread of its own, or for the revocation.
 
     For one thread: the next operation is waited for when the last one is over or has been left.
+
+    gloo can miss that its connections were shut: its thread that reads a neighbour's request finds the connection shut
+    when it answers, and forgets the message it answered with.  A thread that waits for that message waits for ever
+    (seen in up to one in eight aborts of a busy group), and is left behind here; what arrives there goes to memory that
+    its operation keeps alive.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:

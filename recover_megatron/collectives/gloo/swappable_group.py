@@ -1,23 +1,12 @@
 """A torch process group of workers of one replica, whose inside can be exchanged when the replica gets new workers.
 
     SwappableGroup --bind(inner)--> every method is the inner group's own bound method: a call costs what it did
-                                  (gloo's: with a work that can be left when the replica breaks, ``guard``)
+                                  (gloo's: with a work that can be left when the replica breaks, ``AbortableWorks``)
          '--renew(...)--> a new inner group among the workers that stand in the same positions of another replica
          '--carried_by(other)--> for a while collectives go another way, messages do not
 
 Megatron keeps groups in layers, buckets, optimizers and communicators.  They all hold the outside, which never changes;
 so does the number of its members, and this worker's rank, which are those of its position.
-
-Operations of gloo's inside a replica, waited for in a way that can be left.
-
-A worker of a broken replica is woken by shutting the replica's connections. gloo does not always pass that on, and
-then its wait never returns (why: ``collectives.gloo.groups``).
-
-    collective   the wait is cut in pieces: it begins again as long as the replica is whole
-    message      can't be waited for in pieces (a time that runs out shuts gloo's connections): a thread waits, and is
-                 left behind
-
-What is left behind holds its tensors, and its connections are shut.
 """
 
 from __future__ import annotations
@@ -41,8 +30,16 @@ _MESSAGES = ("send", "recv", "recv_anysource")
 
 
 class AbortableWorks:
-    """For the groups of one replica: ``cancel_token`` is cancelled when it is broken, and its connections have been
-    shut.
+    """Has gloo's operations inside a replica waited for in a way that can be left.
+
+    ``cancel_token``: cancelled when the replica is broken, after its connections have been shut.  That wakes its
+    workers, but gloo does not always pass it on, and then its wait never returns (why: ``gloo.groups.Waiter``).
+
+        collective   the wait is cut in pieces: it begins again as long as the replica is whole
+        message      can't be waited for in pieces (a time that runs out shuts gloo's connections): a thread waits, and
+                     is left behind
+
+    What is left behind holds its tensors.
     """
 
     def __init__(self, cancel_token: CancelToken) -> None:

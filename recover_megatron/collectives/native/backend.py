@@ -1,4 +1,4 @@
-"""The interface between a backend group and the library whose algorithms it uses.
+"""The interface between a backend group and the library whose algorithms it uses, and the rounds of its collectives.
 
     reduce_scatter / all_gather / transfer      enqueue, in one order on all members, without waiting for anything
           |
@@ -9,7 +9,7 @@ Operations of one member take effect in the order in which they were enqueued: a
 writes before that was waited for.  Only the group's progress thread calls the methods of a backend (``submitted`` is
 the exception, see ``Order``).
 
-How a backend's collectives of equal parts see a bucket of which each rank owns some spans: pure functions.
+A backend knows equal parts only.  A bucket of which each rank owns some spans becomes that by pure functions:
 
     the bucket      | chunk of rank 0 | chunk of rank 1 | ... |        spans anywhere, chunks of any length
 

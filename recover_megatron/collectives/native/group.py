@@ -1,16 +1,14 @@
 """The backend's own collectives behind the interface of a group: for fabrics where the vendor's algorithm is faster.
 
-Carries out the collectives of a backend group: several buckets under way, bounded scratch, whole results.
-
     handed in --enqueue: pack, reduce_scatter, all_gather or transfer--> under way (at most two)
                  (the host waits for nothing in between)                     |
                                                                              |  over and believed
                      handle.finish <-- mark in the ledger <-- copy to the bucket, and wait for the copy
 
-The collectives read the bucket or a packed copy, and write scratch.  Only when the host knows that all operations of a
-round succeeded does it order the copy to the bucket, on a stream of its own, so that it does not queue behind the
-operations of the next bucket.  So a bucket is LOCAL or REDUCED as a whole, or its owned chunk is; what died left
-garbage in scratch, which nobody reads.
+Several buckets are under way, with bounded scratch.  The collectives read the bucket or a packed copy, and write
+scratch.  Only when the host knows that all operations of a round succeeded does it order the copy to the bucket, on a
+stream of its own, so that it does not queue behind the operations of the next bucket.  So a bucket is LOCAL or REDUCED
+as a whole, or its owned chunk is; what died left garbage in scratch, which nobody reads.
 """
 
 from __future__ import annotations
@@ -73,7 +71,10 @@ class _UnderWay:
 
 
 class Pipeline(Executor[NativeTask]):
-    """``copies``: the order of the copies to the buckets, apart from that of the backend's operations."""
+    """Carries out the collectives of a backend group, in the order in which they are handed in.
+
+    ``copies``: the order of the copies to the buckets, apart from that of the backend's operations.
+    """
 
     def __init__(self, backend: NativeBackend, copies: Order, rank: int, size: int, device: torch.device) -> None:
         self._backend = backend

@@ -10,8 +10,6 @@ every kernel of the model behind it.
 
 The two edges of a member are opened, and take their first message, at the same time without waiting in either: no
 order of theirs can close a circle.
-
-Opens what a group needs of NCCL: the communicator of a native group, or the two edges of a ring's member.
 """
 
 from __future__ import annotations
@@ -172,6 +170,8 @@ class NcclTransport(DeviceStream, Transport):
 
 @dataclass(eq=False)
 class NcclOpener:
+    """Opens what a group needs of NCCL: the communicator of a native group, or the two edges of a ring's member."""
+
     _rank: int
     _size: int
     _store: KeyValue

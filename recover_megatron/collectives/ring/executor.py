@@ -16,8 +16,6 @@ The bucket's own gradient is the only copy of the input, and it survives until t
 
 A segment is thus always either the untouched gradient or the finished sum.  What is sent is read from my gradient (hop
 0), from scratch (a partial sum) or from a finished segment.  Scratch is used again only when its message has gone.
-
-The memory in which partial sums and arriving segments lie: a few segments, reused.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class ProgressThread[T: Task]:
             self._queue.clear()
         for task in fresh:  # without the lock: it may wait for the device that computes the bucket
             self._executor.add(task)
-        self._cancel_token.check()  # what was computed since is not to be sent: see `transport.streams`
+        self._cancel_token.check()  # what was computed since is not to be sent: see ``DeviceStream``
         return self._executor.busy or not closing
 
     def _fail(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""The first bytes of a connection between two neighbours: both prove that they belong to this ring of this epoch.
+"""How a member of a ring is found by its predecessor and joined to both neighbours, who prove that they belong to it.
 
     connecting (sender)                                  accepting (receiver)
         |  <------------------ nonce A (16) ---------------- |
@@ -8,11 +8,6 @@
 ``ring`` names job-wide group, epoch, and both ranks, so a connection of another epoch, another column or another place
 in the ring is refused, whoever opened it.  Fixed lengths; nothing is parsed.  A connection that says nothing holds
 nobody up: all candidates are served side by side until the right one is there; each has ``PROOF_SECONDS``.
-
-Where the predecessor in a ring finds a member: a listening socket and, for one on the same host, shared memory.
-
-A ring listener can be made before the ring is known.  A worker that tells its address with the status with which it
-joins an epoch needs no store: with the plan everybody has been told all addresses, and nobody waits for anybody's word.
 """
 
 from __future__ import annotations
@@ -119,7 +114,7 @@ class Handshake:
         self._closed_until = 0.0
 
     def hold(self, out: socket.socket, out_ring: bytes, in_ring: bytes, timeout: float) -> socket.socket:
-        """Say hello on ``out`` (connecting or connected, non-blocking) and to whoever comes in.
+        """Say hello on ``out`` (connecting or connected, non-blocking) and to all who come in.
 
         Returns the connection from the predecessor.  Raises ``EpochRevoked``, ``TimeoutError``, or ``PeerLost`` when
         the successor turns us away.
@@ -232,7 +227,13 @@ _BACKLOG = 128
 
 
 class RingListener:
-    """``host``: the address of this machine that the others can reach.  ``slots``: their number and bytes, if any."""
+    """Where the predecessor in a ring finds a member: a listening socket and, for one on the same host, shared memory.
+
+    It can be made before the ring is known.  A worker that tells its address with the status with which it joins an
+    epoch needs no store: with the plan everybody has been told all addresses, and nobody waits for anybody's word.
+
+    ``host``: the address of this machine that the others can reach.  ``slots``: number and bytes of the slots, if any.
+    """
 
     def __init__(self, host: str, slots: tuple[int, int] | None) -> None:
         self.listener, address = listen(host, _BACKLOG)

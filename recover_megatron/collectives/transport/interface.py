@@ -1,4 +1,4 @@
-"""The interface between the ring and whatever carries its messages.
+"""The interface between the ring and whatever carries its messages, and the order of both against what computes.
 
 A transport joins one member to its two neighbours of one epoch: it sends to the successor and receives from the
 predecessor, each in order.  It is made for one epoch and cancelled away with it; nothing of it is used again.
@@ -7,27 +7,7 @@ predecessor, each in order.  It is made for one epoch and cancelled away with it
       '---abort(), from any thread-->  aborted --close()--> closed
 
 Only the group's progress thread calls ``send``, ``recv``, ``release``, ``wait`` and ``settle``; ``abort`` may come from
-any thread at any time.
-
-The ring's stream on a device that works asynchronously, and its order against the stream that computes.
-
-    compute   ---- gradients ---- event ------------------------------- waits on the host ---- the optimizer
-                                    |                                            ^
-    the host                        '--> synchronize, the switch                 |
-                                              |                                  |
-    ring's stream                             '--> additions and copies --> synchronize
-
-The event is recorded in the thread that hands a bucket over, on the stream that is current there.  It is the host that
-waits for it, and then looks at the switch, before anything is sent: when a mate dies, the groups inside the replica are
-aborted, and what their kernels leave is garbage, from which the gradients behind them are computed to the end.  The
-switch is thrown before that, so a gradient that was seen computed before the switch is one.  (An operation that the
-device began by itself after the event would send the garbage to members who have not heard of the death yet.)
-
-A collective is told to be over only when the host has seen its last operation done, so whoever waited for it may use
-the bucket on any stream.
-
-The progress thread is a new thread, in which CUDA's current device is the first one: only what runs in ``scope``, and
-tensors made with a device that has an index, are on the right one.
+any thread at any time.  On a device that works asynchronously the ring has a stream of its own (``DeviceStream``).
 """
 
 from __future__ import annotations
@@ -53,7 +33,7 @@ class Order:
     def begin(self, token: object) -> None:
         """Called before that bucket is first read: block until it has been computed.
 
-        Whoever calls it looks at the switch afterwards, and before anything of the bucket is sent.
+        The caller looks at the switch afterwards, and before anything of the bucket is sent.
         """
         del token
 
@@ -67,9 +47,27 @@ class Order:
 
 
 class DeviceStream(Order):
-    """That of a device that works asynchronously.  ``device``: with its index.  ``cuda``: ``torch.cuda``, or a double.
+    """The ring's stream on a device that works asynchronously, and its order against the stream that computes.
 
-    The stream has the highest priority: what it does is little, and all members wait for it.
+        compute   ---- gradients ---- event ------------------------------- waits on the host ---- the optimizer
+                                        |                                            ^
+        the host                        '--> synchronize, the switch                 |
+                                                  |                                  |
+        ring's stream                             '--> additions and copies --> synchronize
+
+    The event is recorded in the thread that hands a bucket over, on the stream that is current there.  It is the host
+    that waits for it, and then looks at the switch, before anything is sent: when a mate dies, the groups inside the
+    replica are aborted, and what their kernels leave is garbage, from which the gradients behind them are computed to
+    the end.  The switch is thrown before that, so a gradient that was seen computed before the switch is one.  (An
+    operation that the device began by itself after the event would send the garbage to members who have not heard of
+    the death yet.)  A collective is told to be over only when the host has seen its last operation done, so the bucket
+    may then be used on any stream.
+
+    The progress thread is a new thread, in which CUDA's current device is the first one: only what runs in ``scope``,
+    and tensors made with a device that has an index, are on the right one.  The stream has the highest priority: what
+    it does is little, and all members wait for it.
+
+    ``device``: with its index, else ValueError.  ``cuda``: ``torch.cuda``, or a double.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -112,6 +110,8 @@ class Arrival(Pending, Protocol):
 
 
 class Transport(Order, ABC):
+    """Messages to the successor and from the predecessor; see above."""
+
     lookahead: int = 1
     """How many receives are worth posting ahead of the one that is waited for."""
 

@@ -1,17 +1,12 @@
-"""One message of the tcp transport: its header, its payload, and what of them is still to be moved.
+"""One message of the tcp transport: its header, its payload, what of them is still to be moved; and its shared memory.
 
 header (16 bytes): tag | slot (IN_LINE: the payload follows) | bytes of the payload
 
-Shared memory for neighbours on one host: the payload of a message lies in a slot, only its header travels.
-
-The receiver makes the memory (anonymous, sealed against shrinking, gone with its last user) and the sender maps it.  A
-slot belongs to the sender while it is free and to the receiver from the header that names it until the byte that gives
-it back.  A sender that dies while it writes never sends the header, so half a segment is never seen.
+Between neighbours on one host the payload lies in a slot of shared memory, and only the header travels.
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -21,6 +16,7 @@ from pathlib import Path
 import torch
 
 from recover_megatron.collectives.epoch import CollectiveMismatch
+from recover_megatron.collectives.state_transport import memory_of
 
 IN_LINE = -1
 """Slot number of a message whose payload follows."""
@@ -68,8 +64,7 @@ class Message:
 
     def add_payload(self, tensor: torch.Tensor) -> None:
         """The memory of ``tensor``, contiguous on the CPU, goes through the connection, too; it must live as long."""
-        memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-        self.parts.append(memoryview(memory).cast("B"))
+        self.parts.append(memory_of(tensor))
 
     def advance(self, count: int) -> None:
         """So many bytes of it were moved."""
@@ -91,7 +86,12 @@ def machine() -> str:
 
 
 class SharedMemory:
-    """``count`` slots of ``size`` bytes."""
+    """``count`` slots of ``size`` bytes, shared by two neighbours on one host.
+
+    The receiver makes the memory (anonymous, sealed against shrinking, gone with its last user) and the sender maps it.
+    A slot belongs to the sender while it is free and to the receiver from the header that names it until the byte that
+    gives it back.  A sender that dies while it writes never sends the header, so half a segment is never seen.
+    """
 
     def __init__(self, descriptor: int, count: int, size: int) -> None:
         self.descriptor = descriptor

@@ -1,6 +1,6 @@
 """Transport over two TCP connections: one to the successor, one from the predecessor.
 
-Single-threaded and driven by ``wait``: whoever waits for one message moves the other direction too, so a ring in which
+Single-threaded and driven by ``wait``: a wait for one message moves the other direction too, so a ring in which
 everybody sends before receiving does not lock up.
 
     against the data, one byte each:   slot number: free again   |   GOODBYE: I leave in order, this is no death
@@ -10,7 +10,7 @@ everybody sends before receiving does not lock up.
                   +---------------------------------------------------------------------------+
 
     mode INLINE: the payload follows its header, between the tensor's memory and the kernel without a copy in between
-    mode SHARED: the payload lies in a slot of shared memory (neighbours on one host; see ``slots``)
+    mode SHARED: the payload lies in a slot of shared memory (neighbours on one host: ``SharedMemory``)
 
 The header is checked before a payload is believed.  A neighbour's death closes its connections, which ``wait`` sees at
 once on either of them.
@@ -28,19 +28,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from recover_megatron.collectives.epoch import (
-    CancelToken,
-    CollectiveMismatch,
-    KeyValue,
-    PeerLost,
-    await_key,
-    is_of_the_road,
-)
+from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, KeyValue, PeerLost, await_key
 from recover_megatron.collectives.ring.executor import Scratch
 from recover_megatron.collectives.transport.handshake import Handshake, RingListener
 from recover_megatron.collectives.transport.interface import Arrival, Pending, Transport
 from recover_megatron.collectives.transport.message import IN_LINE, Message, SharedMemory, machine
-from recover_megatron.network.connection import family_of
+from recover_megatron.network.connection import family_of, is_of_the_road
 from recover_megatron.network.system import SECONDS, close_in_children, is_silent, watch
 from recover_megatron.network.system import forget as unregister
 

@@ -26,8 +26,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost, is_of_the_road
-from recover_megatron.network.connection import Unreachable
+from recover_megatron.collectives.epoch import CancelToken, CollectiveMismatch, PeerLost
+from recover_megatron.network.connection import Unreachable, is_of_the_road
 from recover_megatron.network.system import close_in_children, forget, watch
 
 FAN = 8
