@@ -5,7 +5,7 @@
 
 started with ``recover-run ... script.py --recover``.  What Bridge's functions take otherwise than Megatron-LM's is
 translated here (the ``adapt`` of a seam); its configuration and counters are seen through ``BridgeArguments``, which
-stands where ``megatron.training.get_args()`` looks.  What is refused: `bridge_refused`.
+stands where ``megatron.training.get_args()`` looks.  What is refused: ``bridge_arguments.problems``.
 
 The seams are those of the releases that ``SUPPORTED`` names; ``scripts/bridge_seams.py`` compares them with sources.
 """

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -16,10 +16,12 @@ from megatron.core import parallel_state
 from recover_megatron.instep.shards import Column
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
-from recover_megatron.megatron_hooks.optimizer.sharded_checkpoint import ShardedCheckpoint, loading_into
-
-Primaries = Callable[[ShardFragments], Iterator[ShardFragment]]
-Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]
+from recover_megatron.megatron_hooks.optimizer.sharded_checkpoint import (
+    Parts,
+    Primaries,
+    ShardedCheckpoint,
+    loading_into,
+)
 
 
 class Keeping(Protocol):
