@@ -175,5 +175,5 @@ class TurningPoints(Hooks):
 
 
 def _microbatches() -> int:
-    """Of one iteration, over all replicas."""
+    """How many one iteration has, over all replicas."""
     return get_num_microbatches() * get_args().data_parallel_size

@@ -60,9 +60,8 @@ class BridgeArguments:
     """What ``megatron.training.get_args()`` returns under Bridge.  ``config``: its ``ConfigContainer``, up to date."""
 
     def __init__(self, config: Any) -> None:
-        own = {"config": config, "train_state": None, "rank": int(os.environ.get("RANK", "0"))}
-        own |= {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}
-        own |= {"iteration": 0, "curr_iteration": 0, "num_floating_point_operations_so_far": 0}
+        own = dict.fromkeys(OWN, 0) | {"config": config, "train_state": None}
+        own |= {"rank": int(os.environ.get("RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
         object.__setattr__(self, "_own", own)
 
     def attach(self, config: Any, train_state: Any) -> None:

@@ -97,7 +97,7 @@ class InBuckets:
     def connect(self, one: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
         one._copy_model_grads_to_main_grads = fragments.begin_update
         one._copy_main_params_to_model_params = fragments.end_update
-        # Whoever is left writes; which instance it was in does not matter.
+        # Those who are left write; which instance a worker was in does not matter.
         one.data_parallel_group, one.distributed_optimizer_instance_id = self._buckets.whole(one), 0
         saved = self._saved[id(one)] = ShardedCheckpoint(one, fragments, primaries, parts)
         one.get_parameter_state_dp_zero = saved.whole

@@ -28,7 +28,7 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragm
 
 @dataclass(frozen=True)
 class UnitSums:
-    """Of one unit: the place of its column among those of ``Shards``, and the sums of its gradients."""
+    """The sums of one unit's gradients.  ``column``: the place of its column among those of ``Shards``."""
 
     column: int
     squares: float

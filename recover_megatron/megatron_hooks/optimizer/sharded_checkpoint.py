@@ -26,7 +26,7 @@ Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]
 
 
 class ShardedCheckpoint:
-    """Of one of Megatron's distributed optimizers.  ``primaries``, ``parts``: what this worker speaks for."""
+    """Writes one of Megatron's distributed optimizers.  ``primaries``, ``parts``: what this worker speaks for."""
 
     def __init__(self, optimizer: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
         self._optimizer = optimizer
