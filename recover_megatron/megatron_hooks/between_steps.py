@@ -1,15 +1,9 @@
-"""Between two iterations: who is there for the next one, and what of the state changes hands before it.
+"""Between two iterations: who is there for the next one, what of the state changes hands before it, and its quotas.
 
 at_boundary         others are met if somebody comes or goes; states are compared, mended, given to fresh replicas; a
                     snapshot is taken where one is due
-before_checkpoint   whoever writes has its parameters, and its part of the optimizer's state
-
---recover-balance: a slow replica gets fewer microbatches.
-
-How long a replica took per microbatch is summed with the gradients (``Tail``), so every worker of a column knows the
-same numbers when a step is committed.  Columns measure different ones (stages wait for each other differently), so the
-first rank of each model-parallel group, all of which stand in one column, decides for its group.  What one worker may
-have heard and another not must not part them, so a new plan begins with the paces that its members have told.
+before_checkpoint   each worker that writes has its parameters, and its part of the optimizer's state
+rebalance           --recover-balance: a slow replica gets fewer microbatches
 """
 
 from __future__ import annotations
@@ -32,7 +26,7 @@ from recover_megatron.megatron_hooks.state_exchange import StateExchange
 
 @dataclass(eq=False)
 class BetweenSteps:
-    """Of one worker, with the model that it has; its main thread calls it."""
+    """What one worker does between two steps, with the model that it has; its main thread calls it."""
 
     _recovery: Recovery
     _traffic: Traffic
@@ -90,26 +84,29 @@ class BetweenSteps:
 def rebalance(recovery: Recovery, outcome: Outcome, total: int) -> None:
     """Take up quotas for the next step by the paces of the one just committed; every worker of the replica calls it.
 
-    A worker that learnt of the commit from a plan leaves it out, as those do whom the plan found further on; and all
-    leave out a step that fresh replicas began late, who ran little of it.
+    How long a replica took per microbatch is summed with the gradients (``Tail``), so every worker of a column knows
+    the same numbers when a step is committed.  Columns measure different ones (stages wait for each other differently),
+    so the first rank of each model-parallel group, all of which stand in one column, decides for its group.  What one
+    worker may have heard and another not must not part them, so a new plan begins with the paces that its members have
+    told.  A worker that learnt of the commit from a plan changes nothing, nor do those whom the plan found further on;
+    and no worker does after a step that fresh replicas began late: they ran little of it.
     """
-    if outcome.by_plan or recovery.assignment.shares.easing:
+    shares = recovery.assignment.shares
+    if outcome.by_plan or shares.easing:
         return
     replicas = recovery.assignment.decision.replicas
-    current = recovery.assignment.shares.counts(recovery.assignment.decision, total)
+    current = shares.counts(recovery.assignment.decision, total)
     paces = {replica: outcome.speeds[replica] for replica in replicas if replica in outcome.speeds}
-    balance = recovery.assignment.shares.balance
     if len(paces) == len(replicas):
-        balance.measured(paces)
-    shares = recovery.assignment.shares
-    wanted = balance.counts(current, total, multiple_of=shares.granularity, least=shares.least)
+        shares.balance.measured(paces)
+    wanted = shares.balance.counts(current, total, multiple_of=shares.granularity, least=shares.least)
     group = parallel_state.get_model_parallel_group()
     if group.size() > 1:
         counts = torch.tensor([wanted[replica] for replica in replicas], device=torch.cuda.current_device())
         torch.distributed.broadcast(counts, group=group, group_src=0)
         wanted = dict(zip(replicas, counts.tolist(), strict=True))
     if wanted != current:
-        recovery.assignment.shares.rebalance(wanted)
+        shares.rebalance(wanted)
         recovery.hooks.log(
             "quotas",
             quotas={str(replica): count for replica, count in wanted.items()},

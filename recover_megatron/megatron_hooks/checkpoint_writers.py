@@ -1,9 +1,9 @@
-"""The process that writes a worker's asynchronous checkpoints in the background: Megatron waits for it, come what may.
+"""Failures of those who write a checkpoint: nobody waits for ever, and all are told whose part is missing, and why.
 
-Three things would make it wait for ever:
+A process of each worker writes its asynchronous checkpoints.  Three things would make Megatron wait for it for ever:
 
 it has died     of too little memory, or by a part that could not be written (in a thread of its own: Megatron tells of
-                an error in the other part alone). Here whoever waits for it is told: ``WriterDied``
+                an error in the other part alone). Here the worker that waits for it is told: ``WriterDied``
 is stopped      by a debugger, by somebody's SIGSTOP; or the process is that keeps what it has told until it is asked
                 for.  After the hang timeout that is as if it had died: ``WriterStopped``
 nothing to do   Megatron gives it nothing where this worker has no part in a checkpoint, but asks it whether that is
@@ -12,10 +12,9 @@ nothing to do   Megatron gives it nothing where this worker has no part in a che
 
 What was written is told through a process, too (a manager), of any checkpoint: one that is gone is made anew.
 
-Parts of a checkpoint, one of each worker: whose cannot be written, and why.
-
-Megatron tells all that somebody's part is missing, whose it is the worker that plans, and the reason nobody.  Here all
-are told both.  Where others have written theirs, those who could not end, and the others write again without them.
+Where a part cannot be written, of any checkpoint, Megatron tells all that somebody's is missing, whose it is the worker
+that plans, and the reason nobody.  Here all are told both (``Parts``).  Where others have written theirs, those who
+could not end, and the others write again without them.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class WriterKilled(WriterDied):
 
 
 class WriterStopped(WriterKilled):
-    """It has not run for as long as the hang timeout."""
+    """It, or the manager, has not run for as long as the hang timeout."""
 
 
 class Watch:
@@ -77,7 +76,7 @@ class Watch:
         return not stopped
 
     def wait(self) -> None:
-        """Until what was written can be asked for.  Raises ``WriterStopped``."""
+        """Wait until the manager can be asked for what was written.  Raises ``WriterStopped``."""
         while not self.running():
             time.sleep(POLL_SECONDS)
 
@@ -92,19 +91,23 @@ def manager() -> Any:
 
 
 def without_a_lost_manager() -> None:
-    """Forget the one that does not answer any more: the next checkpoint gets another one."""
+    """Forget a manager that does not answer any more: the next checkpoint gets another one."""
     process = manager()
     try:
         watch.wait()
     except WriterStopped:
         process.kill()
         process.join()
-    if process is not None and not process.is_alive():
+    _forget_dead_manager()
+
+
+def _forget_dead_manager() -> None:
+    if (process := manager()) is not None and not process.is_alive():
         filesystem_async._results_queue = None
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether it does not run until it is told to go on."""
+    """Whether process ``pid`` does not run until it is told to go on (SIGCONT)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
@@ -113,7 +116,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def install() -> None:
-    """Wrap Megatron-Core's caller of that process; raises UserError if it is not the one we know."""
+    """Wrap Megatron-Core's caller of the writing process; raises UserError if it is not the one we know."""
     monkeypatch.wrap(PersistentAsyncCaller, "schedule_async_call", ("self", "async_req"), _schedule)
     monkeypatch.wrap(PersistentAsyncCaller, "is_current_async_call_done", ("self", "blocking", "no_dist"), _is_done)
     monkeypatch.wrap(PersistentAsyncCaller, "close", ("self", "abort"), _close)
@@ -170,9 +173,7 @@ def _close(original: Callable[..., None]) -> Callable[..., None]:
 
 def _results_queue(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
-        known = filesystem_async._results_queue
-        if known is not None and not known._manager._process.is_alive():
-            filesystem_async._results_queue = None
+        _forget_dead_manager()
         return original(*args, **kwargs)
 
     return get_write_results_queue
@@ -197,7 +198,7 @@ class _Preloading:
         self._queue.put(item)
 
     def join(self) -> None:
-        """Raises ``WriterDied``."""
+        """Wait until the process has its copy.  Raises ``WriterDied``."""
         thread = threading.Thread(target=self._queue.join, daemon=True)
         thread.start()
         while thread.is_alive():
@@ -230,7 +231,7 @@ class PartFailed(Exception):
 
 
 class Parts:
-    """Those of one worker."""
+    """What is told of the parts of checkpoints, as one worker knows it."""
 
     def __init__(self) -> None:
         self._idle = False

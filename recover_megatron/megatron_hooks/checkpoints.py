@@ -135,7 +135,7 @@ class Checkpoints:
                 begun = True
                 self._begin(recovery, iteration)
                 try:
-                    # Who writes what changes when workers are lost: it is planned anew each time.
+                    # When workers are lost, others write what they wrote: it is planned anew each time.
                     anew = monkeypatch.replaced(get_args(), "ckpt_assume_constant_structure", False)
                     with self._groups.in_section(), anew, self._parts.told(recovery):
                         result = original(iteration, *args, **kwargs)
@@ -220,7 +220,7 @@ class Checkpoints:
         self._settled, self._lost = mine.decision.epoch, bool(lost) or not same_for_all
         if not same_for_all:
             self._abandon(recovery)
-            # Who begins another one removes the folders of this one: not while others' writers are writing there.
+            # Beginning another one removes the folders of this one: not while others' writers are writing there.
             mine.epoch_groups.any(False, tuple(sorted(mine.live)))
 
     def _fingerprint(self, workers: list[int]) -> float:

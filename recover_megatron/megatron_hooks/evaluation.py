@@ -1,17 +1,15 @@
-"""Evaluation while workers come and go: a section, whose microbatches are those of a full launch, shared out.
+"""What Megatron computes over replicas between two steps, while workers come and go: sections.
 
 evaluate_and_print_results()  with --full-validation: how many steps is asked inside the replica
-  evaluate()                  a section: run again from the start by whoever is left
+  evaluate()                  a section, whose microbatches are those of a full launch, shared out
     forward_backward_func()   with ``forward_only``: this replica's microbatches of one evaluation step
-
-What Megatron computes from all parameters between two steps, over replicas: a section each.
 
 check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas-interval: among those who have a place
 calc_params_l2_norm()                     --log-params-norm: with the distributed optimizer each worker adds up the
                                           main parameters for which it speaks, owned or as a shadow of somebody lost
 
-Run again from the start by whoever is left when a worker is lost, so that neither waits for the dead nor leaves out
-what they held.
+A section is run again from the start by those who are left when a worker is lost, so that it neither waits for the dead
+nor leaves out what they held.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedO
 
 
 class Evaluation:
-    """Of one worker."""
+    """The evaluations of one worker."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -142,7 +140,7 @@ def _steps(args: Any) -> Any:
 
 
 class OverParameters:
-    """Of one worker."""
+    """What one worker has a part in that is computed from all parameters."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups

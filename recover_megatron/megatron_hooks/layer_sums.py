@@ -1,29 +1,11 @@
-"""What the routers of experts add up over microbatches, by which Megatron moves their biases once a step.
+"""What layers add up over microbatches and Megatron sums over all workers: routers' counts, attention's largest logits.
 
-    --moe-router-enable-expert-bias                        tokens per expert
-    --moe-router-load-balancing-type quantile_balancing    quantiles, and of how many microbatches
+    ``RouterSums``        --moe-router-enable-expert-bias                        tokens per expert
+                          --moe-router-load-balancing-type quantile_balancing    quantiles, and of how many microbatches
+    ``AttentionLogits``   --qk-clip, --log-max-attention-logit                   the largest logit per head
 
-Megatron sums these over all workers in finalize_model_grads.  Here they travel in the step's tail, where every
-microbatch is counted once (``read``), and before finalize_model_grads runs each router is given the sum of all of the
-batch (``write``): what Megatron then asks of other replicas is known already (``known``).  The biases go with the
-parameters: an orphan that has made no step takes back what they were (``state``).
-
-The largest logits of attention in a step, by which Megatron clips weights or which it logs.
-
-    --qk-clip                   after the update the weights of queries and keys of a head are scaled down, where its
-                                largest logit of the step is above the threshold
-    --log-max-attention-logit   the largest one of all is logged
-
-Megatron keeps a maximum per head over the microbatches that a worker has run, and takes that over all workers when the
-update is made (``clip_qk``).  Then it is too late here: of what a lost replica ran, and a committed step has counted,
-nobody would know it.  So they travel in the step's tail, where every microbatch is counted once (``read``).  The tail
-is a sum, of which parts may be final before others are summed again, by other workers; so each microbatch has numbers
-of its own: each is added by whoever ran it, and is the same whoever that was.  When the step is committed each
-attention is given the maximum over all of the batch (``write``), and what Megatron then asks of other replicas is known
-already (``known``).
-
-What else passes through the layers counts for nothing: an evaluation (which in Megatron counts for the next step), a
-layer that is computed again in the backward pass, an attempt that was given up.
+Here they travel in the step's tail, where every microbatch is counted once (``read``); then each layer is given what it
+is of all of the batch (``write``), and what Megatron asks of other replicas is known already (``groups.KNOWN``).
 """
 
 from __future__ import annotations
@@ -45,7 +27,11 @@ def biases(model: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 class RouterSums:
-    """The sums of the routers of one worker's layers."""
+    """The sums of the routers of one worker's layers, by which Megatron moves their biases once a step.
+
+    Megatron sums these over all workers in finalize_model_grads: before it runs each router is given the sum.  The
+    biases go with the parameters: an orphan that has made no step takes back what they were (`state`).
+    """
 
     def __init__(self, model: Iterable[torch.nn.Module]) -> None:
         for module in (module for chunk in model for module in chunk.modules()):
@@ -97,7 +83,20 @@ FLAGS = ("qk_clip", "log_max_attention_logit")
 
 
 class AttentionLogits:
-    """Those of one worker's layers.  ``args``: Megatron's; without one of ``FLAGS`` there are none."""
+    """The largest logits of one worker's layers.  ``args``: Megatron's; without one of ``FLAGS`` there are none.
+
+    By them Megatron scales down, after the update, the weights of queries and keys of a head whose largest logit is
+    above a threshold, or logs the largest one of all.  It keeps a maximum per head over the microbatches that a worker
+    has run, and takes that over all workers when the update is made (``clip_qk``).  Then it is too late here: of what a
+    lost replica ran, and a committed step has counted, nobody would know it.
+
+    The tail is a sum, of which parts may be final before others are summed again, by other workers; so each microbatch
+    has numbers of its own: each is added by the worker that ran it, and is the same on all.  When the step is committed
+    each attention is given the maximum over all of the batch.
+
+    What else passes through the layers counts for nothing: an evaluation (which in Megatron counts for the next step),
+    a layer that is computed again in the backward pass, an attempt that was given up.
+    """
 
     def __init__(self, args: Any, model: Iterable[torch.nn.Module]) -> None:
         self._chunks: list[list[tuple[Any, slice]]] = []
@@ -137,8 +136,9 @@ class AttentionLogits:
                 self._rows[j][heads] = largest.detach().float()
 
     def ran(self, ids: Sequence[int]) -> None:
-        """These microbatches were run.  Context-parallel ranks, each of which has seen a part of them, have the first
-        one tell what all have seen; they call it together.
+        """The microbatches ``ids`` were run.  All context-parallel ranks call it together.
+
+        Each has seen a part of a sequence; the first one tells what all have seen.
         """
         if not self._rows or parallel_state.get_context_parallel_world_size() == 1:
             return
@@ -150,8 +150,9 @@ class AttentionLogits:
             self._rows.update(zip(ids, whole, strict=True))
 
     def read(self) -> torch.Tensor:
-        """[microbatch * heads + head], of all microbatches that this worker tells of, zero for the others; float64,
-        flat, on the host.
+        """The largest logits by microbatch and head, zero for microbatches of which this worker does not tell.
+
+        float64, flat (microbatch * heads + head), on the host.
         """
         flat = torch.zeros(self._total, self._heads, dtype=torch.float64)
         if self._rows:

@@ -16,8 +16,8 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.training import get_args
 
-from recover_megatron.megatron_hooks.data import source_of
-from recover_megatron.megatron_hooks.order import after, to_skip
+from recover_megatron.megatron_hooks.data import sources_of
+from recover_megatron.megatron_hooks.order import to_skip, with_skipped
 
 CONSUMED = (
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test", "finetune",
@@ -28,7 +28,7 @@ LAUNCH = ("iteration", "consumed_train_samples", "num_floating_point_operations_
 
 
 class LoopCounters:
-    """Of one worker.  ``validation``: Megatron's iterators, as train() gets them.
+    """The counters of one worker.  ``validation``: Megatron's iterators, as train() gets them.
 
     ``operations(samples)``: in floating point, of so many.
     """
@@ -36,15 +36,14 @@ class LoopCounters:
     def __init__(self, scheduler: Any, validation: Any, operations: Callable[[int], float]) -> None:
         self._scheduler = scheduler
         self._operations = operations
-        several = validation if isinstance(validation, list) else [validation]
-        self._validation = [source for source in map(source_of, several) if source is not None]
+        self._validation = sources_of(validation)
         self._launch = self._of_launch()
         """Those of the whole run, also where this worker joined it later."""
 
     @property
     def first(self) -> int:
         """The iteration with which the run began, whenever this worker came into it."""
-        return after(int(self._launch["iteration"]), to_skip()) + 1
+        return with_skipped(int(self._launch["iteration"]), to_skip()) + 1
 
     def read(self, version: int | None) -> dict[str, Any]:
         """The counters as they are, beside parameters that have seen ``version`` iterations."""
@@ -77,11 +76,10 @@ class LoopCounters:
         self.schedule(counters, 0 if skipped else iterations)
         for source, position in zip(self._validation, counters["validation"], strict=True):
             source.position = position
-        for _ in range(iterations):
-            args.consumed_train_samples += counters["batch"]
-            args.skipped_train_samples += counters["dropped"]
+        args.consumed_train_samples += counters["batch"] * iterations
+        args.skipped_train_samples += counters["dropped"] * iterations
         done = counters["version"] + iterations
-        version = args.iteration = args.curr_iteration = after(done, to_skip())
+        version = args.iteration = args.curr_iteration = with_skipped(done, to_skip())
         args.consumed_train_samples += counters["batch"] * (version - done)
         args.skipped_train_samples += counters["batch"] * (version - done)
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)

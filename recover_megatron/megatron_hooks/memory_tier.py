@@ -39,7 +39,7 @@ SNAPSHOT_SECONDS = 600.0
 
 @dataclass(eq=False)
 class MemoryTier:
-    """Of one worker, with the model that it has; its main thread calls it."""
+    """The snapshots that one worker has a part in, with the model that it has; its main thread calls it."""
 
     _recovery: Recovery
     _state: TrainingState

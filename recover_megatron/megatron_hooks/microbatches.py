@@ -1,20 +1,7 @@
-"""How many microbatches entered the gradient, counted where it happens: the hook that adds one to the buffer.
+"""Each microbatch on its own: its random numbers, that it is counted once, and pipelines that run any number of them.
 
-An interleaved pipeline runs whatever number of microbatches a replica has: its groups get a size that allows it.
-
-The schedules read the size from the model's configuration when a pass begins, and nothing else does (CUDA graphs, which
-were captured for one size, are off with --recover).  Microbatches go through a chunk of layers in the same order
-whatever the size, so the gradients are the same to the last bit.
-
-Random numbers of a microbatch: a function of (seed, iteration, microbatch, position), never of who runs it.
-
-Megatron draws them from streams that go on from microbatch to microbatch; with uneven quotas those would part.  Here
-each forward pass starts from states of its own: the default stream is the same on all tensor-parallel ranks of a stage,
-as in Megatron, and so is every tracked one but those whose purpose it is to differ (they hold the tensor and expert
-ranks in their seed).  Activation recomputation saves and restores states by itself.
-
-So it does not matter which states a checkpoint has; but with ``--data-parallel-random-init`` a start reads one of each
-replica of the launch, and those of the lost are made up.
+Random numbers are a function of (seed, iteration, microbatch, position), never of who runs the microbatch
+(``MicrobatchSeeds``); the gradients are counted where they are added to the buffer (``Accumulated``).
 """
 
 from __future__ import annotations
@@ -37,7 +24,10 @@ from recover_megatron.workload.assign import group_size
 
 
 class Accumulated:
-    """Counts per model chunk, since the start of the run."""
+    """How many microbatches entered the gradient of each model chunk, since the start of the run.
+
+    Counted where it happens: by the hook that adds a gradient to the buffer.
+    """
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -106,7 +96,10 @@ def has_gradient(output: Any) -> bool:
 def grouped(model: Any, count: int) -> AbstractContextManager[None]:
     """Let Megatron's schedule run ``count`` microbatches through ``model`` (chunks, or one model) while it is entered.
 
-    Raises ValueError for fewer than an interleaved pipeline of so many stages can run.
+    The groups of an interleaved pipeline get a size that allows it.  The schedules read that from the model's
+    configuration when a pass begins, and nothing else does (CUDA graphs, which were captured for one size, are off with
+    --recover).  Microbatches go through a chunk of layers in the same order whatever the size, so the gradients are the
+    same to the last bit.  Raises ValueError for fewer than an interleaved pipeline of so many stages can run.
     """
     if not isinstance(model, list) or len(model) < 2:
         return nullcontext()
@@ -129,8 +122,12 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
-def install(loop: Loop) -> None:
-    """Wrap the seam by which the states come into a checkpoint."""
+def install_random_states(loop: Loop) -> None:
+    """Wrap the seam by which the states of random numbers come into a checkpoint.
+
+    It does not matter which it has, see ``MicrobatchSeeds``; but with ``--data-parallel-random-init`` a start reads one
+    of each replica of the launch, and those of the lost are made up.
+    """
     loop.wrap("random_states", _as_many_as_launched)
 
 
@@ -150,7 +147,13 @@ def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MicrobatchSeeds:
-    """Sets the states before a forward pass.  ``device``: that of the model's random numbers."""
+    """Sets the states of random numbers before a forward pass.  ``device``: that of the model's.
+
+    Megatron draws them from streams that go on from microbatch to microbatch; with uneven quotas those would part.
+    Here each forward pass starts from states of its own: the default stream is the same on all tensor-parallel ranks of
+    a stage, as in Megatron, and so is every tracked one but those whose purpose it is to differ (they hold the tensor
+    and expert ranks in their seed).  Activation recomputation saves and restores states by itself.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._scratch = torch.Generator(device=device)

@@ -1,8 +1,6 @@
-"""A function or method of Megatron-Core that is wrapped, after a check that it is the one we know.
+"""Which Megatron this is, wheel or checkout; and functions of it that are wrapped, once checked to be the ones we know.
 
 Those of a training loop are wrapped by their roles: ``recover_megatron.integrate``.
-
-Which Megatron this is: its version, and whether it came as a wheel or as a Megatron-LM checkout.
 """
 
 from __future__ import annotations

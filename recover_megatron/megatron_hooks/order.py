@@ -1,4 +1,4 @@
-"""Which samples a microbatch has: by where it begins in the run, and by nothing else.
+"""Which samples a microbatch has: by where it begins in the run, and by nothing else; and iterations that are left out.
 
 Microbatch j of the iteration that starts at ``consumed`` samples begins at consumed + j * size.
 
@@ -7,9 +7,8 @@ Microbatch j of the iteration that starts at ``consumed`` samples begins at cons
                epoch after epoch
     InTurn     --full-validation: one sample for each rank in turn, each rank's again and again
 
-Iterations that are left out (--iterations-to-skip): their samples count as consumed, and nobody reads them.
-
-A state's version counts them with the iteration before them, of which they change nothing: whoever begins anew begins
+The samples of iterations that are left out (--iterations-to-skip) count as consumed, and nobody reads them.  A state's
+version counts such iterations with the one before them, of which they change nothing: a worker that begins anew begins
 after them.  steps.jsonl has no line of them, and the line that follows says how many they are.
 """
 
@@ -34,7 +33,7 @@ class Order(Protocol):
 
 
 class InOrder:
-    """Of a data set of ``total`` samples; ``size``: of a microbatch."""
+    """The samples of a data set of ``total`` as they lie; ``size``: of a microbatch."""
 
     def __init__(self, total: int, size: int) -> None:
         self._total = total
@@ -46,7 +45,7 @@ class InOrder:
 
 
 class InTurn:
-    """Of a data set of ``total`` samples, dealt out one by one to the ``ranks`` of the launch; a microbatch has one.
+    """The samples of a data set of ``total``, one for each of the ``ranks`` of the launch in turn: microbatches of one.
 
     A rank that is through with its own begins with them again, at once: at the end of the data set others may still
     have one.
@@ -71,7 +70,7 @@ class InTurn:
 
 
 class Shuffled:
-    """The same, shuffled anew in each epoch.
+    """The samples of a data set, shuffled anew in each epoch.
 
     An epoch has as many microbatches for each of the ``ranks`` of the launch, and some samples may be left over.  Where
     all ranks shuffle the whole, Megatron's sampler gives them to its first ranks, if they are enough, in place of what
@@ -124,16 +123,16 @@ def to_skip() -> frozenset[int]:
     return frozenset(iteration for iteration in args.iterations_to_skip or () if iteration <= args.train_iters)
 
 
-def after(iteration: int, skipped: Iterable[int]) -> int:
-    """How many iterations are over when ``iteration`` of them are: with those that are left out right after them."""
+def with_skipped(iteration: int, skipped: Iterable[int]) -> int:
+    """How many iterations are over once ``iteration`` of them are: with those that are left out right after them."""
     left_out = frozenset(skipped)
     while iteration + 1 in left_out:
         iteration += 1
     return iteration
 
 
-def before(iteration: int, begun: int, skipped: Iterable[int]) -> int:
-    """How many are left out right before ``iteration``, of a run that began after iteration ``begun``."""
+def skipped_before(iteration: int, begun: int, skipped: Iterable[int]) -> int:
+    """How many iterations are left out right before ``iteration``, of a run that began after iteration ``begun``."""
     left_out = frozenset(skipped)
     found = 0
     while iteration - found - 1 > begun and iteration - found - 1 in left_out:
@@ -141,7 +140,7 @@ def before(iteration: int, begun: int, skipped: Iterable[int]) -> int:
     return found
 
 
-def install(loop: Loop) -> None:
+def install_skipping(loop: Loop) -> None:
     """Wrap the seam where Megatron reads the batch of an iteration that it leaves out.
 
     Microbatches are read by number (`data`): nobody asks for these.

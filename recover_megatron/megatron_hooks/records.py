@@ -1,19 +1,12 @@
-"""What a run leaves for people: steps.jsonl and events.jsonl, by one writer at a time.
+"""What a run leaves for people: steps.jsonl and events.jsonl (``Records``), and lines in the log (``Console``).
 
 Every replica has a candidate (last stage, first tensor and context rank, first inner rank), which keeps the lines of
-the last steps in memory; the candidate of the first replica writes.  When that replica is lost the next candidate takes
-the file over: it adds what the old writer had committed and not written yet, so no committed step is missing.
+the last steps in memory; the candidate of the first replica writes the files.  When that replica is lost the next
+candidate takes them over: it adds what the old writer had committed and not written yet, so no committed step is
+missing.
 
 The training waits for the disk for a moment at most (``log_writer``): the writer may be behind by what fits into its
 queue, so its successor keeps as much.
-
-Tells people of losses, returns and degraded times, on the worker that prints Megatron's own lines of the training.
-
-    planned: a loss in a step --> kept --the step is over: step--> one line, with what it cost
-             any other loss, a return --> a line at once
-    step:    fewer replicas than at the launch, for ten minutes --> a reminder, and so on
-
-Every worker with a place keeps account, since any may be the next to print.
 """
 
 from __future__ import annotations
@@ -35,13 +28,18 @@ from recover_megatron.instep.losses import Failure
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.order import before, to_skip
+from recover_megatron.megatron_hooks.order import skipped_before, to_skip
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 from recover_megatron.run_log.events import EVENTS_FILE, EventsFile
 from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
 
+log = get_logger(__name__)
+
 KEPT_BYTES = 2 << 20
 """Lines of steps that a candidate remembers, in bytes: less than its queue takes at once."""
+
+REMIND_SECONDS = 600.0
+"""Between two lines that say that replicas are missing."""
 
 
 class Records:
@@ -81,7 +79,7 @@ class Records:
             replicas=len(outcome.counted),
             seconds=seconds,
             microbatches=outcome.counted,
-            skipped=before(args.curr_iteration + 1, args.iteration, to_skip()),
+            skipped=skipped_before(args.curr_iteration + 1, args.iteration, to_skip()),
             time=round(time.time(), 3),
         )
         self._keep(step)
@@ -94,7 +92,7 @@ class Records:
         self._first = False
 
     def planned(self, recovery: Recovery) -> None:
-        """A new epoch: whoever has become the writer adds what the lost one left out; no further step may come."""
+        """A new epoch: a worker that has become the writer adds what the lost one left out: no other step may come."""
         self._follow(recovery.assignment.decision.timeline)
         if not (self._candidate(recovery) and self._writes(recovery)):
             if self._file is not None:
@@ -226,13 +224,15 @@ def _rounded(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 6) for name, value in seconds.items()}
 
 
-log = get_logger(__name__)
-
-REMIND_SECONDS = 600.0
-
-
 class Console:
-    """Of one worker, by its main thread."""
+    """Tells people of losses, returns and degraded times, on the worker that prints Megatron's lines of the training.
+
+        planned: a loss in a step --> kept --the step is over: step--> one line, with what it cost
+                 any other loss, a return --> a line at once
+        step:    fewer replicas than at the launch, for ten minutes --> a reminder, and so on
+
+    Every worker with a place keeps account, since any may be the next to print.  Its main thread calls it.
+    """
 
     def __init__(self) -> None:
         self._kept: list[Failure] = []

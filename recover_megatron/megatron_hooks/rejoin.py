@@ -5,20 +5,15 @@
       wait             as a spare, with the state that it has to offer
       take_place       in the replica that a plan has put together: groups, state, ranks
     build_elsewhere  where a model for another position is wanted: Megatron is forgotten, pretrain() is called once
-                     more, alone (`detached_build`), and comes to ``come_back``
+                     more, alone, and comes to ``come_back``
 
 Meanwhile the others train. They meet this worker at the boundary before a step (`between_steps`), give it its state
 while they compute that step (`state_exchange`), and need it from there on.
 The parts of ``leave``, ``wait`` and ``take_place`` that have no Megatron in them are `instep.orphan`.
 
-Megatron built by one worker alone, while the others train: a spare that is wanted in a position it has no model for.
-
-pretrain() runs as at launch, with the rank of that position, up to train(): its groups hold nobody else (see `groups`),
-so nothing is sent and nothing is waited for.  What it would learn from others there comes with the state later.
-
-    load_checkpoint                      nothing is read: the state comes from a peer
-    build_train_valid_test_data_loaders  whether there is data is what rank 0 says at launch: there is, they train
-    append_to_progress_log               no job begins
+Where a worker builds alone, pretrain() runs as at launch, with the rank of the new position, up to train(): its groups
+hold nobody else (see `groups`), so nothing is sent and nothing is waited for.  What it would learn from others there
+comes with the state later.
 """
 
 from __future__ import annotations
@@ -190,7 +185,7 @@ def build_elsewhere(recovery: Recovery, groups: Groups, loop: Loop, position: in
 
 
 def _forget_megatron(loop: Loop) -> None:
-    """Drop Megatron's globals and torch's groups; the model goes with whoever held it."""
+    """Drop Megatron's globals and torch's groups; the model goes with what held it."""
     loop.services.forget()
     tensor_parallel.random.initialize_rng_tracker(force_reset=True)
     world = c10d._world
@@ -202,8 +197,13 @@ def _forget_megatron(loop: Loop) -> None:
     torch.cuda.empty_cache()
 
 
-def install(groups: Groups, loop: Loop) -> None:
-    """Wrap the seams; ``groups`` know whether this worker is building without the others."""
+def install_building_alone(groups: Groups, loop: Loop) -> None:
+    """Wrap the seams of a pretrain() that one worker runs alone; ``groups`` know whether this one does.
+
+    load_checkpoint                      nothing is read: the state comes from a peer
+    build_train_valid_test_data_loaders  whether there is data is what rank 0 says at launch: there is, they train
+    append_to_progress_log               no job begins
+    """
 
     def no_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ def kept(checkpoints: Checkpoints, state: TrainingState) -> list[Checkpoint]:
 
 @dataclass(eq=False)
 class Rollback:
-    """Of one worker, with the model that it has; its main thread calls it."""
+    """Takes one worker back to a checkpoint, with the model that it has; its main thread calls it."""
 
     _recovery: Recovery
     _groups: Groups

@@ -34,7 +34,7 @@ from recover_megatron.megatron_hooks.layer_sums import biases
 from recover_megatron.megatron_hooks.layout import rolls_back
 from recover_megatron.megatron_hooks.loop_counters import LoopCounters
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer, groups_with_parameters
-from recover_megatron.megatron_hooks.order import after, to_skip
+from recover_megatron.megatron_hooks.order import to_skip, with_skipped
 from recover_megatron.megatron_hooks.trackers import LogTotals
 
 
@@ -101,7 +101,7 @@ class TrainingState:
 
     def stepped(self, updated: bool) -> None:
         """The optimizer has made the step of the iteration under way; ``updated``: not skipped it."""
-        self.version = after(get_args().curr_iteration + 1, to_skip())
+        self.version = with_skipped(get_args().curr_iteration + 1, to_skip())
         self._skipped = not updated
 
     def tensors(self) -> Iterator[torch.Tensor]:

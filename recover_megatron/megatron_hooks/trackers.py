@@ -1,4 +1,6 @@
-"""What Megatron adds up over microbatches for its log alone, beside the losses that a forward step returns.
+"""What Megatron adds up for its log alone, beside the losses that a forward step returns.
+
+Over the microbatches of a step (``Trackers``):
 
     MoE     per layer: load balancing losses, z-loss
     MTP     per depth of multi-token prediction: loss, correct and all predictions
@@ -12,10 +14,7 @@ it would have if all of the launch had run equal shares of them (``write``): the
 over.  What Megatron would add over the workers it is given as a whole.  Nothing is left to be asked of other replicas,
 so no such operation is made for it, by all stages of a pipeline or by some.
 
-What Megatron's log has added up since its last row: it goes with the state of a worker, as the parameters do.
-
-train() keeps it in a variable of its own, which is empty when train() is entered.  A worker that comes into the run, or
-comes back, in the middle of an interval gets what its column has added up, so its row is that of the whole interval.
+Since the log's last row: ``LogTotals``, which go with the state of a worker.
 """
 
 from __future__ import annotations
@@ -170,7 +169,12 @@ CUMULATIVE = ("cumulative_correct_values", "cumulative_total_values")
 
 
 class LogTotals:
-    """What one worker's log has added up since its last row, and over which seconds."""
+    """What one worker's log has added up since its last row, and over which seconds: a part of its state.
+
+    train() keeps it in a variable of its own, which is empty when train() is entered.  A worker that comes into the
+    run, or comes back, in the middle of an interval gets what its column has added up, so its row is that of the whole
+    interval.
+    """
 
     def __init__(self) -> None:
         self._totals: dict[str, Any] = {}

@@ -113,9 +113,7 @@ class MegatronTrainer:
         self._buckets.settle()
 
     def extras(self) -> torch.Tensor:
-        """[tokens | routers | trackers | attention's logits | for each logged loss: its sum, its count]; the last stage
-        has losses.
-        """
+        """See the module's docstring: float64, flat, on the host.  The last stage alone has losses."""
         numbers = [float(self._tokens)]
         for key in self._losses[0] if self._losses else ():
             values = torch.stack([loss[key].detach().double().view(-1) for loss in self._losses])

@@ -31,16 +31,17 @@ from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.traffic import Mode, Traffic
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import microbatches, order, writers
+from recover_megatron.megatron_hooks import writers
 from recover_megatron.megatron_hooks.between_steps import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets, BucketSeams
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.data import sources_of
 from recover_megatron.megatron_hooks.evaluation import Evaluation, OverParameters
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds
+from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds, install_random_states
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
+from recover_megatron.megatron_hooks.order import install_skipping
 from recover_megatron.megatron_hooks.records import Console, Records
 from recover_megatron.megatron_hooks.rejoin import Rejoin
 from recover_megatron.megatron_hooks.rollback import Rollback, kept
@@ -186,8 +187,8 @@ class TrainingHooks:
         self._bucket_seams.install()
         sharded_optimizer.install()
         self._tracker_seam.install(loop)
-        order.install(loop)
-        microbatches.install(loop)
+        install_skipping(loop)
+        install_random_states(loop)
         loop.wrap("train", self._train)
         loop.wrap("train_step", self._train_step)
         loop.wrap("log", self._training_log)

@@ -1,7 +1,4 @@
-"""What Megatron does at the turning points of in-step recovery: ``instep.hooks.Hooks``, of one worker.
-
-Where in Megatron's work a fault of --recover-inject may strike: the phases of ``chaos.spec``, by their places.
-"""
+"""What Megatron does at the turning points of recovery (``instep.hooks.Hooks``), and where faults may strike it."""
 
 from __future__ import annotations
 
@@ -33,7 +30,10 @@ SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint
 
 
 class FaultInjection:
-    """The faults of one worker; ``training`` tells where it is."""
+    """The faults of one worker (--recover-inject): the phases of ``chaos.spec``, by their places in Megatron's work.
+
+    ``training`` tells where it is.
+    """
 
     def __init__(self, injector: Injector, training: TrainingHooks) -> None:
         self._injector = injector
@@ -70,7 +70,7 @@ class FaultInjection:
 
 
 class TurningPoints(Hooks):
-    """See ``Hooks`` for its methods.
+    """The hooks of one worker; see ``Hooks`` for its methods.
 
     ``faults``: None where none is to be injected.  ``newcomer``: this worker was not launched with the run.
     """
@@ -175,5 +175,5 @@ class TurningPoints(Hooks):
 
 
 def _microbatches() -> int:
-    """Of one iteration, over all replicas."""
+    """How many one iteration has, over all replicas."""
     return get_num_microbatches() * get_args().data_parallel_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recover_megatron.megatron_hooks.optimizer.shadows import differing
+from recover_megatron.megatron_hooks.optimizer.shadows import differing_units
 
 
 def test_shadows_that_differ_are_those_of_one_optimizer_one_column_and_one_unit() -> None:
@@ -12,6 +12,6 @@ def test_shadows_that_differ_are_those_of_one_optimizer_one_column_and_one_unit(
         [*dense, 3, 12, *others, 4, 99],  # its experts are others: what it says of unit 4 is of no concern to the first
         [*experts, 4, 21, *experts, 2, 22],
     ]
-    assert differing(rows) == []
-    assert differing([*rows, [*dense, 3, 13]]) == [3]
-    assert differing([]) == []
+    assert differing_units(rows) == []
+    assert differing_units([*rows, [*dense, 3, 13]]) == [3]
+    assert differing_units([]) == []

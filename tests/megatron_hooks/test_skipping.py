@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recover_megatron.megatron_hooks.order import after, before
+from recover_megatron.megatron_hooks.order import skipped_before, with_skipped
 
 
 @pytest.mark.parametrize(
@@ -13,8 +13,8 @@ from recover_megatron.megatron_hooks.order import after, before
 def test_what_is_left_out_right_after_an_iteration_is_over_with_it(
     iteration: int, skipped: tuple[int, ...], done: int
 ) -> None:
-    assert after(iteration, skipped) == done
-    assert after(done, skipped) == done
+    assert with_skipped(iteration, skipped) == done
+    assert with_skipped(done, skipped) == done
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_what_is_left_out_right_after_an_iteration_is_over_with_it(
 def test_a_line_tells_how_many_were_left_out_before_it_since_the_run_began(
     iteration: int, begun: int, found: int
 ) -> None:
-    assert before(iteration, begun, (1, 4, 5)) == found
+    assert skipped_before(iteration, begun, (1, 4, 5)) == found

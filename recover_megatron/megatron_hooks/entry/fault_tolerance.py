@@ -62,15 +62,14 @@ from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger, write_stderr
-from recover_megatron.megatron_hooks import checkpoint_writers, children, data, rejoin, writers
+from recover_megatron.megatron_hooks import checkpoint_writers, children, data, writers
 from recover_megatron.megatron_hooks.checkpoint_writers import WriterKilled
-from recover_megatron.megatron_hooks.entry import program
-from recover_megatron.megatron_hooks.entry.program import NO_DATA, EndedEarly
+from recover_megatron.megatron_hooks.entry.program import NO_DATA, EndedEarly, check_exit_was_asked_for
 from recover_megatron.megatron_hooks.groups import Groups, grid_of
 from recover_megatron.megatron_hooks.layout import optimizer_instances, spreads_optimizer
 from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.records import Records
-from recover_megatron.megatron_hooks.rejoin import build_elsewhere
+from recover_megatron.megatron_hooks.rejoin import build_elsewhere, install_building_alone
 from recover_megatron.megatron_hooks.training import TrainingHooks
 from recover_megatron.megatron_hooks.training_parts import StateCopies
 from recover_megatron.megatron_hooks.turning_points import FaultInjection, TurningPoints
@@ -164,7 +163,7 @@ class FaultTolerance:
         data.install(self._loop)
         self._training.install()
         checkpoint_writers.watch.seconds = self._config.hang_timeout
-        rejoin.install(self._groups, self._loop)
+        install_building_alone(self._groups, self._loop)
         if self._faults is not None:
             self._faults.install()
 
@@ -206,7 +205,7 @@ class FaultTolerance:
             except SystemExit as exit_:
                 if exit_.code not in (0, None):
                     raise
-                program.check_exit(exit_, self._loop)
+                check_exit_was_asked_for(exit_, self._loop)
             else:
                 if not self._training.begun:
                     raise EndedEarly(NO_DATA)

@@ -153,19 +153,19 @@ def _packed_sequences(batch: Batch) -> PackedSeqParams | None:
 
 
 @cache
-def _distillation_loss(*settings: Any) -> Callable[..., Any]:
+def _distillation_loss() -> Callable[..., Any]:
     """The loss against a teacher's stored logits (--logits-load-dir), whose reader is opened once per process."""
     from megatron.training.distillation import LossFuncCallable
 
-    names = (
-        "logprobs_dir",
-        "decode_threads",
-        "prefetch_factor",
-        "msc_prefetch_depth",
-        "kd_loss_alpha",
-        "ignore_errors",
+    args = get_args()
+    return LossFuncCallable(
+        logprobs_dir=args.logits_load_dir,
+        decode_threads=args.logits_load_decode_threads,
+        prefetch_factor=args.logits_load_prefetch_factor,
+        msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
+        kd_loss_alpha=args.logits_load_kd_loss_alpha,
+        ignore_errors=args.logits_load_ignore_errors,
     )
-    return LossFuncCallable(**dict(zip(names, settings, strict=True)))
 
 
 def _check_loss(loss: torch.Tensor) -> None:
@@ -195,17 +195,8 @@ def loss_func(
     Returns:
         The sum over the counted tokens (float32), their number (int32), and what is logged: {name: [sum, number]}.
     """
-    args = get_args()
-    if args.logits_load_dir is not None:
-        distill = _distillation_loss(
-            args.logits_load_dir,
-            args.logits_load_decode_threads,
-            args.logits_load_prefetch_factor,
-            args.logits_load_msc_prefetch_depth,
-            args.logits_load_kd_loss_alpha,
-            args.logits_load_ignore_errors,
-        )
-        loss, tokens, logged = distill(loss_mask, output, model=model)
+    if get_args().logits_load_dir is not None:
+        loss, tokens, logged = _distillation_loss()(loss_mask, output, model=model)
     else:
         mask = loss_mask.view(-1).float()
         loss = torch.sum(output.view(-1).float() * mask)

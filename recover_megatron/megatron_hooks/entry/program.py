@@ -7,13 +7,7 @@
 A Megatron-LM checkout brings its own pretrain_gpt.py: its functions are used.  The wheel of 0.19 has none, so
 `gpt_script` stands in.  Megatron's pretrain() takes a model provider in 0.18, and none from 0.19 on.
 
-Whether a training that has come to an end is over: Megatron calls sys.exit() for that, and where it cannot go on.
-
-train() calls it                     over: --exit-interval, --exit-duration-in-mins or the exit signal asked for it
-a handler of Megatron's calls it     over: a signal or the scheduler asked for it
-it calls exit() where it is set up   over: it has converted a checkpoint (--ckpt-convert-format), and was to do no more
-anything else calls it               not over: a checkpoint that is not there or not whole, or the user's own code
-pretrain() without train()           not over: there was no data
+Megatron calls sys.exit() where a training is over, and where it cannot go on (``check_exit_was_asked_for``).
 """
 
 from __future__ import annotations
@@ -231,8 +225,17 @@ class EndedEarly(Exception):
     """This worker's Megatron has ended before the training was over, and says that all is well."""
 
 
-def check_exit(exit_: SystemExit, loop: Loop) -> None:
-    """Raises ``EndedEarly`` unless it was asked for: whoever called sys.exit() tells what it means."""
+def check_exit_was_asked_for(exit_: SystemExit, loop: Loop) -> None:
+    """Raise ``EndedEarly`` unless the training is over: the function that called sys.exit() tells what it means.
+
+    train() calls it                     over: --exit-interval, --exit-duration-in-mins or the exit signal asked for it
+    a handler of Megatron's calls it     over: a signal or the scheduler asked for it
+    it calls exit() where it is set up   over: it has converted a checkpoint (--ckpt-convert-format), and was to do no
+                                         more
+    anything else calls it               not over: a checkpoint that is not there or not whole, or the user's own code
+
+    (pretrain() that returns without train() is not over either: there was no data.)
+    """
     found = list(traceback.walk_tb(exit_.__traceback__))
     if len(found) > 1 and found[-1][0].f_globals.get("__name__") == "_sitebuiltins":
         found.pop()  # exit(), which is a function itself

@@ -9,8 +9,6 @@ Megatron is built as for ``no_shard`` (`mesh`): a shard group has all gradients 
 again, as long as it is written.  So what is saved is what Megatron saves with ``no_shard``.
 
 Megatron 0.19.2 itself trains something else with this flag: `hostdevice.flags.outer_sharding`.
-
-A worker's shard of one of Megatron-FSDP's parameter groups, whose state is cut further: over the shard groups.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ import torch
 
 from recover_megatron.instep.shards import Column
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.optimizer.keeping import Parts, Primaries
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
+from recover_megatron.megatron_hooks.optimizer.sharded_checkpoint import Parts, Primaries
 
 
 @dataclass(eq=False)
 class OuterBucket:
-    """One of Megatron-FSDP's parameter groups, this worker's shard of it, as `shard_fragments` knows buckets."""
+    """This worker's shard of one of Megatron-FSDP's parameter groups, as `shard_fragments` knows buckets."""
 
     group: Any
     param_to_index: dict[Any, tuple[int, int]] = field(init=False)

@@ -5,7 +5,7 @@
 
 started with ``recover-run ... script.py --recover``.  What Bridge's functions take otherwise than Megatron-LM's is
 translated here (the ``adapt`` of a seam); its configuration and counters are seen through ``BridgeArguments``, which
-stands where ``megatron.training.get_args()`` looks.  What is refused: `bridge_refused`.
+stands where ``megatron.training.get_args()`` looks.  What is refused: ``bridge_arguments.problems``.
 
 The seams are those of the releases that ``SUPPORTED`` names; ``scripts/bridge_seams.py`` compares them with sources.
 """
@@ -123,9 +123,7 @@ class BridgeRun:
             "initialize": [Seam(INITIALIZE, "_initialize_distributed", ("model_config", "dist_config"))],
             "loader": [Seam(LOADERS, "build_pretraining_data_loader", ("dataset", "consumed_samples"))],
             "endless": [Seam(LOADERS, "cyclic_iter", ("iter",))],
-            "train": [
-                Seam(PRETRAIN, "train", (*LOOP_PARAMETERS, *data), adapt=self._around_train),
-            ],
+            "train": [Seam(PRETRAIN, "train", (*LOOP_PARAMETERS, *data), adapt=self._around_train)],
             "train_step": [Seam(TRAIN, "train_step", STEP_PARAMETERS, adapt=self._around_step)],
             "schedule": [
                 Seam(TRAIN, "get_forward_backward_func", adapt=_with_new_ranks),
@@ -134,9 +132,7 @@ class BridgeRun:
             "log": [Seam(TRAIN, "training_log", LOG_PARAMETERS, ("global_state",), self._around_log)],
             "evaluate": [Seam(EVAL, "evaluate", EVAL_PARAMETERS, adapt=_without_state)],
             "save": [Seam(CHECKPOINTING, "save_checkpoint", ("state", "model", "optimizer"), adapt=_with_iteration)],
-            "checkpoint_folder": [
-                Seam(CHECKPOINTING, "get_checkpoint_name", FOLDER_PARAMETERS, adapt=_without_parts),
-            ],
+            "checkpoint_folder": [Seam(CHECKPOINTING, "get_checkpoint_name", FOLDER_PARAMETERS, adapt=_without_parts)],
             "written": [
                 Seam(CHECKPOINTING, "get_checkpoint_train_state_filename", ("checkpoints_path",)),
                 Seam(CHECKPOINTING, "get_checkpoint_run_config_filename", ("checkpoints_path",)),

@@ -1,10 +1,10 @@
-"""Megatron-Bridge's configuration and counters under the names of Megatron's flags, which the hooks read and set.
+"""Megatron-Bridge's configuration and counters under the names of Megatron's flags, and what of them is refused.
 
 Bridge's configuration has a section per matter, whose fields have the names of Megatron's flags with few exceptions
-(``_OTHERWISE``); its counters are in the ``TrainState``.  Nothing is copied: whoever sets one sets Bridge's own, save
-three (``OWN``), which Megatron's loop reads when it is entered, and Bridge's goes on counting.
+(``_OTHERWISE``); its counters are in the ``TrainState``.  Nothing is copied: what the hooks set is Bridge's own, save
+what is in ``OWN``: Megatron's loop reads three counters when it is entered, and Bridge's goes on counting.
 
-What of Megatron-Bridge's configuration is refused with --recover: what was not tried, or could not be kept exact.
+What is refused with --recover was not tried, or could not be kept exact (``problems``).
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class BridgeArguments:
     """What ``megatron.training.get_args()`` returns under Bridge.  ``config``: its ``ConfigContainer``, up to date."""
 
     def __init__(self, config: Any) -> None:
-        own = {"config": config, "train_state": None, "rank": int(os.environ.get("RANK", "0"))}
-        own |= {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}
-        own |= {"iteration": 0, "curr_iteration": 0, "num_floating_point_operations_so_far": 0}
+        own = dict.fromkeys(OWN, 0) | {"config": config, "train_state": None}
+        own |= {"rank": int(os.environ.get("RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
         object.__setattr__(self, "_own", own)
 
     def attach(self, config: Any, train_state: Any) -> None:

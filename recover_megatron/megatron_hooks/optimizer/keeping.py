@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -16,10 +16,12 @@ from megatron.core import parallel_state
 from recover_megatron.instep.shards import Column
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
-from recover_megatron.megatron_hooks.optimizer.sharded_checkpoint import ShardedCheckpoint, loading_into
-
-Primaries = Callable[[ShardFragments], Iterator[ShardFragment]]
-Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]
+from recover_megatron.megatron_hooks.optimizer.sharded_checkpoint import (
+    Parts,
+    Primaries,
+    ShardedCheckpoint,
+    loading_into,
+)
 
 
 class Keeping(Protocol):
@@ -95,7 +97,7 @@ class InBuckets:
     def connect(self, one: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
         one._copy_model_grads_to_main_grads = fragments.begin_update
         one._copy_main_params_to_model_params = fragments.end_update
-        # Whoever is left writes; which instance it was in does not matter.
+        # Those who are left write; which instance a worker was in does not matter.
         one.data_parallel_group, one.distributed_optimizer_instance_id = self._buckets.whole(one), 0
         saved = self._saved[id(one)] = ShardedCheckpoint(one, fragments, primaries, parts)
         one.get_parameter_state_dp_zero = saved.whole

@@ -1,14 +1,8 @@
-"""The norm of gradients whose sums lie at the holders of the units that they update: each unit counts once.
+"""The norm of gradients whose sums lie at the holders of the units that they update, and the loss scales that go by it.
 
 measure     of each held unit, over the replica's workers that have a part of it; needs no other replica
 exchange    over a column, as far as it lives; again after a loss: the same bits come out, since units, not workers,
-            are summed up, and a shadow's sum is its owner's
-
-Loss scales (--fp16) of optimizers whose gradients are spread over workers, each of which has a part.
-
-Each of Megatron's optimizers, that of experts, too, has a scale of its own, which falls when its gradients overflow;
-then the step is skipped.  Stock Megatron asks all workers for that inside the step.  Here it follows from the sums of
-squares that all tell each other for the norm, so all skip a step, or none.
+            are summed up, each once, and a shadow's sum is its owner's
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragm
 
 @dataclass(frozen=True)
 class UnitSums:
-    """Of one unit: the place of its column among those of ``Shards``, and the sums of its gradients."""
+    """The sums of one unit's gradients.  ``column``: the place of its column among those of ``Shards``."""
 
     column: int
     squares: float
@@ -42,7 +36,7 @@ class UnitSums:
 
 
 class UnitNorms:
-    """Of what one worker holds, ``fragments``.  ``width``: units that it holds of a column, at most.
+    """The sums of what one worker holds, ``fragments``.  ``width``: units that it holds of a column, at most.
 
     ``zeros``: whether zeros are counted, too.
     """
@@ -65,8 +59,7 @@ class UnitNorms:
     def measure(self) -> torch.Tensor:
         """[column, place in what I hold of it, (sum of squares, zeros)] over the replica's model-parallel ranks."""
         columns = self._shards.columns
-        device = self._device
-        sums = torch.zeros(len(columns), self._width, 2, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(columns), self._width, 2, dtype=torch.float64, device=self._device)
         for at, column in enumerate(columns):
             for place, unit in enumerate(self._shards.held(column)):
                 for fragments in self._fragments:
@@ -102,7 +95,13 @@ class UnitNorms:
 
 
 class LossScales:
-    """Of ``optimizers``.  ``fragments``: what is held of each; ``columns``: the place of its column among all."""
+    """The loss scales (--fp16) of ``optimizers`` whose gradients are spread over workers, each of which has a part.
+
+    Each of Megatron's optimizers, that of experts, too, has a scale of its own, which falls when its gradients
+    overflow; then the step is skipped.  Stock Megatron asks all workers for that inside the step.  Here it follows from
+    the sums of squares that all tell each other for the norm, so all skip a step, or none.  ``fragments``: what is held
+    of each optimizer; ``columns``: the place of its column among all.
+    """
 
     def __init__(self, optimizers: Sequence[Any], fragments: Sequence[ShardFragments], columns: Sequence[int]) -> None:
         self._every = list(zip(optimizers, fragments, columns, strict=True))

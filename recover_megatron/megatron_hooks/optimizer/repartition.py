@@ -1,11 +1,9 @@
 """The optimizer's state changes hands: before a step whose members are not those of the layout that it is held by.
 
-section    the layout for who is there now; pieces for what this worker is to hold by it; what these lack is fetched
-   |         from whoever holds it (``instep.shards``).  A worker is lost: again, with whoever is left
+section    the layout for who is there now; pieces for what this worker is to hold by it (``LayoutPieces``); what these
+   |       lack is fetched from the workers that hold it (``instep.shards``).  A worker is lost: again, with who is left
    v
 the new pieces are those of the optimizer, and the layout is what is held
-
-Which pieces of the optimizer's state this worker is to hold by a layout of it.
 """
 
 from __future__ import annotations
@@ -26,10 +24,17 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragm
 Layouts = Mapping[Column, Any]
 """By column: which worker holds which units (``Shards.wanted``)."""
 
+Held = dict[int, list[ShardFragment]]
+"""The pieces of one of Megatron's optimizers, by unit."""
+
+REPARTITION_SECONDS = 600.0
+"""How long the state may take to change hands, beyond the hang timeout, before a worker without a mark counts as hung.
+"""
+
 
 @dataclass(eq=False)
 class LayoutPieces:
-    """Of one worker, with the model that it has."""
+    """Which pieces of the optimizer's state one worker is to hold by a layout of it, with the model that it has."""
 
     _buckets: Buckets | FsdpBuckets
     _shards: Shards
@@ -40,11 +45,11 @@ class LayoutPieces:
         return {column: self._shards.wanted(column) for column in self._shards.columns}
 
     def column(self, fragments: ShardFragments) -> Column:
-        """The column that shares these."""
+        """The column that shares ``fragments``."""
         return self._buckets.part(next(iter(fragments.buckets)))[0]
 
-    def make(self, fragments: ShardFragments, layouts: Layouts) -> dict[int, list[ShardFragment]]:
-        """By unit: new pieces of all that this worker is to hold, without a state."""
+    def make(self, fragments: ShardFragments, layouts: Layouts) -> Held:
+        """New pieces of all that this worker is to hold, without a state."""
         held = layouts[self.column(fragments)].held(self._assignment.me)
         return {
             unit: fragments.make(self.parts(fragments, unit, layouts), shadow=place > 0)
@@ -61,16 +66,9 @@ class LayoutPieces:
         return found
 
 
-REPARTITION_SECONDS = 600.0
-"""How long the state may take to change hands, beyond the hang timeout, before who makes no mark counts as hung."""
-
-Held = dict[int, list[ShardFragment]]
-"""The pieces of one of Megatron's optimizers, by unit."""
-
-
 @dataclass(eq=False)
 class Repartition:
-    """Of one worker."""
+    """Has the state of one worker change hands."""
 
     _fragments: Sequence[ShardFragments]
     """Those of each of Megatron's optimizers."""

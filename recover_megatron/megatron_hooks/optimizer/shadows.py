@@ -1,4 +1,6 @@
-"""Shadows in host memory (--recover-shadow-device cpu): updated by a thread, while the next step computes.
+"""Shadows of the optimizer's state: in host memory they are updated by a thread; all are compared by digests.
+
+With --recover-shadow-device cpu, while the next step computes (``HostShadows``):
 
     begin    the finished sums are copied to the host, and the settings of the update that is about to be made
     run      a thread clips them by the same norm and makes the same update, with the inner optimizer's own step()
@@ -6,8 +8,6 @@
 
 A shadow is needed when its owner has died, when state changes hands, and when states are compared; not before.  So the
 training waits for the host only if the host takes longer for its shadows than the device for a step.
-
-The shadows of the optimizer's state are compared with what they are shadows of, by the digests of all holders.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.optimizer.repartition import LayoutPieces
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
 
+log = get_logger(__name__)
+
 
 @dataclass(eq=False)
 class HostShadows:
-    """Updates them."""
+    """Updates the shadows in host memory."""
 
     _fragments: Sequence[ShardFragments]
     """Of each distributed optimizer of Megatron's."""
@@ -108,12 +110,9 @@ def _update(
         fragment.state = twin.state[fragment.tensor]
 
 
-log = get_logger(__name__)
-
-
 @dataclass(eq=False)
 class ShadowCheck:
-    """Of one worker."""
+    """Compares the shadows with what they are shadows of, by the digests of all holders."""
 
     _fragments: Sequence[ShardFragments]
     _pieces: LayoutPieces
@@ -130,7 +129,7 @@ class ShadowCheck:
         def run() -> tuple[list[int], bool]:
             recovery.progress.mark("verify", waiting=True)
             ring = mine.epoch_groups.ring(alive(self._tail, mine.live))
-            found = differing(ring.exchange(held))
+            found = differing_units(ring.exchange(held))
             return found, mine.epoch_groups.any(bool(found), tuple(sorted(mine.live)))
 
         different, anywhere = recovery.sections.run("verify shadows", run)
@@ -141,7 +140,7 @@ class ShadowCheck:
             self._shards.distrust_shadows()
 
     def _digests(self) -> list[int]:
-        """What this worker holds: a row for ``differing``."""
+        """What this worker holds: a row for ``differing_units``."""
         row = []
         for optimizer, fragments in enumerate(self._fragments):
             column = self._pieces.column(fragments)
@@ -150,7 +149,7 @@ class ShadowCheck:
         return row
 
 
-def differing(rows: Sequence[Sequence[int]]) -> list[int]:
+def differing_units(rows: Sequence[Sequence[int]]) -> list[int]:
     """The units of which two holders tell different digests.
 
     A row is what one worker holds, four numbers each: the optimizer, its column's first slot, the unit, the digest.  (A

@@ -7,7 +7,7 @@
 A unit's owner and its shadows cut it in the same places and update it by the same calls on tensors of the same shapes,
 so that they get the same bits, on processors of one kind.  A piece of a 32-bit parameter is the model's own memory;
 of a 16-bit one it is a copy in 32 bits, as Megatron has it.  Shadows may be kept on the host (``shadow_device``): then
-they are copies, too, and updated *aside*, see `host_shadows`.
+they are copies, too, and updated *aside*, see `shadows`.
 """
 
 from __future__ import annotations

@@ -3,13 +3,9 @@
     fully reshardable, legacy    ``whole``: every part of the state brought together, as Megatron's own gathering does
     by bucket (its default)      ``by_bucket``: each worker writes the parts that it speaks for, where they belong
 
-Either loads in stock Megatron at any data-parallel size: no format says who held what.
-
-A checkpoint by bucket is loaded into the pieces that workers are to hold, whoever they are: in place of the lost.
-
-Megatron's own loading knows one layout, that of the launch: a shard for each rank, and no shadow.  While the run goes
-back to a checkpoint (`rollback`) its optimizer asks for the pieces of another one, and gets them; what else it loads
-(groups, steps, the scaler) it loads as ever.
+Either loads in stock Megatron at any data-parallel size: no format says who held what.  While the run goes back to a
+checkpoint (`rollback`) one by bucket is loaded into the pieces that workers are to hold, in place of the lost
+(``loading_into``).
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ Parts = Callable[[ShardFragments, int], list[tuple[int, int]]]
 
 
 class ShardedCheckpoint:
-    """Of one of Megatron's distributed optimizers.  ``primaries``, ``parts``: what this worker speaks for."""
+    """Writes one of Megatron's distributed optimizers.  ``primaries``, ``parts``: what this worker speaks for."""
 
     def __init__(self, optimizer: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
         self._optimizer = optimizer
@@ -221,8 +217,10 @@ def loading_into(
 ) -> Iterator[None]:
     """Have ``optimizer`` load a checkpoint into the pieces of ``held``, which it then updates.
 
-    Their state is made here, and of no use before the checkpoint is loaded.  Raises ValueError for a checkpoint of
-    another format.
+    Megatron's own loading knows one layout, that of the launch: a shard for each rank, and no shadow.  Here it asks for
+    the pieces of another one, and gets them; what else it loads (groups, steps, the scaler) it loads as ever.  The
+    state of the pieces is made here, and of no use before the checkpoint is loaded.  Raises ValueError for a checkpoint
+    of another format.
     """
     every = [fragment for its in held.values() for fragment in its]
     if any(fragment.aside for fragment in every):
