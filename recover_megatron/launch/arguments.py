@@ -298,7 +298,7 @@ def _read(options: Options, flag: Flag, given: str | bool | None) -> None:
 
 
 def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
-    """Fill in what the step says; the reasons against that."""
+    """Fill in what the SLURM step says.  Returns the reasons against that."""
     reasons = [
         f"--{name.replace('_', '-')}: leave it out; with --slurm it is SLURM's"
         for name in ("nnodes", "node_rank")
@@ -309,14 +309,14 @@ def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) 
     if reasons:
         return reasons
     try:
-        readers = shape_of(environ, namespace.master_addr)
+        shape = shape_of(environ, namespace.master_addr)
     except ValueError as error:
         return [str(error)]
-    namespace.nnodes, namespace.node_rank = str(readers.nnodes), str(readers.node_rank)
-    namespace.master_addr = readers.master_addr
-    namespace.master_port = namespace.master_port or str(readers.master_port)
-    if namespace.nproc_per_node is None and readers.gpus:
-        namespace.nproc_per_node = str(readers.gpus)
+    namespace.nnodes, namespace.node_rank = str(shape.nnodes), str(shape.node_rank)
+    namespace.master_addr = shape.master_addr
+    namespace.master_port = namespace.master_port or str(shape.master_port)
+    if namespace.nproc_per_node is None and shape.gpus:
+        namespace.nproc_per_node = str(shape.gpus)
     return []
 
 

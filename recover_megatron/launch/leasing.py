@@ -1,13 +1,13 @@
-"""Whether the candidates of a launch over several nodes share a lease (membership/lease.py), tried out at the start.
+"""What a launch over several nodes finds out at its start: whether its candidates share a lease, and have a witness.
 
-Node 0 writes a random word to PATH.try, by the same call by which a lease is taken. A node with a candidate tries to
-write that file, too: it must be refused, read the word, and tell it to node 0 with what it says when it joins. So all
-of them see one folder, and of two hosts that want the same name there one gets it. Storage that hangs is no storage.
+The lease (membership/lease.py) is tried out. Node 0 writes a random word to PATH.try, by the same call by which a lease
+is taken. A node with a candidate tries to write that file, too: it must be refused, read the word, and tell it to node
+0 with what it says when it joins. So all of them see one folder, and of two hosts that want the same name there one
+gets it. Storage that hangs is no storage.
 
-Whether a launch over several nodes has a witness (membership/witness.py), and which, found out at the start.
-
-Each node tells node 0 what SLURM or Kubernetes calls it, and which of the two; nodes with a candidate coordinator have
-asked it about themselves before. All must tell the same kind. Node 0 gives the candidates all names.
+The witness (membership/witness.py) is SLURM or Kubernetes. Each node tells node 0 which of the two runs it, and what
+that calls it; nodes with a candidate have asked it about themselves before. All must tell the same kind. Node 0 gives
+the candidates all names.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
 
 
 def why_none(plan: LaunchPlan) -> str:
-    """Why there is no path."""
+    """Why ``lease_path`` is None."""
     return "--lease off" if plan.lease == OFF else "no --log-dir"
 
 
 class Trial:
-    """Node 0's part of it."""
+    """Node 0's part of the trial of the lease."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         """Write the word; waits ``TRY_SECONDS`` for the storage."""

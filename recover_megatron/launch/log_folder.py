@@ -1,45 +1,17 @@
 """What a launch writes into its log folder, and that no other run does.
 
-    launch.lock         held until the launch ends                                       (log_folder.py)
-    worker-<id>.log     the output of each worker                                        (output.LogFile)
-    workers.json        what became of each worker                                       (log_folder.py)
-    secret              the secret that the launch made up                               (log_folder.py)
+    launch.lock         held until the launch ends                    FolderLock
+    worker-<id>.log     the output of each worker                     output.LogFile
+    workers.json        what became of each worker                    WorkersFile
+    secret              the secret that the launch made up            SecretFile
 
 The folder of ``--save`` has such a lock, too.  Without ``--log-dir`` nothing else is written.  The disk neither stops
-nor ends the launcher.
-
-One run at a time in a log folder, and in a folder of checkpoints: DIR/launch.lock, held by every launcher of the run
-for as long as it lives.
-
-    free ----take, or share by the first of several nodes----> held by one ----share----> held by several
-                                                                 '--- the last launcher ends, however --> free
-
-Its launchers hold a shared ``flock`` of the file, which the kernel (of the file server, where hosts share the folder)
-frees with its process: a killed launch leaves nothing to clean up.  The file says who holds it: the launcher that made
-the run, and the run's id, by which launchers of other nodes and those that join know that they belong to it.
-
-To see whether the file is held is to lock it for a moment.  So launchers look one at a time, in the order in which they
-get DIR/launch.lock.order: no look is taken for a run, and none meets a claim that is half made.
-
-DIR/secret: the secret that a launch made up, where its owner's recover-status finds it.
-
-Only a secret of the launch's own is written, never one that the user chose: that one is kept where the user keeps it.
-The file has mode 0600 from its first byte on and takes its name when it is whole; a link of that name is replaced, not
-followed.  It is removed at the end of the launch.  What a killed launcher leaves opens nothing, since the secret was
-that launch's alone; the next launch removes it.
-
-workers.json: what became of each worker, for people and tools, current at every change.
-
-A JSON list of objects (the fields of ``states.Worker``), sorted by worker id.  Launchers of several nodes that share
-the folder merge their entries: each replaces its own and keeps the others' of the same run.  The lock file
-``workers.json.lock`` orders them and names the run; entries of another, earlier run are dropped.  The file is replaced
-by renaming, so no reader ever sees a partial one, and no killed launcher leaves one.
+nor ends the launcher (log_writer.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import json
@@ -99,13 +71,27 @@ class Claim:
 
 @dataclass(eq=False)
 class FolderLock:
-    """The lock of ``folder``, which exists, for the launcher that ``mine`` describes.
+    """One run at a time in ``folder``, which exists: every launcher of the run holds FOLDER/launch.lock while it lives.
+
+    ::
+
+        free ----take, or share by the first of several nodes----> held by one ----share----> held by several
+                                                                     '--- the last launcher ends, however --> free
+
+    Its launchers hold a shared ``flock`` of the file, which the kernel (of the file server, where hosts share the
+    folder) frees with its process: a killed launch leaves nothing to clean up.  The file says who holds it: the
+    launcher that made the run, and the run's id, by which launchers of other nodes and those that join know that they
+    belong to it.
+
+    To see whether the file is held is to lock it for a moment.  So launchers look one at a time, in the order in which
+    they get FOLDER/launch.lock.order: no look is taken for a run, and none meets a claim that is half made.
 
     ``take``, ``check``, ``share`` and ``join`` return None, or why the folder cannot be used.
     """
 
     folder: Path
     mine: Claim
+    """Describes this launcher."""
     say: Callable[[str], None]
     """Tells of a run that would not be noticed."""
     option: str = "--log-dir"
@@ -251,7 +237,13 @@ _OURS = re.compile(rb"[0-9a-f]{64}\n")
 
 
 class SecretFile:
-    """The file of one launch.  The disk neither stops nor ends the launcher (``log_writer``)."""
+    """DIR/secret: the secret that a launch made up, where its owner's recover-status finds it.
+
+    Only a secret of the launch's own is written, never one that the user chose: that one is kept where the user keeps
+    it.  The file has mode 0600 from its first byte on and takes its name when it is whole; a link of that name is
+    replaced, not followed.  It is removed at the end of the launch.  What a killed launcher leaves opens nothing, since
+    the secret was that launch's alone; the next launch removes it.
+    """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         """``say``, called in any thread, tells of trouble with the disk."""
@@ -313,7 +305,13 @@ Entries = dict[int, dict[str, object]]
 
 
 class WorkersFile:
-    """The file as this launcher keeps it.  The disk neither stops nor ends the launcher (``log_writer``)."""
+    """workers.json: what became of each worker, for people and tools, current at every change.
+
+    A JSON list of objects (the fields of ``states.WorkerProcess``), sorted by worker id.  Launchers of several nodes
+    that share the folder merge their entries: each replaces its own and keeps the others' of the same run.  The lock
+    file ``workers.json.lock`` orders them and names the run; entries of another, earlier run are dropped.  The file is
+    replaced by renaming, so no reader ever sees a partial one, and no killed launcher leaves one.
+    """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         """``say``, called in any thread, tells of trouble with the disk."""
@@ -323,7 +321,7 @@ class WorkersFile:
 
     def put(self, run_id: str, workers: Sequence[WorkerProcess]) -> None:
         """Merge ``workers``, all those of this launcher, into the file.  It has them then, if the disk is well."""
-        self._latest = (run_id, {worker.worker_id: dataclasses.asdict(worker) for worker in workers})
+        self._latest = (run_id, {worker.worker_id: asdict(worker) for worker in workers})
         if self.writing.left < 2:  # one that is written now, and one that will write the latest
             self.writing.submit(self._write, 1)
         self.writing.settle()
@@ -343,7 +341,7 @@ def _merge(folder: Path, run_id: str, own: Entries) -> None:
         _replace(folder / WORKERS_FILE, [entries[worker_id] for worker_id in sorted(entries)])
         if same_run:
             return
-        # After the file itself: whoever finds the old name here drops the entries and writes its own again.
+        # After the file itself: a launcher that finds the old name here drops the entries and writes its own again.
         lock.seek(0)
         lock.truncate()
         lock.write(run_id)

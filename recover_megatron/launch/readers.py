@@ -1,19 +1,16 @@
-"""Readers of the values of recover-run's options: text to value, ValueError with what it must be.
+"""What recover-run reads besides its flags: their values, SCRIPT, and the environment; all without torch.
 
-SCRIPT before anything is started: whether it is there, and the one that is installed with recover-run.
+The readers of values take text and raise ValueError with what it must be.  The words of ``--nproc-per-node`` need the
+number of GPUs of this host, which is counted without torch: importing it takes seconds, and may open the devices.
 
-``recover-run ... pretrain_gpt_recover.py ...`` works in any folder: a file of that name in the current one is run, else
-the module that was installed with this package.
+SCRIPT must be there; ``recover-run ... pretrain_gpt_recover.py ...`` works in any folder: a file of that name in the
+current one is run, else the module that was installed with this package.
 
-What others have put into the environment about the shape of a launch: torchrun's defaults, and what looks like one.
-
-::
+Others have put into the environment what the shape of a launch is, or what looks like one::
 
     PET_NNODES, PET_NODE_RANK, ...        the defaults of the options, as for torchrun: taken
     RANK and WORLD_SIZE, OMPI_*, PMI_*    this process is one of several: a launch of one node is refused then, unless
                                           --nnodes or --slurm says what is meant; each would train alone
-
-How many GPUs this host has, without torch: importing it takes seconds, and may open the devices.
 """
 
 from __future__ import annotations
@@ -33,13 +30,12 @@ PROC = Path("/proc/driver/nvidia/gpus")
 
 
 def gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
-    """Those that processes here may use: CUDA_VISIBLE_DEVICES if set, else all that the driver has."""
+    """How many GPUs processes here may use: those of CUDA_VISIBLE_DEVICES if set, else all that the driver has."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         listed = [word.strip() for word in visible.split(",")]
         # As CUDA reads it: what comes behind an entry that means no device is not seen.
-        end = next((n for n, word in enumerate(listed) if word in ("", "-1", "NoDevFiles")), len(listed))
-        return end
+        return next((n for n, word in enumerate(listed) if word in ("", "-1", "NoDevFiles")), len(listed))
     try:
         return sum(1 for _ in proc.iterdir())
     except OSError:
@@ -132,7 +128,7 @@ INSTALLED = {"pretrain_gpt_recover.py": "pretrain_gpt_recover"}
 def installed_module(script: str) -> tuple[str, str] | None:
     """The module to run for ``script``, which is no file here, and where it lies; None: ``script`` is what it says.
 
-    Only for a bare name: who writes a path means that file.
+    Only for a bare name: a path means that file.
     """
     if script not in INSTALLED or os.path.lexists(script):
         return None
@@ -193,8 +189,9 @@ OTHERS = (
 
 
 def take(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Fill in what ``PET_*`` say and the command line does not; what was taken, by variable, and the reasons against.
+    """Fill in what ``PET_*`` say and the command line does not.
 
+    Returns what was taken, by variable, and the reasons against a launch in this environment.
     A launch under ``--slurm``, or one that joins a run, has its shape from elsewhere.
     """
     elsewhere = namespace.slurm or namespace.join

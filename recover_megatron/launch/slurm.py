@@ -1,11 +1,4 @@
-"""A launch whose shape SLURM gives (``--slurm``), and by which address a node is reached.
-
-A node's address is its name, where the network knows it, else the NodeAddr that SLURM itself uses.
-
-``python -m recover_megatron.launch.slurm``, in a batch script whose srun starts the workers itself, prints where
-everything is to be: see ``JobPlacement``.
-
-What SLURM tells a task by its environment: which nodes there are, which one this is, and ports that all agree on.
+"""What SLURM's environment says of a launch: its nodes, this one's place, ports that all agree on; and their addresses.
 
 ::
 
@@ -14,8 +7,11 @@ What SLURM tells a task by its environment: which nodes there are, which one thi
     SLURM_NODEID                                this node's place among them
     SLURM_STEP_NUM_TASKS, SLURM_LOCALID         one task a node: a recover-run; more: each is a worker itself
 
-Everything here is a pure function of that environment: every node comes to the same answer without asking another one.
-slurm.py finds out by which address a node is reached.
+``step_of`` is a pure function of that environment: every node comes to the same answer without asking another one.  A
+node's address is its name, where the network knows it, else the NodeAddr that SLURM itself uses.
+
+``shape_of`` is the launch of ``--slurm``.  ``python -m recover_megatron.launch.slurm``, in a batch script whose srun
+starts the workers itself, prints where everything is to be: see ``JobPlacement``.
 """
 
 from __future__ import annotations
