@@ -181,7 +181,7 @@ class ElasticDataParallel:
     # ---- one step
 
     def _join(self) -> None:
-        """The next epoch, with whoever is there, and who of them has the state."""
+        """Join the next epoch, and find out which of its workers have the state."""
         self._mark("rendezvous", waiting=True)
         digest = "" if self._changed or not self._holds else self._state.digest()
         status = Status(self.completed, self._holds, digest, tuple(self._ran), self._exchange.address)

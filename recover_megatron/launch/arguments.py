@@ -238,7 +238,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     rest = namespace.script[1:] if namespace.script[:1] == ["--"] else namespace.script
     if not rest and not reasons:
         reasons.append("no SCRIPT given: recover-run [options] SCRIPT [its arguments]")
-    taken, against = readers.take(namespace, environ)
+    taken, against = readers.take_from_environment(namespace, environ)
     reasons += against
     if namespace.slurm:
         reasons += _take_from_slurm(namespace, environ)
@@ -247,7 +247,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
         try:
             _read(options, flag, getattr(namespace, flag.dest))
         except ValueError as error:
-            variable = readers.PREFIX + flag.dest.upper()
+            variable = readers.PET + flag.dest.upper()
             source = variable if variable in taken else flag.name
             reasons.append(f"{source} {getattr(namespace, flag.dest)!r}: {error}")
             failed.add(flag.name)

@@ -2,9 +2,9 @@
 
     RUNNING --killed, or ended while the run goes on--> DOWN --after a pause--> RUNNING (a fresh candidate)
 
-The socket stays open in between, so that whoever turns to the address waits in its backlog. A fresh candidate knows
-nothing, and need not: see membership/coordinator.py. A candidate that ends soon after each start is started ever less
-often (``PAUSES``), for as long as the run lasts.
+The socket stays open in between, so that a worker that turns to the address waits in its backlog. A fresh candidate
+knows nothing, and need not: see membership/coordinator.py. A candidate that ends soon after each start is started ever
+less often (``PAUSES``), for as long as the run lasts.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ TRY_SECONDS = 5.0
 
 
 def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
-    """The lease's files on this node are this path and a number; None: it has none, see ``why_none``."""
+    """The lease's files on this node are this path and a number; None: it has none, see ``why_no_lease``."""
     if plan.lease == OFF or (plan.lease == AUTO and plan.log_dir is None):
         return None
     place = plan.log_dir / "lease" if plan.lease == AUTO and plan.log_dir else Path(plan.lease)
@@ -45,7 +45,7 @@ def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
     """Another node's part of the trial, for node 0: the word, or why there is none."""
     path = lease_path(plan, run_id)
     if path is None:
-        return {"reason": why_none(plan)}
+        return {"reason": why_no_lease(plan)}
     trial = _trial(path)
 
     def attempt() -> dict[str, str]:
@@ -57,12 +57,12 @@ def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
     return _within(attempt)
 
 
-def why_none(plan: LaunchPlan) -> str:
+def why_no_lease(plan: LaunchPlan) -> str:
     """Why ``lease_path`` is None."""
     return "--lease off" if plan.lease == OFF else "no --log-dir"
 
 
-class Trial:
+class LeaseTrial:
     """Node 0's part of the trial of the lease."""
 
     def __init__(self, plan: LaunchPlan) -> None:
@@ -71,7 +71,7 @@ class Trial:
         self._path = lease_path(plan, plan.run_id)
         self._word = secrets.token_hex(16)
         if self._path is None:
-            self._own = {"reason": why_none(plan)}
+            self._own = {"reason": why_no_lease(plan)}
             return
         trial, word = _trial(self._path), self._word
         self._own = _within(lambda: {"word": word} if publish(trial, word) else {"reason": f"{trial} is there already"})
@@ -99,7 +99,7 @@ class Trial:
         )
 
 
-def is_here(path: Path) -> str:
+def lease_is_here(path: Path) -> str:
     """Why a node that joins the run later cannot use the lease at ``path``; empty: it sees what node 0 has left."""
     answer = _within(lambda: {} if path.exists() else {"reason": f"{path} is not there"})
     return answer.get("reason", "")

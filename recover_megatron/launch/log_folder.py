@@ -30,8 +30,8 @@ from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.log_writer import PATIENCE_SECONDS, Aside, flush_all
 from recover_megatron.membership.auth import SECRET_FILE
 
-NAME = "launch.lock"
-ORDER = NAME + ".order"
+LOCK_FILE = "launch.lock"
+ORDER_FILE = LOCK_FILE + ".order"
 ENDING_SECONDS = 8.0
 """A run that has ended keeps its folder no longer than until its last launchers, on other nodes, have ended too."""
 LONGEST_REASON = 1000
@@ -134,15 +134,15 @@ class FolderLock:
         try:
             if self._descriptor < 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._descriptor = os.open(self.folder / NAME, flags, 0o666)
+                self._descriptor = os.open(self.folder / LOCK_FILE, flags, 0o666)
             return attempt()
         except OSError as error:
             if not self.needed:
                 self._without = True
-                where = f"{NAME} in {self.option} {self.folder} cannot be used ({error.strerror})"
+                where = f"{LOCK_FILE} in {self.option} {self.folder} cannot be used ({error.strerror})"
                 self.say(f"{where}: another run that saves there would not be noticed")
                 return None
-            return f"{self.option} {self.folder}: {NAME} cannot be used ({error.strerror}): choose another folder"
+            return f"{self.option} {self.folder}: {LOCK_FILE} cannot be used ({error.strerror}): choose another folder"
 
     def _take(self) -> str | None:
         end = time.monotonic() + ENDING_SECONDS
@@ -177,7 +177,7 @@ class FolderLock:
 
         At its end this launcher keeps the lock if ``held`` is set.
         """
-        with open(self.folder / ORDER, "a", encoding="utf-8") as order:
+        with open(self.folder / ORDER_FILE, "a", encoding="utf-8") as order:
             self._flock(order.fileno(), fcntl.LOCK_EX)
             try:
                 free = self._flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -252,15 +252,15 @@ class SecretFile:
 
     def write(self, secret: str) -> None:
         """Make the file.  It is there when this returns, if the disk is well."""
-        self.writing.submit(lambda: _write(self._path, secret), 1)
+        self.writing.submit(lambda: _write_secret(self._path, secret), 1)
         self.writing.settle()
 
     def remove(self) -> None:
         """Remove what a launch has left, this one or an earlier one."""
-        self.writing.submit(lambda: _remove(self._path), 1)
+        self.writing.submit(lambda: _remove_secret(self._path), 1)
 
 
-def _write(path: Path, secret: str) -> None:
+def _write_secret(path: Path, secret: str) -> None:
     if not _may_replace(path):
         raise FileExistsError(0, "there is a file of that name that no launch has made")
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
@@ -279,7 +279,7 @@ def _write(path: Path, secret: str) -> None:
         raise
 
 
-def _remove(path: Path) -> None:
+def _remove_secret(path: Path) -> None:
     if _may_replace(path):
         path.unlink(missing_ok=True)
 
@@ -328,17 +328,17 @@ class WorkersFile:
 
     def _write(self) -> None:
         run_id, entries = self._latest
-        _merge(self._folder, run_id, entries)
+        _merge_entries(self._folder, run_id, entries)
 
 
-def _merge(folder: Path, run_id: str, own: Entries) -> None:
+def _merge_entries(folder: Path, run_id: str, own: Entries) -> None:
     with open(folder / (WORKERS_FILE + ".lock"), "a+", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.seek(0)
         same_run = lock.read() == run_id
         entries = _read_entries(folder / WORKERS_FILE) if same_run else {}
         entries |= own
-        _replace(folder / WORKERS_FILE, [entries[worker_id] for worker_id in sorted(entries)])
+        _replace_entries(folder / WORKERS_FILE, [entries[worker_id] for worker_id in sorted(entries)])
         if same_run:
             return
         # After the file itself: a launcher that finds the old name here drops the entries and writes its own again.
@@ -355,7 +355,7 @@ def _read_entries(path: Path) -> Entries:
         return {}  # missing or not ours: this launcher's own entries are complete without it
 
 
-def _replace(path: Path, entries: list[dict[str, object]]) -> None:
+def _replace_entries(path: Path, entries: list[dict[str, object]]) -> None:
     temporary = path.with_name(path.name + ".tmp")  # one writer at a time: the lock is held
     lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
     temporary.write_text(f"[\n{lines}\n]\n" if entries else "[]\n", encoding="utf-8")

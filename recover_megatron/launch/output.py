@@ -136,7 +136,7 @@ class Stream:
             self._watched = True
 
     def drain_and_close(self) -> None:
-        """Take what is in the pipe now, and close it: whoever still holds the other end is not waited for."""
+        """Take what is in the pipe now, and close it: a process that still holds the other end is not waited for."""
         drained = 0
         while self.open and drained < _MOST_DRAINED:
             count = self._read()

@@ -122,7 +122,7 @@ class LaunchPlan:
 
     @property
     def flags(self) -> dict[str, str]:
-        """Those of the script that must be the same on all nodes; none without ``--recover``."""
+        """The flags of the script that must be the same on all nodes; none without ``--recover``."""
         if not self.fault_tolerant:
             return {}
         return script_flags.flags_of(self.script_args, config_from_argv(self.script_args).may_differ.split(","))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -99,7 +98,7 @@ def _layout(script_args: Sequence[str], world: int) -> list[str]:
         expert, expert_tensor = (int(given[name][-1]) if name in given else 0 for name in (EXPERT, EXPERT_TENSOR))
     except (ValueError, IndexError):
         return []  # Megatron's parser says which is no number
-    replica = math.prod(sizes.values())
+    replica = prod(sizes.values())
     if "--yaml-cfg" in given or replica < 1 or expert < 0 or expert_tensor < 0:
         return []
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

@@ -29,7 +29,7 @@ PROC = Path("/proc/driver/nvidia/gpus")
 """NVIDIA's driver has a folder here for each GPU."""
 
 
-def gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
+def count_gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
     """How many GPUs processes here may use: those of CUDA_VISIBLE_DEVICES if set, else all that the driver has."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -42,9 +42,9 @@ def gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
         return 0
 
 
-def processes(text: str, environ: Mapping[str, str], proc: Path = PROC) -> int | None:
+def workers_by_word(text: str, environ: Mapping[str, str], proc: Path = PROC) -> int | None:
     """What torchrun's words for ``--nproc-per-node`` mean here; None: ``text`` is none of them.  Raises ValueError."""
-    count = gpus(environ, proc)
+    count = count_gpus(environ, proc)
     if text == "gpu" and count == 0:
         raise ValueError("this host has no GPU (CUDA_VISIBLE_DEVICES, NVIDIA's driver): give a number, or cpu")
     words = {"gpu": count, "cpu": len(os.sched_getaffinity(0)), "auto": count or len(os.sched_getaffinity(0))}
@@ -101,7 +101,7 @@ def log_format(text: str) -> str:
 
 def workers_here(text: str) -> int:
     """Reads ``--nproc-per-node``: a number, or one of torchrun's words; ValueError for anything else."""
-    count = processes(text, os.environ)
+    count = workers_by_word(text, os.environ)
     try:
         return whole(1)(text) if count is None else count
     except ValueError as error:
@@ -177,10 +177,10 @@ def _find_module(module: str) -> ModuleSpec | None:
     return spec
 
 
-PREFIX = "PET_"
-HERE = ("nproc_per_node",)
-SHAPE = ("nnodes", "node_rank", "master_addr", "master_port", *HERE)
-OTHERS = (
+PET = "PET_"
+TAKEN_HERE = ("nproc_per_node",)
+TAKEN = ("nnodes", "node_rank", "master_addr", "master_port", *TAKEN_HERE)
+SIZE_AND_RANK = (
     ("WORLD_SIZE", "RANK"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
@@ -188,7 +188,7 @@ OTHERS = (
 )
 
 
-def take(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def take_from_environment(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Fill in what ``PET_*`` say and the command line does not.
 
     Returns what was taken, by variable, and the reasons against a launch in this environment.
@@ -196,19 +196,19 @@ def take(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], li
     """
     elsewhere = namespace.slurm or namespace.join
     taken = {}
-    for name in HERE if elsewhere else SHAPE:
-        variable = PREFIX + name.upper()
+    for name in TAKEN_HERE if elsewhere else TAKEN:
+        variable = PET + name.upper()
         if getattr(namespace, name) is None and environ.get(variable):
             taken[variable] = environ[variable]
             setattr(namespace, name, environ[variable])
-    if PREFIX + "NNODES" in taken and namespace.nnodes.split(":")[-1] != "1" and namespace.node_rank is None:
+    if PET + "NNODES" in taken and namespace.nnodes.split(":")[-1] != "1" and namespace.node_rank is None:
         return taken, [
-            f"{PREFIX}NNODES is {namespace.nnodes}, and nothing says which node this is: give --node-rank R (or set "
-            f"{PREFIX}NODE_RANK), from 0"
+            f"{PET}NNODES is {namespace.nnodes}, and nothing says which node this is: give --node-rank R (or set "
+            f"{PET}NODE_RANK), from 0"
         ]
     if namespace.nnodes is not None or elsewhere:
         return taken, []
-    return taken, [_one_of_several(environ, size, rank) for size, rank in OTHERS if _tells(environ, size, rank)][:1]
+    return taken, [_one_of_several(environ, *pair) for pair in SIZE_AND_RANK if _tells(environ, *pair)][:1]
 
 
 def _tells(environ: Mapping[str, str], size: str, rank: str) -> bool:

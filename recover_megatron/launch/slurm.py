@@ -247,7 +247,10 @@ class JobPlacement:
 
 
 def places_of(environ: Mapping[str, str], resolve: Callable[[str], str] = address_of) -> JobPlacement:
-    """The same for the same job, whoever asks.  Raises ValueError outside of a job and for an unknown node."""
+    """Where everything of this job is to be: the same, whichever of its processes asks.
+
+    Raises ValueError outside of a job and for an unknown node.
+    """
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
         raise ValueError("this is no SLURM job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
     nodes = expand(environ["SLURM_JOB_NODELIST"])

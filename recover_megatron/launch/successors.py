@@ -81,12 +81,12 @@ class Replacements:
         """Workers that the coordinator has put out of the run."""
 
     def of(self, worker: WorkerProcess, first_joined: int, words: str = "") -> WorkerProcess | None:
-        """The one that takes the place of ``worker``, which has ended while the run goes on; None: nobody does.
+        """The one that takes the place of ``worker``, which has ended while the run goes on; None: there is none.
 
-        ``words``: its last ones.
-        ``first_joined``: the lowest id of a launcher that joins. A worker that finished, or ended by what is decided
-        about the run or about itself, or was refused, would end so again; one that was put out for a hang is left to
-        people.
+        ``words``: the last ones of ``worker``.  ``first_joined``: the lowest id of a launcher that joins.
+
+        A worker that finished, or ended by what is decided about the run or about itself, or was refused, would end so
+        again; one that was put out for a hang is left to people.
         """
         plan = self._plan
         self.kept, repeated = False, False

@@ -70,17 +70,17 @@ class WorkerTable:
 
     @property
     def running(self) -> list[WorkerProcess]:
-        """Those whose process runs."""
+        """The workers whose process runs."""
         return [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
 
     @property
     def launched(self) -> list[WorkerProcess]:
-        """Those that were launched with the run."""
+        """The workers that were launched with the run."""
         return [worker for worker in self._workers.values() if worker.worker_id < self._plan.world_size]
 
     @property
     def live(self) -> list[WorkerProcess]:
-        """Those that run or are about to."""
+        """The workers that run or are about to."""
         return [worker for worker in self._workers.values() if worker.state in LIVE]
 
     @property
