@@ -28,11 +28,10 @@ from recover_megatron.launch.readers import (
     check_module,
     check_script,
     lease,
-    log_format,
     nodes,
+    one_of,
     seconds,
     whole,
-    witness,
     workers_here,
 )
 from recover_megatron.launch.slurm import shape_of
@@ -93,7 +92,7 @@ class Options:
         "plain: lines as they come; iso: each with time (UTC), node and worker; json: the same as an object. On the "
         "console and in the logs",
         metavar="FORMAT",
-        check=log_format,
+        check=one_of("plain", "iso", "json"),
     )
     grace_seconds: float = option(
         15.0,
@@ -130,7 +129,7 @@ class Options:
         "several nodes with a lease: who is asked whether the others' nodes are off for certain, when fewer than half "
         "of the workers are left: slurm, kubernetes, off; auto: the one that runs this job, if it answers",
         metavar="KIND",
-        check=witness,
+        check=one_of("auto", "slurm", "kubernetes", "off"),
         docs="[below](#the-witness)",
     )
     device_test: str = option(

@@ -30,17 +30,10 @@ from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WOR
 _PR_SET_CHILD_SUBREAPER = 36
 _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
 _MOST_ROUNDS = 100
-_RESET_SIGNALS = [
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGCHLD,
-    signal.SIGPIPE,
-    signal.SIGXFSZ,
-    signal.SIGQUIT,
-]
+_ASK_TO_END = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+_RESET_SIGNALS = [*_ASK_TO_END, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ]
 
-DEAF_TO = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
+DEAF_TO = [*_ASK_TO_END, signal.SIGUSR1, signal.SIGUSR2]
 """What helpers of the launch block: SLURM sends a signal to *every* process of a step, and these must outlive it, since
 the workers that were asked to end still need them.  They end with the launcher."""
 

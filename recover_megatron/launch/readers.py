@@ -85,18 +85,15 @@ def lease(text: str) -> str:
     return os.path.abspath(text)
 
 
-def witness(text: str) -> str:
-    """Reads ``--witness``; ValueError for anything else."""
-    if text not in ("auto", "slurm", "kubernetes", "off"):
-        raise ValueError("must be auto, slurm, kubernetes or off")
-    return text
+def one_of(*words: str) -> Callable[[str], str]:
+    """Reads one of ``words``; ValueError for anything else."""
 
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"must be {', '.join(words[:-1])} or {words[-1]}")
+        return text
 
-def log_format(text: str) -> str:
-    """Reads ``--log-format``; ValueError for anything else."""
-    if text not in ("plain", "iso", "json"):
-        raise ValueError("must be plain, iso or json")
-    return text
+    return read
 
 
 def workers_here(text: str) -> int:

@@ -265,7 +265,3 @@ def _watch() -> tuple[str, set[int]]:
             stand_in.add(int(words[1:]), pipes)
         else:
             stand_in.remove(int(words[1:]))
-
-
-if __name__ == "__main__":
-    main()

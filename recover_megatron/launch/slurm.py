@@ -72,15 +72,9 @@ def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
     if node >= len(nodes):
         raise ValueError(f"SLURM_NODEID is {node}, but the step's node list {text!r} has {len(nodes)} nodes")
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", len(nodes)))
-    return SlurmStep(
-        _number(environ, JOB, None),
-        _number(environ, STEP, None),
-        nodes,
-        node,
-        _number(environ, "SLURM_LOCALID", 0),
-        tasks,
-        _number(environ, "SLURM_GPUS_ON_NODE", 0),
-    )
+    job, number = _number(environ, JOB, None), _number(environ, STEP, None)
+    local_task, gpus = _number(environ, "SLURM_LOCALID", 0), _number(environ, "SLURM_GPUS_ON_NODE", 0)
+    return SlurmStep(job, number, nodes, node, local_task, tasks, gpus)
 
 
 def ports(job: int, step: int) -> tuple[int, ...]:
@@ -272,13 +266,8 @@ def main() -> int:
     except ValueError as error:
         print(f"slurm_launch: {error}", file=sys.stderr)
         return 2
-    print(
-        places.master_addr,
-        places.master_port,
-        places.relative,
-        ",".join(places.listen),
-        ",".join(places.coordinators),
-    )
+    told = places.master_addr, places.master_port, places.relative
+    print(*told, ",".join(places.listen), ",".join(places.coordinators))
     return 0
 
 

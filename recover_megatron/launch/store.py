@@ -41,17 +41,9 @@ class Store(Protocol):
 
 def serve_store(address: str, listener: socket.socket) -> Store:
     """Serve a store on ``listener``, whose ownership passes to it.  Raises RuntimeError or ImportError."""
-    tcp_store = _tcp_store_class()
-    port = listener.getsockname()[1]
-    return tcp_store(
-        address,
-        port,
-        None,
-        True,
-        timeout=TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    tcp_store, port = _tcp_store_class(), listener.getsockname()[1]
+    descriptor = listener.detach()
+    return tcp_store(address, port, None, True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def join_store(address: str, port: int, refused: bool = True) -> Store:
