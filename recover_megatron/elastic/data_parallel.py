@@ -1,12 +1,10 @@
-"""A model and an optimizer whose steps are finished when workers die in them.
+"""A model and an optimizer whose steps are finished when workers die in them, and ``run``: all steps of a training.
 
     step(s)   JOIN --plan--> GROUP --> (fetch the state) --> run my share --> sum --> agree --> optimizer's step
                 ^                                                    |
                 '---- somebody died, or came: all join again --------'     what is finished stays, what is lost is run
 
 The words are those of docs/ring.md: an epoch is a membership of the run, a bucket the memory of the gradients.
-
-All steps of a training, and how a worker's part in it ends.
 """
 
 from __future__ import annotations
@@ -76,8 +74,8 @@ class ElasticDataParallel:
     the step and the microbatch, so that dropout is the same whoever runs it; None: they are left alone.
     ``allow_seconds``: so long beyond the hang timeout (60 s) may a microbatch take before its worker counts as hung.
 
-    Workers need not begin with equal parameters: who has completed most steps, and of these the lowest worker, gives
-    its state to all others.  A process that comes into the running job gets the state of those that train.
+    Workers need not begin with equal parameters: of those that have completed most steps the lowest gives its state to
+    all others.  A process that comes into the running job gets the state of those that train.
 
     Raises ``UserError`` where ``recover-run`` did not start this process, or the model cannot be trained so: its
     parameters are not on one device, or it has running statistics (BatchNorm), which a sum of gradients leaves out.
@@ -130,7 +128,7 @@ class ElasticDataParallel:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the lowest of them: who writes checkpoints and logs.  False before the first step."""
+        """Whether this is the lowest of them: it writes checkpoints and logs.  False before the first step."""
         return self.workers[:1] == [self.worker]
 
     def step(self, microbatch: Microbatch) -> StepResult:
@@ -183,7 +181,7 @@ class ElasticDataParallel:
     # ---- one step
 
     def _join(self) -> None:
-        """The next epoch, with whoever is there, and who of them has the state."""
+        """Join the next epoch, and find out which of its workers have the state."""
         self._mark("rendezvous", waiting=True)
         digest = "" if self._changed or not self._holds else self._state.digest()
         status = Status(self.completed, self._holds, digest, tuple(self._ran), self._exchange.address)
@@ -310,8 +308,9 @@ def run(elastic: ElasticDataParallel, microbatch: Microbatch, steps: int) -> Ite
     """Train until step ``steps`` is finished, and yield each step when it is finished and applied here.
 
     What stands in the body of the ``for`` loop is done by every worker between two steps (a scheduler's step, a line in
-    a log, an evaluation); what only one is to do is for whom ``elastic.leads``.  A worker that comes into the running
-    job gets the state of the others and begins with the step in which they are: it yields no step from before.
+    a log, an evaluation); what only one is to do is for the worker whose ``elastic.leads`` is True.  A worker that
+    comes into the running job gets the state of the others and begins with the step in which they are: it yields no
+    step from before.
 
     After the last step the worker leaves the run.  A script that breaks off calls ``elastic.leave()``.  A worker that
     has no part in the run any more ends here, with the exit code that says so (SystemExit): 13, it was put out; 0, the

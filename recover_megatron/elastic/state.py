@@ -1,20 +1,17 @@
-"""The state of a run as a tree: given to workers that come, taken from workers that have it.
+"""What the workers of a run hold: its state, which newcomers take from others, and the gradients of the step.
+
+The state is a tree: ``state_dict()`` of the model, of the optimizer, and of whatever else was named.
 
     holder     put(epoch) ----- the tree stands until ``withdraw``, before the optimizer's step changes it
     newcomer   fetch(epoch, holders) ----- parameters arrive in their own memory, the rest in new memory, then is loaded
 
-What is in it: ``state_dict()`` of the model, of the optimizer, and of whatever else was named.
-
-The holders of the run's state, and who runs which microbatch: pure functions of what the members joined with.
+Which workers hold it, and which worker runs which microbatch, each member works out by itself, from the statuses with
+which all have joined: the plan of the epoch has them.
 
     joined with   completed=7  holds  ran=(0, 3)     died in step 8: its 1 and 4 are lost
                   completed=7  holds  ran=(2, 5)
                   completed=0  -      ran=()         a newcomer: takes the state, and runs nothing in this step
     shares        8: {0: [1], 1: [4], 2: []}         from step 9 on all three
-
-Every member works them out by itself, from the same statuses: the plan of the epoch has them.
-
-The memory of a model's gradients as buckets, and beside it what a step counts: its loss, and its microbatches.
 """
 
 from __future__ import annotations
@@ -84,7 +81,7 @@ class State:
 
 
 class Exchange:
-    """This worker's end of it: what it gives, and what it gets.  ``host``: by which the other workers reach it."""
+    """Gives this worker's state to others, and gets theirs.  ``host``: the address by which they reach this worker."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         self._store = PeerStoreServer(host, secret)
@@ -141,7 +138,7 @@ class Status:
     completed: int
     """The last step that its state has."""
     holds: bool
-    """Whether it has a state to go on from; who comes into a running job has none."""
+    """Whether it has a state to go on from; a worker that comes into a running job has none."""
     digest: str
     """Of a state that no step of this run has changed yet; empty afterwards: then all holders have the same."""
     ran: tuple[int, ...]
@@ -178,8 +175,8 @@ class Standing:
 def standing(statuses: Mapping[int, Status], committed: int) -> Standing | None:
     """The state of the run and who holds it; None: nobody does.
 
-    At the start workers may differ (another seed, a checkpoint that only some have): who has completed most counts, of
-    these the lowest id, and who has just the same.
+    At the start workers may differ (another seed, a checkpoint that only some have): the holders are those that have
+    completed most steps and, of these, have just the same state as the one with the lowest id.
     """
     now = {worker: status.after(committed) for worker, status in sorted(statuses.items()) if status.holds}
     if not now:
@@ -206,7 +203,10 @@ def shares(
 
 
 class Gradients:
-    """Those of ``parameters``, all on one device: a bucket for each of their types, and one for what is counted."""
+    """The memory of the gradients of ``parameters``, all on one device, as buckets: one for each of their types.
+
+    One more, "counted", has what a step counts: its loss, and how often each of its microbatches was added.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor], microbatches: int) -> None:
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -72,13 +72,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         """Without the correction of the bias, which torch's own rule always has."""
-        (beta1, beta2), lr, decay, grad, state = (
-            group["betas"],
-            group["lr"],
-            group["weight_decay"],
-            p.grad,
-            self.state[p],
-        )
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        grad, state = p.grad, self.state[p]
         if self.adam_w_mode:
             p.mul_(1 - lr * decay)
         else:

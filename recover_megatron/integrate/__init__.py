@@ -1,7 +1,7 @@
 """What a training loop on megatron.core has to offer so that a step survives deaths: an interface with a version.
 
-    loop     ``Loop``: the seams of one training loop, what recovery asks of it, and the version it was written for
-    roles    what each seam is: when the loop calls it, with which arguments, what it returns
+    loop     ``Loop``: the seams of one training loop, what recovery asks of it, and the version it was written for;
+             ``ROLES``: what each seam is: when the loop calls it, with which arguments, what it returns
     seams    ``Seam``: a function of the loop, by module, name and parameters, checked before anything is wrapped
 
 The loops that come with this package are Megatron-LM's (``megatron_hooks.loops.megatron_lm``) and Megatron-Bridge's

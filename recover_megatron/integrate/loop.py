@@ -1,10 +1,8 @@
-"""A training loop, as the recovery knows it: where its functions are, and what it is asked for.
+"""A training loop, as the recovery knows it: which of its functions are wrapped (``ROLES``), and what it is asked for.
 
-What a training loop must call where: each role is one function of the loop that the recovery wraps.
-
-The wrapper of a role is called in place of the loop's function, with the role's ``parameters`` first, by position or by
-name, and whatever the loop has besides; it calls the loop's function with the same, and returns what that returns.  A
-loop whose function takes its arguments otherwise translates (``Seam.adapt``).
+Each role is one function of the loop.  Its wrapper is called in place of the loop's function, with the role's
+``parameters`` first, by position or by name, and whatever the loop has besides; it calls the loop's function with the
+same, and returns what that returns.  A loop whose function takes its arguments otherwise translates (``Seam.adapt``).
 """
 
 from __future__ import annotations

@@ -28,11 +28,10 @@ from recover_megatron.launch.readers import (
     check_module,
     check_script,
     lease,
-    log_format,
     nodes,
+    one_of,
     seconds,
     whole,
-    witness,
     workers_here,
 )
 from recover_megatron.launch.slurm import shape_of
@@ -93,7 +92,7 @@ class Options:
         "plain: lines as they come; iso: each with time (UTC), node and worker; json: the same as an object. On the "
         "console and in the logs",
         metavar="FORMAT",
-        check=log_format,
+        check=one_of("plain", "iso", "json"),
     )
     grace_seconds: float = option(
         15.0,
@@ -130,7 +129,7 @@ class Options:
         "several nodes with a lease: who is asked whether the others' nodes are off for certain, when fewer than half "
         "of the workers are left: slurm, kubernetes, off; auto: the one that runs this job, if it answers",
         metavar="KIND",
-        check=witness,
+        check=one_of("auto", "slurm", "kubernetes", "off"),
         docs="[below](#the-witness)",
     )
     device_test: str = option(
@@ -238,7 +237,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     rest = namespace.script[1:] if namespace.script[:1] == ["--"] else namespace.script
     if not rest and not reasons:
         reasons.append("no SCRIPT given: recover-run [options] SCRIPT [its arguments]")
-    taken, against = readers.take(namespace, environ)
+    taken, against = readers.take_from_environment(namespace, environ)
     reasons += against
     if namespace.slurm:
         reasons += _take_from_slurm(namespace, environ)
@@ -247,7 +246,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
         try:
             _read(options, flag, getattr(namespace, flag.dest))
         except ValueError as error:
-            variable = readers.PREFIX + flag.dest.upper()
+            variable = readers.PET + flag.dest.upper()
             source = variable if variable in taken else flag.name
             reasons.append(f"{source} {getattr(namespace, flag.dest)!r}: {error}")
             failed.add(flag.name)
@@ -298,7 +297,7 @@ def _read(options: Options, flag: Flag, given: str | bool | None) -> None:
 
 
 def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
-    """Fill in what the step says; the reasons against that."""
+    """Fill in what the SLURM step says.  Returns the reasons against that."""
     reasons = [
         f"--{name.replace('_', '-')}: leave it out; with --slurm it is SLURM's"
         for name in ("nnodes", "node_rank")
@@ -309,14 +308,14 @@ def _take_from_slurm(namespace: argparse.Namespace, environ: Mapping[str, str]) 
     if reasons:
         return reasons
     try:
-        readers = shape_of(environ, namespace.master_addr)
+        shape = shape_of(environ, namespace.master_addr)
     except ValueError as error:
         return [str(error)]
-    namespace.nnodes, namespace.node_rank = str(readers.nnodes), str(readers.node_rank)
-    namespace.master_addr = readers.master_addr
-    namespace.master_port = namespace.master_port or str(readers.master_port)
-    if namespace.nproc_per_node is None and readers.gpus:
-        namespace.nproc_per_node = str(readers.gpus)
+    namespace.nnodes, namespace.node_rank = str(shape.nnodes), str(shape.node_rank)
+    namespace.master_addr = shape.master_addr
+    namespace.master_port = namespace.master_port or str(shape.master_port)
+    if namespace.nproc_per_node is None and shape.gpus:
+        namespace.nproc_per_node = str(shape.gpus)
     return []
 
 

@@ -62,9 +62,7 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
         options, reserved = _prepare(argv)
         if options.check:
             log.info(f"all checks have passed; without --check this would start {_would_start(options)}")
-            if found := preflight.forecast(
-                options.script or "", options.script_args, options.nnodes, options.nproc_per_node
-            ):
+            if found := _forecast(options):
                 log.info("what the loss of a node would cost:" + "".join(f"\n  {line}" for line in found.table()))
             return 0
         plan = _plan(options, reserved, attempt)
@@ -80,10 +78,8 @@ def run(argv: Sequence[str], attempt: int = 0) -> int:
         log.info("from the environment: " + ", ".join(f"{name}={value}" for name, value in options.taken.items()))
     if not options.slurm and options.nnodes == 1 and (hint := slurm.left_alone(os.environ)):
         log.info(hint)
-    if plan.node_rank == 0 and not plan.joins:
-        found = preflight.forecast(options.script or "", options.script_args, plan.nnodes, plan.nproc_per_node)
-        if found and (fatal := found.warning()):
-            log.info(fatal)
+    if plan.node_rank == 0 and not plan.joins and (found := _forecast(options)) and (fatal := found.warning()):
+        log.info(fatal)
     if lock and plan.joins:
         plan = replace(plan, run_id=lock.run_id)
     return Supervisor(plan, reserved, os.environ, lock, save_lock).run()
@@ -121,6 +117,10 @@ def _prepare(argv: Sequence[str]) -> tuple[arguments.Options, socket.socket | No
     return options, reserved
 
 
+def _forecast(options: arguments.Options) -> preflight.Forecast | None:
+    return preflight.forecast(options.script or "", options.script_args, options.nnodes, options.nproc_per_node)
+
+
 def _would_start(options: arguments.Options) -> str:
     here = f"{count(options.nproc_per_node)} on this node"
     return here + (f", {options.nnodes * options.nproc_per_node} on all" if options.nnodes > 1 else "")
@@ -131,16 +131,8 @@ def _lock_folders(plan: LaunchPlan) -> tuple[FolderLock | None, FolderLock | Non
 
     Raises UsageError.
     """
-    mine = Claim(
-        os.getpid(),
-        plan.host,
-        time.time(),
-        plan.run_id,
-        plan.nnodes,
-        plan.master_addr,
-        plan.master_port,
-        plan.world_size,
-    )
+    started, address = time.time(), (plan.master_addr, plan.master_port)
+    mine = Claim(os.getpid(), plan.host, started, plan.run_id, plan.nnodes, *address, plan.world_size)
     saves = save_folder(plan.script_args) if plan.saves else None
     save_lock, lock = None, FolderLock(plan.log_dir, mine, log.info) if plan.log_dir else None
     if saves and "://" not in saves and not (plan.log_dir and plan.log_dir.resolve() == Path(saves).resolve()):

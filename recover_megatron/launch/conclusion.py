@@ -6,7 +6,7 @@ The first that there is decides::
     what the coordinator says of the run, unless workers of this node have finished and it was not heard
     what became of the workers, here and on other nodes (states.py)
 
-The last checkpoint of a run, by its files: there may be nobody left who could tell of it.
+The last checkpoint is named by its files: there may be nobody left who could tell of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def save_folder(script_args: Sequence[str]) -> str | None:
-    """Where a script with these arguments saves; None: nowhere."""
+    """The folder in which a script with these arguments saves; None: it saves none."""
     folder = None
     for at, argument in enumerate(script_args):
         if argument == "--save" and at + 1 < len(script_args):
@@ -39,7 +39,10 @@ def save_folder(script_args: Sequence[str]) -> str | None:
 
 
 def last_checkpoint(script_args: Sequence[str]) -> str | None:
-    """In words, of a script with these arguments; None: it saves none.  Looks at the disk."""
+    """The newest complete checkpoint of a script with these arguments, in words; None: it saves none.
+
+    Looks at the disk.
+    """
     folder = save_folder(script_args)
     if folder is None:
         return None

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from recover_megatron.arguments import times_from_argv
 from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate
-from recover_megatron.launch.leasing import is_here, slack_of
+from recover_megatron.launch.leasing import lease_is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import BACKLOG, Address, Candidates, LaunchPlan, join_addresses, local_address
 from recover_megatron.membership.auth import find_secret
@@ -185,7 +185,7 @@ class ControlPlane:
             self._say(f"no candidate coordinator on this node: the run was launched with {world} workers, --world-size "
                       f"says {self._plan.world_size}")  # fmt: skip
             return
-        if lease is not None and (why_not := is_here(Path(lease))):
+        if lease is not None and (why_not := lease_is_here(Path(lease))):
             self._say(f"no candidate coordinator on this node: it does not see the run's lease: {why_not}")
             return
         try:

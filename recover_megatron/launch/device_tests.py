@@ -49,7 +49,7 @@ class _Test:
 
 
 class DeviceTests:
-    """Those under way.  ``seconds``: that one may take."""
+    """The tests under way.  ``seconds``: how long one may take."""
 
     def __init__(self, loop: EventLoop, command: tuple[str, ...], seconds: float) -> None:
         self._loop = loop

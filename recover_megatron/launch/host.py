@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from recover_megatron.launch import leasing
-from recover_megatron.launch.leasing import AUTO, OFF, Trial, lease_path
+from recover_megatron.launch.leasing import AUTO, OFF, LeaseTrial, lease_path
 from recover_megatron.launch.messages import SHARE_A_SECRET
 from recover_megatron.launch.node_messages import NodeEvents, Seal, Unproved
 from recover_megatron.launch.plan import Address, Candidates, LaunchPlan, OwnPlace, address_from, hosting
@@ -54,8 +54,8 @@ class Host:
         self._members: dict[int, _Member] = {}
         """The nodes that take part and have not reported."""
         self._candidates: dict[int, Address] = {}
-        """Those of other nodes, until all are known."""
-        self._trial: Trial | None = None
+        """By rank: those of other nodes, until all are known."""
+        self._trial: LeaseTrial | None = None
         self._looks: dict[int, Any] = {}
         """What other nodes with candidates say of the lease."""
         self._places: dict[int, Any] = {}
@@ -70,7 +70,7 @@ class Host:
         """Until every node has reported, or the launch cannot be completed: one that is lost may come back."""
         plan = self._plan
         if plan.control_plane:
-            self._trial = Trial(plan)  # before anybody can look for it
+            self._trial = LeaseTrial(plan)  # before anybody can look for it
             self._places[0] = leasing.look_for_witness(plan)
         job = {
             "nnodes": plan.nnodes,
@@ -100,7 +100,10 @@ class Host:
     def announce_end(self, store: Store, reason: str, code: int) -> None:
         """Have all others stop with ``code``, and wait until they know; over the connection ``store``."""
         value = {"reason": f"node 0 ended the launch: {reason}", "code": code}
-        for key, told in (("end", value), ("coordinators", {})):  # whoever waits for these looks at the end next
+        for key, told in (
+            ("end", value),
+            ("coordinators", {}),
+        ):  # a launcher that waits for these looks at the end next
             if key not in self._values:
                 self._values[key] = self._seal.wrap(key, self._plan.run_id, told)
                 store.set(PREFIX + key, self._values[key])

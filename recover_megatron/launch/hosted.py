@@ -2,9 +2,9 @@
 
     RUNNING --killed, or ended while the run goes on--> DOWN --after a pause--> RUNNING (a fresh candidate)
 
-The socket stays open in between, so that whoever turns to the address waits in its backlog. A fresh candidate knows
-nothing, and need not: see membership/coordinator.py. A candidate that ends soon after each start is started ever less
-often (``PAUSES``), for as long as the run lasts.
+The socket stays open in between, so that a worker that turns to the address waits in its backlog. A fresh candidate
+knows nothing, and need not: see membership/coordinator.py. A candidate that ends soon after each start is started ever
+less often (``PAUSES``), for as long as the run lasts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CandidateCommand:
     """The job's secret included."""
     lease: Path | None = None
     slack: int = 0
-    """See ``quorum.standing``."""
+    """See ``leadership.standing``."""
     witness: Scope | None = None
     """The witness, which may tell it which nodes are off."""
     witnessed: bool = False

@@ -1,13 +1,13 @@
-"""Whether the candidates of a launch over several nodes share a lease (membership/lease.py), tried out at the start.
+"""What a launch over several nodes finds out at its start: whether its candidates share a lease, and have a witness.
 
-Node 0 writes a random word to PATH.try, by the same call by which a lease is taken. A node with a candidate tries to
-write that file, too: it must be refused, read the word, and tell it to node 0 with what it says when it joins. So all
-of them see one folder, and of two hosts that want the same name there one gets it. Storage that hangs is no storage.
+The lease (membership/lease.py) is tried out. Node 0 writes a random word to PATH.try, by the same call by which a lease
+is taken. A node with a candidate tries to write that file, too: it must be refused, read the word, and tell it to node
+0 with what it says when it joins. So all of them see one folder, and of two hosts that want the same name there one
+gets it. Storage that hangs is no storage.
 
-Whether a launch over several nodes has a witness (membership/witness.py), and which, found out at the start.
-
-Each node tells node 0 what SLURM or Kubernetes calls it, and which of the two; nodes with a candidate coordinator have
-asked it about themselves before. All must tell the same kind. Node 0 gives the candidates all names.
+The witness (membership/witness.py) is SLURM or Kubernetes. Each node tells node 0 which of the two runs it, and what
+that calls it; nodes with a candidate have asked it about themselves before. All must tell the same kind. Node 0 gives
+the candidates all names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRY_SECONDS = 5.0
 
 
 def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
-    """The lease's files on this node are this path and a number; None: it has none, see ``why_none``."""
+    """The lease's files on this node are this path and a number; None: it has none, see ``why_no_lease``."""
     if plan.lease == OFF or (plan.lease == AUTO and plan.log_dir is None):
         return None
     place = plan.log_dir / "lease" if plan.lease == AUTO and plan.log_dir else Path(plan.lease)
@@ -37,7 +37,7 @@ def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
 
 
 def slack_of(plan: LaunchPlan) -> int:
-    """By so many workers two nodes may differ, each of which has one left (``quorum.standing``)."""
+    """By so many workers two nodes may differ, each of which has one left (``leadership.standing``)."""
     return plan.nproc_per_node - 1 + plan.spares
 
 
@@ -45,7 +45,7 @@ def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
     """Another node's part of the trial, for node 0: the word, or why there is none."""
     path = lease_path(plan, run_id)
     if path is None:
-        return {"reason": why_none(plan)}
+        return {"reason": why_no_lease(plan)}
     trial = _trial(path)
 
     def attempt() -> dict[str, str]:
@@ -57,13 +57,13 @@ def try_lease(plan: LaunchPlan, run_id: str) -> dict[str, str]:
     return _within(attempt)
 
 
-def why_none(plan: LaunchPlan) -> str:
-    """Why there is no path."""
+def why_no_lease(plan: LaunchPlan) -> str:
+    """Why ``lease_path`` is None."""
     return "--lease off" if plan.lease == OFF else "no --log-dir"
 
 
-class Trial:
-    """Node 0's part of it."""
+class LeaseTrial:
+    """Node 0's part of the trial of the lease."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         """Write the word; waits ``TRY_SECONDS`` for the storage."""
@@ -71,7 +71,7 @@ class Trial:
         self._path = lease_path(plan, plan.run_id)
         self._word = secrets.token_hex(16)
         if self._path is None:
-            self._own = {"reason": why_none(plan)}
+            self._own = {"reason": why_no_lease(plan)}
             return
         trial, word = _trial(self._path), self._word
         self._own = _within(lambda: {"word": word} if publish(trial, word) else {"reason": f"{trial} is there already"})
@@ -99,7 +99,7 @@ class Trial:
         )
 
 
-def is_here(path: Path) -> str:
+def lease_is_here(path: Path) -> str:
     """Why a node that joins the run later cannot use the lease at ``path``; empty: it sees what node 0 has left."""
     answer = _within(lambda: {} if path.exists() else {"reason": f"{path} is not there"})
     return answer.get("reason", "")

@@ -1,45 +1,17 @@
 """What a launch writes into its log folder, and that no other run does.
 
-    launch.lock         held until the launch ends                                       (log_folder.py)
-    worker-<id>.log     the output of each worker                                        (output.LogFile)
-    workers.json        what became of each worker                                       (log_folder.py)
-    secret              the secret that the launch made up                               (log_folder.py)
+    launch.lock         held until the launch ends                    FolderLock
+    worker-<id>.log     the output of each worker                     output.LogFile
+    workers.json        what became of each worker                    WorkersFile
+    secret              the secret that the launch made up            SecretFile
 
 The folder of ``--save`` has such a lock, too.  Without ``--log-dir`` nothing else is written.  The disk neither stops
-nor ends the launcher.
-
-One run at a time in a log folder, and in a folder of checkpoints: DIR/launch.lock, held by every launcher of the run
-for as long as it lives.
-
-    free ----take, or share by the first of several nodes----> held by one ----share----> held by several
-                                                                 '--- the last launcher ends, however --> free
-
-Its launchers hold a shared ``flock`` of the file, which the kernel (of the file server, where hosts share the folder)
-frees with its process: a killed launch leaves nothing to clean up.  The file says who holds it: the launcher that made
-the run, and the run's id, by which launchers of other nodes and those that join know that they belong to it.
-
-To see whether the file is held is to lock it for a moment.  So launchers look one at a time, in the order in which they
-get DIR/launch.lock.order: no look is taken for a run, and none meets a claim that is half made.
-
-DIR/secret: the secret that a launch made up, where its owner's recover-status finds it.
-
-Only a secret of the launch's own is written, never one that the user chose: that one is kept where the user keeps it.
-The file has mode 0600 from its first byte on and takes its name when it is whole; a link of that name is replaced, not
-followed.  It is removed at the end of the launch.  What a killed launcher leaves opens nothing, since the secret was
-that launch's alone; the next launch removes it.
-
-workers.json: what became of each worker, for people and tools, current at every change.
-
-A JSON list of objects (the fields of ``states.Worker``), sorted by worker id.  Launchers of several nodes that share
-the folder merge their entries: each replaces its own and keeps the others' of the same run.  The lock file
-``workers.json.lock`` orders them and names the run; entries of another, earlier run are dropped.  The file is replaced
-by renaming, so no reader ever sees a partial one, and no killed launcher leaves one.
+nor ends the launcher (log_writer.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import json
@@ -58,8 +30,8 @@ from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.log_writer import PATIENCE_SECONDS, Aside, flush_all
 from recover_megatron.membership.auth import SECRET_FILE
 
-NAME = "launch.lock"
-ORDER = NAME + ".order"
+LOCK_FILE = "launch.lock"
+ORDER_FILE = LOCK_FILE + ".order"
 ENDING_SECONDS = 8.0
 """A run that has ended keeps its folder no longer than until its last launchers, on other nodes, have ended too."""
 LONGEST_REASON = 1000
@@ -99,13 +71,27 @@ class Claim:
 
 @dataclass(eq=False)
 class FolderLock:
-    """The lock of ``folder``, which exists, for the launcher that ``mine`` describes.
+    """One run at a time in ``folder``, which exists: every launcher of the run holds FOLDER/launch.lock while it lives.
+
+    ::
+
+        free ----take, or share by the first of several nodes----> held by one ----share----> held by several
+                                                                     '--- the last launcher ends, however --> free
+
+    Its launchers hold a shared ``flock`` of the file, which the kernel (of the file server, where hosts share the
+    folder) frees with its process: a killed launch leaves nothing to clean up.  The file says who holds it: the
+    launcher that made the run, and the run's id, by which launchers of other nodes and those that join know that they
+    belong to it.
+
+    To see whether the file is held is to lock it for a moment.  So launchers look one at a time, in the order in which
+    they get FOLDER/launch.lock.order: no look is taken for a run, and none meets a claim that is half made.
 
     ``take``, ``check``, ``share`` and ``join`` return None, or why the folder cannot be used.
     """
 
     folder: Path
     mine: Claim
+    """Describes this launcher."""
     say: Callable[[str], None]
     """Tells of a run that would not be noticed."""
     option: str = "--log-dir"
@@ -148,15 +134,15 @@ class FolderLock:
         try:
             if self._descriptor < 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._descriptor = os.open(self.folder / NAME, flags, 0o666)
+                self._descriptor = os.open(self.folder / LOCK_FILE, flags, 0o666)
             return attempt()
         except OSError as error:
             if not self.needed:
                 self._without = True
-                where = f"{NAME} in {self.option} {self.folder} cannot be used ({error.strerror})"
+                where = f"{LOCK_FILE} in {self.option} {self.folder} cannot be used ({error.strerror})"
                 self.say(f"{where}: another run that saves there would not be noticed")
                 return None
-            return f"{self.option} {self.folder}: {NAME} cannot be used ({error.strerror}): choose another folder"
+            return f"{self.option} {self.folder}: {LOCK_FILE} cannot be used ({error.strerror}): choose another folder"
 
     def _take(self) -> str | None:
         end = time.monotonic() + ENDING_SECONDS
@@ -191,7 +177,7 @@ class FolderLock:
 
         At its end this launcher keeps the lock if ``held`` is set.
         """
-        with open(self.folder / ORDER, "a", encoding="utf-8") as order:
+        with open(self.folder / ORDER_FILE, "a", encoding="utf-8") as order:
             self._flock(order.fileno(), fcntl.LOCK_EX)
             try:
                 free = self._flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,7 +237,13 @@ _OURS = re.compile(rb"[0-9a-f]{64}\n")
 
 
 class SecretFile:
-    """The file of one launch.  The disk neither stops nor ends the launcher (``log_writer``)."""
+    """DIR/secret: the secret that a launch made up, where its owner's recover-status finds it.
+
+    Only a secret of the launch's own is written, never one that the user chose: that one is kept where the user keeps
+    it.  The file has mode 0600 from its first byte on and takes its name when it is whole; a link of that name is
+    replaced, not followed.  It is removed at the end of the launch.  What a killed launcher leaves opens nothing, since
+    the secret was that launch's alone; the next launch removes it.
+    """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         """``say``, called in any thread, tells of trouble with the disk."""
@@ -260,15 +252,15 @@ class SecretFile:
 
     def write(self, secret: str) -> None:
         """Make the file.  It is there when this returns, if the disk is well."""
-        self.writing.submit(lambda: _write(self._path, secret), 1)
+        self.writing.submit(lambda: _write_secret(self._path, secret), 1)
         self.writing.settle()
 
     def remove(self) -> None:
         """Remove what a launch has left, this one or an earlier one."""
-        self.writing.submit(lambda: _remove(self._path), 1)
+        self.writing.submit(lambda: _remove_secret(self._path), 1)
 
 
-def _write(path: Path, secret: str) -> None:
+def _write_secret(path: Path, secret: str) -> None:
     if not _may_replace(path):
         raise FileExistsError(0, "there is a file of that name that no launch has made")
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
@@ -287,7 +279,7 @@ def _write(path: Path, secret: str) -> None:
         raise
 
 
-def _remove(path: Path) -> None:
+def _remove_secret(path: Path) -> None:
     if _may_replace(path):
         path.unlink(missing_ok=True)
 
@@ -313,7 +305,13 @@ Entries = dict[int, dict[str, object]]
 
 
 class WorkersFile:
-    """The file as this launcher keeps it.  The disk neither stops nor ends the launcher (``log_writer``)."""
+    """workers.json: what became of each worker, for people and tools, current at every change.
+
+    A JSON list of objects (the fields of ``states.WorkerProcess``), sorted by worker id.  Launchers of several nodes
+    that share the folder merge their entries: each replaces its own and keeps the others' of the same run.  The lock
+    file ``workers.json.lock`` orders them and names the run; entries of another, earlier run are dropped.  The file is
+    replaced by renaming, so no reader ever sees a partial one, and no killed launcher leaves one.
+    """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         """``say``, called in any thread, tells of trouble with the disk."""
@@ -323,27 +321,27 @@ class WorkersFile:
 
     def put(self, run_id: str, workers: Sequence[WorkerProcess]) -> None:
         """Merge ``workers``, all those of this launcher, into the file.  It has them then, if the disk is well."""
-        self._latest = (run_id, {worker.worker_id: dataclasses.asdict(worker) for worker in workers})
+        self._latest = (run_id, {worker.worker_id: asdict(worker) for worker in workers})
         if self.writing.left < 2:  # one that is written now, and one that will write the latest
             self.writing.submit(self._write, 1)
         self.writing.settle()
 
     def _write(self) -> None:
         run_id, entries = self._latest
-        _merge(self._folder, run_id, entries)
+        _merge_entries(self._folder, run_id, entries)
 
 
-def _merge(folder: Path, run_id: str, own: Entries) -> None:
+def _merge_entries(folder: Path, run_id: str, own: Entries) -> None:
     with open(folder / (WORKERS_FILE + ".lock"), "a+", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.seek(0)
         same_run = lock.read() == run_id
         entries = _read_entries(folder / WORKERS_FILE) if same_run else {}
         entries |= own
-        _replace(folder / WORKERS_FILE, [entries[worker_id] for worker_id in sorted(entries)])
+        _replace_entries(folder / WORKERS_FILE, [entries[worker_id] for worker_id in sorted(entries)])
         if same_run:
             return
-        # After the file itself: whoever finds the old name here drops the entries and writes its own again.
+        # After the file itself: a launcher that finds the old name here drops the entries and writes its own again.
         lock.seek(0)
         lock.truncate()
         lock.write(run_id)
@@ -357,7 +355,7 @@ def _read_entries(path: Path) -> Entries:
         return {}  # missing or not ours: this launcher's own entries are complete without it
 
 
-def _replace(path: Path, entries: list[dict[str, object]]) -> None:
+def _replace_entries(path: Path, entries: list[dict[str, object]]) -> None:
     temporary = path.with_name(path.name + ".tmp")  # one writer at a time: the lock is held
     lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
     temporary.write_text(f"[\n{lines}\n]\n" if entries else "[]\n", encoding="utf-8")

@@ -2,17 +2,7 @@
 
 Nothing is polled: ``run_once`` sleeps until a descriptor is ready, a signal comes in, a timer is due or another thread
 calls.  Signals and calls from threads arrive as bytes in pipes, so they are events like all others, handled between two
-callbacks and never in the middle of one.
-
-What a signal to recover-run means.
-
-::
-
-    SIGCHLD                     a child has ended, perhaps one that the launcher has inherited
-    SIGUSR1, SIGUSR2            for the workers: batch systems send these ahead of a time limit
-    SIGINT, SIGTERM, SIGHUP     the first: stop the launch; another one: kill it at once
-
-SIGHUP is left alone under nohup.
+callbacks and never in the middle of one.  ``LaunchSignals`` knows what a signal to recover-run means.
 """
 
 from __future__ import annotations
@@ -84,7 +74,7 @@ class EventLoop:
             return  # the pipe is full of wake-ups already
 
     def from_thread(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """``callback`` for other threads: whoever calls the result has the loop call ``callback`` like that."""
+        """``callback`` for other threads: what is returned has the loop call ``callback`` with the same arguments."""
 
         def call(*args: object, **kwargs: object) -> None:
             self.call_from_thread(partial(callback, *args, **kwargs))
@@ -198,7 +188,16 @@ class SignalEvents(Protocol):
 
 
 class LaunchSignals:
-    """Handles signals from its making on until the loop is closed."""
+    """What a signal to recover-run means, from the making of this object on until the loop is closed.
+
+    ::
+
+        SIGCHLD                     a child has ended, perhaps one that the launcher has inherited
+        SIGUSR1, SIGUSR2            for the workers: batch systems send these ahead of a time limit
+        SIGINT, SIGTERM, SIGHUP     the first: stop the launch; another one: kill it at once
+
+    SIGHUP is left alone under nohup.
+    """
 
     def __init__(self, loop: EventLoop, events: SignalEvents) -> None:
         self._events = events

@@ -1,14 +1,4 @@
-"""What the threads that talk to the other launchers tell this one; see peers.py.
-
-What a launcher believes of what is in the store, which anybody on the network can read and write.
-
-A value is JSON text with a MAC by the job's secret over the key, the run and the text, so that it cannot be forged, put
-under another key, or taken from another run of the same secret.  A run's id is random and made by node 0; that a
-``job`` is not of an earlier run shows when node 0 answers a node's own nonce (peers.py).  An old value of the same run
-can be put back: counters in the values, and that all of them only ever say more, make that harmless.
-
-Launchers of several nodes that share no secret have nothing to tell a stranger's word by (docs/security.md).
-"""
+"""What launchers believe of what is in the store (``Seal``), and what they are told of each other (``NodeEvents``)."""
 
 from __future__ import annotations
 
@@ -22,7 +12,7 @@ from recover_megatron.network import connection
 
 
 class NodeEvents(Protocol):
-    """Called in the main thread, by the event loop."""
+    """What the threads that talk to the other launchers tell this one.  The event loop calls it in the main thread."""
 
     def accepted(self, run_id: str) -> None:
         """This node takes part in the run (other nodes than 0)."""
@@ -72,7 +62,15 @@ class Unproved(ValueError):
 
 
 class Seal:
-    """Wraps and opens values; ``secret``: None where the launchers share none."""
+    """Proves what launchers put into the store, which anybody on the network can read and write.
+
+    A value is JSON text with a MAC by the job's secret over the key, the run and the text, so that it cannot be forged,
+    put under another key, or taken from another run of the same secret.  A run's id is random and made by node 0; that
+    a ``job`` is not of an earlier run shows when node 0 answers a node's own nonce (peers.py).  An old value of the
+    same run can be put back: counters in the values, and that all of them only ever say more, make that harmless.
+
+    ``secret``: None where the launchers share none: they have nothing to tell a stranger's word by (docs/security.md).
+    """
 
     def __init__(self, secret: Secret | None) -> None:
         self._key = secret.key("launch") if secret else None

@@ -2,11 +2,9 @@
 
 Bytes are never decoded.  A line is shown when it is complete; a line that stays incomplete (a progress bar) is shown as
 far as it is after ``PARTIAL_SECONDS``, and a very long one in pieces of ``LONGEST_LINE`` bytes, so that memory is
-bounded and lines of different workers are never mixed.  When the reader of the launcher's own output is slow, the
-launcher stops reading the workers' pipes for a moment, as if they wrote to it directly; when it does not read at all,
-lines are dropped on the console and kept in the logs (sink.py).
-
-Which lines of the workers the console shows.
+bounded and lines of different workers are never mixed.  ``Voice`` says which lines are shown at all.  When the reader
+of the launcher's own output is slow, the launcher stops reading the workers' pipes for a moment, as if they wrote to it
+directly; when it does not read at all, lines are dropped on the console and kept in the logs (sink.py).
 """
 
 from __future__ import annotations
@@ -138,7 +136,7 @@ class Stream:
             self._watched = True
 
     def drain_and_close(self) -> None:
-        """Take what is in the pipe now, and close it: whoever still holds the other end is not waited for."""
+        """Take what is in the pipe now, and close it: a process that still holds the other end is not waited for."""
         drained = 0
         while self.open and drained < _MOST_DRAINED:
             count = self._read()

@@ -1,10 +1,6 @@
 """This launcher among those of the other nodes: whether it takes part, and whom it waits for at the end.
 
-Runs in the main thread; peers.py does the talking in threads of its own.
-
-What the launchers of a launch tell each other, through the store, under ``recover/launch/``.
-
-::
+The launchers of a launch tell each other through the store, under ``recover/launch/``::
 
     key                      written by     meaning
     job                      node 0         {"nnodes", "nproc_per_node", "control_plane", "candidates", "run_id"}
@@ -29,8 +25,8 @@ be complete, and node 0 ends it.  Each node of ``candidates`` tells where its co
 worker starts before all know all of them.  Node 0 keeps the store up until it knows from every node how its workers
 ended, or the node's count has stopped for LOST_SECONDS.
 
-Store operations block, so each side (guest.py, host.py) runs in a thread of its own and calls back through the event
-loop; failure reports go over a connection of their own.
+Store operations block, so each side (guest.py, host.py) runs in a thread of ``NodeThreads`` and calls back through the
+event loop; failure reports go over a connection of their own.  ``Peers`` decides, in the main thread.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What a launch is: how many workers, their ranks, the store's address; and the variables that tell a worker.
+"""What a launch is: how many workers, their ranks, the store's address; the variables that tell a worker; and where the
+candidate coordinators of a launch over several nodes listen.
 
-Where the candidate coordinators of a launch over several nodes listen.
-
-CANDIDATES nodes host one each: the first ones, or, under SLURM, those from the second on.  A node listens on the
-address from which it reaches the others: node 0 that from which it reaches another one with a candidate, another node
-that from which it reaches node 0.  The user may choose it (RECOVER_HOST).
-
-The socket is bound before its address is told, so whoever turns to it early waits in its backlog.
+CANDIDATES nodes host a candidate each: the first ones, or, under SLURM, those from the second on.  A node listens on
+the address from which it reaches the others: node 0 that from which it reaches another one with a candidate, another
+node that from which it reaches node 0.  The user may choose it (RECOVER_HOST).  The socket is bound before its address
+is told: a member that turns to it early waits in its backlog.
 """
 
 from __future__ import annotations
@@ -109,7 +107,7 @@ class LaunchPlan:
 
     @property
     def is_megatrons(self) -> bool:
-        """Whether the script trains as Megatron's do, and so says what ``lines.Voice`` waits for."""
+        """Whether the script trains as Megatron's do, and so says what ``output.Voice`` waits for."""
         return self.fault_tolerant and self._script.startswith("pretrain_")
 
     @property
@@ -124,7 +122,7 @@ class LaunchPlan:
 
     @property
     def flags(self) -> dict[str, str]:
-        """Those of the script that must be the same on all nodes; none without ``--recover``."""
+        """The flags of the script that must be the same on all nodes; none without ``--recover``."""
         if not self.fault_tolerant:
             return {}
         return script_flags.flags_of(self.script_args, config_from_argv(self.script_args).may_differ.split(","))
@@ -207,13 +205,14 @@ def worker_variables(plan: LaunchPlan, worker: WorkerProcess, run_id: str) -> di
 
 CANDIDATES = 3
 BACKLOG = 4096
+"""So many may connect before a socket's server accepts.  The kernel lowers it to net.core.somaxconn."""
 
 Address = tuple[str, int]
 
 
 @dataclass
 class Candidates:
-    """What a launcher knows when all have told."""
+    """What a launcher knows of the candidate coordinators when all nodes have told where theirs listens."""
 
     host: str
     """This node's address."""

@@ -1,10 +1,11 @@
-"""What a training's own flags show to be wrong before anything is started, so within a second and on a login node.
+"""What a training's own flags show before anything is started, so within a second and on a login node.
 
-Only what can be seen without importing torch or Megatron: names and values of ``--recover-*``; of Megatron's own
-scripts sizes against the number of workers, and files that are not there. The script makes these checks and many more
-when it has parsed its flags (``megatron_hooks/entry/flags.py``).
+``check``: what is wrong with them.  Only what can be seen without importing torch or Megatron: names and values of
+``--recover-*``; of Megatron's own scripts sizes against the number of workers, and files that are not there.  The
+script makes these checks and many more when it has parsed its flags (``megatron_hooks/entry/flags.py``).
 
-What the loss of each node would cost a training, in lines for people: of ``recover-run --check``, and at a start.
+``forecast``: what the loss of each node would cost the training, in lines for people: of ``recover-run --check``, and
+at a start.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -27,8 +27,12 @@ from recover_megatron.launch.messages import count
 from recover_megatron.workload.domains import data_parallel_ranks_per_replica
 from recover_megatron.workload.node_losses import NodeLoss, Training, node_losses
 
-SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
+SIZES = {
+    "tensor": "--tensor-model-parallel-size",
+    "pipeline": "--pipeline-model-parallel-size",
+    "context": "--context-parallel-size",
+}
+EXPERT, EXPERT_TENSOR = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 FILES = ("--data-args-path", "--per-split-data-args-path", "--vocab-file", "--merge-file")
 ELSEWHERE = ("--yaml-cfg", "--dataloader-type", "--sft", "--perform-rl-step")
@@ -88,20 +92,20 @@ def _metrics(config: RecoverConfig) -> list[str]:
 
 
 def _layout(script_args: Sequence[str], world: int) -> list[str]:
-    given = given_flags(script_args, [*SIZES, *EXPERTS, "--yaml-cfg"])
+    given = given_flags(script_args, [*SIZES.values(), EXPERT, EXPERT_TENSOR, "--yaml-cfg"])
     try:
-        sizes = {name: int(given[name][-1]) for name in SIZES if name in given}
-        expert, expert_tensor = (int(given[name][-1]) if name in given else 0 for name in EXPERTS)
+        sizes = {name: int(given[name][-1]) for name in SIZES.values() if name in given}
+        expert, expert_tensor = (int(given[name][-1]) if name in given else 0 for name in (EXPERT, EXPERT_TENSOR))
     except (ValueError, IndexError):
         return []  # Megatron's parser says which is no number
-    replica = math.prod(sizes.values())
+    replica = prod(sizes.values())
     if "--yaml-cfg" in given or replica < 1 or expert < 0 or expert_tensor < 0:
         return []
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     change = "start a multiple of that (recover-run --nproc-per-node, --nnodes) or change these sizes"
     if world % replica:
         return [f"{world} workers cannot hold whole replicas of {replica} ({product}): {change}"]
-    tensor, pipeline = (sizes.get(name, 1) for name in SIZES[:2])
+    tensor, pipeline = (sizes.get(SIZES[size], 1) for size in ("tensor", "pipeline"))
     experts = max(1, expert) * (expert_tensor or tensor) * pipeline
     if expert > 1 and world % experts:
         return [f"{world} workers cannot hold whole sets of experts, of {experts} workers (EP {expert}): {change}"]
@@ -166,12 +170,6 @@ def _is_weight(word: str) -> bool:
     return True
 
 
-SIZE_FLAGS = {
-    "tensor": "--tensor-model-parallel-size",
-    "context": "--context-parallel-size",
-    "pipeline": "--pipeline-model-parallel-size",
-}
-EXPERT, EXPERT_TENSOR = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 MAPPING, SPREAD = "--use-tp-pp-dp-mapping", "--use-distributed-optimizer"
 FSDP, INSTANCES = "--use-megatron-fsdp", "--num-distributed-optimizer-instances"
 OUTER = "--outer-dp-sharding-strategy"
@@ -220,7 +218,7 @@ def forecast(script: str, script_args: Sequence[str], nodes: int, per_node: int)
 
 
 def _training(script_args: Sequence[str], world: int) -> Training | None:
-    names = [*SIZE_FLAGS.values(), EXPERT, EXPERT_TENSOR, MAPPING, SPREAD, FSDP, INSTANCES, OUTER, "--yaml-cfg"]
+    names = [*SIZES.values(), EXPERT, EXPERT_TENSOR, MAPPING, SPREAD, FSDP, INSTANCES, OUTER, "--yaml-cfg"]
     found = given_flags(script_args, names)
     if "--yaml-cfg" in found:
         return None
@@ -228,7 +226,7 @@ def _training(script_args: Sequence[str], world: int) -> Training | None:
     def number(name: str, default: int) -> int:
         return int(found[name][-1]) if name in found else default
 
-    sizes = {size: number(name, 1) for size, name in SIZE_FLAGS.items()}
+    sizes = {size: number(name, 1) for size, name in SIZES.items()}
     expert, instances, fsdp = number(EXPERT, 1), number(INSTANCES, 1), FSDP in found
     expert_tensor = number(EXPERT_TENSOR, sizes["tensor"])
     inner_ranks = data_parallel_ranks_per_replica(

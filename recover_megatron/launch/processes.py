@@ -1,4 +1,4 @@
-"""Start processes that die with the launcher; find and kill whatever is left of them.
+"""Start processes that die with the launcher; find and kill whatever is left of them; execute the launcher anew.
 
 A process belongs to a launch if any of these holds:
 
@@ -9,15 +9,6 @@ A process belongs to a launch if any of these holds:
 
 So a process escapes only if it cleared its environment, left the session *and* lost its parent.  While the launcher
 lives not even that helps: it is the subreaper of its descendants, so they become its children.
-
-Descendants of the launcher that lost their parent: they become its children, to be reaped, and killed at the end.
-
-The start of a launch, made again: this process becomes a launcher that has done nothing yet.
-
-A worker that is killed before the training has begun leaves the others in operations that no one can take them out of.
-So all launchers of the launch end all of their workers, as for its end, and then each executes its own command line
-anew: another store, other coordinators, another run id, the same process id for whoever has started the launcher.
-Nothing was trained, so nothing is lost; and nothing of the first try can be mistaken for anything of the next.
 """
 
 from __future__ import annotations
@@ -39,17 +30,10 @@ from recover_megatron.variables import ATTEMPT_VARIABLE, LAUNCH_ID_VARIABLE, WOR
 _PR_SET_CHILD_SUBREAPER = 36
 _EXEC_WORKER = str(Path(__file__).with_name("exec_worker.py"))
 _MOST_ROUNDS = 100
-_RESET_SIGNALS = [
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGCHLD,
-    signal.SIGPIPE,
-    signal.SIGXFSZ,
-    signal.SIGQUIT,
-]
+_ASK_TO_END = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+_RESET_SIGNALS = [*_ASK_TO_END, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ]
 
-DEAF_TO = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
+DEAF_TO = [*_ASK_TO_END, signal.SIGUSR1, signal.SIGUSR2]
 """What helpers of the launch block: SLURM sends a signal to *every* process of a step, and these must outlive it, since
 the workers that were asked to end still need them.  They end with the launcher."""
 
@@ -276,7 +260,10 @@ LAST_SWEEP_SECONDS = 10.0
 
 
 class Subreaper:
-    """Make it before anything is started.  Raises OSError where the kernel refuses."""
+    """Makes descendants that lost their parent the launcher's children, to be reaped, and killed at the end.
+
+    Make it before anything is started.  Raises OSError where the kernel refuses.
+    """
 
     def __init__(self) -> None:
         # Children from before (of a shell that became recover-run by exec) are none of ours; once there are any, an
@@ -316,13 +303,21 @@ AGAIN_SECONDS = 30.0
 
 
 def take_attempt() -> int:
-    """How often the start was made before; nobody else shall find the variable."""
+    """How often the start was made before; the variable that says so is removed, so that no other process finds it."""
     text = os.environ.pop(ATTEMPT_VARIABLE, "")
     return int(text) if text.isdecimal() else 0
 
 
 def start_again(attempt: int) -> None:
-    """Be a new launcher; ``attempt``: how often the start has been made by now. Raises OSError; else never returns."""
+    """Make the start of a launch again: execute this launcher's own command line anew, with the same process id.
+
+    A worker that is killed before the training has begun leaves the others in operations that no one can take them out
+    of.  So all launchers of the launch end all of their workers, as for its end, and each then calls this: another
+    store, other coordinators, another run id.  Nothing was trained, so nothing is lost; and nothing of the first try
+    can be mistaken for anything of the next.
+
+    ``attempt``: how often the start has been made by now.  Raises OSError; else never returns.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))

@@ -1,19 +1,16 @@
-"""Readers of the values of recover-run's options: text to value, ValueError with what it must be.
+"""What recover-run reads besides its flags: their values, SCRIPT, and the environment; all without torch.
 
-SCRIPT before anything is started: whether it is there, and the one that is installed with recover-run.
+The readers of values take text and raise ValueError with what it must be.  The words of ``--nproc-per-node`` need the
+number of GPUs of this host, which is counted without torch: importing it takes seconds, and may open the devices.
 
-``recover-run ... pretrain_gpt_recover.py ...`` works in any folder: a file of that name in the current one is run, else
-the module that was installed with this package.
+SCRIPT must be there; ``recover-run ... pretrain_gpt_recover.py ...`` works in any folder: a file of that name in the
+current one is run, else the module that was installed with this package.
 
-What others have put into the environment about the shape of a launch: torchrun's defaults, and what looks like one.
-
-::
+Others have put into the environment what the shape of a launch is, or what looks like one::
 
     PET_NNODES, PET_NODE_RANK, ...        the defaults of the options, as for torchrun: taken
     RANK and WORLD_SIZE, OMPI_*, PMI_*    this process is one of several: a launch of one node is refused then, unless
                                           --nnodes or --slurm says what is meant; each would train alone
-
-How many GPUs this host has, without torch: importing it takes seconds, and may open the devices.
 """
 
 from __future__ import annotations
@@ -32,23 +29,22 @@ PROC = Path("/proc/driver/nvidia/gpus")
 """NVIDIA's driver has a folder here for each GPU."""
 
 
-def gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
-    """Those that processes here may use: CUDA_VISIBLE_DEVICES if set, else all that the driver has."""
+def count_gpus(environ: Mapping[str, str], proc: Path = PROC) -> int:
+    """How many GPUs processes here may use: those of CUDA_VISIBLE_DEVICES if set, else all that the driver has."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         listed = [word.strip() for word in visible.split(",")]
         # As CUDA reads it: what comes behind an entry that means no device is not seen.
-        end = next((n for n, word in enumerate(listed) if word in ("", "-1", "NoDevFiles")), len(listed))
-        return end
+        return next((n for n, word in enumerate(listed) if word in ("", "-1", "NoDevFiles")), len(listed))
     try:
         return sum(1 for _ in proc.iterdir())
     except OSError:
         return 0
 
 
-def processes(text: str, environ: Mapping[str, str], proc: Path = PROC) -> int | None:
+def workers_by_word(text: str, environ: Mapping[str, str], proc: Path = PROC) -> int | None:
     """What torchrun's words for ``--nproc-per-node`` mean here; None: ``text`` is none of them.  Raises ValueError."""
-    count = gpus(environ, proc)
+    count = count_gpus(environ, proc)
     if text == "gpu" and count == 0:
         raise ValueError("this host has no GPU (CUDA_VISIBLE_DEVICES, NVIDIA's driver): give a number, or cpu")
     words = {"gpu": count, "cpu": len(os.sched_getaffinity(0)), "auto": count or len(os.sched_getaffinity(0))}
@@ -89,23 +85,20 @@ def lease(text: str) -> str:
     return os.path.abspath(text)
 
 
-def witness(text: str) -> str:
-    """Reads ``--witness``; ValueError for anything else."""
-    if text not in ("auto", "slurm", "kubernetes", "off"):
-        raise ValueError("must be auto, slurm, kubernetes or off")
-    return text
+def one_of(*words: str) -> Callable[[str], str]:
+    """Reads one of ``words``; ValueError for anything else."""
 
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"must be {', '.join(words[:-1])} or {words[-1]}")
+        return text
 
-def log_format(text: str) -> str:
-    """Reads ``--log-format``; ValueError for anything else."""
-    if text not in ("plain", "iso", "json"):
-        raise ValueError("must be plain, iso or json")
-    return text
+    return read
 
 
 def workers_here(text: str) -> int:
     """Reads ``--nproc-per-node``: a number, or one of torchrun's words; ValueError for anything else."""
-    count = processes(text, os.environ)
+    count = workers_by_word(text, os.environ)
     try:
         return whole(1)(text) if count is None else count
     except ValueError as error:
@@ -132,7 +125,7 @@ INSTALLED = {"pretrain_gpt_recover.py": "pretrain_gpt_recover"}
 def installed_module(script: str) -> tuple[str, str] | None:
     """The module to run for ``script``, which is no file here, and where it lies; None: ``script`` is what it says.
 
-    Only for a bare name: who writes a path means that file.
+    Only for a bare name: a path means that file.
     """
     if script not in INSTALLED or os.path.lexists(script):
         return None
@@ -181,10 +174,10 @@ def _find_module(module: str) -> ModuleSpec | None:
     return spec
 
 
-PREFIX = "PET_"
-HERE = ("nproc_per_node",)
-SHAPE = ("nnodes", "node_rank", "master_addr", "master_port", *HERE)
-OTHERS = (
+PET = "PET_"
+TAKEN_HERE = ("nproc_per_node",)
+TAKEN = ("nnodes", "node_rank", "master_addr", "master_port", *TAKEN_HERE)
+SIZE_AND_RANK = (
     ("WORLD_SIZE", "RANK"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
@@ -192,26 +185,27 @@ OTHERS = (
 )
 
 
-def take(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Fill in what ``PET_*`` say and the command line does not; what was taken, by variable, and the reasons against.
+def take_from_environment(namespace: Any, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Fill in what ``PET_*`` say and the command line does not.
 
+    Returns what was taken, by variable, and the reasons against a launch in this environment.
     A launch under ``--slurm``, or one that joins a run, has its shape from elsewhere.
     """
     elsewhere = namespace.slurm or namespace.join
     taken = {}
-    for name in HERE if elsewhere else SHAPE:
-        variable = PREFIX + name.upper()
+    for name in TAKEN_HERE if elsewhere else TAKEN:
+        variable = PET + name.upper()
         if getattr(namespace, name) is None and environ.get(variable):
             taken[variable] = environ[variable]
             setattr(namespace, name, environ[variable])
-    if PREFIX + "NNODES" in taken and namespace.nnodes.split(":")[-1] != "1" and namespace.node_rank is None:
+    if PET + "NNODES" in taken and namespace.nnodes.split(":")[-1] != "1" and namespace.node_rank is None:
         return taken, [
-            f"{PREFIX}NNODES is {namespace.nnodes}, and nothing says which node this is: give --node-rank R (or set "
-            f"{PREFIX}NODE_RANK), from 0"
+            f"{PET}NNODES is {namespace.nnodes}, and nothing says which node this is: give --node-rank R (or set "
+            f"{PET}NODE_RANK), from 0"
         ]
     if namespace.nnodes is not None or elsewhere:
         return taken, []
-    return taken, [_one_of_several(environ, size, rank) for size, rank in OTHERS if _tells(environ, size, rank)][:1]
+    return taken, [_one_of_several(environ, *pair) for pair in SIZE_AND_RANK if _tells(environ, *pair)][:1]
 
 
 def _tells(environ: Mapping[str, str], size: str, rank: str) -> bool:

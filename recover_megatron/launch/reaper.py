@@ -6,15 +6,12 @@ the kernel closes it::
     WATCHING --end of file--> KILLING --none left--> exit
        `--"+PID" (with the pipes of its output), "-PID": a worker's session began, ended
 
-While the launcher lives and does not run it is its stand-in (reaper.py), and says so later: "PID LINES".
-
 It runs in a session of its own, so that neither Ctrl-C nor a kill of the launcher's group reaches it, and the
 signals that ask a process to end are blocked from its first moment.  The launcher replaces a reaper that was killed.
 
-Reads the workers' output while the launcher does not run: nobody waits in ``print`` for one that is stopped.
-
-A pipe takes 64 KiB; a process that writes more waits until it is read. A launcher that is stopped (Ctrl-Z, a debugger)
-or waits in the kernel reads nothing, so the reaper holds the reading ends, too::
+It is the launcher's stand-in, too (``StandIn``), so that nobody waits in ``print`` for a launcher that is stopped
+(Ctrl-Z, a debugger) or waits in the kernel: a pipe takes 64 KiB, and a process that writes more waits until it is read.
+The reaper holds the reading ends, too, and says afterwards what it has dropped: "PID LINES"::
 
     the launcher beats --no new beat in MISSED looks--> what is more than a quarter of a pipe is read, and dropped
         ^                                                              |
@@ -47,7 +44,7 @@ _AT_ONCE = 4096
 
 
 class Pulse:
-    """By which the launcher says that it runs: a memory file, since no pipe may be full of beats that nobody reads."""
+    """The launcher's sign that it runs: a memory file, since a pipe would fill up with beats that nobody reads."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("recover-pulse")
@@ -58,7 +55,7 @@ class Pulse:
 
 
 class StandIn:
-    """The reaper's side. ``pulse``: the descriptor of a ``Pulse``."""
+    """The reaper's part: reads the workers' output while the launcher does not run.  ``pulse``: that of a ``Pulse``."""
 
     def __init__(self, pulse: int) -> None:
         self._pulse = pulse
@@ -268,7 +265,3 @@ def _watch() -> tuple[str, set[int]]:
             stand_in.add(int(words[1:]), pipes)
         else:
             stand_in.remove(int(words[1:]))
-
-
-if __name__ == "__main__":
-    main()

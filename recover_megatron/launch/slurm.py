@@ -1,11 +1,4 @@
-"""A launch whose shape SLURM gives (``--slurm``), and by which address a node is reached.
-
-A node's address is its name, where the network knows it, else the NodeAddr that SLURM itself uses.
-
-``python -m recover_megatron.launch.slurm``, in a batch script whose srun starts the workers itself, prints where
-everything is to be: see ``JobPlacement``.
-
-What SLURM tells a task by its environment: which nodes there are, which one this is, and ports that all agree on.
+"""What SLURM's environment says of a launch: its nodes, this one's place, ports that all agree on; and their addresses.
 
 ::
 
@@ -14,8 +7,11 @@ What SLURM tells a task by its environment: which nodes there are, which one thi
     SLURM_NODEID                                this node's place among them
     SLURM_STEP_NUM_TASKS, SLURM_LOCALID         one task a node: a recover-run; more: each is a worker itself
 
-Everything here is a pure function of that environment: every node comes to the same answer without asking another one.
-slurm.py finds out by which address a node is reached.
+``step_of`` is a pure function of that environment: every node comes to the same answer without asking another one.  A
+node's address is its name, where the network knows it, else the NodeAddr that SLURM itself uses.
+
+``shape_of`` is the launch of ``--slurm``.  ``python -m recover_megatron.launch.slurm``, in a batch script whose srun
+starts the workers itself, prints where everything is to be: see ``JobPlacement``.
 """
 
 from __future__ import annotations
@@ -76,15 +72,9 @@ def step_of(environ: Mapping[str, str]) -> SlurmStep | None:
     if node >= len(nodes):
         raise ValueError(f"SLURM_NODEID is {node}, but the step's node list {text!r} has {len(nodes)} nodes")
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", len(nodes)))
-    return SlurmStep(
-        _number(environ, JOB, None),
-        _number(environ, STEP, None),
-        nodes,
-        node,
-        _number(environ, "SLURM_LOCALID", 0),
-        tasks,
-        _number(environ, "SLURM_GPUS_ON_NODE", 0),
-    )
+    job, number = _number(environ, JOB, None), _number(environ, STEP, None)
+    local_task, gpus = _number(environ, "SLURM_LOCALID", 0), _number(environ, "SLURM_GPUS_ON_NODE", 0)
+    return SlurmStep(job, number, nodes, node, local_task, tasks, gpus)
 
 
 def ports(job: int, step: int) -> tuple[int, ...]:
@@ -251,7 +241,10 @@ class JobPlacement:
 
 
 def places_of(environ: Mapping[str, str], resolve: Callable[[str], str] = address_of) -> JobPlacement:
-    """The same for the same job, whoever asks.  Raises ValueError outside of a job and for an unknown node."""
+    """Where everything of this job is to be: the same, whichever of its processes asks.
+
+    Raises ValueError outside of a job and for an unknown node.
+    """
     if "SLURM_JOB_ID" not in environ or "SLURM_JOB_NODELIST" not in environ:
         raise ValueError("this is no SLURM job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set")
     nodes = expand(environ["SLURM_JOB_NODELIST"])
@@ -273,13 +266,8 @@ def main() -> int:
     except ValueError as error:
         print(f"slurm_launch: {error}", file=sys.stderr)
         return 2
-    print(
-        places.master_addr,
-        places.master_port,
-        places.relative,
-        ",".join(places.listen),
-        ",".join(places.coordinators),
-    )
+    told = places.master_addr, places.master_port, places.relative
+    print(*told, ",".join(places.listen), ",".join(places.coordinators))
     return 0
 
 

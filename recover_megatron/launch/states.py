@@ -1,4 +1,4 @@
-"""The states of a worker and of a launch, and the record that is kept of each worker.
+"""The states of a worker and of a launch, the record of each worker, and the exit code that follows from their ends.
 
 A worker::
 
@@ -14,8 +14,6 @@ The launch::
         `------ signal, store lost before the start, refused -------`--> STOPPING --all ended or killed--> ENDED
 
 WAITING: node 0 keeps the store up for the other nodes, another node delivers its report to node 0.
-
-The exit code of recover-run, from what became of the workers.
 """
 
 from __future__ import annotations

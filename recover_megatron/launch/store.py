@@ -1,10 +1,8 @@
 """The rendezvous store of a launch: a torch TCPStore, served by the launcher of node 0.
 
-The only module of launch/ that imports torch, and only inside its functions: importing takes seconds, so it is done in
-a thread while the workers start, on a socket that has been listening since before.  Workers that connect earlier wait
-in its backlog.
-
-The store's listening socket, bound by the launcher before anything is started, so no port can be lost in between.
+Its socket is bound, and listens, before anything is started, so no port can be lost in between, and workers that
+connect early wait in its backlog.  The only module of launch/ that imports torch, and only inside its functions:
+importing takes seconds, so it is done in a thread while the workers start.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
+
+from recover_megatron.launch.plan import BACKLOG
 
 PREFIX = "recover/launch/"
 """Of the launchers' own keys."""
@@ -41,17 +41,9 @@ class Store(Protocol):
 
 def serve_store(address: str, listener: socket.socket) -> Store:
     """Serve a store on ``listener``, whose ownership passes to it.  Raises RuntimeError or ImportError."""
-    tcp_store = _tcp_store_class()
-    port = listener.getsockname()[1]
-    return tcp_store(
-        address,
-        port,
-        None,
-        True,
-        timeout=TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    tcp_store, port = _tcp_store_class(), listener.getsockname()[1]
+    descriptor = listener.detach()
+    return tcp_store(address, port, None, True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def join_store(address: str, port: int, refused: bool = True) -> Store:
@@ -109,10 +101,6 @@ def _load_libraries() -> None:
     # The flags are those of torch's own import.
     dlopen(os.fsencode(libraries / "libtorch_global_deps.so"), os.RTLD_NOW | os.RTLD_GLOBAL)
     dlopen(os.fsencode(libraries / "libtorch.so"), os.RTLD_NOW)
-
-
-BACKLOG = 4096
-"""Workers may all connect before the store serves: they wait here.  The kernel lowers it to net.core.somaxconn."""
 
 
 def open_listener(address: str, port: int, nnodes: int) -> tuple[socket.socket | None, str | None]:

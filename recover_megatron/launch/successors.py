@@ -1,29 +1,27 @@
-"""Workers that are started in place of others: whether there is one, its device's test, its start.
-
-worker ended --of()--> nobody
-                 '---> STARTING, in the table --start()--> its device is tested --passed--> RUNNING
-                                                |  |              '--failed--> left out: KILLED, with a note
-                                                |  '--(no test: the host device)--> RUNNING
-                                                '--those before it have failed alike--> it waits, then the same
-                                                                                  '--the run ends--> KILLED
-
-Which workers a launcher starts that were not launched with the run, and under which ids.
+"""Workers that are started while the run goes on: which, under which ids, after which test; those that come too late.
 
 ::
+
+    worker ended --of()--> nobody
+                     '---> STARTING, in the table --start()--> its device is tested --passed--> RUNNING
+                                                    |  |              '--failed--> left out: KILLED, with a note
+                                                    |  '--(no test: the host device)--> RUNNING
+                                                    '--those before it have failed alike--> it waits, then the same
+                                                                                      '--the run ends--> KILLED
+
+The ids::
 
     launch         0 .. W-1                   the ranks
     spares         W .. W+S-1                 started with the launch by its last node (--recover-spares S)
     replacements   W+S + k*nodes + node       the k-th of that node, k = 0, 1, ..; at most --max-restarts of them
     joined         JOINED_FROM and above      a block at a random place, by a launcher with --join
 
-No id is used twice, so that no process is ever taken for one that has died. All of these are newcomers to the
+No id is used twice, so that no process is ever taken for one that has died. All but the first are newcomers to the
 coordinator: they are admitted while the run goes on, when they are ready.
 
 Replacements that fail one after the other in the same words (a folder that cannot be written) would use up all that may
 be started within a minute: from the second on the next one waits, each time twice as long, and the last one is kept for
 another cause.
-
-Newcomers that no plan has had when the run is over: nobody tells them so, and they would wait for ever.
 """
 
 from __future__ import annotations
@@ -83,12 +81,12 @@ class Replacements:
         """Workers that the coordinator has put out of the run."""
 
     def of(self, worker: WorkerProcess, first_joined: int, words: str = "") -> WorkerProcess | None:
-        """The one that takes the place of ``worker``, which has ended while the run goes on; None: nobody does.
+        """The one that takes the place of ``worker``, which has ended while the run goes on; None: there is none.
 
-        ``words``: its last ones.
-        ``first_joined``: the lowest id of a launcher that joins. A worker that finished, or ended by what is decided
-        about the run or about itself, or was refused, would end so again; one that was put out for a hang is left to
-        people.
+        ``words``: the last ones of ``worker``.  ``first_joined``: the lowest id of a launcher that joins.
+
+        A worker that finished, or ended by what is decided about the run or about itself, or was refused, would end so
+        again; one that was put out for a hang is left to people.
         """
         plan = self._plan
         self.kept, repeated = False, False
@@ -148,7 +146,10 @@ class Successors:
         self._replacements.put_out.add(worker_id)
 
     def stop(self, stopped: bool = True) -> bool:
-        """Nobody takes a place from now on, who is being tested included, or somebody does again; True: that is new."""
+        """Start no replacement from now on, nor one that is tested now; ``stopped=False``: do again.
+
+        Returns whether that is new.
+        """
         before, self._stopped = self._stopped, stopped
         return before is not stopped
 
@@ -173,7 +174,7 @@ class Successors:
             self._begin(worker, environment)
 
     def run_over(self) -> None:
-        """Nobody who still waits is started."""
+        """A replacement that still waits is not started any more."""
         if waiting := [worker for worker in self._waiting if worker.live and worker.pid is None]:
             self._table.abandon(waiting)
             self._left_out()
@@ -215,7 +216,7 @@ class Successors:
 
 
 class LateNewcomers:
-    """Kills them."""
+    """Kills newcomers that no plan has had when the run is over: nobody tells them so, and they would wait for ever."""
 
     def __init__(self, plan: LaunchPlan, table: WorkerTable, control: ControlPlane, say: Callable[[str], None]) -> None:
         self._plan = plan

@@ -1,8 +1,6 @@
 """What the workers of this node find in their environment: plan.py's variables, and over which network they talk.
 
-What the user has set that recovery cannot live with they do not find (`variables`).
-
-The network interface over which workers talk to those of other hosts.
+What the user has set that recovery cannot live with they do not find (``variables.overrule``).
 
 torch's gloo takes the address that the host's own name resolves to, and the loopback where it resolves to none: in a
 bare container the workers of two hosts then never find each other.  NCCL takes every interface, a container bridge's

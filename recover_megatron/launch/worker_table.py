@@ -1,16 +1,10 @@
-"""The workers of one node: the record of each, and what the launcher holds of its process.
+"""The workers of one node: the record of each, what the launcher holds of its process, and how all are made to end.
 
 A worker's end, step by step: its pidfd becomes readable while it is still a zombie, so that its pid, process group and
 session cannot mean others yet; ``reap`` kills what is left of it, then reaps it; ``close`` takes the last of its
 output.  Between the two its end can be told to those who wait for it.
 
 All of it is called in the main thread.
-
-The workers of one node are told to end, and made to.
-
-::
-
-    begin --SIGTERM--> they end by themselves --grace--> kill --SIGKILL--> --UNKILLABLE_SECONDS--> given up
 """
 
 from __future__ import annotations
@@ -76,17 +70,17 @@ class WorkerTable:
 
     @property
     def running(self) -> list[WorkerProcess]:
-        """Those whose process runs."""
+        """The workers whose process runs."""
         return [worker for worker in self._workers.values() if worker.state is WorkerState.RUNNING]
 
     @property
     def launched(self) -> list[WorkerProcess]:
-        """Those that were launched with the run."""
+        """The workers that were launched with the run."""
         return [worker for worker in self._workers.values() if worker.worker_id < self._plan.world_size]
 
     @property
     def live(self) -> list[WorkerProcess]:
-        """Those that run or are about to."""
+        """The workers that run or are about to."""
         return [worker for worker in self._workers.values() if worker.state in LIVE]
 
     @property
@@ -138,7 +132,7 @@ class WorkerTable:
         self.changed = True
         self._handles[worker.worker_id] = handles = _Handles(pidfd, streams, log)
         self._reaper.add_session(pid, [stream.pipe for stream in streams])
-        # From the next round of the loop on: whoever sees a worker's output finds it in workers.json, too.
+        # From the next round of the loop on: the worker is in workers.json before its output is seen.
         self._console.read(streams)
         self._loop.watch(handles.pidfd, partial(self._on_exit, worker))
         return pid
@@ -196,7 +190,14 @@ UNKILLABLE_SECONDS = 10.0
 
 @dataclass(eq=False)
 class Shutdown:
-    """Made once per launch.  ``given_up``: called in the main thread when SIGKILL has had its time, whoever is left."""
+    """Tells the workers of this node to end, and makes them.
+
+    ::
+
+        begin --SIGTERM--> they end by themselves --grace--> kill --SIGKILL--> --UNKILLABLE_SECONDS--> given up
+
+    Made once per launch.  ``given_up``: called in the main thread when SIGKILL has had its time, whatever is left.
+    """
 
     _loop: EventLoop
     _table: WorkerTable
@@ -212,7 +213,7 @@ class Shutdown:
         self._table.signal(running, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to all who run."""
+        """Send SIGKILL to all workers that run."""
         running = self._table.running
         if running:
             ids = ranges([worker.worker_id for worker in running])

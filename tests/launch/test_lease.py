@@ -37,7 +37,7 @@ def test_a_lease_is_there_where_all_candidates_see_the_same_folder(
     (other := tmp_path / "other").mkdir()
     lease = str(tmp_path / "shared") if lease == "path" else lease
     first, second = plan_of(0, tmp_path, lease), plan_of(1, tmp_path if same_folder else other, lease)
-    trial = leasing.Trial(first)
+    trial = leasing.LeaseTrial(first)
     found = trial.end({1: leasing.try_lease(second, "the run")})
     assert found.startswith(why_not)
     assert bool(found) == bool(why_not)
@@ -47,7 +47,7 @@ def test_a_lease_is_there_where_all_candidates_see_the_same_folder(
 
 @pytest.mark.parametrize("answer", [None, {}, {"word": "another"}, ["word"], {"reason": 3}])
 def test_a_node_that_does_not_tell_the_word_has_no_lease(tmp_path: Path, answer: object) -> None:
-    assert leasing.Trial(plan_of(0, tmp_path)).end({1: answer}).startswith("node 1: ")
+    assert leasing.LeaseTrial(plan_of(0, tmp_path)).end({1: answer}).startswith("node 1: ")
 
 
 def test_storage_that_takes_no_links_or_hangs_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +55,10 @@ def test_storage_that_takes_no_links_or_hangs_is_none(tmp_path: Path, monkeypatc
         raise PermissionError(1, "Operation not permitted", "there")
 
     monkeypatch.setattr(leasing, "publish", refuse)
-    assert "Operation not permitted" in leasing.Trial(plan_of(0, tmp_path)).end({})
+    assert "Operation not permitted" in leasing.LeaseTrial(plan_of(0, tmp_path)).end({})
     monkeypatch.setattr(leasing, "TRY_SECONDS", 0.05)
     monkeypatch.setattr(leasing, "publish", lambda *_: signal.pause())
-    assert "has not answered for 0.05 s" in leasing.Trial(plan_of(0, tmp_path)).end({})
+    assert "has not answered for 0.05 s" in leasing.LeaseTrial(plan_of(0, tmp_path)).end({})
 
 
 def test_a_word_that_is_there_already_is_no_proof(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_word_that_is_there_already_is_no_proof(tmp_path: Path) -> None:
     path = leasing.lease_path(plan, plan.run_id)
     assert path is not None
     Path(f"{path}.try").write_text("a stranger's")
-    assert "is there already" in leasing.Trial(dataclasses.replace(plan)).end({})
+    assert "is there already" in leasing.LeaseTrial(dataclasses.replace(plan)).end({})
 
 
 @pytest.fixture(scope="module")

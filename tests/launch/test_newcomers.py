@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recover_megatron.launch import successors as newcomers
+from recover_megatron.launch import successors
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.launch.successors import Successors
@@ -93,9 +93,9 @@ def test_no_id_is_used_twice_by_any_launcher():
     used: list[int] = []
     for node in range(3):
         plan = plan_of(nnodes=3, node_rank=node, spares=2, max_restarts=3)
-        workers = newcomers.launched(plan)
+        workers = successors.launched(plan)
         used += [worker.worker_id for worker in workers]
-        replacements = newcomers.Replacements(plan)
+        replacements = successors.Replacements(plan)
         worker = workers[1]
         for _ in range(3):
             worker = replacements.of(ended(worker, -9), 0)
@@ -103,32 +103,32 @@ def test_no_id_is_used_twice_by_any_launcher():
         assert replacements.of(ended(worker, -9), 0) is None
     assert len(used) == len(set(used)) == 12 + 2 + 9
     assert sorted(used)[:14] == list(range(14))
-    assert max(used) < newcomers.JOINED_FROM
+    assert max(used) < successors.JOINED_FROM
 
 
 def test_spares_are_on_the_last_node_behind_its_workers():
-    assert [len(newcomers.launched(plan_of(nnodes=2, node_rank=node, spares=2))) for node in (0, 1)] == [4, 6]
-    spare = newcomers.launched(plan_of(nnodes=2, node_rank=1, spares=2))[4]
+    assert [len(successors.launched(plan_of(nnodes=2, node_rank=node, spares=2))) for node in (0, 1)] == [4, 6]
+    spare = successors.launched(plan_of(nnodes=2, node_rank=1, spares=2))[4]
     assert (spare.worker_id, spare.local_rank, spare.rank) == (8, 4, None)
 
 
 def test_a_launcher_that_joins_takes_ids_that_nobody_has_for_itself_and_its_restarts():
     plan = plan_of(nproc_per_node=2, max_restarts=2, joins=(("h", 1),), joined_world_size=4)
     draws = iter([5, 0, 7, 100])
-    taken = frozenset({newcomers.JOINED_FROM + 8, newcomers.JOINED_FROM + 3})
-    workers = newcomers.joined(plan, taken, lambda below: next(draws))
-    assert [worker.worker_id for worker in workers] == [newcomers.JOINED_FROM + 100, newcomers.JOINED_FROM + 101]
-    replacement = newcomers.Replacements(plan).of(ended(workers[1], -9), workers[0].worker_id)
-    assert (replacement.worker_id, replacement.local_rank) == (newcomers.JOINED_FROM + 102, 1)
-    last = newcomers.joined(plan, frozenset(), lambda below: below - 1)
+    taken = frozenset({successors.JOINED_FROM + 8, successors.JOINED_FROM + 3})
+    workers = successors.joined(plan, taken, lambda below: next(draws))
+    assert [worker.worker_id for worker in workers] == [successors.JOINED_FROM + 100, successors.JOINED_FROM + 101]
+    replacement = successors.Replacements(plan).of(ended(workers[1], -9), workers[0].worker_id)
+    assert (replacement.worker_id, replacement.local_rank) == (successors.JOINED_FROM + 102, 1)
+    last = successors.joined(plan, frozenset(), lambda below: below - 1)
     assert last[-1].worker_id + plan.max_restarts < MAX_WORKERS
 
 
 @pytest.mark.parametrize("status", [0, 10, 11, 12, 13])
 def test_who_finished_or_ended_by_a_verdict_is_not_started_again(status):
     plan = plan_of(max_restarts=1)
-    replacements = newcomers.Replacements(plan)
-    workers = newcomers.launched(plan)
+    replacements = successors.Replacements(plan)
+    workers = successors.launched(plan)
     assert replacements.of(ended(workers[0], status), 0) is None
     replacements.put_out.add(1)
     assert replacements.of(ended(workers[1], -9), 0) is None
@@ -138,12 +138,12 @@ def test_who_finished_or_ended_by_a_verdict_is_not_started_again(status):
 def test_nobody_is_started_where_a_node_is_drained_and_somebody_is_again_where_it_stays_after_all():
     nothing = SimpleNamespace(first_id=0, add=lambda workers: None, last_words={})
     plan = plan_of(max_restarts=2)
-    workers = newcomers.launched(plan)
-    successors = Successors(plan, None, nothing, print, print, print)
-    assert [successors.stop(), successors.stop()] == [True, False]
-    assert successors.of(ended(workers[0], -9)) is None
-    assert [successors.stop(False), successors.stop(False)] == [True, False]
-    assert successors.of(ended(workers[1], -9)).replaces == 1
+    workers = successors.launched(plan)
+    starting = Successors(plan, None, nothing, print, print, print)
+    assert [starting.stop(), starting.stop()] == [True, False]
+    assert starting.of(ended(workers[0], -9)) is None
+    assert [starting.stop(False), starting.stop(False)] == [True, False]
+    assert starting.of(ended(workers[1], -9)).replaces == 1
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_a_second_launcher_joins_a_running_job(bench):
     assert [launch.wait() for launch in (first, second, third)] == [0, 0, 0], (first.err, second.err, third.err)
     ids = [worker["worker_id"] for worker in bench.workers("joined")]
     assert ids == [ids[0], ids[0] + 1, ids[0] + 2]
-    assert ids[0] >= newcomers.JOINED_FROM
+    assert ids[0] >= successors.JOINED_FROM
     final = plans(bench, 0)[-1]
     assert final[:2] == [0, 1]
     assert set(ids[1:]) < set(final)

@@ -70,15 +70,15 @@ def test_the_words_of_torchrun_for_the_number_of_processes_are_understood(
 ) -> None:
     for number in range(4):
         (tmp_path / f"0000:0{number}:00.0").mkdir()
-    assert readers.processes("gpu", {}, tmp_path) == readers.processes("auto", {}, tmp_path) == 4
-    assert readers.processes("gpu", {"CUDA_VISIBLE_DEVICES": "2,3"}, tmp_path) == 2
-    assert readers.gpus({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, tmp_path) == 1
-    assert readers.gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert readers.workers_by_word("gpu", {}, tmp_path) == readers.workers_by_word("auto", {}, tmp_path) == 4
+    assert readers.workers_by_word("gpu", {"CUDA_VISIBLE_DEVICES": "2,3"}, tmp_path) == 2
+    assert readers.count_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, tmp_path) == 1
+    assert readers.count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     none = tmp_path / "no driver"
-    assert readers.processes("auto", {}, none) == readers.processes("cpu", {}, none) >= 1
-    assert readers.processes("8", {}, none) is None
+    assert readers.workers_by_word("auto", {}, none) == readers.workers_by_word("cpu", {}, none) >= 1
+    assert readers.workers_by_word("8", {}, none) is None
     with pytest.raises(ValueError, match="no GPU"):
-        readers.processes("gpu", {}, none)
+        readers.workers_by_word("gpu", {}, none)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     options, reasons = arguments.parse(["--nproc-per-node", "gpu", "train.py"])
     assert (options.nproc_per_node, reasons) == (3, [])

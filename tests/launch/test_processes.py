@@ -114,8 +114,7 @@ def test_a_reaper_that_cannot_be_replaced_is_tried_again_and_ends_nothing(monkey
 WATCHES = """
 import sys
 from recover_megatron.launch import reaper
-from recover_megatron.launch import reaper as stand_in
-stand_in.LOOK_SECONDS = stand_in.RELIEF_SECONDS = 0.01
+reaper.LOOK_SECONDS = reaper.RELIEF_SECONDS = 0.01
 launch, sessions = reaper._watch()
 print(launch, *sorted(sessions), file=sys.stderr)
 """

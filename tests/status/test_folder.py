@@ -96,7 +96,7 @@ def test_of_a_run_that_ended_before_a_coordinator_led_the_launcher_tells_the_end
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log(tmp_path, 0, listening(LAUNCHED, 100.0))
-    assert CLAIM_FILE == log_folder.NAME
+    assert CLAIM_FILE == log_folder.LOCK_FILE
     claimed(tmp_path)
     assert ending(tmp_path) is None  # it has not ended
     claimed(tmp_path, ended=True)
