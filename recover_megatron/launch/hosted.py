@@ -64,7 +64,7 @@ class CandidateCommand:
     """The job's secret included."""
     lease: Path | None = None
     slack: int = 0
-    """See ``quorum.standing``."""
+    """See ``leadership.standing``."""
     witness: Scope | None = None
     """The witness, which may tell it which nodes are off."""
     witnessed: bool = False

@@ -37,7 +37,7 @@ def lease_path(plan: LaunchPlan, run_id: str) -> Path | None:
 
 
 def slack_of(plan: LaunchPlan) -> int:
-    """By so many workers two nodes may differ, each of which has one left (``quorum.standing``)."""
+    """By so many workers two nodes may differ, each of which has one left (``leadership.standing``)."""
     return plan.nproc_per_node - 1 + plan.spares
 
 

@@ -338,7 +338,7 @@ class Rendezvous:
         return [w for w in missing if now > max(until[w.number], w.awaited_until)]
 
     def _may_follow(self, now: float) -> bool:
-        """Whether its plan may follow the last epoch (`quorum`).
+        """Whether its plan may follow the last epoch (``leadership``).
 
         Raises RunOver where it never will, and puts out members whose launchers have not acknowledged in time.
         """
