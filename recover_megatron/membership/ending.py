@@ -28,13 +28,7 @@ class Ending:
         self._untold: set[int | str] = set()  # workers and launchers still to get it
 
     def begin(
-        self,
-        over: RunOver,
-        formed: Formed,
-        absent: Workers,
-        patience: float,
-        observers: Iterable[int],
-        now: float,
+        self, over: RunOver, formed: Formed, absent: Workers, patience: float, observers: Iterable[int], now: float
     ) -> None:
         """Tell all members and ``observers`` (sessions).
 

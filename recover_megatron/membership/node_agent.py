@@ -66,12 +66,6 @@ class NodeAgentClient(Follower):
         self._running.add(worker)
         return self._report({"type": "spawned", "worker": worker, "pid": pid})
 
-    def _report(self, message: Mapping[str, Any]) -> list[MemberEffect]:
-        self._effects = []
-        if self._connected:
-            self._say(message)
-        return self._effects
-
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
         """As ``Follower.handle``; the deaths seen are told to each coordinator anew."""
         effects = super().handle(event, now)

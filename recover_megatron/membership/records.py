@@ -108,6 +108,10 @@ class Formed:
     members: Workers
     term: int = 0
 
+    def to_wire(self) -> dict[str, Any]:
+        """The fields that name it in a message."""
+        return {"epoch": self.epoch, "term": self.term, "members": to_runs(self.members)}
+
 
 @dataclass(frozen=True)
 class Opened:
