@@ -8,10 +8,8 @@ From outside, with real signals at random times, for endurance::
 
     python -m recover_megatron.chaos --log-dir DIR --mtbf 60 --seed 1
 
-spec       the fault specification: `parse_spec`
-injector   strikes at the places that the specification names: `Injector`
-victims    the workers of a run on this host, held so that no signal can hit another process
-draws      when, whom and how: a sequence that the seed alone decides
+spec       the fault specification, `parse_spec`, and what strikes at the places that it names, `Injector`
+victims    the workers of a run on this host, held so that no signal can hit another process; the draws of who and when
 __main__   the command
 """
 

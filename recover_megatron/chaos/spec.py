@@ -1,9 +1,7 @@
-"""The fault specification: comma-separated ``WORKER@ITERATION:PHASE[#VISIT][:KIND]``.
+"""Faults at named places of a step, struck from inside the worker: ``WORKER@ITERATION:PHASE[#VISIT][:KIND]``, ...
 
 5@7:backward                 worker 5 is killed in its first backward of iteration 7
 5@7:forward#2:stop,0@9:agree  worker 5 hangs in its second forward; worker 0 dies in iteration 9
-
-Strikes at the places that a fault specification names, from inside the worker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The first message of a session: whether it is from whom it says, what it presents, and what is told first.
+"""Whom a coordinator takes in: by the first message of a session, before its first rendezvous, and as a candidate.
+
+``Admission``: whether a first message is from whom it says, what it presents, and what is told first.
 
 attach, attach_node_agent ---> barred: fenced, or refused
               |
@@ -8,7 +10,7 @@ bound, its presentation taken in ---> standby              (this candidate does 
                                  |--> revoke               (a rendezvous is open; to who is aside: the last one)
                                  '--> nothing, to a worker (its coming has opened the next); revoke, plan to a launcher
 
-Before the first rendezvous of a coordinator: whether it takes over, and whom it waits for then.
+``TakeOver``: before the first rendezvous of a coordinator, whether it takes over, and whom it waits for then.
 
     leads --> at the start of a run: nothing to wait for
         '---> in place of a lost coordinator: gathered, once all whom the run counts on have come, or are late
@@ -16,19 +18,18 @@ Before the first rendezvous of a coordinator: whether it takes over, and whom it
 A commit needs the report of all members, so it needs no log: if every survivor of an epoch presents ``done >= t``, t is
 committed (it may have been, and it does no harm if it was not); if one does not, it was not. So a lost coordinator
 loses no decision, and a decision that a single worker has received is never taken again. Idle members report nothing,
-so they are no such survivors (``quorum.can_tell``).
+so they are no such survivors (``leadership.can_tell``).
 
-The candidates that joined a run after its launch: who leads keeps their list, and tells it to everybody.
+``AddedCandidates``: those that joined a run after its launch; the leading one keeps their list, and tells all of it.
 
     launcher that joins: candidate(address) ---> coordinator ---candidates(added...)---> all members, and who attaches
 
 The candidates of the launch are known to all from the start; nodes are lost and replaced, so in a long run none of them
-may be left.  Any process that members turn to may lead, since a candidate promises nothing and what binds is what the
-members hold (``quorum``): the list decides where members look for a coordinator, never who may lead.  Members whose
-lists differ for a moment look in different places first, and meet where there is a candidate at all.
-
-Only this coordinator's list counts: members forget those of its predecessor.  It need not be kept, for every launcher
-tells each new coordinator of its candidate.  A launcher that is not connected has none.
+may be left. Any process that members turn to may lead, since a candidate promises nothing and what binds is what the
+members hold (``leadership``): the list decides where members look for a coordinator, never who may lead. Members whose
+lists differ for a moment look in different places first, and meet where there is a candidate at all. Only this
+coordinator's list counts: members forget those of its predecessor. It need not be kept, for every launcher tells each
+new coordinator of its candidate. A launcher that is not connected has none.
 """
 
 from __future__ import annotations
@@ -173,9 +174,8 @@ class Admission:
         revoke = self._rendezvous.revoke_message("attached", apart=apart)
         if isinstance(peer, Member) and peer.fate is Fate.LIVE and peer.number not in self._rendezvous.members:
             return
-        if (
-            isinstance(peer, NodeAgentStatus) and self._epochs.own
-        ):  # that the run has begun decides what a death means to it
+        if isinstance(peer, NodeAgentStatus) and self._epochs.own:
+            # That the run has begun decides what a death means to a launcher.
             formed = {"epoch": self._epochs.formed.epoch, "members": to_runs(self._epochs.formed.members)}
             self._out.send([session], {**revoke, **formed})
             self._out.send([session], self._epochs.plan_message)
@@ -235,7 +235,7 @@ Address = tuple[str, int]
 class AddedCandidates:
     """The list of one coordinator.
 
-    ``lease`` and ``slack``: what candidates of this run share (``quorum.standing``), for the launchers; None: nothing.
+    ``lease``, ``slack``: what candidates of this run share (``leadership.standing``), for the launchers; None: nothing.
     """
 
     def __init__(self, roster: Roster, out: Outbox, lease: str | None, slack: int | None, witnessed: bool) -> None:
@@ -263,10 +263,8 @@ class AddedCandidates:
 
     def _tell_if_changed(self) -> None:
         if self._leads and self._listed != self._list:
-            self._listed = self._list
-            self._out.log("candidates", added=[f"{host}:{port}" for host, port in self._listed])
-            for session in list(self._roster.sessions):
-                self.greet(session)
+            self._out.log("candidates", added=[f"{host}:{port}" for host, port in self._list])
+            self.lead()
 
     def lead(self) -> None:
         """This candidate leads from now on: everybody is told, launchers also what a candidate needs to know."""

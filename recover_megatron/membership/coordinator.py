@@ -2,9 +2,9 @@
 
 The way from the end of a worker's session to the next plan can be read here from top to bottom. What a step needs to
 know is asked of one part, and no part knows this module: ``roster`` (who is there), ``lateness`` (who is late),
-``leadership`` (who may go on), ``takeover`` (whether this one leads), ``epochs`` (the last epoch and the open
-rendezvous), ``survivors`` (whether anybody is left who can go on), ``admission`` (who comes), ``observing`` (who
-looks), ``witnessed`` (what others know), ``ending`` (who is told). Only this module changes the state:
+``leadership`` (who may go on), ``epochs`` (the last epoch and the open rendezvous), ``admission`` (who comes, and
+whether this one leads), ``observing`` (who looks), ``ending`` (whether anybody is left who can go on, and who is told).
+Only this module changes the state:
 
             quorum attached            all attached            all joined: plan           death, fence, reconnect
     STANDBY ---------------> GATHERING ------------> RENDEZVOUS ---------------> STEADY(1) ---------> RENDEZVOUS ...
@@ -15,7 +15,7 @@ looks), ``witnessed`` (what others know), ``ending`` (who is told). Only this mo
                                                         no quorum, no plan possible
 
 STANDBY     Passive, at start and as a spare. Members attach and present what they follow and hold (``Presentation``).
-            When those attached may take over (``quorum``), the candidate leads under a new term.
+            When those attached may take over (``leadership``), the candidate leads under a new term.
 GATHERING   Tells who leads (``lead``), and waits for the others that may be running: what one of them holds is to be
             known to all before anybody is told that the epoch is over. Not at the start of a run: there is nothing yet.
 RENDEZVOUS  ``revoke(n)`` has been pushed; waits for ``join(n, status)`` of every worker the run counts on. A change
@@ -29,7 +29,7 @@ Members that hear nothing turn away from a coordinator (``abandon``), and it can
 was stopped, or its host was busy. Then they are alive, and they either come back, and are waited for, or another
 candidate leads them. So a coordinator that has less than its quorum left *steps down*: it sends who is left to look for
 another one, forgets all (``StepDown``), and is a candidate like any other. Its own pauses count against nobody. A
-fresh candidate has promised nothing, whatever the process did before: members alone keep what binds (``quorum``).
+fresh candidate has promised nothing, whatever the process did before: members alone keep what binds (``leadership``).
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Coordinator:
     """One candidate coordinator. Give it every event, carry out its effects in order, send ``Tick`` at ``deadline``.
 
     ``salt``: 32 random bits, the part of the term that makes it unlike any other coordinator's.
-    ``slack``: by how many workers two halves may differ for the lease to decide (``quorum.standing``), for which the
-    effect ``AskForLease`` asks; None: there is no lease. ``lease``: where it lies, for candidates that join. Times are
-    seconds of a monotonic clock. ``nodes``: see ``Witness``; needs a lease.
+    ``slack``: by how many workers two halves may differ for the lease to decide (``leadership.standing``), for which
+    the effect ``AskForLease`` asks; None: there is no lease. ``lease``: where it lies, for candidates that join. Times
+    are seconds of a monotonic clock. ``nodes``: see ``Witness``; needs a lease.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which workers hang: a pure judgement over progress marks.
+"""Which workers hang or are late, by their progress marks, and whether those are put out or waited for.
 
 A worker is *waiting* while it says so in its mark, has reported its step done, or has joined a rendezvous. A worker
 that does not wait and has not made a new mark for ``hang_timeout`` (plus what its mark allows) while another has been
@@ -12,7 +12,7 @@ has made a mark for so long, those are hung of whom nothing has been heard eithe
 What a mark allows (a checkpoint, compilation) holds only while the worker is heard: its session has a thread of its
 own, which goes on while the main thread writes or compiles, and falls silent when the process is stopped.
 
-A stall that many share: whether those who are late are put out, or waited for.
+A stall that many share (``Stall``):
 
     nobody late --> CALM --late, but no stall--> put out, at once
                      |  ^

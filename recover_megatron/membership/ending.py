@@ -1,7 +1,4 @@
-"""The end of a run: everybody is told why, and those that may still come to hear it are waited for.
-
-Whether anybody is left who can go on, and for whom the run waits where all others are lost.
-"""
+"""The end of a run: whether anybody is left who can go on, and how everybody is told why it ends."""
 
 from __future__ import annotations
 
@@ -31,13 +28,7 @@ class Ending:
         self._untold: set[int | str] = set()  # workers and launchers still to get it
 
     def begin(
-        self,
-        over: RunOver,
-        formed: Formed,
-        absent: Workers,
-        patience: float,
-        observers: Iterable[int],
-        now: float,
+        self, over: RunOver, formed: Formed, absent: Workers, patience: float, observers: Iterable[int], now: float
     ) -> None:
         """Tell all members and ``observers`` (sessions).
 

@@ -123,13 +123,7 @@ class Epochs:
     @property
     def plan_message(self) -> dict[str, Any]:
         """The plan without its data, as launchers get it."""
-        return {
-            "type": "plan",
-            "epoch": self.formed.epoch,
-            "term": self.formed.term,
-            "members": to_runs(self.formed.members),
-            "committed": self.committed,
-        }
+        return {"type": "plan", **self.formed.to_wire(), "committed": self.committed}
 
     # -- its commits --------------------------------------------------------------------------------------------------
 
@@ -270,9 +264,7 @@ class Rendezvous:
             message["aside"] = to_runs(aside)
         if apart and not self.members & epochs.formed.members:
             # They alone go on: whom they turn to is to know that there was an epoch of which they can tell nothing.
-            formed = epochs.formed
-            after = {"epoch": formed.epoch, "term": formed.term, "members": to_runs(formed.members)}
-            message.update({f"after_{name}": value for name, value in after.items()})
+            message.update({f"after_{name}": value for name, value in epochs.formed.to_wire().items()})
         if not epochs.own and epochs.plan is None and epochs.formed.epoch > 0:
             holders = (roster.workers[m] for m in sorted(self.members))
             holder = next((w for w in holders if w.session and w.formed_epoch == epochs.formed.epoch), None)
@@ -338,7 +330,7 @@ class Rendezvous:
         return [w for w in missing if now > max(until[w.number], w.awaited_until)]
 
     def _may_follow(self, now: float) -> bool:
-        """Whether its plan may follow the last epoch (`quorum`).
+        """Whether its plan may follow the last epoch (``leadership``).
 
         Raises RunOver where it never will, and puts out members whose launchers have not acknowledged in time.
         """
@@ -356,16 +348,11 @@ class Rendezvous:
         hope = any(roster.vouched(w, now) for w in outs)
         hopeless = not hope or now > self.patience + 2 * roster.settings.heartbeat_timeout
         if not may and hopeless and not self._leadership.witness.waits(now):
-            raise RunOver(
-                EXIT_LOST_MAJORITY,
-                f"only {len(members)} of {len(contest.missing | self.members)} workers that may be running are "
-                "reached: the others may go on elsewhere, so this side stops"
-                + (
-                    ""
-                    if contest.known
-                    else " (those reached have no part in the work, and cannot tell what it committed)"
-                ),
-            )
+            text = f"only {len(members)} of {len(contest.missing | self.members)} workers that may be running are "
+            text += "reached: the others may go on elsewhere, so this side stops"
+            if not contest.known:
+                text += " (those reached have no part in the work, and cannot tell what it committed)"
+            raise RunOver(EXIT_LOST_MAJORITY, text)
         for worker in unheard if may else []:
             node_agent = roster.node_agents.get(worker.node_agent)
             stopped = node_agent is not None and node_agent.session is not None  # its kernel answers, and is asked

@@ -1,7 +1,4 @@
-"""What goes into a state machine (events) and what comes out (effects). ``session`` is the number of a connection.
-
-The states of a coordinator, which ``coordinator`` draws and explains.
-"""
+"""What goes into a state machine (events) and what comes out (effects). ``session`` is the number of a connection."""
 
 from __future__ import annotations
 

@@ -309,6 +309,13 @@ class Follower:
     def overhear(self, message: Mapping[str, Any]) -> None:
         """Of a coordinator that was just abandoned: this had come from it before it could know of that."""
 
+    def _report(self, message: Mapping[str, Any], *, may: bool | None = None) -> list[MemberEffect]:
+        """Say something that the owner wants said, if it ``may`` be; None: if a coordinator is connected."""
+        self._effects = []
+        if self._connected if may is None else may:
+            self._say(message)
+        return self._effects
+
     def _say(self, message: Mapping[str, Any]) -> None:
         self._effects.append(Say(message))
 

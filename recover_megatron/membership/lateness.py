@@ -1,15 +1,14 @@
 """The late, and what becomes of them.
 
-A worker is late that is silent, or hangs (``detect``), or whose connection has ended although its process may be
-running. What is done about it is ``stall``'s answer: they are put out, or waited for.
-
-What a coordinator does by the word of a witness (``witness``): when it asks, and what a testimony changes.
+A worker is late that is silent, or hangs, or whose connection has ended although its process may be running. What is
+done about it ``detect.Stall`` answers: they are put out, or waited for. A witness (``witness``) may speak first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 from recover_megatron.membership.detect import Answer, Stall, behind, judge
 from recover_megatron.membership.epochs import Epochs, Rendezvous
@@ -185,7 +184,7 @@ class Lateness:
         }
 
     def _replica_of(self) -> dict[WorkerId, Hashable]:
-        """The replicas of the last plan that have lost nobody, but to what makes workers late; see ``stall``.
+        """The replicas of the last plan that have lost nobody, but to what makes workers late; see ``detect``.
 
         What a worker says of its place now, else what the plan's statuses say. Where there are no replicas each worker
         is one.
@@ -229,27 +228,25 @@ class Lateness:
         return "; ".join([*named, *more])
 
 
+@dataclass(eq=False)
 class Witnessed:
-    """Of one coordinator. It calls for a new epoch in ``Roster.changes``."""
+    """When a coordinator asks its witness, and what a testimony changes. Calls for epochs in ``Roster.changes``."""
 
-    def __init__(
-        self, roster: Roster, leadership: Leadership, epochs: Epochs, rendezvous: Rendezvous, lateness: Lateness
-    ) -> None:
-        self._roster = roster
-        self._leadership = leadership
-        self._epochs = epochs
-        self._rendezvous = rendezvous
-        self._lateness = lateness
-        self._witness = leadership.witness
+    _roster: Roster
+    _leadership: Leadership
+    _epochs: Epochs
+    _rendezvous: Rendezvous
+    _lateness: Lateness
 
     def look(self, state: State, now: float) -> None:
         """Called now and then, in any state: ask, where the answer matters."""
         stalled = state in (State.RENDEZVOUS, State.STEADY) and self._lateness.stall.since is not None
         too_few = state is State.RENDEZVOUS and self._rendezvous.too_few
         nobody_leads = state is State.STANDBY and self._leadership.lacks_members
-        self._witness.ask(now, needed=stalled or too_few or nobody_leads)
+        self._leadership.witness.ask(now, needed=stalled or too_few or nobody_leads)
         waiting = self._roster.newcomers - self._rendezvous.members
-        if state is State.STEADY and any(self._witness.lets_in(number, self._epochs.formed) for number in waiting):
+        lets_in = self._leadership.witness.lets_in
+        if state is State.STEADY and any(lets_in(number, self._epochs.formed) for number in waiting):
             self._roster.changes.append("newcomers that have waited may come in")
 
     def hear(self, testimony: Statement, state: State, now: float) -> None:
@@ -257,7 +254,7 @@ class Witnessed:
 
         What it says holds for the next rendezvous: the launchers acknowledge that after this.
         """
-        off = self._witness.hear(testimony)
+        off = self._leadership.witness.hear(testimony)
         if not off or state not in (State.RENDEZVOUS, State.STEADY):
             return
         timeout = self._roster.settings.heartbeat_timeout

@@ -1,9 +1,7 @@
 """Whether a candidate may lead, may go on leading, and may leave out workers that it does not reach.
 
-It puts to the rule (``quorum``) what the members have presented (``failover``) and whom it reaches (``roster``).
-Where there is a lease it decides what the count cannot.
-
-The rule of partition and failover, by which some of the workers may go on, as pure functions.
+``Leadership`` puts to the rule of partition and failover, which is pure functions, what the members have presented
+(``records.Evidence``) and whom it reaches (``roster``). Where there is a lease it decides what the count cannot.
 
 Words. ``gone``: workers known to have ended (their kernel closed the connection, a node agent saw the process end) or
 to have left in order. The unreachable are not gone: they may be running on the other side of a partition.
@@ -141,7 +139,7 @@ class Contest:
 class Leadership:
     """This candidate's term, and the right to it.
 
-    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``quorum.standing``; None: there is no lease.
+    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``standing``; None: there is no lease.
 
     ``own``, where it is asked for, is the last epoch if this coordinator has formed it, else None: then what was
     presented tells which one it is.

@@ -43,7 +43,7 @@ class Member(Follower):
         self.idle_in = 0
         """The last epoch in which this member has no part; 0: none."""
         self._plea: dict[str, Any] | None = None
-        self._report: dict[str, Any] | None = None
+        self._exception: dict[str, Any] | None = None
         self._status: tuple[Json] | None = None
         self._present_plan = False
 
@@ -103,11 +103,9 @@ class Member(Follower):
 
     def report_done(self, iteration: int) -> list[MemberEffect]:
         """Report that every segment of ``iteration`` is REDUCED here."""
-        self._effects = []
         self.done = max(self.done, iteration)
-        if self.stage is Stage.FOLLOWING and not self.revoked:
-            self._say({"type": "done", "epoch": self.presentation.formed.epoch, "iteration": iteration})
-        return self._effects
+        message = {"type": "done", "epoch": self.presentation.formed.epoch, "iteration": iteration}
+        return self._report(message, may=self.stage is Stage.FOLLOWING and not self.revoked)
 
     def idle(self) -> list[MemberEffect]:
         """Have no part in the epoch of ``plan``. It holds for that epoch alone, and every coordinator is told."""
@@ -120,10 +118,7 @@ class Member(Follower):
 
     def note(self, text: str) -> list[MemberEffect]:
         """Tell this worker's launcher something for people; not told again to the next coordinator."""
-        self._effects = []
-        if self.stage is Stage.FOLLOWING:
-            self._say({"type": "note", "text": text[:2000]})
-        return self._effects
+        return self._report({"type": "note", "text": text[:2000]}, may=self.stage is Stage.FOLLOWING)
 
     def answer_drain(self, node: str, reason: str) -> list[MemberEffect]:
         """Tell what the epoch of ``plan`` has decided of a node; not told again to the next coordinator."""
@@ -144,10 +139,10 @@ class Member(Follower):
     def report_exception(self, report: Mapping[str, Any]) -> list[MemberEffect]:
         """Tell why this worker ends; ``noted`` when a coordinator has heard it."""
         self._effects = []
-        if self._report is None and self.stage is not Stage.OUT:
-            self._report = {"type": "report_exception", **report}
+        if self._exception is None and self.stage is not Stage.OUT:
+            self._exception = {"type": "report_exception", **report}
             if self._connected:
-                self._say(self._report)
+                self._say(self._exception)
         return self._effects
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
@@ -159,8 +154,8 @@ class Member(Follower):
             self._asleep = False
             self._alone_since = self._reached_at = self._move_at = now
         effects = super().handle(event, now)
-        if isinstance(event, Connected) and self._connected and self._report is not None and not self.noted:
-            self._say(self._report)
+        if isinstance(event, Connected) and self._connected and self._exception is not None and not self.noted:
+            self._say(self._exception)
         return effects
 
     def _reached(self, now: float) -> None:
@@ -208,12 +203,8 @@ class Member(Follower):
     def _say_join(self) -> None:
         assert self._status is not None
         assert self.presentation.opened is not None
-        message = {
-            "type": "join",
-            "epoch": self.presentation.opened.epoch,
-            "status": self._status[0],
-            **self._reports(),
-        }
+        message = {"type": "join", "epoch": self.presentation.opened.epoch, "status": self._status[0]}
+        message |= self._reports()
         if self._present_plan and self.plan is not None:
             message["plan"] = self.plan.data
         self._say(message)

@@ -1,7 +1,4 @@
-"""A launcher's session: it tells how its workers end, vouches for those that run, and kills those that are put out.
-
-A launcher's side as a state machine without I/O: what a node agent says and hears beside following.
-"""
+"""A launcher's session: it tells how its workers end, vouches for those that run, and kills those that are put out."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, Protocol
 
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address, Client
-from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify, Say
+from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify
 from recover_megatron.membership.follower import Follower
 from recover_megatron.membership.records import (
     MembershipError,
@@ -26,7 +23,7 @@ from recover_megatron.membership.records import (
 
 
 class NodeAgentClient(Follower):
-    """A launcher: speaks for the processes of its node, kills those that are put out."""
+    """A launcher's side as a state machine without I/O: what it says and hears beside following (``follower``)."""
 
     def __init__(
         self, node: str, incarnation: str, candidates: int, settings: Settings, now: float, *, late: bool = False
@@ -46,27 +43,18 @@ class NodeAgentClient(Follower):
     def stopping(self, signal: int) -> list[MemberEffect]:
         """Report that somebody has told this launcher to end its workers; every coordinator from now on is told."""
         self._stopping = signal
-        self._effects = []
-        if self._connected:
-            self._say({"type": "stopping", "signal": signal})
-        return self._effects
+        return self._report({"type": "stopping", "signal": signal})
 
     def hosts(self, address: tuple[str, int]) -> list[MemberEffect]:
         """Report a candidate that was started here after the launch; every coordinator from now on is told."""
         self._own = address
-        self._effects = []
-        if self._connected:
-            self._say({"type": "candidate", "address": list(address)})
-        return self._effects
+        return self._report({"type": "candidate", "address": list(address)})
 
     def ended(self, worker: WorkerId, how: str) -> list[MemberEffect]:
         """Report that a worker's process has ended; every coordinator attached to from now on is told."""
         self._ended[worker] = how
         self._running.discard(worker)
-        self._effects = []
-        if self._connected:
-            self._say({"type": "ended", "worker": worker, "how": how})
-        return self._effects
+        return self._report({"type": "ended", "worker": worker, "how": how})
 
     @property
     def ended_here(self) -> Workers:
@@ -76,7 +64,7 @@ class NodeAgentClient(Follower):
     def spawned(self, worker: WorkerId, pid: int) -> list[MemberEffect]:
         """Report a worker's process: whoever leads knows then who can tell of its end."""
         self._running.add(worker)
-        return [Say({"type": "spawned", "worker": worker, "pid": pid})] if self._connected else []
+        return self._report({"type": "spawned", "worker": worker, "pid": pid})
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
         """As ``Follower.handle``; the deaths seen are told to each coordinator anew."""
@@ -102,10 +90,7 @@ class NodeAgentClient(Follower):
 
     def ask(self) -> list[MemberEffect]:
         """Have the coordinator answer; it is ``up_to_date`` again with the answer."""
-        self._effects = []
-        if self._connected:
-            self._say(self.beat)
-        return self._effects
+        return self._report(self.beat)
 
     def _say(self, message: Mapping[str, Any]) -> None:
         self._unanswered += message["type"] == "beat"

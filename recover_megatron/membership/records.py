@@ -1,8 +1,6 @@
-"""The records that coordinator and members exchange and keep, and the settings of the protocol.
+"""The records that coordinator and members exchange and keep, the settings of the protocol, and its errors.
 
-What a candidate has been presented, merged: from it a lost coordinator's state is known again.
-
-What can end a wait on the control plane other than its result.
+The errors are what can end a wait on the control plane other than its result.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ class Settings:
     """A worker that others wait for is out after this long without a new progress mark."""
     stall_timeout: float = 600.0
     """What exists but does not move (a stopped process) is waited for so long where nothing can replace it, and where
-    more than half of the replicas are late at once (see ``stall``)."""
+    more than half of the replicas are late at once (see ``detect``)."""
     start_timeout: float = 3600.0
     """All workers must have come to the first rendezvous within this time: data sets are indexed, checkpoints read."""
     max_stuck_epochs: int = 3
@@ -109,6 +107,10 @@ class Formed:
     epoch: int
     members: Workers
     term: int = 0
+
+    def to_wire(self) -> dict[str, Any]:
+        """The fields that name it in a message."""
+        return {"epoch": self.epoch, "term": self.term, "members": to_runs(self.members)}
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ def members_only(request: PlanRequest) -> Json:
 class Presentation:
     """What a member tells a coordinator it attaches to: all that it followed and all that it holds.
 
-    The safety of a failover rests on it (see ``quorum``), so it only ever grows: a member never presents less than it
+    The safety of a failover rests on it (``leadership``), so it only ever grows: a member never presents less than it
     presented before.
     """
 
@@ -245,7 +247,7 @@ def presentation_from_wire(message: Mapping[str, Any]) -> Presentation:
 
 
 class Evidence:
-    """All presentations a candidate has seen, merged. It only grows."""
+    """All presentations a candidate has seen, merged: a lost coordinator's state is known from it. It only grows."""
 
     def __init__(self, world: int) -> None:
         self.formed = Formed(0, first_workers(world))

@@ -2,7 +2,7 @@
 
 What makes a worker go, by what is known of it: its kernel closes the session, or its launcher sees the process end: it
 is *dead* and never counts again. Its host is silent, or it hangs (``detect``): it is *out*, is told so if it ever
-wakes up, is killed by its launcher, and until that is confirmed it counts as possibly running elsewhere (``quorum``).
+wakes up, is killed by its launcher, and until that is confirmed it may be running elsewhere (``leadership``).
 It says bye: it has *left*. None of these is ever undone. Its replica is late (``Settings.grace``): it is *aside*, in no
 epoch, until it asks for a place; from then on it is as a newcomer. It may lose its connection and come again, and turn
 to another coordinator, which learns from what others present that it is aside. A worker that turns away from this

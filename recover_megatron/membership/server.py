@@ -91,13 +91,7 @@ class CoordinatorServer:
     serving; they report by ``post(Verdict(...))`` and ``post(Statement(...))``, from any thread.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        listener: socket.socket,
-        secret: Secret,
-        log: EventSink,
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, listener: socket.socket, secret: Secret, log: EventSink) -> None:
         self.coordinator = coordinator
         self._listener = listener
         self._secret = secret

@@ -173,12 +173,7 @@ class Session:
     # -- the protocol -------------------------------------------------------------------------------------------------
 
     def mark(
-        self,
-        iteration: int,
-        phase: str,
-        microbatch: int | None = None,
-        waiting: bool = False,
-        allow: float = 0.0,
+        self, iteration: int, phase: str, microbatch: int | None = None, waiting: bool = False, allow: float = 0.0
     ) -> None:
         """Report progress: no system call, the next heartbeat carries the latest mark.
 

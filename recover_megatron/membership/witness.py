@@ -2,8 +2,8 @@
 
 A witness is whoever manages the nodes: SLURM's controller, Kubernetes' API server (``testimony``). It tells of ends
 alone, and an end is final. What it says of a node that it does not reach is no news: it may be cut off, as this side
-may be. Its word is used in one case, the one that the count of ``quorum`` and the lease give up: fewer than half are
-reached. They may ask for the lease if *nobody else can be running*, by ``alone``:
+may be. Its word is used in one case, the one that the count of ``leadership`` and the lease give up: fewer than half
+are reached. They may ask for the lease if *nobody else can be running*, by ``alone``:
 
 * whoever is missing was started by a launcher of the launch (``JOINED_FROM``), and
 * each node of the launch is off, or is *here*: its launcher is reached, and all that it runs are members, or gone.

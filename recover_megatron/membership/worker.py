@@ -23,7 +23,7 @@ def connect(
 ) -> Session:
     """Open the session of this worker (``Session.connect``), as recover-run's environment variables say.
 
-    And raise this process's limit of open files (``kernel.use_all_descriptors``).
+    And raise this process's limit of open files (``system.use_all_descriptors``).
 
     ``addresses``: the candidates, instead of the environment's. The launcher is a node agent with its own candidates
     only: with others this worker has none.

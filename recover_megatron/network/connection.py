@@ -1,9 +1,8 @@
-"""A blocking connection to a ``store.Server`` of another worker: framed, proved on both sides, given up in time.
+"""A blocking connection to the ``PeerStoreServer`` of another worker: framed, proved on both sides, given up in time.
 
-Frames: a 4-byte big-endian length and a JSON object in UTF-8.
-
-Nothing that arrives is trusted: the length is checked before a byte of the body is kept, and a body is parsed only when
-it is complete.  An error is a ``WireError``, and the only thing it ever costs is the connection it came from.
+A frame is a 4-byte big-endian length and a JSON object in UTF-8.  Nothing that arrives is trusted: the length is
+checked before a byte of the body is kept, and a body is parsed only when it is complete.  An error is a ``WireError``,
+and the only thing it ever costs is the connection it came from.
 
 Proof of the job's secret: a mutual HMAC-SHA256 challenge with fresh nonces on both sides.
 
@@ -16,7 +15,7 @@ protocol of the run. A server does nothing for a connection before it has the cl
 before it has the server's. The secret itself never travels. What follows is neither encrypted nor signed
 (docs/security.md). Everything of the run that proves the secret does it by ``mac``.
 
-Addresses of workers as text, "host port", and sockets for them.
+An address of a worker is text: "host port".
 """
 
 from __future__ import annotations

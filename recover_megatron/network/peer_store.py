@@ -6,11 +6,11 @@
     server -> client   {"key": key, "value": v}           as soon as somebody sets it
     client -> server   {"fetch": [numbers]}
     server -> client   {"bytes": n} and n bytes           what its own worker gives for them; n = -1: nothing
-    client -> server   {"stream": name}                   the connection is not the store's any more: `streams`
+    client -> server   {"stream": name}                   the connection is not the store's any more, see below
 
 Asked once, it answers when it can: nobody polls it over the network.
 
-Connections that a worker's peer store lets in and then gives away, for others of the worker to speak over.
+Streams are connections that it lets in and then gives away, for others of the worker to speak over:
 
     client                                                   server: the peer store's thread
     open_stream   -- proof of the secret, both ways (client) -->

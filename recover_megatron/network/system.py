@@ -1,22 +1,17 @@
-"""Connections on which a host has fallen silent: nothing is acknowledged any more, and nobody is told.
+"""What this host's kernel tells of connections, and what is asked of it for a process of a run.
 
-A death closes connections, which is noticed at once.  A broken cable, a wrong route or a filter between two hosts that
-are well closes nothing: TCP alone would try for a quarter of an hour.  So one thread of the process looks at the
-connections that it was given:
+Silence (``Watch``): nothing is acknowledged any more, and nobody is told.  A death closes connections, which is noticed
+at once.  A broken cable, a wrong route or a filter between two hosts that are well closes nothing: TCP alone would try
+for a quarter of an hour.  So one thread of the process looks at the connections that it was given:
 
     something is under way, and for ``SECONDS`` the other kernel has acknowledged nothing --> shut: who waits is woken
     nothing is under way: the kernel asks (keepalive), and ends the connection itself
 
 The other kernel answers whatever its process does: one that is stopped, or that reads nothing, is not silent.
 
-What this host's kernel tells, and what is asked of it for a process of a run.
-
-Of a TCP connection: ``struct tcp_info`` of linux/tcp.h, whose layout is stable.
-
-A forked process closes what its parent holds open: the one at-fork hook of the run.
-
-A worker's data loaders are forked from it. If they kept its connections, those would stay open after the worker's
-death, and nobody would see an end. Sockets are closed, never shut down: that would reach the parent's connection.
+Forks (``close_in_children``): a forked process closes what its parent holds open, by the one at-fork hook of the run. A
+worker's data loaders are forked from it. If they kept its connections, those would stay open after the worker's death,
+and nobody would see an end. Sockets are closed, never shut down: that would reach the parent's connection.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ import time
 import weakref
 from typing import Protocol
 
-_PROBES, _UNACKED, _LAST_ACK = 3, 24, 56
+_PROBES, _UNACKED, _LAST_ACK = 3, 24, 56  # in ``struct tcp_info`` of linux/tcp.h, whose layout is stable
 
 
 def unacknowledged(sock: socket.socket) -> float:
@@ -123,7 +118,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_K
 
 
 class Watch:
-    """Looks at connections, and shuts the silent ones; there is one, ``watch`` and ``is_silent`` are its methods."""
+    """Looks at connections, and shuts the silent ones; there is one for all of the process."""
 
     def __init__(self) -> None:
         self._begin()
@@ -184,13 +179,4 @@ class Watch:
 
 _watch = Watch()
 close_in_children(_watch)
-
-
-def watch(sock: socket.socket) -> None:
-    """As ``Watch.watch``."""
-    _watch.watch(sock)
-
-
-def is_silent(sock: socket.socket) -> bool:
-    """As ``Watch.is_silent``."""
-    return _watch.is_silent(sock)
+watch, is_silent = _watch.watch, _watch.is_silent

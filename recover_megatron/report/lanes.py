@@ -3,11 +3,10 @@
     plans, aside, back, left, fault --stretches--> training | spare | ... | gone --svg--> lanes of the last launch
     recoveries, rollbacks, snapshots --marks--> lines across the lanes, and ticks below them
 
-Colours are classes of the page's style, so that they follow the reader's light or dark mode.
+Colours are classes of the page's style, so that they follow the reader's light or dark mode.  The width, the time axis
+and the legend are those of all pictures that are part of the page.
 
-What the pictures that are part of the page share: their width, the time axis under them, the legend.
-
-``recover-report --trace FILE``: the recoveries of a run in the Chrome trace format.
+``trace``, for ``recover-report --trace FILE``: the recoveries of a run in the Chrome trace format.
 
     coordinators   a lane each: faults and revokes at their moment, each rendezvous from its revoke to its plan
     training       the phases of each recovery, one behind the other, by the account of the worker that wrote it

@@ -1,8 +1,6 @@
 """The report of a run as one HTML page, with nothing outside of it: the verdict first, then pictures, then tables.
 
 ``page.html`` is its template; everything that it shows is escaped.  Here is what it shows.
-
-Parts of the report in which something is looked up: microbatches around a loss, checkpoints, versions.
 """
 
 from __future__ import annotations

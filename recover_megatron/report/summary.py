@@ -1,7 +1,4 @@
-"""A run in a dozen lines of text.
-
-Samples per second: of each iteration, and by how many replicas there were.
-"""
+"""A run in a dozen lines of text, and its samples per second: of each iteration, and by the number of replicas."""
 
 from __future__ import annotations
 

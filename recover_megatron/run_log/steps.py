@@ -4,12 +4,9 @@
      "seconds": 0.31, "microbatches": {"0": [0, 4], "1": [1, 5], "2": [2, 6], "3": [3, 7]},
      "time": 1700000000.123}
 
-A step is good when its microbatch ids, over all replicas, are exactly 0..M-1, each once (`audit_problem`).
-
-The audit of a whole run: every microbatch of every iteration was counted exactly once.
-
-How many microbatches an iteration has follows from the samples it consumed, so a batch size that changes by design
-(ramp-up, a step schedule) is judged like a constant one.
+A step is good when its microbatch ids, over all replicas, are exactly 0..M-1, each once (`audit_problem`); a run is
+when every iteration is there, and good (`violations`).  How many microbatches an iteration has follows from the samples
+it consumed, so a batch size that changes by design (ramp-up, a step schedule) is judged like a constant one.
 """
 
 from __future__ import annotations
@@ -86,7 +83,7 @@ def audit_problem(step: StepRecord) -> str | None:
     """What is wrong with the microbatches of a step, in words; None if each of 0..M-1 was counted exactly once.
 
     M itself is not in the line: it is the number of ids, so a step that lost its last ids shows only against the
-    samples it consumed (`audit`).
+    samples it consumed (`violations`).
     """
     counted = sorted(j for ids in step.microbatches.values() for j in ids)
     twice = sorted({a for a, b in pairwise(counted) if a == b})

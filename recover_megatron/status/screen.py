@@ -1,6 +1,7 @@
-"""A ``Status`` as something that rich prints: pure; whatever members sent is ``Text``, never markup.
+"""A ``RunStatus`` on a terminal: as something that rich prints, and as the live view.
 
-The live view: looks again and again until the run ends, nobody answers any more, or its user has seen enough.
+The first is pure; whatever members sent is ``Text``, never markup.  The live view looks again and again until the run
+ends, nobody answers any more, or its user has seen enough.
 
 LOOKING --view--> shown --interval--> LOOKING
     |  no answer: the last view stays, with the complaint, for ``patience`` seconds --> ``NoAnswer``

@@ -4,7 +4,7 @@ addresses          the coordinator's view
 folder, running    the same, and what the folder's files tell of the training
 folder, ended      the files alone
 
-Whom to ask: the candidate that leads, among the addresses given.
+Among addresses the candidate that leads is asked:
 
 current candidate --view--> shown, asked again next time
         |  standby, stop with code 11 (others may go on), no answer

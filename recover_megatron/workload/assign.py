@@ -10,11 +10,10 @@ So the ids come in rows of ``inner_ranks`` consecutive ones, and a row is what a
 moves to another replica moves in such rows, inner rank by inner rank: ids that would have met in the experts of a
 failure-free run still do.
 
-What an interleaved pipeline schedule can run: how many microbatches, and in groups of what size.
-
-Such a schedule sends a *group* of microbatches through a stage's first chunk of layers, then the same group through its
-second chunk, and so on; then comes the next group.  The last group may be smaller.  A microbatch leaves the last stage
-no sooner than ``stages`` microbatches after it entered the first one, so no group may be smaller than ``stages``:
+An interleaved pipeline schedule cannot run any number of them.  It sends a *group* of microbatches through a stage's
+first chunk of layers, then the same group through its second chunk, and so on; then comes the next group.  The last
+group may be smaller.  A microbatch leaves the last stage no sooner than ``stages`` microbatches after it entered the
+first one, so no group may be smaller than ``stages``:
 
     8 microbatches on 4 stages in groups of 4:   4, 4
     9 microbatches                          4:   4, 4, 1   refused: the last group is too small

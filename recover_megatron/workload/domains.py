@@ -7,9 +7,9 @@ inside the other; a replica breaks with each of them that any of its workers sta
     stride 1                      with node a go what r0 owns, and its copy on r1
     stride 2                      r0's copy is on r2, r1's on r3: whichever node is lost, each unit has a holder left
 
-Pure functions; the same answer on every worker.
+Where Megatron's order of ranks puts the workers of each replica is arithmetic, too (`replicas_of`).
 
-Where Megatron's order of ranks puts the workers of each replica: arithmetic.
+Pure functions; the same answer on every worker.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ Nodes are numbers: replicas, or workers.  An edge is an unordered pair of them, 
 sets that with the most broken edges at its members counts, of these that with the highest numbers.  All sets are looked
 at where up to ``EXACT`` nodes have broken edges; of more the node with the most edges left is taken, again and again.
 
-The replicas and workers that work together where edges are broken, by what `edges` finds of numbers.
-
 Pure functions, the same answer on every worker.
 """
 

@@ -1,4 +1,6 @@
-"""What the loss of each node of a launch would cost: known before anything is started, from sizes alone.
+"""What it costs a run to do without a node.
+
+A loss: what that of each node of a launch would cost is known before anything is started, from sizes alone.
 
     replicas that have a part on the node are broken; its other workers wait as orphans
         some are whole  --> they go on, if they hold all of the optimizer's state between them
@@ -16,7 +18,7 @@ afterwards comes on top of it.  A column's parameters are held by every replica 
 is spread over the column the parts of the leaving are given to others before they go; only where Megatron's own
 optimizer instances are the copies (``shards``) must a holder of each shard be among those who stay.
 
-A pure function; the same answer on every worker.
+Pure functions; the same answer on every worker.
 """
 
 from __future__ import annotations

@@ -18,12 +18,11 @@ most replicas that the live workers of the nodes allow are
 
 and a new replica of what stands already takes exactly G from that sum: forming it now never costs one later.
 
-`teams` plans the changes of position.  All of it is a function of its arguments, whatever their order.
+`teams` plans the changes of position.
 
-Hot spares: for which position a worker without a model should build one, before anybody is lost.
-
-A hole is filled at the next boundary only by a worker that stands ready at its position.  So spares that nobody needs
-now are shared out over the positions:
+Hot spares: for which position a worker without a model should build one, before anybody is lost.  A hole is filled at
+the next boundary only by a worker that stands ready at its position.  So spares that nobody needs now are shared out
+over the positions:
 
     alone    a worker that may stand in any replica: positions are as likely to be lost as they have workers elsewhere
              (with its own node it would be lost itself), and each spare that stands there already covers one of them
@@ -31,10 +30,10 @@ now are shared out over the positions:
              groups, each in another node where there is one
     the rest of a node takes the place of one of its own workers: where most of them stand
 
-    loss --assemble--> the spare stands in the new replica           (`placement`: it is ready, nothing is built)
+    loss --assemble--> the spare stands in the new replica           (it is ready, nothing is built)
                  '---> no spare of that position: one is rebuilt, as without this
 
-A pure function; the same answer on every worker.
+All of it is a function of its arguments, whatever their order; the same answer on every worker.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ that would finish it first.  (Were there a better sharing, some replica would ha
 greedy rule gave it that last unit because nobody could finish one earlier.)
 
 A unit is ``multiple_of`` microbatches: all inner ranks of a replica run equally many.  An interleaved pipeline schedule
-runs no fewer than it has stages (`interleaved`), so a replica has ``least`` microbatches or none.
+runs no fewer than it has stages (`assign`), so a replica has ``least`` microbatches or none.
 """
 
 from __future__ import annotations
