@@ -125,8 +125,6 @@ class Cluster:
         self.first_coordinator: Path | None = None
         """A program of its own for the first candidate."""
         self.node_agent: NodeAgent | None = None
-        self._proxied: list[tuple[str, int]] | None = None
-        self._watching = threading.Event()
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
@@ -205,15 +203,15 @@ class Cluster:
 
     def leader(self, since: float = 0.0) -> int:
         """The candidate that was the last to lead, once one has begun to after ``since``."""
-        end = time.monotonic() + DEADLINE
-        while time.monotonic() < end:
-            led = [
-                (e["mono"], k) for k in range(len(self.coordinators)) for e in self.events(k) if e["event"] == "lead"
-            ]
-            if led and max(led)[0] > since:
-                return max(led)[1]
-            time.sleep(0.02)
-        raise AssertionError(f"no candidate leads since {since}")
+        led: list[tuple[float, int]] = []
+
+        def one_leads() -> bool:
+            candidates = range(len(self.coordinators))
+            led[:] = [(e["mono"], k) for k in candidates for e in self.events(k) if e["event"] == "lead"]
+            return bool(led) and max(led)[0] > since
+
+        eventually(one_leads, f"a candidate leads since {since}")
+        return max(led)[1]
 
     def go_on_without(self, *gone: int) -> None:
         """Every other worker gets a plan without the gone and then commits."""
