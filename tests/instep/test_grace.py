@@ -22,7 +22,7 @@ from recover_megatron.run_log.steps import read_steps
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Reference, Runs
 from tests.instep.runs import LAYOUTS, Case, Layout, Result, Strike, check, check_audit, check_steps, placed
 
 pytestmark = pytest.mark.slow
@@ -169,9 +169,7 @@ def test_a_late_replica_goes_on_when_all_others_are_lost_from_the_newest_state_t
         assert [step.iteration for step in read_steps(superseded)] == list(range(1, 3 + lost))
 
 
-def test_a_replica_that_is_slow_and_never_stops_is_taken_over_again_and_again(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_replica_that_is_slow_and_never_stops_is_taken_over_again_and_again(runs: Runs) -> None:
     """Worker 1 takes a second for each microbatch; it hears that it is aside while it computes.
 
     The others take 0.3 s, or their iterations would all be over before it has heard of it.  They wait for it to come
@@ -181,9 +179,9 @@ def test_a_replica_that_is_slow_and_never_stops_is_taken_over_again_and_again(
     script = (str(Path(__file__).with_name("slow.py")), slow)
     case = Case(DP4, iterations=4, train_with=script).patient("4-:4")
     case = replace(case, flags=(*case.flags, *GRACE.split()))
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     check_audit(result, case.iterations)
-    check_steps(result, reference(case))
+    check_steps(result, runs.reference(case))
     assert list(result.ended.codes) == [0] * 4, result.told()
     events = [event["event"] for event in result.events]
     assert "fault" not in events

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from tests.drawn import EVERYTHING
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
-from tests.instep.runs import LAYOUTS, QUICK_TO_SEE_A_HANG, Case, Layout, Strike, check
+from tests.instep.conftest import Runs
+from tests.instep.runs import LAYOUTS, QUICK_TO_SEE_A_HANG, Case, Layout, Strike
 from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
@@ -58,7 +57,7 @@ def when_stalled(out: Path, then: Callable[[list[dict[str, Any]]], None]) -> Ite
 
 @pytest.mark.parametrize(("layout", "stopped"), STALLS if EVERYTHING else STALLS[:2], ids=lambda part: str(part)[:60])
 def test_workers_that_stop_together_are_waited_for_and_nothing_changes_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, stopped: tuple[Strike, ...]
+    runs: Runs, tmp_path: Path, layout: Layout, stopped: tuple[Strike, ...]
 ) -> None:
     spec = ",".join(replace(strike, kind="stop").spec(layout) for strike in stopped)
     case = Case(layout, evaluated=True).with_flags(*QUICK_TO_SEE_A_HANG, "--recover-inject", spec)
@@ -69,22 +68,20 @@ def test_workers_that_stop_together_are_waited_for_and_nothing_changes_but_round
             os.kill(pids[strike.worker(layout)], signal.SIGCONT)
 
     with when_stalled(tmp_path, go_on):
-        result = case.run(forkserver, tmp_path)
-    check(result, reference(case))
+        result = runs.check(case)
     assert result.replicas == [layout.replicas] * case.iterations
     assert not [event for event in result.events if event["event"] == "fault"]
     assert [event for event in result.events if event["event"] == "stall_over"]
 
 
 def test_a_worker_that_waits_for_its_data_for_longer_than_the_hang_timeout_is_not_put_out(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
+    runs: Runs, tmp_path: Path
 ) -> None:
     """Of a shared disk that stalls one worker's reads are the first to be missed: the others have read ahead."""
     case = Case(TP2).with_flags(*QUICK_TO_SEE_A_HANG)
     blocked = (str(Path(__file__).with_name("blocked.py")), str(tmp_path), "2", OURS)
     with when_stalled(tmp_path, lambda events: (tmp_path / "go").touch()):
-        result = replace(case, train_with=blocked).run(forkserver, tmp_path)
-    check(result, reference(case))
+        result = runs.check(replace(case, train_with=blocked))
     assert not [event for event in result.events if event["event"] == "fault"]
     said = next(event["reason"] for event in result.events if event["event"] == "stalled")
     assert "worker 2" in said
