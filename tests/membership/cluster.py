@@ -230,13 +230,24 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
-    """A cluster that leaves nothing behind.  Its timeouts are those of an idle machine."""
+def cluster(
+    folder: Path, workers: int = 0, candidates: int = 1, launcher: bool = False, step: float = 0.02, **settings: float
+) -> Iterator[Cluster]:
+    """A cluster that leaves nothing behind and has one lineage.  Its timeouts are those of an idle machine.
+
+    So many ``workers`` have committed, with so many candidate coordinators and perhaps a launcher; 0: none is started.
+    """
     idle = Settings(**settings)  # type: ignore[arg-type]
     times = ("heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout")
     made = Cluster(folder, replace(idle, **{name: patient(getattr(idle, name)) for name in times}))
     try:
+        if workers:
+            made.start_coordinators(workers, candidates)
+            if launcher:
+                made.start_node_agent()
+            made.start_workers(workers, step=step)
         yield made
+        check_one_lineage(made)
     finally:
         made.end()
 
