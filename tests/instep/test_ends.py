@@ -90,14 +90,14 @@ def test_an_orphan_with_a_broken_device_ends_as_any_dead_worker_and_the_run_goes
 
 @pytest.mark.parametrize("missing", [False, True], ids=["empty", "missing"])
 def test_a_checkpoint_that_megatron_exits_at_without_a_code_ends_the_launch_with_1(
-    forkserver: ForkServer, tmp_path: Path, missing: bool
+    runs: Runs, tmp_path: Path, missing: bool
 ) -> None:
     load = tmp_path / "checkpoints"
     load.mkdir()
     if not missing:
         (load / "latest_checkpointed_iteration.txt").touch()
     case = Case(Layout("dp2", 2)).with_flags("--load", str(load), "--exit-on-missing-checkpoint")
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     assert result.ended.codes == [1, 1], result.told()
     assert not result.steps
     for worker in range(2):

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from recover_megatron.run_log.steps import read_steps
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
+from tests.harness.waiting import meanwhile, written_lines
 from tests.instep.conftest import Reference, Runs
 from tests.instep.runs import LAYOUTS, Case, Layout, Result, Strike, check, check_audit, check_steps, placed
 
@@ -55,29 +54,19 @@ class Late:
         return f"{self.layout.name} {struck} until {self.woken}#{self.nth}{' adam' * bool(self.model)}"
 
 
-@contextmanager
-def woken(out: Path, late: Late) -> Iterator[None]:
+def woken(out: Path, late: Late) -> AbstractContextManager[None]:
     """While the block runs the worker is let go on, when it is time."""
-    worker, path = late.strike.worker(late.layout), out / "events-0.jsonl"
-    over = threading.Event()
+    worker = late.strike.worker(late.layout)
 
-    def watch() -> None:
-        while not over.wait(0.02):
-            lines = path.read_text().splitlines() if path.exists() else []
-            events = [json.loads(line) for line in lines if line.endswith("}")]
-            at = next((n for n, e in enumerate(events) if e["event"] == "aside" and e["worker"] == worker), None)
-            if at is not None and sum(e["event"] == late.woken for e in events[at:]) >= late.nth:
-                pid = next(e["pid"] for e in events if e["event"] == "attached" and e["worker"] == worker)
-                os.kill(pid, signal.SIGCONT)
-                return
+    def look() -> bool:
+        events = [json.loads(line) for line in written_lines(out / "events-0.jsonl")]
+        at = next((n for n, e in enumerate(events) if e["event"] == "aside" and e["worker"] == worker), None)
+        if at is None or sum(e["event"] == late.woken for e in events[at:]) < late.nth:
+            return False
+        os.kill(next(e["pid"] for e in events if e["event"] == "attached" and e["worker"] == worker), signal.SIGCONT)
+        return True
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
+    return meanwhile(look)
 
 
 def run(server: ForkServer, out: Path, late: Late) -> Result:

@@ -51,9 +51,9 @@ def test_a_fault_at_any_point_changes_nothing_but_rounding(runs: Runs, case: Cas
     check_sharded(runs(case), runs.reference(case), NEAR.get(case.layout, 1.0))
 
 
-def test_when_the_last_copy_goes_the_run_ends_and_says_so(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_when_the_last_copy_goes_the_run_ends_and_says_so(runs: Runs) -> None:
     case = Case(OUTER_TWO, (Strike(1, 1, 3, "backward"),), 4, flags=("--recover-shadow-shards", "0"))
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     assert result.ended.codes == [EXIT_STATE_LOST, EXIT_STATE_LOST, EXIT_STATE_LOST, -9], result.told()
     assert "had no other copy" in result.log(0)
 

@@ -242,11 +242,11 @@ def test_a_node_that_holds_two_replicas_is_lost_whole_and_no_state_with_it(runs:
     runs.check(case)
 
 
-def test_when_a_shard_is_lost_in_all_instances_the_run_ends_with_12(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_when_a_shard_is_lost_in_all_instances_the_run_ends_with_12(runs: Runs) -> None:
     """Of four workers in two instances, 0 and 2 hold the first shard."""
     layout = Layout("sharded-instances", 4, flags="--num-distributed-optimizer-instances 2")
     case = Case(layout, (Strike(0, 0, 5, "norm"), Strike(2, 0, 5, "norm")), 8, model=SHARDED)
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     assert result.ended.codes == [-9, EXIT_STATE_LOST, -9, EXIT_STATE_LOST], result.told()
     assert "the optimizer state of shards 0 had no other copy" in result.log(1), result.told()
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.drawn import EVERYTHING
+from tests.harness.waiting import meanwhile, written_lines
 from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, QUICK_TO_SEE_A_HANG, Case, Layout, Strike
 from tests.megatron_hooks.tiny import OURS
@@ -32,27 +32,17 @@ STALLS = [
 ]
 
 
-@contextmanager
-def when_stalled(out: Path, then: Callable[[list[dict[str, Any]]], None]) -> Iterator[None]:
+def when_stalled(out: Path, then: Callable[[list[dict[str, Any]]], None]) -> AbstractContextManager[None]:
     """Call ``then`` with the coordinator's events once it tells of a stall, while the block runs."""
 
-    def watch() -> None:
-        path = out / "events-0.jsonl"
-        while not over.wait(0.05):
-            lines = path.read_text().splitlines() if path.exists() else []
-            events = [json.loads(line) for line in lines if line.endswith("}")]
-            if any(event["event"] == "stalled" for event in events):
-                then(events)
-                return
+    def look() -> bool:
+        events = [json.loads(line) for line in written_lines(out / "events-0.jsonl")]
+        stalled = any(event["event"] == "stalled" for event in events)
+        if stalled:
+            then(events)
+        return stalled
 
-    over = threading.Event()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
+    return meanwhile(look)
 
 
 @pytest.mark.parametrize(("layout", "stopped"), STALLS if EVERYTHING else STALLS[:2], ids=lambda part: str(part)[:60])
