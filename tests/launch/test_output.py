@@ -139,7 +139,7 @@ def test_the_log_of_an_earlier_run_is_kept(bench):
 
 
 def test_no_colour_when_the_output_is_no_terminal(bench):
-    assert "\x1b" not in bench.run(bench.script("print('plain')"))[1].out
+    assert "\x1b" not in bench.run(bench.script("print('plain')")).out
 
 
 def test_colour_on_a_terminal(bench):
