@@ -7,19 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.folder import candidates
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
 from tests.harness.processes import free_port
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
-from tests.test_end_to_end import PATIENCE, launch, wait_until_iteration, workers
+from tests.test_end_to_end import PATIENCE, launch, listen, same_training, wait_until_iteration, workers
 
 pytestmark = pytest.mark.slow
 
@@ -50,18 +48,7 @@ def test_the_node_with_the_store_and_the_leading_coordinator_is_drained_switched
     nodes = ["--nproc-per-node", "1", "--nnodes", "3", "--master-port", port, "--max-restarts", "1"]
     script = [*PATIENT, OURS, *TRAINING, "--recover", *TIMES]
     runs = [launch(out, *nodes, "--node-rank", str(node), *script, environment=SECRET) for node in range(3)]
-    texts = [""] * 4
-
-    def listen(number: int, run: subprocess.Popen[str]) -> threading.Thread:
-        def read() -> None:
-            assert run.stdout is not None
-            texts[number] = run.stdout.read()
-
-        thread = threading.Thread(target=read)
-        thread.start()
-        return thread
-
-    readers = [listen(number, run) for number, run in enumerate(runs)]
+    said = [listen(run) for run in runs]
     wait_until_iteration(out, 4)
     first = {worker["worker_id"]: worker for worker in workers(out)}[0]
     done = drain(out, f"{first['host']}-0")
@@ -72,17 +59,13 @@ def test_the_node_with_the_store_and_the_leading_coordinator_is_drained_switched
     joins = ["--join", "--recover-coordinator", candidates(out), "--world-size", "3", "--master-port", port]
     comes_back = ["--nproc-per-node", "1", *joins, *script]
     runs.append(launch(tmp_path / "joined", *comes_back, environment=SECRET))
-    readers.append(listen(3, runs[3]))
+    said.append(listen(runs[3]))
+    texts = [one.result(PATIENCE) for one in said]
     assert [run.wait(timeout=PATIENCE) for run in runs[1:]] == [0, 0, 0], texts
-    for reader in readers:
-        reader.join()
     assert "this node is being drained" in texts[0]
     assert [worker["state"] for worker in workers(out) if worker["node_rank"] == 0] == ["finished"]
-    steps, expected = (list(read_steps(folder / "steps.jsonl")) for folder in (out, plain))
-    assert [step.iteration for step in steps] == list(range(1, ITERATIONS + 1))
-    assert [audit_problem(step) for step in steps] == [None] * ITERATIONS
+    steps = same_training(out, plain, ITERATIONS)
     assert [step.replicas for step in steps[4:7]] == [3, 2, 2]
     assert steps[-1].replicas == 3
-    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert [event["reran"] for event in events if event.get("reran")] == []

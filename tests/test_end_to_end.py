@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from recover_megatron.run_log.steps import audit_problem, read_steps
+from recover_megatron.run_log.steps import StepRecord, audit_problem, read_steps
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.processes import alive, free_port, processes_with
@@ -46,6 +46,21 @@ def wait_until_iteration(out: Path, iteration: int) -> None:
         return path.exists() and any(step.iteration >= iteration for step in read_steps(path))
 
     eventually(reached, f"iteration {iteration} is reached", PATIENCE, every=0.05)
+
+
+def listen(run: subprocess.Popen[str]) -> Future[str]:
+    """All that it says until it ends, read meanwhile."""
+    assert run.stdout is not None
+    return ThreadPoolExecutor(1).submit(run.stdout.read)
+
+
+def same_training(out: Path, undisturbed: Path, iterations: int) -> list[StepRecord]:
+    """The steps in ``out``, after checks that each iteration is there once, right, and with the loss it should have."""
+    steps, expected = (list(read_steps(folder / "steps.jsonl")) for folder in (out, undisturbed))
+    assert [step.iteration for step in steps] == list(range(1, iterations + 1))
+    assert [audit_problem(step) for step in steps] == [None] * iterations
+    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
+    return steps
 
 
 def awaiting(iteration: int) -> list[str]:
@@ -157,28 +172,13 @@ def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(
     # Mostly the other candidate; the one that the launcher started in place of the killed one if the other was held up.
     events = [(out / name).read_text() for name in ("events-0.jsonl", "events-1.jsonl")]
     assert sum(text.count('"event":"lead"') for text in events) >= 2
-    steps, expected = (list(read_steps(folder / "steps.jsonl")) for folder in (out, tmp_path / "undisturbed"))
-    assert [step.iteration for step in steps] == list(range(1, 121))
-    assert [audit_problem(step) for step in steps] == [None] * 120
-    assert steps[-1].replicas == 1
-    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
+    assert same_training(out, tmp_path / "undisturbed", 120)[-1].replicas == 1
 
 
 def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_nodes_go_on(tmp_path: Path) -> None:
     """Three launchers on this host stand for three nodes; node 0 also has the coordinator that leads."""
-    argv = [
-        OURS,
-        *MODEL,
-        *SCHEDULE,
-        *MOCK,
-        *NO_DROPOUT,
-        "--recover",
-        "--train-iters",
-        "30",
-        "--global-batch-size",
-        "12",
-    ]
-    argv += ["--recover-heartbeat-interval", "0.2", *TIMEOUT]
+    argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--recover", "--train-iters", "30"]
+    argv += ["--global-batch-size", "12", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
     undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "3", *argv)
     said, _ = undisturbed.communicate(timeout=PATIENCE)
     assert undisturbed.returncode == 0, said
@@ -187,20 +187,14 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
     secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
     script = [*awaiting(25), *argv, "--recover-log-dir", str(out)]
     runs = [launch(out, *nodes, "--node-rank", str(node), *script, environment=secret) for node in range(3)]
-    drains = [threading.Thread(target=run.stdout.read) for run in runs if run.stdout]
-    for drain in drains:
-        drain.start()
+    said = [listen(run) for run in runs]
     wait_until_iteration(out, 4)
     runs[0].kill()  # its reaper, and the kernel, end the worker and the candidate
     (out / "struck").write_text("yes")
-    assert [run.wait(timeout=PATIENCE) for run in runs] == [-signal.SIGKILL, 0, 0]
-    for drain in drains:
-        drain.join()
-    steps, expected = (list(read_steps(folder / "steps.jsonl")) for folder in (out, tmp_path / "undisturbed"))
-    assert [step.iteration for step in steps] == list(range(1, 31))
-    assert [audit_problem(step) for step in steps] == [None] * 30
-    assert steps[-1].replicas == 2
-    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)
+    assert [run.wait(timeout=PATIENCE) for run in runs] == [-signal.SIGKILL, 0, 0], [
+        one.result(PATIENCE) for one in said
+    ]
+    assert same_training(out, tmp_path / "undisturbed", 30)[-1].replicas == 2
 
 
 def test_refused_flags_are_told_once_and_nothing_is_left_running(tmp_path: Path) -> None:

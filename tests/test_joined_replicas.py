@@ -6,12 +6,10 @@ import json
 import os
 import signal
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 
-from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.folder import candidates
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
@@ -19,7 +17,7 @@ from tests.harness.patience import patient
 from tests.harness.processes import alive, free_port
 from tests.harness.waiting import eventually
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
-from tests.test_end_to_end import PATIENCE, launch, wait_until_iteration
+from tests.test_end_to_end import PATIENCE, launch, listen, same_training, wait_until_iteration
 
 pytestmark = pytest.mark.slow
 
@@ -50,18 +48,7 @@ def test_a_launcher_that_joins_a_whole_run_brings_replicas_and_takes_them_away_w
     wait_until_iteration(out, 2)
     joins = ["--join", "--recover-coordinator", candidates(out), "--world-size", "2", "--master-port", port]
     joined = launch(tmp_path / "joined", "--nproc-per-node", "2", *joins, *script, environment=SECRET)
-    texts = ["", ""]
-
-    def listen(number: int, its: subprocess.Popen[str]) -> threading.Thread:
-        def read() -> None:
-            assert its.stdout is not None
-            texts[number] = its.stdout.read()
-
-        thread = threading.Thread(target=read)
-        thread.start()
-        return thread
-
-    readers = [listen(0, run), listen(1, joined)]
+    said = [listen(run), listen(joined)]
     eventually(lambda: builds(tmp_path / "joined"), seconds=PATIENCE)
     leading = subprocess.run(["pgrep", "-f", str(out / "events-0.jsonl")], capture_output=True, text=True, check=True)
     for pid in leading.stdout.split():
@@ -71,15 +58,11 @@ def test_a_launcher_that_joins_a_whole_run_brings_replicas_and_takes_them_away_w
     joined.kill()  # its reaper, and the kernel, end its workers
     eventually(lambda: not any(alive(pid) for pid in lost), "the workers that joined have ended")
     (out / "lost").write_text("joined")
+    texts = [one.result(PATIENCE) for one in said]
     assert run.wait(timeout=PATIENCE) == 0, texts
     assert joined.wait(timeout=PATIENCE) == -signal.SIGKILL
-    for reader in readers:
-        reader.join()
-    steps, expected = (list(read_steps(folder / "steps.jsonl")) for folder in (out, plain))
-    assert [step.iteration for step in steps] == list(range(1, ITERATIONS + 1))
-    assert [audit_problem(step) for step in steps] == [None] * ITERATIONS
+    steps = same_training(out, plain, ITERATIONS)
     assert [step.replicas for step in steps[24:26]] == [4, 4]
     assert steps[-1].replicas == 2
     assert "is new, with worker" in texts[0] + texts[1]
     assert "4 replicas (2 at the launch)" in texts[0] + texts[1]
-    assert [step.loss for step in steps] == pytest.approx([step.loss for step in expected], rel=1e-5)

@@ -10,8 +10,9 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NoReturn
+
+import psutil
 
 from tests.harness.patience import patient
 
@@ -20,20 +21,19 @@ _chosen: list[socket.socket] = []
 
 
 def _state(pid: int) -> str:
-    """Its letter in the process table; X: there is no such process."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return "X"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status()
+    return psutil.STATUS_DEAD
 
 
 def alive(pid: int) -> bool:
     """Whether ``pid`` exists and is more than a zombie."""
-    return _state(pid) not in "ZX"
+    return _state(pid) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def stopped(pid: int) -> bool:
     """Whether all of ``pid`` stands still, by SIGSTOP or since it has ended."""
-    return _state(pid) in "TZX"
+    return _state(pid) == psutil.STATUS_STOPPED or not alive(pid)
 
 
 def ends_within(child: int, seconds: float) -> bool:
@@ -63,33 +63,30 @@ def end_with(work: Callable[[], object]) -> NoReturn:
     os._exit(code)
 
 
+def environment(pid: int) -> dict[str, str]:
+    """That with which a living process was started; empty if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).environ()
+    return {}
+
+
 def processes_with(entry: str) -> list[int]:
     """Living processes whose initial environment has ``entry`` (NAME=value)."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                if entry.encode() in Path(f"/proc/{name}/environ").read_bytes().split(b"\0") and alive(int(name)):
-                    found.append(int(name))
-    return found
+    name, _, value = entry.partition("=")
+    return [pid for pid in psutil.pids() if environment(pid).get(name) == value and alive(pid)]
 
 
-def children(pid: int) -> list[int]:
-    """Living children of ``pid``."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()
-                if int(fields[1]) == pid and fields[0] not in "ZX":
-                    found.append(int(name))
-    return found
+def children(pid: int, all_below: bool = False) -> list[int]:
+    """Living children of ``pid``, or also those of its children."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(all_below) if alive(child.pid)]
+    return []
 
 
 def command_line(pid: int) -> list[str]:
     """Its words; none of a process that has ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).cmdline()
     return []
 
 

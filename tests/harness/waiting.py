@@ -1,9 +1,11 @@
-"""Wait for what gives no event: facts of files, of the process table, of another thread."""
+"""Wait, or watch, for what gives no event: facts of files, of the process table, of another thread."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,24 @@ def eventually(
         if time.monotonic() > deadline:
             pytest.fail(f"not within {seconds:g} s: {what}")
         time.sleep(every)
+
+
+@contextlib.contextmanager
+def meanwhile(look: Callable[[], object]) -> Iterator[None]:
+    """While the block runs a thread calls ``look`` again and again, until it is true."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.02) and not look():
+            pass
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 def written_lines(path: Path) -> list[str]:

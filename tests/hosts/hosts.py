@@ -70,9 +70,10 @@ class Hosts:
 
     def network(self, host: int) -> str:
         """The file of a host's network namespace, for ``os.setns``; that of the switch for ``SWITCH``."""
-        return f"/run/netns/{self._space(host)}"
+        return f"/run/netns/{self.space(host)}"
 
-    def _space(self, host: int) -> str:
+    def space(self, host: int) -> str:
+        """The name of a host's network namespace, for ``ip``."""
         return f"{self._tag}-sw" if host == SWITCH else f"{self._tag}-{host}"
 
     # ---- making them
@@ -87,13 +88,13 @@ class Hosts:
         return self
 
     def _build(self) -> None:
-        switch = self._space(SWITCH)
+        switch = self.space(SWITCH)
         _ip("netns", "add", switch)
         for words in ("link set lo up", "link add br0 type bridge", f"addr add {self.address(SWITCH)}/24 dev br0"):
             _ip("-n", switch, *words.split())
         _ip("-n", switch, "link", "set", "br0", "up")
         for host in self:
-            space = self._space(host)
+            space = self.space(host)
             _ip("netns", "add", space)
             _ip("-n", space, "link", "set", "lo", "up")
             _ip("-n", switch, "link", "add", f"port{host}", "type", "veth", "peer", "name", "e0", "netns", space)
@@ -111,7 +112,7 @@ class Hosts:
         for host in self:
             self.kill(host)
         for host in (*self, SWITCH):
-            _ip("netns", "del", self._space(host), check=False)
+            _ip("netns", "del", self.space(host), check=False)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- what runs on them
@@ -145,7 +146,7 @@ class Hosts:
         own = "unshare --uts --ipc --mount --pid --fork --kill-child --mount-proc bash -c".split()
         with out.open("wb") as file:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self._space(host), *own, " && ".join(steps)],
+                ["ip", "netns", "exec", self.space(host), *own, " && ".join(steps)],
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**os.environ, **(environment or {})},
             )  # fmt: skip
@@ -169,7 +170,7 @@ class Hosts:
 
     def cable(self, host: int, *, up: bool) -> None:
         """Pull a host's cable, or put it back."""
-        _ip("-n", self._space(SWITCH), "link", "set", f"port{host}", "up" if up else "down")
+        _ip("-n", self.space(SWITCH), "link", "set", f"port{host}", "up" if up else "down")
 
     def part(self, *hosts: int) -> None:
         """None of these hears another of them; what they send each other vanishes."""
@@ -179,7 +180,7 @@ class Hosts:
     def refuse(self, one: int, other: int) -> None:
         """These two cannot send to each other, and know at once."""
         for here, there in ((one, other), (other, one)):
-            _ip("-n", self._space(here), "route", "replace", "unreachable", f"{self.address(there)}/32")
+            _ip("-n", self.space(here), "route", "replace", "unreachable", f"{self.address(there)}/32")
 
     def mend(self) -> None:
         """All cables and roads are as at the start."""
@@ -189,12 +190,12 @@ class Hosts:
             self._isolate(host, "off")
             for other in self:
                 road = ("route", "del", "unreachable", f"{self.address(other)}/32")
-                _ip("-n", self._space(host), *road, check=False)
+                _ip("-n", self.space(host), *road, check=False)
             # Who asked for an address in vain is about to be told that there is none.
-            _ip("-n", self._space(host), "neigh", "flush", "dev", "e0")
+            _ip("-n", self.space(host), "neigh", "flush", "dev", "e0")
 
     def _isolate(self, host: int, how: str) -> None:
-        _ip("-n", self._space(SWITCH), "link", "set", f"port{host}", "type", "bridge_slave", "isolated", how)
+        _ip("-n", self.space(SWITCH), "link", "set", f"port{host}", "type", "bridge_slave", "isolated", how)
 
 
 def _ip(*words: str, check: bool = True) -> None:

@@ -6,7 +6,6 @@ nobody its place.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ import pytest
 from tests.drawn import some
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
+from tests.harness.waiting import meanwhile, written_lines
 from tests.instep.conftest import Reference
 from tests.instep.conftest import reference as reference
 from tests.instep.runs import LAYOUTS, Case, Layout, Result, check
@@ -46,26 +46,18 @@ def run(hosts: Hosts, each: int, case: Case, server: ForkServer, out: Path, spoi
     case = replace(case, train_with=held)
     ranks = [1 + rank // each for rank in range(case.layout.grid.world)]
     networks = [(hosts.network(host), hosts.address(host)) for host in [*ranks, SWITCH]]
-    over = threading.Event()
 
-    def watch() -> None:
-        steps = out / "steps.jsonl"
-        while not (steps.exists() and steps.read_text().count("\n") >= AT):
-            if over.is_set():
-                return
-            time.sleep(0.02)
+    def look() -> bool:
+        if len(written_lines(out / "steps.jsonl")) < AT:
+            return False
         try:
             spoil()
         finally:
             (out / "spoilt").write_text("yes")
+        return True
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with meanwhile(look):
         return case.run(server, out, networks)
-    finally:
-        over.set()
-        watcher.join()
 
 
 @pytest.mark.parametrize(

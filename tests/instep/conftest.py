@@ -7,12 +7,13 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.harness.forkserver import ForkServer, Run
-from tests.instep.runs import Case, Result
+from tests.instep.runs import Case, Result, check
 
 Reference = Callable[[Case], Result]
 
@@ -50,3 +51,26 @@ def once(plain: Case, forkserver: ForkServer, shared: Path) -> Result:
         assert {sum(map(len, step.microbatches.values())) for step in result.steps} == {plain.layout.samples}
         finished.touch()
         return result
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A test's own run, in the test's folder, and the failure-free one."""
+
+    forkserver: ForkServer
+    reference: Reference
+    out: Path
+
+    def __call__(self, case: Case) -> Result:
+        return case.run(self.forkserver, self.out)
+
+    def check(self, case: Case, near: float = 1.0, by: Callable[[Result, Result, float], None] = check) -> Result:
+        """Run it, and assert ``by`` that it is the failure-free one but for rounding."""
+        result = self(case)
+        by(result, self.reference(case), near)
+        return result
+
+
+@pytest.fixture
+def runs(forkserver: ForkServer, reference: Reference, tmp_path: Path) -> Runs:
+    return Runs(forkserver, reference, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Reference, Runs
 from tests.instep.logged import differences
 from tests.instep.runs import LATENT, LAYOUTS, NO_EVALUATION, PARAMETERS, Case, Layout, Result, Strike, check, distance
 from tests.instep.test_log import tell
@@ -48,11 +48,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", some("attention logits", CASES, 2), ids=str)
-def test_weights_are_clipped_by_the_largest_logits_of_the_whole_batch(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
+def test_weights_are_clipped_by_the_largest_logits_of_the_whole_batch(runs: Runs, case: Case) -> None:
     case = replace(case, script=SCRIPT)
-    result, expected = case.run(forkserver, tmp_path), reference(case)
+    result, expected = runs(case), runs.reference(case)
     check(result, expected, NEAR)
     ours, theirs = maxima(result), maxima(expected)
     assert {iteration for iteration, *_ in theirs} == set(range(1, case.iterations + 1))

@@ -12,7 +12,7 @@ import pytest
 from recover_megatron.membership.records import EXIT_SAME_FAULT
 from recover_megatron.run_log.steps import read_steps
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Reference, Runs
 from tests.instep.runs import Case, Layout, Result, Strike, check
 
 pytestmark = pytest.mark.slow
@@ -36,13 +36,10 @@ def test_what_only_some_stages_log_kills_nobody(
     check(case.run(forkserver, tmp_path), reference(case))
 
 
-def test_a_death_in_what_one_stage_sums_while_the_other_waits_for_it(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_death_in_what_one_stage_sums_while_the_other_waits_for_it(runs: Runs) -> None:
     """Worker 3 is the second stage of one replica; the others sum without it, on the input that they had."""
     case = replace(Case(PLAIN, iterations=4), train_with=(REACHING, "log"), doomed=(3,))
-    result = case.run(forkserver, tmp_path)
-    check(result, reference(case))
+    result = runs.check(case)
     lost = next(replica for replica, workers in enumerate(PLAIN.grid.replicas) if 3 in workers)
     for replica, workers in enumerate(PLAIN.grid.replicas):
         if replica != lost:

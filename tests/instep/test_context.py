@@ -12,7 +12,7 @@ import pytest
 
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Runs
 from tests.instep.runs import (
     CONTEXT_LAYOUTS,
     DEEPSEEK,
@@ -22,7 +22,6 @@ from tests.instep.runs import (
     Case,
     Layout,
     Strike,
-    check,
 )
 from tests.megatron_hooks.tiny import NO_DROPOUT, losses
 
@@ -85,11 +84,8 @@ BUILT = [
 
 
 @pytest.mark.parametrize("case", some("contexts put together", [*REGROUPED, *BUILT], 1), ids=str)
-def test_replicas_that_split_the_context_are_put_together_again(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
+def test_replicas_that_split_the_context_are_put_together_again(runs: Runs, case: Case) -> None:
     replicas = 3 if case.restarts else 2
     case = replace(case, model=(*NO_EVALUATION, "--clip-grad", "0.2"))
-    result = case.patient(f"5-:{replicas}" if case.iterations == LONG else f"7-:{replicas}").run(forkserver, tmp_path)
-    check(result, reference(case))
+    result = runs.check(case.patient(f"5-:{replicas}" if case.iterations == LONG else f"7-:{replicas}"))
     assert result.replicas[-1] == replicas, result.replicas

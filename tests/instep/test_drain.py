@@ -13,9 +13,8 @@ import pytest
 from recover_megatron.run_log.events import read_events
 from recover_megatron.status.drain import DrainExit
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
 from tests.harness.waiting import eventually, written_lines
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, NO_EVALUATION, Case, Layout, Result, Strike, check
 from tests.instep.test_sharded import OVERLAP, SHARDED
 from tests.instep.units import check_sharded
@@ -66,12 +65,10 @@ SPREAD = {
 
 
 @pytest.mark.parametrize("name", some("drains", [*ORDERLY, *SPREAD], 1))
-def test_a_drained_node_costs_no_step_and_no_microbatch(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
-) -> None:
+def test_a_drained_node_costs_no_step_and_no_microbatch(runs: Runs, name: str) -> None:
     case, left = (ORDERLY | SPREAD)[name]
-    result = case.run(forkserver, tmp_path)
-    (check_sharded if name in SPREAD else check)(result, reference(case))
+    result = runs(case)
+    (check_sharded if name in SPREAD else check)(result, runs.reference(case))
     assert result.replicas == [case.layout.replicas] * 3 + [left] * 5
     assert reran(result) == []
     told, code = said(result)
@@ -84,12 +81,9 @@ def test_a_drained_node_costs_no_step_and_no_microbatch(
     assert {event["event"] for event in result.events} & {"fault", "exception"} == set()
 
 
-def test_what_cannot_be_drained_is_refused_with_the_reason_and_what_is_drained_stays_so(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_what_cannot_be_drained_is_refused_with_the_reason_and_what_is_drained_stays_so(runs: Runs) -> None:
     case = draining("2:nowhere,3:b,5:b,6:c,8:a", DP4, NODES, iterations=10)
-    result = case.run(forkserver, tmp_path)
-    check(result, reference(case))
+    result = runs.check(case)
     assert result.replicas == [4] * 3 + [3] * 3 + [2] * 4
     told = [said(result, order) for order in range(5)]
     assert [code for _, code in told] == [3, 0, 0, 0, 3], told
@@ -119,12 +113,10 @@ SPREAD_DEATHS = {
 
 
 @pytest.mark.parametrize("name", some("deaths in drains", [*DEATHS, *SPREAD_DEATHS], 1))
-def test_a_death_while_a_node_is_drained(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
-) -> None:
+def test_a_death_while_a_node_is_drained(runs: Runs, name: str) -> None:
     case, left = (DEATHS | SPREAD_DEATHS)[name]
-    result = case.run(forkserver, tmp_path)
-    (check_sharded if name in SPREAD_DEATHS else check)(result, reference(case))
+    result = runs(case)
+    (check_sharded if name in SPREAD_DEATHS else check)(result, runs.reference(case))
     assert result.replicas[-1] == left, result.replicas
     told, code = said(result)
     assert (told.splitlines()[-1], code) == ("b is drained: it may be switched off", DrainExit.DRAINED)

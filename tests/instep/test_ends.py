@@ -14,8 +14,8 @@ from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_SAME_FAULT
 from recover_megatron.run_log.steps import read_steps
 from tests.drawn import EVERYTHING
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
-from tests.instep.runs import LAYOUTS, SAMPLES, Case, Layout, Result, Strike, check, check_steps, check_steps_until
+from tests.instep.conftest import Reference, Runs
+from tests.instep.runs import LAYOUTS, SAMPLES, Case, Layout, Result, Strike, check_steps, check_steps_until
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ ENDS = list(itertools.product([TP2, PP2], ["forward", "agree", "recovery"]))
     ("layout", "phase"), ENDS if EVERYTHING else ENDS[::4], ids=lambda part: getattr(part, "name", part)
 )
 def test_without_a_complete_replica_the_survivors_end_with_10_and_say_what_was_lost(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, phase: str
+    runs: Runs, tmp_path: Path, layout: Layout, phase: str
 ) -> None:
     """Of four workers three are lost: what is left of two replicas goes on as one, until that loses a worker, too."""
     first = 8 if phase == "recovery" else 3
@@ -41,12 +41,12 @@ def test_without_a_complete_replica_the_survivors_end_with_10_and_say_what_was_l
     case = case.with_flags("--save", str(tmp_path / "checkpoints"), "--save-interval", "2")
     if phase != "recovery":  # the second is lost when the orphan of the first keeps the state of the last replica
         case = case.patient("7-8:mirrors=1")
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     lost = [strike.worker(layout) for strike in case.strikes]
     codes = dict(enumerate(result.ended.codes))
     assert [codes.pop(worker) for worker in lost] == [-9, -9, -9], result.told()
     assert set(codes.values()) == {EXIT_NO_REPLICA}, result.told()
-    check_steps_until(result, reference(case), 9)
+    check_steps_until(result, runs.reference(case), 9)
     told = f"iteration 3: {lost[0]}; iteration 8: {lost[1]}; iteration 10: {lost[2]}"
     if phase == "recovery":
         told = f"iteration 8: {', '.join(map(str, sorted(lost[:2])))}; iteration 10: {lost[2]}"
@@ -57,12 +57,9 @@ def test_without_a_complete_replica_the_survivors_end_with_10_and_say_what_was_l
 
 
 @pytest.mark.parametrize("layout", [DP4, PP2], ids=lambda layout: layout.name)
-def test_an_exception_of_one_worker_is_told_with_its_traceback_and_the_run_goes_on(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
-) -> None:
+def test_an_exception_of_one_worker_is_told_with_its_traceback_and_the_run_goes_on(runs: Runs, layout: Layout) -> None:
     case = Case(layout, (Strike(1, 0, 3, "forward", "raise", 2),))
-    result = case.run(forkserver, tmp_path)
-    check(result, reference(case))
+    result = runs.check(case)
     worker = case.strikes[0].worker(layout)
     assert "InjectedFault: injected fault" in result.log(worker)
     assert "Traceback" in result.log(worker)
@@ -75,13 +72,11 @@ def test_an_exception_of_one_worker_is_told_with_its_traceback_and_the_run_goes_
         assert "InjectedFault" not in result.log(other)
 
 
-def test_an_orphan_with_a_broken_device_ends_as_any_dead_worker_and_the_run_goes_on(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_an_orphan_with_a_broken_device_ends_as_any_dead_worker_and_the_run_goes_on(runs: Runs) -> None:
     """It does not wait as a spare, which nobody would replace."""
     script = str(Path(__file__).with_name("broken_device.py"))
     case = Case(TP2, (Strike(1, 1, 3, "forward"),), train_with=(script,))
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     struck = case.strikes[0].worker(TP2)
     (mate,) = set(TP2.grid.replicas[1]) - {struck}
     expected = [0, 0, 0, 0]
@@ -90,19 +85,19 @@ def test_an_orphan_with_a_broken_device_ends_as_any_dead_worker_and_the_run_goes
     assert "its device or its context is broken" in result.log(mate)
     told = [event for event in result.events if event["event"] == "exception"]
     assert [(event["worker"], event["own"]) for event in told] == [(mate, True)]
-    check_steps(result, reference(case))
+    check_steps(result, runs.reference(case))
 
 
 @pytest.mark.parametrize("missing", [False, True], ids=["empty", "missing"])
 def test_a_checkpoint_that_megatron_exits_at_without_a_code_ends_the_launch_with_1(
-    forkserver: ForkServer, tmp_path: Path, missing: bool
+    runs: Runs, tmp_path: Path, missing: bool
 ) -> None:
     load = tmp_path / "checkpoints"
     load.mkdir()
     if not missing:
         (load / "latest_checkpointed_iteration.txt").touch()
     case = Case(Layout("dp2", 2)).with_flags("--load", str(load), "--exit-on-missing-checkpoint")
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     assert result.ended.codes == [1, 1], result.told()
     assert not result.steps
     for worker in range(2):

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from tests.drawn import EVERYTHING, SEED
-from tests.harness.forkserver import ForkServer
 from tests.instep.cells import PHASES, Cell, case_of, cells, drawn, rows
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, Case, Layout, Strike, check, check_parameters
 
 pytestmark = pytest.mark.slow
@@ -34,36 +33,26 @@ AT_ONCE = Case(TP2, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "backward")))
 ROWS = [AT_ONCE, *itertools.islice(rows(SEED), 100 if EVERYTHING else 3)]
 
 
-def equal(forkserver: ForkServer, reference: Reference, case: Case, out: Path) -> None:
-    check(case.run(forkserver, out), reference(case))
-
-
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_a_death_at_any_phase_changes_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, cell: Cell
-) -> None:
-    equal(forkserver, reference, case_of(cell, SEED), tmp_path)
+def test_a_death_at_any_phase_changes_nothing_but_rounding(runs: Runs, cell: Cell) -> None:
+    runs.check(case_of(cell, SEED))
 
 
 @pytest.mark.parametrize("cell", KINDS if EVERYTHING else random.Random(f"kinds {SEED}").sample(KINDS, 5), ids=str)
-def test_hangs_exceptions_and_exits_are_survived_as_kills_are(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, cell: Cell
-) -> None:
-    equal(forkserver, reference, case_of(cell, SEED), tmp_path)
+def test_hangs_exceptions_and_exits_are_survived_as_kills_are(runs: Runs, cell: Cell) -> None:
+    runs.check(case_of(cell, SEED))
 
 
 @pytest.mark.parametrize("case", ROWS, ids=str)
-def test_deaths_down_to_one_replica_change_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
-    equal(forkserver, reference, case, tmp_path)
+def test_deaths_down_to_one_replica_change_nothing_but_rounding(runs: Runs, case: Case) -> None:
+    runs.check(case)
 
 
 @pytest.mark.parametrize(
     ("phase", "slow"), [("agree", "agree@4=0.5,agree@5=1,met@2=0.5"), ("optimizer", "optimizer@4=0.5,met@2=0.5")]
 )
 def test_a_worker_that_hears_of_a_commit_before_it_goes_on_does_what_the_others_do(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, phase: str, slow: str
+    runs: Runs, phase: str, slow: str
 ) -> None:
     """All but a worker of the replica that breaks have reported the step, or the barrier behind it, when 4 dies.
 
@@ -72,48 +61,42 @@ def test_a_worker_that_hears_of_a_commit_before_it_goes_on_does_what_the_others_
     """
     case = Case(TP2, (Strike(2, 0, 3, phase),))
     script = (str(Path(__file__).with_name("slow.py")), slow)
-    equal(forkserver, reference, replace(case, train_with=script), tmp_path)
+    runs.check(replace(case, train_with=script))
 
 
-def test_who_repeats_what_is_committed_meanwhile_goes_on_with_its_mates_when_the_epoch_ends(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_who_repeats_what_is_committed_meanwhile_goes_on_with_its_mates_when_the_epoch_ends(runs: Runs) -> None:
     """Column 0 has reported the step when 5, of column 1, dies; when 1 and 3 have, in the next epoch, it is committed.
 
     Then 3 dies, while 0 has not come to its sums once more. 1 goes on to the update, for which it needs 0.
     """
     case = Case(TP2, (Strike(2, 1, 3, "reduce-scatter"), Strike(1, 1, 3, "optimizer")))
     script = (str(Path(__file__).with_name("slow.py")), "reduce-scatter@5=0.2,again@0=1.5")
-    equal(forkserver, reference, replace(case, train_with=script), tmp_path)
+    runs.check(replace(case, train_with=script))
 
 
 def test_the_workers_of_a_replica_begin_an_evaluation_together_though_one_of_them_knows_that_the_epoch_is_over(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
+    runs: Runs,
 ) -> None:
     """When 2 has died in it, 3 begins it again and waits for its mate 0, which comes when 1 has died, too."""
     case = Case(PP2, (Strike(2, 0, 3, "eval"), Strike(1, 0, 3, "eval", visit=3)))
     script = (str(Path(__file__).with_name("slow.py")), "met@0=2")
-    equal(forkserver, reference, replace(case, train_with=script), tmp_path)
+    runs.check(replace(case, train_with=script))
 
 
-def test_a_worker_that_has_not_taken_up_the_first_plan_yet_survives_another_ones_death(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_worker_that_has_not_taken_up_the_first_plan_yet_survives_another_ones_death(runs: Runs) -> None:
     """Before the first step all meet; there worker 1 dies, when worker 3 has been told that the run has begun."""
     case = Case(DP4, (Strike(1, 0, 1, "agree"),))
     script = (str(Path(__file__).with_name("slow.py")), "joined@3=2")
-    equal(forkserver, reference, replace(case, train_with=script), tmp_path)
+    runs.check(replace(case, train_with=script))
 
 
 @pytest.mark.parametrize("layout", [DP4, PP2], ids=lambda layout: layout.name)
-def test_with_64_bits_nothing_is_left_of_the_difference(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
-) -> None:
+def test_with_64_bits_nothing_is_left_of_the_difference(runs: Runs, layout: Layout) -> None:
     """So it was rounding: an error in the sum would be there with any number of bits."""
     deaths = (Strike(1, 0, 2, "reduce-scatter"), Strike(0, 0, 4, "forward", visit=2))
     script = str(Path(__file__).with_name("double.py"))
     case = Case(layout, deaths, dropout=True, script=script)
-    result, its = case.run(forkserver, tmp_path), reference(case)
+    result, its = runs(case), runs.reference(case)
     check(result, its)
     assert {tensor.dtype for tensor in its.left[0]["parameters"].values()} == {torch.float64}
     check_parameters(result, its, bound=1e-10)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +20,8 @@ from recover_megatron.run_log.steps import read_steps
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
-from tests.instep.conftest import Reference
+from tests.harness.waiting import meanwhile, written_lines
+from tests.instep.conftest import Reference, Runs
 from tests.instep.runs import LAYOUTS, Case, Layout, Result, Strike, check, check_audit, check_steps, placed
 
 pytestmark = pytest.mark.slow
@@ -55,29 +54,19 @@ class Late:
         return f"{self.layout.name} {struck} until {self.woken}#{self.nth}{' adam' * bool(self.model)}"
 
 
-@contextmanager
-def woken(out: Path, late: Late) -> Iterator[None]:
+def woken(out: Path, late: Late) -> AbstractContextManager[None]:
     """While the block runs the worker is let go on, when it is time."""
-    worker, path = late.strike.worker(late.layout), out / "events-0.jsonl"
-    over = threading.Event()
+    worker = late.strike.worker(late.layout)
 
-    def watch() -> None:
-        while not over.wait(0.02):
-            lines = path.read_text().splitlines() if path.exists() else []
-            events = [json.loads(line) for line in lines if line.endswith("}")]
-            at = next((n for n, e in enumerate(events) if e["event"] == "aside" and e["worker"] == worker), None)
-            if at is not None and sum(e["event"] == late.woken for e in events[at:]) >= late.nth:
-                pid = next(e["pid"] for e in events if e["event"] == "attached" and e["worker"] == worker)
-                os.kill(pid, signal.SIGCONT)
-                return
+    def look() -> bool:
+        events = [json.loads(line) for line in written_lines(out / "events-0.jsonl")]
+        at = next((n for n, e in enumerate(events) if e["event"] == "aside" and e["worker"] == worker), None)
+        if at is None or sum(e["event"] == late.woken for e in events[at:]) < late.nth:
+            return False
+        os.kill(next(e["pid"] for e in events if e["event"] == "attached" and e["worker"] == worker), signal.SIGCONT)
+        return True
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
+    return meanwhile(look)
 
 
 def run(server: ForkServer, out: Path, late: Late) -> Result:
@@ -169,9 +158,7 @@ def test_a_late_replica_goes_on_when_all_others_are_lost_from_the_newest_state_t
         assert [step.iteration for step in read_steps(superseded)] == list(range(1, 3 + lost))
 
 
-def test_a_replica_that_is_slow_and_never_stops_is_taken_over_again_and_again(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_replica_that_is_slow_and_never_stops_is_taken_over_again_and_again(runs: Runs) -> None:
     """Worker 1 takes a second for each microbatch; it hears that it is aside while it computes.
 
     The others take 0.3 s, or their iterations would all be over before it has heard of it.  They wait for it to come
@@ -181,9 +168,9 @@ def test_a_replica_that_is_slow_and_never_stops_is_taken_over_again_and_again(
     script = (str(Path(__file__).with_name("slow.py")), slow)
     case = Case(DP4, iterations=4, train_with=script).patient("4-:4")
     case = replace(case, flags=(*case.flags, *GRACE.split()))
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     check_audit(result, case.iterations)
-    check_steps(result, reference(case))
+    check_steps(result, runs.reference(case))
     assert list(result.ended.codes) == [0] * 4, result.told()
     events = [event["event"] for event in result.events]
     assert "fault" not in events

@@ -16,7 +16,7 @@ from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.drain import DrainExit
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Reference, Runs
 from tests.instep.layouts import ADAM, INTERLEAVED, ROPE, SPREAD
 from tests.instep.runs import NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Result, check, check_evaluations
 from tests.instep.test_drain import said
@@ -60,18 +60,14 @@ def grown(
     return case.patient(when)
 
 
-def equal(forkserver: ForkServer, reference: Reference, case: Case, out: Path) -> Result:
-    result = case.run(forkserver, out)
-    (check_sharded if "--use-distributed-optimizer" in case.model else check)(result, reference(case))
-    return result
+def equal(runs: Runs, case: Case) -> Result:
+    return runs.check(case, by=check_sharded if "--use-distributed-optimizer" in case.model else check)
 
 
 @pytest.mark.parametrize("layout", some("joining", [DP2, TP2, PP2], 1), ids=lambda layout: layout.name)
-def test_workers_that_join_a_whole_run_make_a_replica_more(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
-) -> None:
+def test_workers_that_join_a_whole_run_make_a_replica_more(runs: Runs, layout: Layout) -> None:
     case = grown(layout, layout.positions, "3-:3")
-    result = equal(forkserver, reference, case, tmp_path)
+    result = equal(runs, case)
     assert result.replicas[0] == 2, result.replicas
     assert result.replicas[-1] == 3, result.replicas
 
@@ -104,17 +100,15 @@ CASES = {
 """Name -> the run, the most replicas that it must have had (0: that is a matter of time), those at its end."""
 
 
-def grows(server: ForkServer, reference: Reference, out: Path, case: Case, most: int, last: int) -> None:
-    result = equal(server, reference, case, out)
+def grows(runs: Runs, case: Case, most: int, last: int) -> None:
+    result = equal(runs, case)
     assert not most or max(result.replicas) == most, result.replicas
     assert result.replicas[-1] == last, result.replicas
 
 
 @pytest.mark.parametrize("name", some("growing", list(CASES), 2))
-def test_a_run_grows_and_shrinks_whoever_dies_and_trains_the_same(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
-) -> None:
-    grows(forkserver, reference, tmp_path, *CASES[name])
+def test_a_run_grows_and_shrinks_whoever_dies_and_trains_the_same(runs: Runs, name: str) -> None:
+    grows(runs, *CASES[name])
 
 
 def sharded(layout: Layout, newcomers: int, when: str, deaths: str = "", iterations: int = 22) -> Case:
@@ -139,9 +133,9 @@ SHARDED_CASES = {
 
 @pytest.mark.parametrize("name", some("growing sharded", list(SHARDED_CASES), 2))
 def test_the_distributed_optimizer_is_spread_over_all_that_have_come_and_over_those_that_are_left(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
+    runs: Runs, name: str
 ) -> None:
-    grows(forkserver, reference, tmp_path, *SHARDED_CASES[name])
+    grows(runs, *SHARDED_CASES[name])
 
 
 def with_flags(name: str, flags: str, *, sharded: bool = False, **fields: Any) -> Case:
@@ -180,43 +174,36 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", some("growing features", list(FEATURES), 1))
-def test_what_users_combine_grows_as_well(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
-) -> None:
-    result = equal(forkserver, reference, FEATURES[name], tmp_path)
+def test_what_users_combine_grows_as_well(runs: Runs, name: str) -> None:
+    result = equal(runs, FEATURES[name])
     if result.case.evaluated:
-        check_evaluations(result, reference(result.case))
+        check_evaluations(result, runs.reference(result.case))
     assert max(result.replicas) == 4, result.replicas
     assert result.replicas[-1] < 4, result.replicas
 
 
-def test_a_grown_run_goes_back_to_the_snapshots_that_it_has_taken_since(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_grown_run_goes_back_to_the_snapshots_that_it_has_taken_since(runs: Runs) -> None:
     """The newcomers are on the node of worker 1, which is lost as a whole: it held shards with all their shadows."""
     case = sharded(DP2, 2, "3-16:4", "1@20:forward:kill,2@20:forward:kill,3@20:forward:kill")
     case = replace(case, nodes=("a", "b"), flags=(*case.flags, "--recover-memory-interval", "1"))
-    result = case.run(forkserver, tmp_path)
-    check_sharded(result, reference(case))
+    result = runs.check(case, by=check_sharded)
     assert [plan["rollback"]["source"] for plan in result.plans.values() if plan["rollback"]][:1] == ["memory"]
     assert (max(result.replicas), result.replicas[-1]) == (4, 1), result.replicas
 
 
-def test_spares_that_are_asked_for_stay_spares(forkserver: ForkServer, reference: Reference, tmp_path: Path) -> None:
+def test_spares_that_are_asked_for_stay_spares(runs: Runs) -> None:
     case = grown(DP2, 2, "3-17:3", "0@18:backward:kill,1@18:backward:kill")
     when = case.train_with[1] + ",20-:2"
     case = replace(case, flags=(*case.flags, "--recover-spares", "1"), train_with=(case.train_with[0], when, OURS))
-    result = equal(forkserver, reference, case, tmp_path)
+    result = equal(runs, case)
     assert max(result.replicas) == 3, result.replicas
     assert result.replicas[-1] == 2, "the spare has taken the place of one of the launch"
 
 
-def test_a_node_with_replicas_that_have_come_is_drained(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_node_with_replicas_that_have_come_is_drained(runs: Runs) -> None:
     case = replace(grown(DP2, 2, "3-18:4"), nodes=("a", "b"))
     script = (*case.train_with[:2], str(Path(__file__).with_name("draining.py")), "19:b", OURS)
-    result = equal(forkserver, reference, replace(case, train_with=script), tmp_path)
+    result = equal(runs, replace(case, train_with=script))
     assert max(result.replicas) == 4, result.replicas
     assert result.replicas[-1] == 1, "the newcomers are on the last node"
     assert said(result)[1] == DrainExit.DRAINED

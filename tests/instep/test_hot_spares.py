@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike, check
 from tests.instep.test_sharded import SHARDED
 from tests.instep.units import check_sharded
@@ -65,11 +64,11 @@ CASES["mate"] = replace(hot(TP2, 2, Strike(1, 1, STRUCK, "backward")), iteration
 
 @pytest.mark.parametrize("name", some("hot spares", list(CASES), 1))
 def test_a_hole_is_filled_at_the_next_boundary_and_nothing_is_built_for_it(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
+    runs: Runs, tmp_path: Path, name: str
 ) -> None:
     case = CASES[name]
-    result = case.run(forkserver, tmp_path)
-    (check_sharded if name == "sharded" else check)(result, reference(case))
+    result = runs(case)
+    (check_sharded if name == "sharded" else check)(result, runs.reference(case))
     world = case.layout.grid.world
     logs = [(tmp_path / f"worker-{worker}.log").read_text() for worker in range(world + case.spares)]
     assert [log.count("builds the model of position") for log in logs] == [0] * world + [1] * case.spares

@@ -19,7 +19,7 @@ from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.instep.cells import PHASES
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Reference, Runs
 from tests.instep.hsdp import (
     ASKED_FOR_ONE,
     BIASES,
@@ -64,10 +64,8 @@ def test_without_a_death_every_number_is_that_of_megatron_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", drawn("hsdp faults", LAYOUTS, PHASES, 2), ids=str)
-def test_a_fault_in_a_shard_group_changes_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
-    check(case.run(forkserver, tmp_path), reference(case), NEAR.get(case.layout, 1.0))
+def test_a_fault_in_a_shard_group_changes_nothing_but_rounding(runs: Runs, case: Case) -> None:
+    check(runs(case), runs.reference(case), NEAR.get(case.layout, 1.0))
 
 
 WITH_FLAGS = {
@@ -91,11 +89,9 @@ WITH_FLAGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some("hsdp flags", list(WITH_FLAGS), 1))
-def test_with_what_else_is_taken_a_death_changes_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
-) -> None:
+def test_with_what_else_is_taken_a_death_changes_nothing_but_rounding(runs: Runs, name: str) -> None:
     case = WITH_FLAGS[name]
-    result, expected = case.run(forkserver, tmp_path), reference(case)
+    result, expected = runs(case), runs.reference(case)
     check(result, expected)
     if case.layout is ASKED_FOR_ONE:
         assert "--use-megatron-fsdp with one shard group: there are two" in result.log(0)
@@ -113,20 +109,15 @@ ROWS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("row", some("hsdp rows", list(ROWS), 1))
 @pytest.mark.parametrize("layout", some("hsdp row layouts", [THREE, OPTIMIZER_THREE], 1), ids=lambda its: its.name)
-def test_two_deaths_change_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, row: str
-) -> None:
+def test_two_deaths_change_nothing_but_rounding(runs: Runs, layout: Layout, row: str) -> None:
     case = Case(layout, ROWS[row])
-    check(case.run(forkserver, tmp_path), reference(case))
+    runs.check(case)
 
 
 @pytest.mark.slow
-def test_the_workers_left_of_two_shard_groups_make_a_whole_one(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_the_workers_left_of_two_shard_groups_make_a_whole_one(runs: Runs) -> None:
     case = Case(THREE, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "forward")), 10)
-    result = case.patient("5-:2").run(forkserver, tmp_path)
-    check(result, reference(case))
+    result = runs.check(case.patient("5-:2"))
     assert result.replicas[-1] == 2, result.replicas
 
 
@@ -151,14 +142,11 @@ def test_a_checkpoint_that_is_written_after_a_death_loads_in_megatron_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", some("hsdp newcomers", ["restart", "spare", "other position"], 1))
-def test_a_worker_that_had_no_model_of_its_position_takes_a_place_in_a_shard_group(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, way: str
-) -> None:
+def test_a_worker_that_had_no_model_of_its_position_takes_a_place_in_a_shard_group(runs: Runs, way: str) -> None:
     case = Case(TWO, (Strike(1, 1, 3, "backward"),), 10, spares=int(way == "spare"), restarts=int(way == "restart"))
     if way == "other position":
         case = Case(THREE, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), 10)
-    result = case.patient("5-:2").run(forkserver, tmp_path)
-    check(result, reference(case))
+    result = runs.check(case.patient("5-:2"))
     assert result.replicas[-1] == 2, result.replicas
 
 

@@ -15,7 +15,7 @@ import pytest
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Reference, Runs
 from tests.instep.hsdp import ALL_PHASES, NEAR, OUTER_SIXTEEN, OUTER_THREE, OUTER_TWO, UNSHARDED, drawn
 from tests.instep.runs import GRAD_NORM, LOSS, Case, Layout, Strike
 from tests.instep.units import check_sharded
@@ -47,15 +47,13 @@ ROWS = [
 
 
 @pytest.mark.parametrize("case", [*CELLS, *some("outer rows", ROWS, 1)], ids=str)
-def test_a_fault_at_any_point_changes_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
-    check_sharded(case.run(forkserver, tmp_path), reference(case), NEAR.get(case.layout, 1.0))
+def test_a_fault_at_any_point_changes_nothing_but_rounding(runs: Runs, case: Case) -> None:
+    check_sharded(runs(case), runs.reference(case), NEAR.get(case.layout, 1.0))
 
 
-def test_when_the_last_copy_goes_the_run_ends_and_says_so(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_when_the_last_copy_goes_the_run_ends_and_says_so(runs: Runs) -> None:
     case = Case(OUTER_TWO, (Strike(1, 1, 3, "backward"),), 4, flags=("--recover-shadow-shards", "0"))
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     assert result.ended.codes == [EXIT_STATE_LOST, EXIT_STATE_LOST, EXIT_STATE_LOST, -9], result.told()
     assert "had no other copy" in result.log(0)
 
@@ -68,12 +66,10 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("way", some("outer places", list(TOGETHER), 1))
-def test_who_takes_a_place_in_a_shard_group_gets_its_part_of_the_state(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, way: str
-) -> None:
+def test_who_takes_a_place_in_a_shard_group_gets_its_part_of_the_state(runs: Runs, way: str) -> None:
     case = TOGETHER[way]
-    result = case.patient("5-:2").run(forkserver, tmp_path)
-    check_sharded(result, reference(case), NEAR.get(case.layout, 1.0))
+    result = runs(case.patient("5-:2"))
+    check_sharded(result, runs.reference(case), NEAR.get(case.layout, 1.0))
     assert result.replicas[-1] == 2, result.replicas
 
 

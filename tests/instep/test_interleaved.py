@@ -5,15 +5,12 @@ Four replicas of two stages with two chunks of layers each; a rank of the launch
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.drawn import EVERYTHING, SEED, some
-from tests.harness.forkserver import ForkServer
 from tests.instep.cells import PHASES, WHEN, Cell, case_of
-from tests.instep.conftest import Reference
-from tests.instep.runs import Case, Layout, Strike, check
+from tests.instep.conftest import Runs
+from tests.instep.runs import Case, Layout, Strike
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +37,9 @@ def shares(counted: dict[int, list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("cell", some("interleaved cells", CELLS, 1), ids=str)
-def test_a_death_at_any_phase_changes_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, cell: Cell
-) -> None:
+def test_a_death_at_any_phase_changes_nothing_but_rounding(runs: Runs, cell: Cell) -> None:
     case = case_of(cell, SEED)
-    check(case.run(forkserver, tmp_path), reference(case))
+    runs.check(case)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +49,9 @@ def test_a_death_at_any_phase_changes_nothing_but_rounding(
     ], 1),
     ids=["layout"] if not EVERYTHING else [VPP.name, GROUPS.name],
 )  # fmt: skip
-def test_shares_differ_by_one_microbatch_after_losses(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, after: list[list[int]]
-) -> None:
+def test_shares_differ_by_one_microbatch_after_losses(runs: Runs, layout: Layout, after: list[list[int]]) -> None:
     case = Case(layout, (Strike(1, 1, 3, "backward", visit=2), Strike(3, 0, 5, "reduce-scatter")))
-    result = case.run(forkserver, tmp_path)
-    check(result, reference(case))
+    result = runs.check(case)
     at = {step.iteration: shares(step.microbatches) for step in result.steps}
     assert at[2] == after[0]
     assert at[4] == after[1]
@@ -77,7 +69,5 @@ def test_shares_differ_by_one_microbatch_after_losses(
     ], 1),
     ids=str,
 )  # fmt: skip
-def test_what_is_combined_with_interleaved_pipelines_survives_losses_too(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
-    check(case.run(forkserver, tmp_path), reference(case))
+def test_what_is_combined_with_interleaved_pipelines_survives_losses_too(runs: Runs, case: Case) -> None:
+    runs.check(case)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, PARAMETERS, Case, Strike, distance
 
 pytestmark = pytest.mark.slow
@@ -43,13 +42,13 @@ def frozen(folder: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("disk", [full, frozen], ids=lambda disk: disk.__name__)
 def test_a_full_or_frozen_log_disk_changes_nothing_and_neither_does_a_death_of_who_writes(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, disk: contextlib.AbstractContextManager[None]
+    runs: Runs, tmp_path: Path, disk: contextlib.AbstractContextManager[None]
 ) -> None:
     case = Case(LAYOUTS[0], (Strike(0, 0, 3, "backward"),))
     with disk(tmp_path):  # type: ignore[operator]
-        result = case.run(forkserver, tmp_path)
+        result = runs(case)
     assert result.ended.codes == [-9, 0, 0, 0], result.told()
-    theirs = reference(case).left[0]["parameters"]
+    theirs = runs.reference(case).left[0]["parameters"]
     assert sorted(result.left) == [1, 2, 3]
     for left in result.left.values():
         assert distance(left["parameters"], theirs) < PARAMETERS

@@ -16,7 +16,7 @@ from recover_megatron.workload.snapshots import Spread, copies, part_of
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.instep import hsdp
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Runs
 from tests.instep.runs import NO_EVALUATION, Case, Layout, Result, Strike, check
 from tests.instep.units import check_sharded
 
@@ -152,33 +152,27 @@ GROUPS_OF_TWO = [hsdp.TWO, hsdp.OPTIMIZER, hsdp.SIXTEEN_BITS, hsdp.OUTER_TWO, hs
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_a_lost_node_is_that_of_the_newest_snapshot(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, scenario: Scenario
-) -> None:
-    goes_back(forkserver, reference, tmp_path, scenario)
+def test_a_lost_node_is_that_of_the_newest_snapshot(runs: Runs, scenario: Scenario) -> None:
+    goes_back(runs, scenario)
 
 
 @pytest.mark.parametrize("scenario", some("shards in snapshots", SHARD_SCENARIOS, 2), ids=str)
-def test_so_is_one_with_shards_of_the_optimizer_and_all_their_shadows(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, scenario: Scenario
-) -> None:
-    goes_back(forkserver, reference, tmp_path, scenario)
+def test_so_is_one_with_shards_of_the_optimizer_and_all_their_shadows(runs: Runs, scenario: Scenario) -> None:
+    goes_back(runs, scenario)
 
 
 @pytest.mark.parametrize("layout", some("shard groups in snapshots", GROUPS_OF_TWO, 1), ids=lambda its: its.name)
-def test_so_is_one_with_a_shard_of_every_shard_group(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
-) -> None:
-    goes_back(forkserver, reference, tmp_path, shard_groups(layout))
+def test_so_is_one_with_a_shard_of_every_shard_group(runs: Runs, layout: Layout) -> None:
+    goes_back(runs, shard_groups(layout))
 
 
-def goes_back(forkserver: ForkServer, reference: Reference, tmp_path: Path, scenario: Scenario) -> None:
+def goes_back(runs: Runs, scenario: Scenario) -> None:
     """Run it; it must be the failure-free run, by workers that stay the same processes, from a snapshot on."""
     case = scenario.case
-    result = case.patient(scenario.when).run(forkserver, tmp_path) if scenario.when else case.run(forkserver, tmp_path)
+    result = runs(case.patient(scenario.when)) if scenario.when else runs(case)
     near = 10.0 if "adam" in case.model else 1.0
     same = check_sharded if case.model == SHARDED else check
-    same(result, reference(replace(case, nodes=())), max(near, scenario.near))
+    same(result, runs.reference(replace(case, nodes=())), max(near, scenario.near))
     struck = {strike.worker(case.layout) for strike in case.strikes}
     assert {result.ended.codes[w] for w in range(case.layout.grid.world) if w not in struck} == {0}, (
         "the same processes"
@@ -194,12 +188,10 @@ def goes_back(forkserver: ForkServer, reference: Reference, tmp_path: Path, scen
     assert f"rolled back to iteration {back['to']} (from memory)" in result.said, result.told()
 
 
-def test_where_no_node_has_all_of_a_position_nothing_is_kept(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_where_no_node_has_all_of_a_position_nothing_is_kept(runs: Runs) -> None:
     case = replace(LOST, strikes=(), iterations=3, nodes=("a", "b", "a", "b"))
-    result: Result = case.run(forkserver, tmp_path)
-    check(result, reference(replace(case, nodes=())))
+    result: Result = runs(case)
+    check(result, runs.reference(replace(case, nodes=())))
     assert result.said.count("memory tier: off: no node or other domain has all that hold a part of the state") == 1
     assert "memory tier: snapshots" not in result.said
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Reference, Runs
 from tests.instep.runs import (
     GRAD_NORM,
     LAYOUTS,
@@ -79,28 +79,26 @@ CASES = [
 
 @pytest.mark.parametrize("case", some("recipe flags", CASES, 2), ids=lambda case: f"{case}{case.flags}")
 def test_a_flag_that_changes_how_gradients_are_summed_or_applied_changes_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
+    runs: Runs, case: Case
 ) -> None:
-    check(case.run(forkserver, tmp_path), reference(case))
+    runs.check(case)
 
 
 GLITCH = 2 * SAMPLES + 5
 """A sample of iteration 3: microbatch 5, which worker 1 runs."""
 
 
-def test_a_worker_that_alone_finds_an_unexpected_result_ends_and_its_microbatch_runs_elsewhere(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_worker_that_alone_finds_an_unexpected_result_ends_and_its_microbatch_runs_elsewhere(runs: Runs) -> None:
     script = str(Path(__file__).with_name("poison.py"))
     case = Case(DP4, train_with=(script, "glitch", str(GLITCH)), flags=("--rerun-mode", "validate_results"))
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     assert list(result.ended.codes) == [0, 1, 0, 0], result.told()
     assert "found NaN in local forward loss calculation" in result.log(1)
     assert "--rerun-mode validate_results: a worker that finds an unexpected result ends" in result.log(0)
     plain = replace(case, train_with=())
     check_audit(result, case.iterations)
-    check_steps(result, reference(plain))
-    check_parameters(result, reference(plain))
+    check_steps(result, runs.reference(plain))
+    check_parameters(result, runs.reference(plain))
     assert result.replicas == [4, 4, *[3] * 6]
 
 
@@ -123,11 +121,8 @@ MUON_CASES = [
 
 @pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs the Python package emerging-optimizers")
 @pytest.mark.parametrize("case", some("muon", MUON_CASES, 1), ids=lambda case: f"{case}{case.model}")
-def test_muon_whose_layers_would_be_spread_is_survived_with_all_state_in_every_worker(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
-    result = case.run(forkserver, tmp_path)
-    check(result, reference(case), 300.0 if "--bf16" in case.model else 10.0)
+def test_muon_whose_layers_would_be_spread_is_survived_with_all_state_in_every_worker(runs: Runs, case: Case) -> None:
+    result = runs.check(case, 300.0 if "--bf16" in case.model else 10.0)
     assert "--use-distributed-optimizer with muon and its kin is off" in result.log(0)
 
 
@@ -158,21 +153,17 @@ HALF_CASES = [
 
 
 @pytest.mark.parametrize("case", some("fp16 shards", HALF_CASES, 1), ids=lambda case: f"{case}{case.flags}")
-def test_all_skip_the_same_steps_of_a_loss_scale_whose_gradients_are_spread(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
-    result, expected = case.run(forkserver, tmp_path), reference(case)
+def test_all_skip_the_same_steps_of_a_loss_scale_whose_gradients_are_spread(runs: Runs, case: Case) -> None:
+    result, expected = runs(case), runs.reference(case)
     skipped = [step.iteration for step in result.steps if step.grad_norm is None]
     assert skipped == [step.iteration for step in expected.steps if step.grad_norm is None] != []
     check(result, expected, near=100)
 
 
-def test_float16_gradients_are_added_up_in_float32_without_being_asked_for(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_float16_gradients_are_added_up_in_float32_without_being_asked_for(runs: Runs) -> None:
     fp16 = "--fp16 --initial-loss-scale 65536"
     case = Case(DP4, (Strike(1, 0, 3, "backward"), Strike(2, 0, 5, "reduce-scatter")), model=tuple(fp16.split()))
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     asked = replace(case, model=(*case.model, "--accumulate-allreduce-grads-in-fp32"))
-    check(result, reference(asked), near=100)
+    check(result, runs.reference(asked), near=100)
     assert "--fp16: gradients are added up in float32" in result.log(0)

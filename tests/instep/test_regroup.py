@@ -19,7 +19,7 @@ import pytest
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import EVERYTHING, SEED
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Runs
 from tests.instep.runs import (
     CONTEXT_LAYOUTS,
     LAYOUTS,
@@ -28,7 +28,6 @@ from tests.instep.runs import (
     Layout,
     Result,
     Strike,
-    check,
     check_parameters,
     check_steps,
     check_steps_until,
@@ -53,13 +52,9 @@ def drawn(cases: list[Case], number: int) -> list[Case]:
     return cases if EVERYTHING else random.Random(f"regroup {SEED} {cases[0]}").sample(cases, number)
 
 
-def equal(
-    forkserver: ForkServer, reference: Reference, case: Case, out: Path, near: float = 1.0, when: str = ""
-) -> Result:
+def equal(runs: Runs, case: Case, near: float = 1.0, when: str = "") -> Result:
     case = replace(case, model=(*case.model, *MODEL))
-    result = case.patient(when).run(forkserver, out) if when else case.run(forkserver, out)
-    check(result, reference(case), near)
-    return result
+    return runs.check(case.patient(when) if when else case, near)
 
 
 RECOMBINED = [
@@ -69,10 +64,8 @@ RECOMBINED = [
 
 
 @pytest.mark.parametrize("case", drawn(RECOMBINED, 1), ids=str)
-def test_the_survivors_of_two_broken_replicas_make_a_whole_one(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
-    result = equal(forkserver, reference, case, tmp_path, when="7-:2")
+def test_the_survivors_of_two_broken_replicas_make_a_whole_one(runs: Runs, case: Case) -> None:
+    result = equal(runs, case, when="7-:2")
     assert result.replicas[:2] == [3, 3]
     assert result.replicas[-1] == 2, result.replicas
 
@@ -89,22 +82,18 @@ LAST = [
 
 
 @pytest.mark.parametrize("case", drawn(LAST[:2], 1) + drawn(LAST[2:], 1), ids=str)
-def test_out_of_two_broken_pipelines_and_none_whole_one_goes_on(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
+def test_out_of_two_broken_pipelines_and_none_whole_one_goes_on(runs: Runs, case: Case) -> None:
     """In different iterations: spares keep the state of the last replica, in step with it."""
     at_once = case.strikes[1].iteration == case.strikes[0].iteration
-    result = equal(forkserver, reference, case, tmp_path, when="" if at_once else "7-8:mirrors=3")
+    result = equal(runs, case, when="" if at_once else "7-8:mirrors=3")
     assert result.replicas[-1] == 1
 
 
 @pytest.mark.parametrize("layout", [TP2, PREDICTING], ids=lambda layout: layout.name)
-def test_who_is_there_twice_builds_the_model_of_the_position_that_is_missing(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
-) -> None:
+def test_who_is_there_twice_builds_the_model_of_the_position_that_is_missing(runs: Runs, layout: Layout) -> None:
     """The last stage of a pipeline that predicts further tokens needs other parts of a batch than those before it."""
     case = Case(layout, (Strike(1, 1, 3, "backward"), Strike(2, 1, 3, "forward")), LONG)
-    result = equal(forkserver, reference, case, tmp_path, when="5-:2")
+    result = equal(runs, case, when="5-:2")
     assert result.replicas[-1] == 2, result.replicas
     launch = {worker: case.layout.grid.place(worker)[1] for worker in range(case.layout.grid.world)}
     moved = [w for workers in result.grid.values() for position, w in enumerate(workers) if launch[w] != position]
@@ -113,36 +102,32 @@ def test_who_is_there_twice_builds_the_model_of_the_position_that_is_missing(
 
 
 @pytest.mark.parametrize("newcomers", ["restart", "spare"])
-def test_a_newcomer_brings_the_run_back_to_full_strength(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, newcomers: str
-) -> None:
+def test_a_newcomer_brings_the_run_back_to_full_strength(runs: Runs, newcomers: str) -> None:
     spare = newcomers == "spare"
     case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, spares=int(spare), restarts=int(not spare))
-    result = equal(forkserver, reference, case, tmp_path, when="5-:3")
+    result = equal(runs, case, when="5-:3")
     assert result.replicas[-1] == 3, result.replicas
     assert next(workers for workers in result.grid.values() if TP2.grid.world in workers)[1] == TP2.grid.world
 
 
 def test_a_newcomer_that_has_taken_a_place_builds_the_model_of_another_position_later(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
+    runs: Runs, tmp_path: Path
 ) -> None:
     """Of replicas 1 and 2 it and another one are left, both of position 1."""
     strikes = (Strike(1, 1, 3, "backward"), Strike(1, 0, LONG, "backward"), Strike(2, 0, LONG, "forward"))
     case = Case(TP2, strikes, 2 * LONG, restarts=1)
-    result = equal(forkserver, reference, case, tmp_path, when=f"5-{LONG - 1}:3,{LONG + 2}-:2")
+    result = equal(runs, case, when=f"5-{LONG - 1}:3,{LONG + 2}-:2")
     assert result.replicas[LONG - 2 :: LONG] == [3, 2], result.replicas
     newcomer = TP2.grid.world
     said = (tmp_path / f"worker-{newcomer}.log").read_text()
     assert [f"builds the model of position {position}" in said for position in (0, 1)] == [True, True]
 
 
-def test_recombined_rebuilt_mirrored_and_joined_in_one_run(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_recombined_rebuilt_mirrored_and_joined_in_one_run(runs: Runs) -> None:
     strikes = (Strike(0, 1, 3, "backward"), Strike(1, 0, 3, "forward"), Strike(2, 1, 8, "agree", until=12))
     case = Case(TP2, strikes, 18, spares=1, restarts=2)
     # The last whole replica of the launch breaks when there is another one.
-    result = equal(forkserver, reference, case, tmp_path, when="8-8:2,13-:3")
+    result = equal(runs, case, when="8-8:2,13-:3")
     assert result.replicas[-1] == 3, result.replicas
 
 
@@ -194,31 +179,24 @@ SECOND = {
 @pytest.mark.parametrize(
     "victim", list(SECOND) if EVERYTHING else random.Random(f"second {SEED}").sample(list(SECOND), 3)
 )
-def test_another_death_while_a_replica_is_put_together(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, victim: str
-) -> None:
+def test_another_death_while_a_replica_is_put_together(runs: Runs, victim: str) -> None:
     second = SECOND[victim]
     case = Case(TP2_DP4, (*TWO, second), 14).until_struck(second.until, second.worker(TP2_DP4))
-    result = equal(forkserver, reference, case, tmp_path, when=f"{second.until + 1}-:2")
+    result = equal(runs, case, when=f"{second.until + 1}-:2")
     assert result.replicas[-1] == 2, result.replicas
 
 
-def test_a_worker_whose_session_connected_late_outlives_its_mate(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_worker_whose_session_connected_late_outlives_its_mate(runs: Runs) -> None:
     """What an orphan shuts when it leaves its replica are the replica's connections, not its own to the coordinator."""
     case = Case(TP2, (Strike(0, 0, 4, "forward"),), 6)
-    result = replace(case, train_with=(str(Path(__file__).with_name("late_session.py")),)).run(forkserver, tmp_path)
-    check(result, reference(case))
+    runs.check(replace(case, train_with=(str(Path(__file__).with_name("late_session.py")),)))
 
 
-def test_a_newcomer_that_dies_before_it_has_a_place_costs_nothing(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_newcomer_that_dies_before_it_has_a_place_costs_nothing(runs: Runs) -> None:
     world = TP2.grid.world
     case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, restarts=2, doomed=(world,))
     case = replace(case, train_with=(str(Path(__file__).with_name("newcomer.py")), str(world)))
-    result = equal(forkserver, reference, case, tmp_path, when="5-:3")
+    result = equal(runs, case, when="5-:3")
     assert result.ended.more[world] == -9, result.told()
     assert result.replicas[-1] == 3, result.replicas
 
@@ -248,39 +226,35 @@ NEAR = {"adam": 10.0}
 @pytest.mark.parametrize(
     "feature", list(FEATURES) if EVERYTHING else random.Random(f"features {SEED}").sample(list(FEATURES), 3)
 )
-def test_what_users_combine_is_put_together_as_well(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, feature: str
-) -> None:
+def test_what_users_combine_is_put_together_as_well(runs: Runs, feature: str) -> None:
     case = FEATURES[feature]
     when = f"5-:{case.layout.replicas}" if case.restarts else "6-:2"
-    result = equal(forkserver, reference, case, tmp_path, NEAR.get(feature, 1.0), when)
+    result = equal(runs, case, NEAR.get(feature, 1.0), when)
     assert result.replicas[-1] == (4 if case.restarts else 2), result.replicas
 
 
-def test_a_state_that_differs_from_that_of_its_column_is_found_and_mended(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_a_state_that_differs_from_that_of_its_column_is_found_and_mended(runs: Runs) -> None:
     script = (str(Path(__file__).with_name("corrupt.py")), "parameter", "3", "3")
     case = replace(Case(TP2, flags=("--recover-verify-interval", "4")), train_with=script)
-    result = equal(forkserver, reference, case, tmp_path)
+    result = equal(runs, case)
     assert [plan["mended"] for plan in result.plans.values() if plan["mended"]] == [[3]]
     assert "differs from that of its column" in result.log(3)
 
 
 @pytest.mark.parametrize("second", drawn([Case(PP4, (Strike(1, 1, iteration, "forward"),)) for iteration in (3, 8)], 1))
 def test_a_position_whose_state_nobody_holds_ends_the_run_and_names_the_checkpoint(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, second: Case
+    runs: Runs, tmp_path: Path, second: Case
 ) -> None:
     case = Case(PP4, (Strike(0, 1, 3, "backward"), *second.strikes), 12, model=MODEL)
     checkpoints = tmp_path / "checkpoints"  # one from which the run could not go on: without the optimizer's state
     saving = ("--save", str(checkpoints), "--save-interval", "2", "--no-save-optim")
-    result = case.with_flags(*saving).run(forkserver, tmp_path)
+    result = runs(case.with_flags(*saving))
     dead = [strike.worker(PP4) for strike in case.strikes]
     codes = dict(enumerate(result.ended.codes))
     assert [codes.pop(worker) for worker in dead] == [-9, -9], result.told()
     assert set(codes.values()) == {EXIT_STATE_LOST}, result.told()
     last = case.strikes[-1].iteration - 1
-    check_steps_until(result, reference(case), last)
+    check_steps_until(result, runs.reference(case), last)
     saved = last - last % 2
     for worker in codes:
         said = result.log(worker)

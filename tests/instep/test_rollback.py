@@ -13,9 +13,8 @@ import pytest
 
 from recover_megatron.run_log.steps import read_steps
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
-from tests.instep.runs import NO_EVALUATION, Case, Layout, Result, Strike, check
+from tests.instep.conftest import Runs
+from tests.instep.runs import NO_EVALUATION, Case, Layout, Result, Strike
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 
 pytestmark = pytest.mark.slow
@@ -85,27 +84,24 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def gone_back(forkserver: ForkServer, reference: Reference, scenario: Scenario, out: Path) -> Result:
+def gone_back(runs: Runs, scenario: Scenario) -> Result:
     """Run it with checkpoints; it must be the failure-free run, but for what was run twice, which is told."""
     case = replace(scenario.case, model=(*scenario.case.model, *MODEL))
-    checkpoints = str(out / "checkpoints")
-    case = case.with_flags("--save", checkpoints, "--save-interval", "2", *scenario.flags)
-    result = case.patient(scenario.when).run(forkserver, out) if scenario.when else case.run(forkserver, out)
-    check(result, reference(case), 10.0 if "adam" in case.model else 1.0)
+    case = case.with_flags("--save", str(runs.out / "checkpoints"), "--save-interval", "2", *scenario.flags)
+    case = case.patient(scenario.when) if scenario.when else case
+    result = runs.check(case, 10.0 if "adam" in case.model else 1.0)
     assert 0 in result.ended.codes, "nobody was started in place of all"
     assert result.replicas[-1] >= scenario.replicas, result.replicas
     backs = result.of_training("rolled back")
     (to,) = {back["to"] for back in backs}
     assert to in scenario.to, result.told()
-    assert f"rolled back to iteration {to} (from disk, {checkpoints})" in result.said, result.told()
+    assert f"rolled back to iteration {to} (from disk, {runs.out / 'checkpoints'})" in result.said, result.told()
     assert scenario.said in result.said, result.told()
     return result
 
 
-def test_a_lost_state_is_that_of_the_newest_checkpoint(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
-    result = gone_back(forkserver, reference, FIRST, tmp_path)
+def test_a_lost_state_is_that_of_the_newest_checkpoint(runs: Runs, tmp_path: Path) -> None:
+    result = gone_back(runs, FIRST)
     (back,) = result.of_training("rolled back")
     assert (back["lost"], back["tier"]) == (1, "disk")
     assert result.replicas == [2] * 4 + [1] * 6, result.replicas
@@ -114,7 +110,5 @@ def test_a_lost_state_is_that_of_the_newest_checkpoint(
 
 
 @pytest.mark.parametrize("scenario", some("rollbacks", SCENARIOS, 2), ids=str)
-def test_it_is_however_it_was_lost(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, scenario: Scenario
-) -> None:
-    gone_back(forkserver, reference, scenario, tmp_path)
+def test_it_is_however_it_was_lost(runs: Runs, scenario: Scenario) -> None:
+    gone_back(runs, scenario)

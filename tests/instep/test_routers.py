@@ -10,7 +10,7 @@ import torch
 
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Reference, Runs
 from tests.instep.runs import Case, Layout, Result, Strike, check
 
 pytestmark = pytest.mark.slow
@@ -40,11 +40,9 @@ ITERATIONS = 7
 
 
 @pytest.mark.parametrize(("case", "near"), some("routers", CASES, 2), ids=str)
-def test_biases_of_routers_are_those_of_the_run_without_deaths(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case, near: float
-) -> None:
+def test_biases_of_routers_are_those_of_the_run_without_deaths(runs: Runs, case: Case, near: float) -> None:
     case = replace(case, iterations=max(ITERATIONS, case.iterations * bool(case.restarts)))
-    result, expected = case.run(forkserver, tmp_path), reference(case)
+    result, expected = runs(case), runs.reference(case)
     check(result, expected, near)
     check_biases(result, expected)
 

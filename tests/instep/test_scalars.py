@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
-from tests.instep.runs import LAYOUTS, Case, Strike, check
+from tests.instep.conftest import Runs
+from tests.instep.runs import LAYOUTS, Case, Strike
 
 pytestmark = pytest.mark.slow
 
@@ -27,14 +26,13 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def test_replicas_spares_epochs_and_recoveries_are_told_even_when_the_worker_that_tells_them_dies(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
+    runs: Runs, tmp_path: Path
 ) -> None:
     """The last rank writes: first worker 3, then worker 2, which opens a writer of its own."""
     board = tmp_path / "board"
     flags = ("--tensorboard-dir", str(board), "--tensorboard-queue-size", "1", "--tensorboard-log-interval", "1")
     case = replace(Case(LAYOUTS[0], (Strike(1, 0, 3, "backward"), Strike(3, 0, 6, "forward"))), flags=flags)
-    result = case.run(forkserver, tmp_path)
-    check(result, reference(case))
+    result = runs.check(case)
     told = scalars(board)
     assert len(list(board.glob("events.out.tfevents.*"))) == 2
     replicas = {step.iteration: step.replicas for step in result.steps}

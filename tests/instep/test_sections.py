@@ -13,10 +13,9 @@ import pytest
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.instep.rendezvous import Sections
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
+from tests.instep.conftest import Runs
 from tests.instep.hsdp import TWO
-from tests.instep.runs import Case, Layout, check
+from tests.instep.runs import Case, Layout
 from tests.megatron_hooks.tiny import OURS
 
 NOBODY: Any = SimpleNamespace(check=lambda: None, leave_if_broken=lambda: None)
@@ -73,7 +72,7 @@ PARTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some("parted sections", list(PARTED), 2))
 def test_who_hears_of_a_death_first_leaves_its_mate_of_a_section_waiting_for_nobody(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
+    runs: Runs, tmp_path: Path, name: str
 ) -> None:
     """Worker 0 dies; in the other replica the second waits for the first, which never begins that attempt."""
     layout, kind, flags = PARTED[name]
@@ -81,8 +80,7 @@ def test_who_hears_of_a_death_first_leaves_its_mate_of_a_section_waiting_for_nob
     script = (str(Path(__file__).with_name("parted.py")), f"{kind}:0:{begins}:{late}", OURS)
     saving = ("--save", str(tmp_path / "saved")) if kind == "checkpoint" else ()
     case = Case(layout, flags=(*saving, *flags), train_with=script, doomed=(0,))
-    result = case.run(forkserver, tmp_path)
-    check(result, reference(case))
+    result = runs.check(case)
     assert result.replicas == [2, 2, 2, *[1] * 5], result.replicas
     if saving:
         assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "8"

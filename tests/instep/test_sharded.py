@@ -31,8 +31,8 @@ from tests.instep.cells import (
     most_visits,
     visits,
 )
-from tests.instep.conftest import Reference
-from tests.instep.runs import MODEL, NO_EVALUATION, Case, Layout, Strike, check, check_steps_until
+from tests.instep.conftest import Reference, Runs
+from tests.instep.runs import MODEL, NO_EVALUATION, Case, Layout, Strike, check_steps_until
 from tests.instep.units import check_sharded
 
 pytestmark = pytest.mark.slow
@@ -75,9 +75,7 @@ def drawn() -> list[tuple[Layout, str, int, str]]:
 
 
 @pytest.mark.parametrize("cell", drawn(), ids=lambda cell: f"{cell[0].name}-{cell[1]}-{cell[2]}-{cell[3]}")
-def test_a_death_at_any_point_changes_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, cell: tuple[Layout, str, int, str]
-) -> None:
+def test_a_death_at_any_point_changes_nothing_but_rounding(runs: Runs, cell: tuple[Layout, str, int, str]) -> None:
     layout, phase, place, when = cell
     source = random.Random(f"{layout.name} {phase} {place} {when} {SEED}")
     replica, position = (place, 0) if layout.positions == 1 else (source.randrange(layout.replicas), place)
@@ -88,7 +86,7 @@ def test_a_death_at_any_point_changes_nothing_but_rounding(
     # All cells of a layout alike: they are compared with one failure-free run.
     draws = source if EVERYTHING else random.Random(f"dropout {layout.name} {SEED}")
     case = Case(layout, (strike,), ITERATIONS, dropout=draws.random() < 0.5, model=SHARDED)
-    check_sharded(case.run(forkserver, tmp_path), reference(case))
+    runs.check(case, by=check_sharded)
 
 
 IN_A_ROW = {
@@ -145,33 +143,30 @@ IN_A_ROW = {
 
 
 @pytest.mark.parametrize("name", some("sharded row", list(IN_A_ROW), 5))
-def test_deaths_in_a_row_change_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
-) -> None:
+def test_deaths_in_a_row_change_nothing_but_rounding(runs: Runs, name: str) -> None:
     case = IN_A_ROW[name]
-    check_sharded(case.run(forkserver, tmp_path), reference(case))
+    runs.check(case, by=check_sharded)
 
 
 def test_a_column_that_had_reported_its_update_waits_for_its_members_when_another_column_makes_it_again(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
+    runs: Runs,
 ) -> None:
     """Column 0 has all parameters when a worker of column 1 dies; worker 4, of column 0, is late to begin again."""
     case = Case(TP2, (Strike(1, 1, 3, "update", visit=2),), 8, model=SHARDED)
     script = (str(Path(__file__).with_name("slow.py")), "met@4=0.5")
-    check_sharded(replace(case, train_with=script).run(forkserver, tmp_path), reference(case))
+    runs.check(replace(case, train_with=script), by=check_sharded)
 
 
 @pytest.mark.parametrize("at", [1, 4, 8], ids=["first", "later", "last"])
 def test_parameters_that_a_dead_worker_would_have_sent_are_fetched_in_the_middle_of_a_forward_pass(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, at: int
+    runs: Runs, at: int
 ) -> None:
     """With --overlap-param-gather: worker 2 dies when the first part arrives at it, so nobody has its part by the ring.
 
     It is worker 3, its shadow, that has it.  Nobody meets for that, and the iteration is not begun again.
     """
     case = Case(OVERLAPPED, (Strike(2, 0, at, "param-gather"),), 8, model=SHARDED)
-    result = case.run(forkserver, tmp_path)
-    check_sharded(result, reference(case))
+    result = runs.check(case, by=check_sharded)
     for worker in (0, 1):
         fetched = [line for line in result.log(worker).splitlines() if "bytes of parameters were fetched" in line]
         assert len(fetched) == 1, result.told()
@@ -180,25 +175,19 @@ def test_parameters_that_a_dead_worker_would_have_sent_are_fetched_in_the_middle
     assert told["bytes"] > 0
 
 
-def test_who_learns_of_the_update_from_a_later_plan_fetches_what_the_others_gathered(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_who_learns_of_the_update_from_a_later_plan_fetches_what_the_others_gathered(runs: Runs) -> None:
     """All but a worker of the replica that breaks have reported the update when its mate dies: see test_equality."""
     case = Case(OVERLAPPED_TP2, (Strike(2, 0, 3, "update", visit=2),), 8, model=SHARDED)
     script = (str(Path(__file__).with_name("slow.py")), "update@4=0.5,agree@5=0.25,met@2=0.5")
-    result = replace(case, train_with=script).run(forkserver, tmp_path)
-    check_sharded(result, reference(case))
+    result = runs.check(replace(case, train_with=script), by=check_sharded)
     assert all("bytes of parameters were fetched" in result.log(worker) for worker in range(4)), result.told()
 
 
-def test_events_tell_when_the_state_changed_hands_and_how_much_of_it_came(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
+def test_events_tell_when_the_state_changed_hands_and_how_much_of_it_came(runs: Runs) -> None:
     """The first shadows are made by each for itself; after a death the writer gets its third of the dead worker's
     shard, and the third of whom it is a shadow of."""
     case = Case(DP4, (Strike(1, 0, 3, "norm"),), 8, model=SHARDED)
-    result = case.run(forkserver, tmp_path)
-    check_sharded(result, reference(case))
+    result = runs.check(case, by=check_sharded)
     told = result.of_training("repartition")
     epochs = {step.iteration: step.epoch for step in result.steps}
     assert [(e["iteration"], e["epoch"], e["worker"]) for e in told] == [(4, epochs[4], 0)], told
@@ -210,24 +199,24 @@ def test_events_tell_when_the_state_changed_hands_and_how_much_of_it_came(
 @pytest.mark.parametrize(("layout", "phase"), [(DP4, "norm"), (OVERLAPPED, "param-gather")], ids=["update", "overlap"])
 @pytest.mark.parametrize("shadows", [0, 1])
 def test_when_the_last_copy_goes_the_run_ends_with_12_and_says_whose_and_the_checkpoint(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, shadows: int, layout: Layout, phase: str
+    runs: Runs, tmp_path: Path, shadows: int, layout: Layout, phase: str
 ) -> None:
     """Without shadows at any death, with one when two neighbours go at once."""
     deaths = (Strike(1, 0, 5, phase), Strike(2, 0, 5, phase))[: shadows + 1]
     saving = ("--save", str(tmp_path / "saved"), "--save-interval", "4", "--no-save-optim")  # nothing to go back to
     flags = ("--recover-shadow-shards", str(shadows), *saving)
     case = Case(layout, deaths, 8, model=SHARDED, flags=flags)
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     gone = [strike.worker(layout) for strike in deaths]
     left = [worker for worker in gone if result.ended.codes[worker] == 0]
     if phase == "param-gather" and len(left) == shadows == 1:
         # It was told of its neighbour's death before it came to gather: it has fetched, and nothing is lost.
         struck = tuple(strike for strike in deaths if strike.worker(layout) not in left)
-        check_sharded(replace(result, case=replace(case, strikes=struck)), reference(case))
+        check_sharded(replace(result, case=replace(case, strikes=struck)), runs.reference(case))
         return
     expected = [-9 if worker in gone else EXIT_STATE_LOST for worker in range(4)]
     assert result.ended.codes == expected, result.told()
-    check_steps_until(result, reference(case), 4 if phase == "norm" else 5)
+    check_steps_until(result, runs.reference(case), 4 if phase == "norm" else 5)
     for worker in range(4):
         if worker not in gone:
             said = result.log(worker)
@@ -248,29 +237,24 @@ def test_when_the_last_copy_goes_the_run_ends_with_12_and_says_whose_and_the_che
     ],
     ids=["for-good", "and-comes-back"],
 )  # fmt: skip
-def test_a_node_that_holds_two_replicas_is_lost_whole_and_no_state_with_it(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
+def test_a_node_that_holds_two_replicas_is_lost_whole_and_no_state_with_it(runs: Runs, case: Case) -> None:
     """With every copy on who follows in the ring, that of 0 would be on 1, and that of 2 on 3."""
-    check(case.run(forkserver, tmp_path), reference(case))
+    runs.check(case)
 
 
-def test_when_a_shard_is_lost_in_all_instances_the_run_ends_with_12(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_when_a_shard_is_lost_in_all_instances_the_run_ends_with_12(runs: Runs) -> None:
     """Of four workers in two instances, 0 and 2 hold the first shard."""
     layout = Layout("sharded-instances", 4, flags="--num-distributed-optimizer-instances 2")
     case = Case(layout, (Strike(0, 0, 5, "norm"), Strike(2, 0, 5, "norm")), 8, model=SHARDED)
-    result = case.run(forkserver, tmp_path)
+    result = runs(case)
     assert result.ended.codes == [-9, EXIT_STATE_LOST, -9, EXIT_STATE_LOST], result.told()
     assert "the optimizer state of shards 0 had no other copy" in result.log(1), result.told()
 
 
 @pytest.mark.parametrize("layout", [DP4, TP2, OVERLAPPED], ids=lambda layout: layout.name)
-def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
-) -> None:
+def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(runs: Runs, layout: Layout) -> None:
     case = Case(layout, (Strike(1, layout.positions - 1, 3, "update"),), LONG, model=SHARDED, restarts=1)
-    result = case.patient(f"5-:{layout.replicas}").run(forkserver, tmp_path)
-    check_sharded(result, reference(case))
+    result = runs.check(case.patient(f"5-:{layout.replicas}"), by=check_sharded)
     assert result.replicas[-1] == layout.replicas, result.replicas
     newcomers = [left for worker, left in result.left.items() if worker >= layout.grid.world]
     assert [len(left["units"]) for left in newcomers] == [2]
@@ -278,26 +262,22 @@ def test_who_takes_a_place_gets_its_part_of_the_state_and_becomes_a_shadow(
 
 @pytest.mark.parametrize("when", ["first", "eval"])
 def test_who_lost_its_place_while_megatron_gathers_no_parameters_in_forward_passes_can_take_one_again(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, when: str
+    runs: Runs, when: str
 ) -> None:
     """train() is left in its first iteration, or in an evaluation: in both its forward hooks are away."""
     strike = Strike(1, 0, 1, "backward") if when == "first" else Strike(1, 0, 4, "eval")
     case = Case(OVERLAPPED_TP2, (strike,), LONG, model=SHARDED, restarts=1)
-    result = case.patient(f"5-:{OVERLAPPED_TP2.replicas}").run(forkserver, tmp_path)
-    check_sharded(result, reference(case))
+    result = runs.check(case.patient(f"5-:{OVERLAPPED_TP2.replicas}"), by=check_sharded)
     assert result.replicas[-1] == OVERLAPPED_TP2.replicas, result.replicas
 
 
 @pytest.mark.parametrize("layout", some("drift", [DP4, TP2], 1), ids=lambda layout: layout.name)
-def test_a_shadow_that_differs_is_found_and_made_anew_before_it_is_needed(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
-) -> None:
+def test_a_shadow_that_differs_is_found_and_made_anew_before_it_is_needed(runs: Runs, layout: Layout) -> None:
     """Worker 1 (2) is the shadow of its predecessor in the ring, whose death then would make the difference count."""
     shadow = layout.positions
     script = (str(Path(__file__).with_name("corrupt.py")), "shadow", str(shadow), "3")
     case = Case(layout, (Strike(0, 0, 6, "update"),), 8, model=SHARDED, flags=("--recover-verify-interval", "4"))
-    result = replace(case, train_with=script).run(forkserver, tmp_path)
-    check_sharded(result, reference(case))
+    result = runs.check(replace(case, train_with=script), by=check_sharded)
     assert "the shadows of workers [0] differ" in result.log(shadow), result.told()
 
 
@@ -315,9 +295,7 @@ def test_a_shadow_that_differs_is_found_and_made_anew_before_it_is_needed(
     ),
     ids=lambda layout: layout.name,
 )
-def test_kills_down_to_the_last_replica_change_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, seed: int
-) -> None:
+def test_kills_down_to_the_last_replica_change_nothing_but_rounding(runs: Runs, layout: Layout, seed: int) -> None:
     """One an iteration, or two that are no neighbours: so no part of the state goes with all of its copies."""
     source = random.Random(f"sharded soak {layout.name} {seed}")
     replicas, strikes, iteration = list(range(layout.replicas)), list[Strike](), 1
@@ -339,7 +317,7 @@ def test_kills_down_to_the_last_replica_change_nothing_but_rounding(
         # In the next one the state changes hands; who dies before that is agreed on is one of two at once.
         iteration += source.randint(2, max(2, (iterations - iteration) // len(replicas)))
     case = Case(layout, tuple(strikes), iterations, model=SHARDED)
-    check_sharded(case.run(forkserver, tmp_path), reference(case))
+    runs.check(case, by=check_sharded)
 
 
 FEATURES = {
@@ -363,9 +341,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", some("sharded features", list(FEATURES), 2))
-def test_each_feature_with_deaths_in_it_trains_as_without(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, name: str
-) -> None:
+def test_each_feature_with_deaths_in_it_trains_as_without(runs: Runs, tmp_path: Path, name: str) -> None:
     layout, deaths, near = FEATURES[name]
     strikes = []
     for death in deaths.split(","):
@@ -375,8 +351,7 @@ def test_each_feature_with_deaths_in_it_trains_as_without(
         replica, position = layout.grid.place(int(where))
         strikes.append(Strike(replica, position, int(iteration), phase, visit=int(visit or 1)))
     case = Case(layout, tuple(strikes), 8, model=SHARDED, flags=("--recover-verify-interval", "3"))
-    result = case.run(forkserver, tmp_path)
-    check_sharded(result, reference(case), near)
+    runs.check(case, near, by=check_sharded)
     assert not any("shadows differ" in path.read_text() for path in tmp_path.glob("events*.jsonl"))
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import EVERYTHING, SEED, some
-from tests.harness.forkserver import ForkServer
 from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, row, visits
-from tests.instep.conftest import Reference
-from tests.instep.runs import NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike, check
+from tests.instep.conftest import Runs
+from tests.instep.runs import NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike
 from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
@@ -26,11 +25,9 @@ SEEDS = range(SEED, SEED + (20 if EVERYTHING else 1))
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("layout", EIGHT, ids=lambda layout: layout.name)
-def test_kills_down_to_the_last_replica_change_nothing_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, seed: int
-) -> None:
+def test_kills_down_to_the_last_replica_change_nothing_but_rounding(runs: Runs, layout: Layout, seed: int) -> None:
     case = row(random.Random(f"soak {layout.name} {seed}"), layout)
-    check(case.run(forkserver, tmp_path), reference(case))
+    runs.check(case)
 
 
 REJOINED = [Layout("tp2-dp4", 4, tensor=2), Layout("tp2-pp2-dp2", 2, tensor=2, pipeline=2)]
@@ -69,11 +66,10 @@ def deaths(source: random.Random, layout: Layout) -> Case:
 @pytest.mark.parametrize("seed", REJOINED_SEEDS)
 @pytest.mark.parametrize("layout", some("rejoined", REJOINED, 1), ids=lambda layout: layout.name)
 def test_with_others_in_their_place_the_run_ends_whole_and_nothing_changes_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, seed: int
+    runs: Runs, tmp_path: Path, layout: Layout, seed: int
 ) -> None:
     case = deaths(random.Random(f"rejoin {layout.name} {seed}"), layout)
     order = ",".join(str(strike.worker(layout)) for strike in case.strikes)
     in_turn = (str(Path(__file__).with_name("whole.py")), str(tmp_path), str(layout.replicas), order, SCRIPT)
-    result = replace(case, train_with=in_turn).run(forkserver, tmp_path)
-    check(result, reference(case))
+    result = runs.check(replace(case, train_with=in_turn))
     assert result.replicas[-1] == layout.replicas, result.replicas

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.drawn import EVERYTHING
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
-from tests.instep.runs import LAYOUTS, QUICK_TO_SEE_A_HANG, Case, Layout, Strike, check
+from tests.harness.waiting import meanwhile, written_lines
+from tests.instep.conftest import Runs
+from tests.instep.runs import LAYOUTS, QUICK_TO_SEE_A_HANG, Case, Layout, Strike
 from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
@@ -33,32 +32,22 @@ STALLS = [
 ]
 
 
-@contextmanager
-def when_stalled(out: Path, then: Callable[[list[dict[str, Any]]], None]) -> Iterator[None]:
+def when_stalled(out: Path, then: Callable[[list[dict[str, Any]]], None]) -> AbstractContextManager[None]:
     """Call ``then`` with the coordinator's events once it tells of a stall, while the block runs."""
 
-    def watch() -> None:
-        path = out / "events-0.jsonl"
-        while not over.wait(0.05):
-            lines = path.read_text().splitlines() if path.exists() else []
-            events = [json.loads(line) for line in lines if line.endswith("}")]
-            if any(event["event"] == "stalled" for event in events):
-                then(events)
-                return
+    def look() -> bool:
+        events = [json.loads(line) for line in written_lines(out / "events-0.jsonl")]
+        stalled = any(event["event"] == "stalled" for event in events)
+        if stalled:
+            then(events)
+        return stalled
 
-    over = threading.Event()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
+    return meanwhile(look)
 
 
 @pytest.mark.parametrize(("layout", "stopped"), STALLS if EVERYTHING else STALLS[:2], ids=lambda part: str(part)[:60])
 def test_workers_that_stop_together_are_waited_for_and_nothing_changes_but_rounding(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, stopped: tuple[Strike, ...]
+    runs: Runs, tmp_path: Path, layout: Layout, stopped: tuple[Strike, ...]
 ) -> None:
     spec = ",".join(replace(strike, kind="stop").spec(layout) for strike in stopped)
     case = Case(layout, evaluated=True).with_flags(*QUICK_TO_SEE_A_HANG, "--recover-inject", spec)
@@ -69,22 +58,20 @@ def test_workers_that_stop_together_are_waited_for_and_nothing_changes_but_round
             os.kill(pids[strike.worker(layout)], signal.SIGCONT)
 
     with when_stalled(tmp_path, go_on):
-        result = case.run(forkserver, tmp_path)
-    check(result, reference(case))
+        result = runs.check(case)
     assert result.replicas == [layout.replicas] * case.iterations
     assert not [event for event in result.events if event["event"] == "fault"]
     assert [event for event in result.events if event["event"] == "stall_over"]
 
 
 def test_a_worker_that_waits_for_its_data_for_longer_than_the_hang_timeout_is_not_put_out(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
+    runs: Runs, tmp_path: Path
 ) -> None:
     """Of a shared disk that stalls one worker's reads are the first to be missed: the others have read ahead."""
     case = Case(TP2).with_flags(*QUICK_TO_SEE_A_HANG)
     blocked = (str(Path(__file__).with_name("blocked.py")), str(tmp_path), "2", OURS)
     with when_stalled(tmp_path, lambda events: (tmp_path / "go").touch()):
-        result = replace(case, train_with=blocked).run(forkserver, tmp_path)
-    check(result, reference(case))
+        result = runs.check(replace(case, train_with=blocked))
     assert not [event for event in result.events if event["event"] == "fault"]
     said = next(event["reason"] for event in result.events if event["event"] == "stalled")
     assert "worker 2" in said

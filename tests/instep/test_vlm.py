@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference
-from tests.instep.runs import Case, Layout, Strike, check
+from tests.instep.conftest import Runs
+from tests.instep.runs import Case, Layout, Strike
 from tests.instep.stock import check_stock
 
 pytestmark = pytest.mark.slow
@@ -41,13 +40,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", some("vlm", CASES, 2), ids=str)
-def test_images_and_text_train_as_without_deaths(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
+def test_images_and_text_train_as_without_deaths(runs: Runs, case: Case) -> None:
     case = replace(case, script=SCRIPT)
-    check(case.run(forkserver, tmp_path), reference(case))
+    runs.check(case)
 
 
-def test_without_a_death_it_is_stock_megatrons(forkserver: ForkServer, reference: Reference, tmp_path: Path) -> None:
+def test_without_a_death_it_is_stock_megatrons(runs: Runs) -> None:
     """With microbatches among them of which Megatron runs no backward pass."""
-    check_stock(forkserver, reference, tmp_path, Case(FROZEN, script=SCRIPT))
+    check_stock(runs, Case(FROZEN, script=SCRIPT))

@@ -122,9 +122,11 @@ class Bench:
         self.launches.append(launch)
         return launch
 
-    def run(self, *argv: object, environment: Mapping[str, str] | None = None) -> tuple[int, Launch]:
+    def run(self, *argv: object, environment: Mapping[str, str] | None = None, ends: int = 0) -> Launch:
+        """To its end, with this exit code."""
         launch = self.start(*argv, environment=environment)
-        return launch.wait(), launch
+        assert launch.wait() == ends, launch.err
+        return launch
 
     def workers(self, folder: str = "logs", count: int = 1) -> list[dict]:
         """What workers.json says, once ``count`` workers in it have a pid: it may come after what they print."""

@@ -25,8 +25,7 @@ UNTIL_TOLD = """
 
 
 def test_one_workers_death_does_not_end_the_others(bench):
-    script = bench.script(UNTIL_TOLD)
-    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", script)
+    launch = bench.start("--nproc-per-node", 3, "--log-dir", "logs", bench.script(UNTIL_TOLD))
     launch.wait_for("UP", times=3)
     victim = bench.workers(count=3)[1]
     os.kill(victim["pid"], signal.SIGKILL)
@@ -43,9 +42,7 @@ def test_one_workers_death_does_not_end_the_others(bench):
 
 
 def test_a_worker_killed_by_a_signal_that_has_no_name_is_told_like_any_other(bench):
-    script = bench.script("import os; os.kill(os.getpid(), 40)")
-    code, launch = bench.run("--log-dir", "logs", script)
-    assert code == 128 + 40
+    launch = bench.run("--log-dir", "logs", bench.script("import os; os.kill(os.getpid(), 40)"), ends=128 + 40)
     assert "was killed by signal 40" in launch.err
     assert bench.workers()[0]["signal"] == 40
     assert "Traceback" not in launch.err
@@ -128,8 +125,7 @@ def test_the_launcher_does_not_wait_for_pipes_that_a_dead_workers_child_holds(be
             time.sleep(0.05)
         """
     )
-    code, launch = bench.run(script)
-    assert code == 0
+    launch = bench.run(script)
     assert "LAST WORDS" in launch.out
     hidden = int((bench.folder / "hidden").read_text())
     assert not alive(hidden)
@@ -209,9 +205,7 @@ def test_a_stopped_worker_is_killed_after_the_grace_time(bench):
 
 
 def test_a_process_that_outlived_the_run_is_found_and_killed_at_the_end(bench):
-    script = bench.script("import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])")
-    code, launch = bench.run(script)
-    assert code == 0
+    launch = bench.run(bench.script("import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])"))
     assert launch.left() == []
 
 
@@ -293,8 +287,7 @@ def test_children_from_before_the_launch_are_left_alone(bench):
 def test_a_log_that_cannot_be_opened_costs_the_log_alone(bench):
     for name in ("worker-1.log", "worker-1.log.old"):  # neither can the log be opened nor the old one be put aside
         (bench.folder / "logs" / name / "inside").mkdir(parents=True)
-    code, launch = bench.run("--nproc-per-node", 2, "--log-dir", "logs", bench.script("print('RAN')"))
-    assert code == 0
+    launch = bench.run("--nproc-per-node", 2, "--log-dir", "logs", bench.script("print('RAN')"))
     assert launch.out.count("RAN") == 2
     assert "worker-1.log cannot be written" in launch.err
     assert "Traceback" not in launch.err

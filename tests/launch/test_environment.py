@@ -18,8 +18,7 @@ def environments(launch):
 
 def test_workers_get_torchruns_variables_and_ours(bench):
     script = bench.script(SHOW)
-    code, launch = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script, environment={"SOME_OF_MINE": "kept"})
-    assert code == 0
+    launch = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script, environment={"SOME_OF_MINE": "kept"})
     found = environments(launch)
     assert set(found) == {"0", "1"}
     for rank, variables in found.items():
@@ -52,31 +51,30 @@ def test_workers_get_torchruns_variables_and_ours(bench):
 def test_omp_threads_are_limited_only_if_the_user_has_not_chosen(bench, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # scripts/test.sh has chosen
     script = bench.script(SHOW)
-    chosen = bench.run("--nproc-per-node", 2, script, environment={"OMP_NUM_THREADS": "3"})[1]
+    chosen = bench.run("--nproc-per-node", 2, script, environment={"OMP_NUM_THREADS": "3"})
     assert environments(chosen)["0"]["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS" not in chosen.err
-    limited = bench.run("--nproc-per-node", 2, script)[1]
+    limited = bench.run("--nproc-per-node", 2, script)
     assert limited.err.count("OMP_NUM_THREADS") == 1
-    alone = bench.run(script)[1]
+    alone = bench.run(script)
     assert "OMP_NUM_THREADS" not in environments(alone)["0"]
 
 
 def test_log_dir_variable_is_only_that_of_the_option(bench):
-    script = bench.script(SHOW)
-    launch = bench.run(script, environment={"RECOVER_LOG_DIR": "/of/another/launch"})[1]
+    launch = bench.run(bench.script(SHOW), environment={"RECOVER_LOG_DIR": "/of/another/launch"})
     assert "RECOVER_LOG_DIR" not in environments(launch)["0"]
 
 
 @pytest.mark.slow
 def test_two_launches_have_different_ids(bench):
     script = bench.script(SHOW)
-    ids = {environments(bench.run(script)[1])["0"]["RECOVER_LAUNCH_ID"] for _ in range(2)}
+    ids = {environments(bench.run(script))["0"]["RECOVER_LAUNCH_ID"] for _ in range(2)}
     assert len(ids) == 2
 
 
 def test_the_first_line_names_what_is_started(bench):
     script = bench.script("")
-    first = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script)[1].err.splitlines()[0]
+    first = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script).err.splitlines()[0]
     assert "2 workers" in first
     assert "store 127.0.0.1:" in first
     assert str(bench.folder / "logs") in first
@@ -84,22 +82,21 @@ def test_the_first_line_names_what_is_started(bench):
 
 def test_a_worker_leads_a_session_of_its_own_and_reads_nothing(bench):
     script = bench.script("import os, sys; print('LEADS', os.getsid(0) == os.getpid(), repr(sys.stdin.read()))")
-    assert "LEADS True ''" in bench.run(script)[1].out
+    assert "LEADS True ''" in bench.run(script).out
 
 
 def test_the_script_runs_as_it_does_under_python(bench):
     (bench.folder / "sub").mkdir()
     bench.script("VALUE = 1", "sub/beside.py")
     script = bench.script("import beside, sys; print('AT', __file__, __name__, sys.path[0])", "sub/script.py")
-    launch = bench.run(script)[1]
+    launch = bench.run(script)
     assert f"AT {bench.folder / 'sub/script.py'} __main__ {bench.folder / 'sub'}" in launch.out
 
 
 def test_workers_do_not_get_what_recovery_cannot_live_with_and_the_console_says_so(bench):
     script = bench.script(SHOW)
     given = {"TORCH_GLOO_LAZY_INIT": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    code, launch = bench.run("--nproc-per-node", 2, script, environment=given)
-    assert code == 0
+    launch = bench.run("--nproc-per-node", 2, script, environment=given)
     found = environments(launch)
     assert [("TORCH_GLOO_LAZY_INIT" in its, its["TORCH_DISTRIBUTED_DEBUG"]) for its in found.values()] == [
         (False, "INFO")
@@ -113,7 +110,6 @@ def test_workers_do_not_get_what_recovery_cannot_live_with_and_the_console_says_
 
 def test_a_run_that_gloo_cannot_be_aborted_in_is_refused(bench):
     script = bench.script(SHOW, "pretrain_mine.py")
-    code, launch = bench.run(script, "--recover", "--mock-data", environment={"GLOO_DEVICE_TRANSPORT": "TCP_TLS"})
-    assert code == 2
+    launch = bench.run(script, "--recover", "--mock-data", environment={"GLOO_DEVICE_TRANSPORT": "TCP_TLS"}, ends=2)
     assert "GLOO_DEVICE_TRANSPORT=TCP_TLS: only gloo's connections over plain TCP" in launch.err
     assert environments(launch) == {}

@@ -57,13 +57,11 @@ def test_recover_run_exits_by_the_table(bench, arguments, code):
         sys.exit(5 if os.environ["RANK"] == "1" else 0)
         """
     )
-    assert bench.run("--nproc-per-node", 3, script, *arguments)[0] == code
+    bench.run("--nproc-per-node", 3, script, *arguments, ends=code)
 
 
 def test_workers_that_failed_alike_are_summed_up_once(bench):
-    script = bench.script("import sys; sys.exit(7)")
-    code, launch = bench.run("--nproc-per-node", 3, script)
-    assert code == 7
+    launch = bench.run("--nproc-per-node", 3, bench.script("import sys; sys.exit(7)"), ends=7)
     last = launch.err.strip().splitlines()[-1]
     assert "0 of 3 workers finished" in last
     assert "workers 0-2 failed with exit code 7" in last

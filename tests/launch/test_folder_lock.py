@@ -184,8 +184,7 @@ def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_lea
     logs = bench.folder / "logs"
     kept = [path for path in logs.iterdir() if path.suffix != ".tmp"]
     before = {path: (path.stat().st_ino, path.read_bytes()) for path in kept}
-    code, second = bench.run("--log-dir", "logs", script)
-    assert code == 2
+    second = bench.run("--log-dir", "logs", script, ends=2)
     who = rf"recover-run with pid {first.pid} on host {socket.gethostname()}, "
     assert re.search(rf"logs is in use by another run \({who}", second.err)
     assert "STARTED" not in second.out
@@ -321,15 +320,13 @@ def test_a_launch_that_saves_where_another_does_starts_nothing(bench):
     script = bench.script(WAITS, "pretrain_waits.py")
     first = bench.start("--log-dir", "a", script, "--save", "checkpoints")
     first.wait_for("STARTED")
-    code, second = bench.run("--log-dir", "b", script, "--save", "checkpoints")
-    assert code == 2
+    second = bench.run("--log-dir", "b", script, "--save", "checkpoints", ends=2)
     assert f"recover-run with pid {first.pid} on host" in second.err
     assert "STARTED" not in second.out
     first.send(signal.SIGKILL)
     first.wait()
     eventually(lambda: first.left() == [], "nothing is left of it")
     (bench.folder / "end").touch()
-    code, third = bench.run("--log-dir", "b", script, "--save", "checkpoints")
-    assert code == 0, third.err
+    third = bench.run("--log-dir", "b", script, "--save", "checkpoints")
     claim = json.loads((bench.folder / "checkpoints" / "launch.lock").read_text())
     assert (claim["ended"], claim["code"], claim["pid"]) == (True, 0, third.pid)

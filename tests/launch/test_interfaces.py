@@ -67,8 +67,7 @@ def test_an_address_that_no_interface_has_is_left_to_torch_and_said() -> None:
 
 @pytest.mark.slow
 def test_the_workers_of_one_node_talk_over_the_loopback(bench: Bench) -> None:
-    code, launch = bench.run(bench.script(SHOW), environment={"GLOO_SOCKET_IFNAME": "mine"})
-    assert code == 0
+    launch = bench.run(bench.script(SHOW), environment={"GLOO_SOCKET_IFNAME": "mine"})
     assert "SET mine =lo" in launch.out
 
 

@@ -241,8 +241,7 @@ def test_a_worker_that_the_coordinator_has_put_out_is_not_started_again(bench):
 def test_a_fault_that_every_worker_has_ends_the_run_restarts_or_not(bench):
     environment = awaits(0, [[worker, 5, "fault"] for worker in range(9)])
     options = ["--nproc-per-node", 2, "--max-restarts", 5, "--log-dir", "logs"]
-    code, launch = bench.run(*options, *SCRIPT, environment=environment)
-    assert code == 1
+    launch = bench.run(*options, *SCRIPT, environment=environment, ends=1)
     assert "no such token" in launch.err
     # For each of the two at most one, started before the launcher heard that the run is over; no restarts of those.
     assert len(bench.workers()) <= 4
@@ -259,8 +258,7 @@ def test_a_newcomer_that_is_not_ready_when_the_run_is_over_is_ended_and_costs_no
 
 def test_what_fails_before_the_run_has_begun_is_not_started_again(bench):
     script = bench.script("import sys; sys.exit(3)")
-    code, launch = bench.run("--nproc-per-node", 2, "--max-restarts", 5, "--log-dir", "logs", script, "--recover")
-    assert code == 3
+    launch = bench.run("--nproc-per-node", 2, "--max-restarts", 5, "--log-dir", "logs", script, "--recover", ends=3)
     assert len(bench.workers()) == 2
     assert "in its place" not in launch.err
 
@@ -278,9 +276,8 @@ def test_spares_do_not_outlive_a_launch_that_fails(bench):
         sys.exit(3)
         """
     )
-    code, launch = bench.run("--nproc-per-node", 1, script, "--recover", "--recover-spares", 1)
+    launch = bench.run("--nproc-per-node", 1, script, "--recover", "--recover-spares", 1, ends=3)
     assert "SPARE" in launch.out
-    assert code == 3
     assert launch.left() == []
 
 
@@ -330,8 +327,7 @@ def test_a_launcher_that_joins_with_another_world_size_hosts_no_coordinator_and_
 
 def test_a_launcher_that_finds_no_run_to_join_says_so(bench):
     how = ["--join", "--recover-coordinator", "127.0.0.1:9", "--world-size", 2, "--master-port", 9]
-    code, launch = bench.run(*how, "--rendezvous-timeout", 1, *SCRIPT, environment=SECRET)
-    assert code == 1
+    launch = bench.run(*how, "--rendezvous-timeout", 1, *SCRIPT, environment=SECRET, ends=1)
     assert "the run's coordinators are not reached" in launch.err
     assert "Traceback" not in launch.err
 
@@ -340,8 +336,7 @@ def test_a_launcher_that_joins_with_a_wrong_secret_is_told(bench):
     first = bench.start("--nproc-per-node", 2, *SCRIPT, environment={**awaits(1), **SECRET})
     first.wait_for('"event": "plan"', times=2)
     how = how_to_join(first).split()
-    code, second = bench.run(*how, *SCRIPT, environment={"RECOVER_SECRET": "quite another secret than that"})
-    assert code == 1
+    second = bench.run(*how, *SCRIPT, environment={"RECOVER_SECRET": "quite another secret than that"}, ends=1)
     assert "secret" in second.err
     first.send(signal.SIGTERM)
     assert first.wait() == 143

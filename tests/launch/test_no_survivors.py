@@ -41,8 +41,7 @@ def reaper_of(launch):
 
 
 def start_family(bench, logs="logs"):
-    script = bench.script(FAMILY)
-    launch = bench.start("--nproc-per-node", 2, "--log-dir", logs, script)
+    launch = bench.start("--nproc-per-node", 2, "--log-dir", logs, bench.script(FAMILY))
     launch.wait_for("UP", times=2)
     # The launcher, two candidate coordinators, per worker four.
     eventually(lambda: len(launch.left()) == 11, "11 processes run")
@@ -60,8 +59,7 @@ def test_sigkill_of_the_launcher_leaves_nothing(bench):
 
 @pytest.mark.slow
 def test_sigterm_of_the_launcher_leaves_nothing(bench):
-    script = bench.script(FAMILY)
-    launch = bench.start("--nproc-per-node", 2, "--grace-seconds", 0.2, script)
+    launch = bench.start("--nproc-per-node", 2, "--grace-seconds", 0.2, bench.script(FAMILY))
     launch.wait_for("UP", times=2)
     reaper = reaper_of(launch)
     launch.send(signal.SIGTERM)
@@ -79,8 +77,7 @@ def test_sigkill_of_the_launchers_whole_group_leaves_nothing(bench):
 
 
 def test_sigkill_of_the_launcher_in_the_middle_of_the_start_leaves_nothing(bench):
-    script = bench.script(FAMILY)
-    launch = bench.start("--nproc-per-node", 8, script)
+    launch = bench.start("--nproc-per-node", 8, bench.script(FAMILY))
     launch.wait_for("starting 8 workers")
     launch.send(signal.SIGKILL)
     launch.wait()
@@ -103,8 +100,7 @@ def test_a_killed_warden_is_replaced_and_the_new_one_does_its_work(bench):
 
 @pytest.mark.slow
 def test_the_warden_ignores_polite_signals(bench):
-    script = bench.script("import os, time\nprint('UP')\nwhile not os.path.exists('go'): time.sleep(0.05)")
-    launch = bench.start(script)
+    launch = bench.start(bench.script("import os, time\nprint('UP')\nwhile not os.path.exists('go'): time.sleep(0.05)"))
     launch.wait_for("UP")
     reaper = reaper_of(launch)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

@@ -25,8 +25,7 @@ def test_lines_are_prefixed_on_the_stream_they_came_from_and_kept_unprefixed(ben
         print("to stderr", os.environ["RANK"], file=sys.stderr)
         """
     )
-    code, launch = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script)
-    assert code == 0
+    launch = bench.run("--nproc-per-node", 2, "--log-dir", "logs", script)
     for rank in "01":
         assert f"[{rank}] to stdout {rank}\n" in launch.out
         assert f"[{rank}] to stderr {rank}\n" in launch.err
@@ -36,8 +35,7 @@ def test_lines_are_prefixed_on_the_stream_they_came_from_and_kept_unprefixed(ben
 
 @pytest.mark.slow
 def test_prefixes_are_aligned(bench):
-    code, launch = bench.run("--nproc-per-node", 11, bench.script("import os; print('x' + os.environ['RANK'])"))
-    assert code == 0
+    launch = bench.run("--nproc-per-node", 11, bench.script("import os; print('x' + os.environ['RANK'])"))
     assert "[3]  x3\n" in launch.out
     assert "[10] x10\n" in launch.out
 
@@ -73,8 +71,7 @@ def test_lines_of_different_workers_are_never_mixed(bench):
             time.sleep(0.001)
         """
     )
-    code, launch = bench.run("--nproc-per-node", 3, script)
-    assert code == 0
+    launch = bench.run("--nproc-per-node", 3, script)
     lines = launch.out.splitlines()
     assert len(lines) == 150
     for line in lines:
@@ -112,8 +109,7 @@ def test_a_very_long_line_passes_in_pieces(bench):
         """
     )
 
-    launch = bench.start("--log-dir", "logs", script)
-    assert launch.wait() == 0
+    launch = bench.run("--log-dir", "logs", script)
     assert launch.out.count("x") == 8 * 2**20
     assert "[0] end\n" in launch.out
     assert max(map(len, launch.out.splitlines())) < 100_000
@@ -122,16 +118,14 @@ def test_a_very_long_line_passes_in_pieces(bench):
 
 def test_undecodable_bytes_pass(bench):
     script = bench.script(r"import os; os.write(1, b'\xff\xfe\x00 \xc3\n'); os.write(1, b'no newline \xe9')")
-    launch = bench.start("--log-dir", "logs", script)
-    assert launch.wait() == 0
+    launch = bench.run("--log-dir", "logs", script)
     assert launch.bytes_out == b"[0] \xff\xfe\x00 \xc3\n[0] no newline \xe9\n"
     assert (bench.folder / "logs/worker-0.log").read_bytes() == b"\xff\xfe\x00 \xc3\nno newline \xe9"
 
 
 def test_the_last_words_of_a_killed_worker_are_shown(bench):
     script = bench.script("import os, signal; os.write(1, b'last words'); os.kill(os.getpid(), signal.SIGKILL)")
-    code, launch = bench.run(script)
-    assert code == 137
+    launch = bench.run(script, ends=137)
     assert "[0] last words\n" in launch.out
 
 
@@ -145,7 +139,7 @@ def test_the_log_of_an_earlier_run_is_kept(bench):
 
 
 def test_no_colour_when_the_output_is_no_terminal(bench):
-    assert "\x1b" not in bench.run(bench.script("print('plain')"))[1].out
+    assert "\x1b" not in bench.run(bench.script("print('plain')")).out
 
 
 def test_colour_on_a_terminal(bench):
@@ -393,8 +387,7 @@ def test_a_newcomer_is_heard_on_the_console_with_its_own_lines_until_it_has_a_pl
 @pytest.mark.parametrize("form", ["iso", "json"])
 def test_lines_have_their_time_node_and_worker_where_that_is_asked_for(bench, form):
     script = bench.script("import sys; print('to be read'); print('and this', file=sys.stderr)")
-    code, launch = bench.run("--log-format", form, "--log-dir", "logs", script)
-    assert code == 0
+    launch = bench.run("--log-format", form, "--log-dir", "logs", script)
     log = (bench.folder / "logs" / "worker-0.log").read_text().splitlines()
     assert len(log) == 2
     (line,) = [line for line in log if "to be read" in line]
@@ -412,8 +405,7 @@ def test_lines_have_their_time_node_and_worker_where_that_is_asked_for(bench, fo
 @pytest.mark.parametrize("form", ["iso", "json"])
 @pytest.mark.parametrize("script", ["pretrain_gpt_recover.py", "missing.py"])
 def test_what_is_said_before_anything_is_started_has_that_form_too(bench, form, script):
-    code, launch = bench.run("--log-format", form, "--nproc-per-node", "0", "--log-dir", "/dev/null/logs", script)
-    assert code == 2
+    launch = bench.run("--log-format", form, "--nproc-per-node", "0", "--log-dir", "/dev/null/logs", script, ends=2)
     said = launch.err.splitlines()
     if form == "iso":
         assert len(said) > 1, "the reasons are lines of their own"

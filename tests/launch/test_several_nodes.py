@@ -174,8 +174,7 @@ def test_nodes_without_a_secret_have_no_coordinator_and_say_so_once(bench: Bench
 
 
 def test_recover_over_several_nodes_without_a_secret_is_refused(bench: Bench) -> None:
-    code, launch = bench.run("--nnodes", 2, "--master-port", free_port(), bench.script(UNTIL_TOLD), "--recover")
-    assert code == 2
+    launch = bench.run("--nnodes", 2, "--master-port", free_port(), bench.script(UNTIL_TOLD), "--recover", ends=2)
     assert "a run over several nodes needs a secret" in launch.err
     assert "RECOVER_SECRET" in launch.err
     assert "UP" not in launch.out
@@ -183,10 +182,9 @@ def test_recover_over_several_nodes_without_a_secret_is_refused(bench: Bench) ->
 
 def test_a_secret_that_cannot_be_used_is_refused_on_several_nodes_too(bench: Bench) -> None:
     script = bench.script(UNTIL_TOLD)
-    code, launch = bench.run(
-        "--nnodes", 2, "--master-port", free_port(), script, environment={"RECOVER_SECRET": "brief"}
+    launch = bench.run(
+        "--nnodes", 2, "--master-port", free_port(), script, environment={"RECOVER_SECRET": "brief"}, ends=2
     )
-    assert code == 2
     assert "secret" in launch.err
     assert "brief" not in launch.err
 
@@ -196,8 +194,7 @@ def test_a_node_without_the_secret_that_node_0_has_is_refused(bench: Bench) -> N
     script = bench.script(UNTIL_TOLD)
     nodes = ["--nnodes", 2, "--master-port", free_port(), "--rendezvous-timeout", patient(120)]
     first = bench.start(*nodes, "--node-rank", 0, script, environment=SECRET)
-    second = bench.start(*nodes, "--node-rank", 1, script)
-    assert second.wait() == 2
+    second = bench.run(*nodes, "--node-rank", 1, script, ends=2)
     assert "no secret here (node 1) but one on node 0" in second.err
     first.wait_for("what comes for node 1 is ignored: it does not prove the job's secret")
     first.send(signal.SIGTERM)

@@ -59,8 +59,7 @@ def test_a_launch_whose_workers_are_killed_starts_again_as_often_as_it_may(
 ) -> None:
     spares = [] if again else ["--recover-spares", 1]
     argv = [*again, "--nproc-per-node", 3, "--log-dir", "logs", bench.script(DIES), 1, victims, "--recover", *spares]
-    launch = bench.start(*argv)
-    assert launch.wait() == 0, launch.err
+    launch = bench.run(*argv)
     most = 2 if again else 1
     said = [line for line in launch.err.splitlines() if "the start is made again" in line]
     assert len(said) == 1
@@ -73,9 +72,7 @@ def test_a_launch_whose_workers_are_killed_starts_again_as_often_as_it_may(
 
 
 def test_the_last_start_that_fails_ends_the_launch_with_a_code_that_is_requeued(bench: Bench) -> None:
-    script = bench.script(DIES)
-    launch = bench.start("--max-restarts", 2, "--nproc-per-node", 2, script, 1000, "1", "--recover")
-    assert launch.wait() == 10, launch.err
+    launch = bench.run("--max-restarts", 2, "--nproc-per-node", 2, bench.script(DIES), 1000, "1", "--recover", ends=10)
     assert launch.err.count("the start is made again") == 2
     assert launch.err.count("the launch ends with exit code 10") == 1
     assert len(ups(bench, 1)) == 3
@@ -83,8 +80,7 @@ def test_the_last_start_that_fails_ends_the_launch_with_a_code_that_is_requeued(
 
 def test_a_fault_of_the_work_is_not_tried_again(bench: Bench) -> None:
     script = bench.script("raise ValueError('no such token')")
-    launch = bench.start("--max-restarts", 2, "--nproc-per-node", 2, script, "--recover")
-    assert launch.wait() == 1, launch.err
+    launch = bench.run("--max-restarts", 2, "--nproc-per-node", 2, script, "--recover", ends=1)
     assert "the start is made again" not in launch.err
 
 

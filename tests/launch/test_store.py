@@ -47,6 +47,13 @@ def owners_of_listener(port):
     return owners
 
 
+def two_nodes(bench, *options, text=UNTIL_TOLD, environment=None):
+    """Two launchers on this machine, of one job."""
+    script, port = bench.script(text), free_port()
+    nodes = ["--nnodes", 2, "--master-port", port, *options]
+    return [bench.start(*nodes, "--node-rank", rank, script, environment=environment) for rank in (0, 1)]
+
+
 @pytest.mark.slow
 def test_the_store_listens_in_the_launcher_before_and_after_it_is_served(bench):
     script = bench.script(
@@ -73,18 +80,14 @@ def test_the_store_listens_in_the_launcher_before_and_after_it_is_served(bench):
 
 @pytest.mark.slow
 def test_a_plain_torch_script_runs_unmodified(bench):
-    code, launch = bench.run("--nproc-per-node", 2, bench.script(ALL_REDUCE))
-    assert code == 0, launch.err
+    launch = bench.run("--nproc-per-node", 2, bench.script(ALL_REDUCE))
     assert "[0] TOTAL 0 2 3.0" in launch.out
     assert "[1] TOTAL 1 2 3.0" in launch.out
 
 
 @pytest.mark.slow
 def test_two_launchers_on_one_machine_make_one_job(bench):
-    script = bench.script(ALL_REDUCE)
-    nodes = ["--nnodes", 2, "--nproc-per-node", 1, "--master-port", free_port(), "--log-dir", "logs"]
-    first = bench.start(*nodes, "--node-rank", 0, script)
-    second = bench.start(*nodes, "--node-rank", 1, script)
+    first, second = two_nodes(bench, "--nproc-per-node", 1, "--log-dir", "logs", text=ALL_REDUCE)
     assert (first.wait(), second.wait()) == (0, 0), first.err + second.err
     (total_0,) = [line for line in first.out.splitlines() if "TOTAL" in line]
     (total_1,) = [line for line in second.out.splitlines() if "TOTAL" in line]
@@ -101,10 +104,7 @@ def test_two_launchers_on_one_machine_make_one_job(bench):
 @pytest.mark.slow
 def test_ranks_of_several_nodes_and_the_store_stays_for_the_last(bench):
     """Node 0's workers end first; its launcher waits for the other node, and judges all workers."""
-    script = bench.script(UNTIL_TOLD)
-    nodes = ["--nnodes", 2, "--nproc-per-node", 2, "--master-port", free_port()]
-    first = bench.start(*nodes, "--node-rank", 0, script)
-    second = bench.start(*nodes, "--node-rank", 1, script)
+    first, second = two_nodes(bench, "--nproc-per-node", 2)
     first.wait_for("UP", times=2)
     second.wait_for("UP", times=2)
     assert "[2] UP 2 1 0" in second.out
@@ -128,8 +128,7 @@ def test_a_second_launcher_with_the_same_node_rank_is_refused_and_the_first_goes
     first = bench.start(*nodes, "--node-rank", 0, script)
     second = bench.start(*nodes, "--node-rank", 1, script)
     second.wait_for("UP 1")
-    code, third = bench.run(*nodes, "--node-rank", 1, script)
-    assert code == 2
+    third = bench.run(*nodes, "--node-rank", 1, script, ends=2)
     assert "node rank 1 has been taken by another launcher" in third.err
     assert "Traceback" not in third.err
     assert "UP" not in third.out
@@ -143,8 +142,7 @@ def test_launchers_that_disagree_end_with_the_reason_on_both_sides(bench):
     script = bench.script(UNTIL_TOLD)
     port = free_port()
     first = bench.start("--nnodes", 2, "--nproc-per-node", 1, "--master-port", port, "--node-rank", 0, script)
-    second = bench.start("--nnodes", 2, "--nproc-per-node", 3, "--master-port", port, "--node-rank", 1, script)
-    assert second.wait() == 2
+    second = bench.run("--nnodes", 2, "--nproc-per-node", 3, "--master-port", port, "--node-rank", 1, script, ends=2)
     assert "--nproc-per-node is 3 here (node 1) but 1 on node 0" in second.err
     assert "UP" not in second.out
     assert first.wait() == 1
@@ -155,10 +153,9 @@ def test_launchers_that_disagree_end_with_the_reason_on_both_sides(bench):
 def test_a_node_whose_node_0_never_appears_gives_up(bench):
     script = bench.script(UNTIL_TOLD)
     with closed_port() as port:
-        code, launch = bench.run(
-            "--nnodes", 2, "--node-rank", 1, "--master-port", port, "--rendezvous-timeout", 0.5, script
+        launch = bench.run(
+            "--nnodes", 2, "--node-rank", 1, "--master-port", port, "--rendezvous-timeout", 0.5, script, ends=1
         )
-    assert code == 1
     assert "node 0 did not answer" in launch.err
     assert "Traceback" not in launch.err
     assert "UP" not in launch.out
@@ -167,19 +164,14 @@ def test_a_node_whose_node_0_never_appears_gives_up(bench):
 @pytest.mark.slow
 def test_node_0_gives_up_when_a_node_never_appears(bench):
     script = bench.script(UNTIL_TOLD)
-    code, launch = bench.run("--nnodes", 3, "--master-port", free_port(), "--rendezvous-timeout", 1, script)
-    assert code == 1
+    launch = bench.run("--nnodes", 3, "--master-port", free_port(), "--rendezvous-timeout", 1, script, ends=1)
     assert "node 1, 2 of 3 did not appear within 1 s" in launch.err
     assert launch.left() == []
 
 
 @pytest.mark.slow
 def test_node_0_does_not_wait_for_ever_for_a_node_whose_launcher_was_killed(bench):
-    script = bench.script(UNTIL_TOLD)
-    nodes = ["--nnodes", 2, "--master-port", free_port()]
-    secret = {"RECOVER_SECRET": "one that both nodes share"}
-    first = bench.start(*nodes, "--node-rank", 0, script, environment=secret)
-    second = bench.start(*nodes, "--node-rank", 1, script, environment=secret)
+    first, second = two_nodes(bench, environment={"RECOVER_SECRET": "one that both nodes share"})
     second.wait_for("UP 1")
     second.send(signal.SIGKILL)
     second.wait()
@@ -190,10 +182,7 @@ def test_node_0_does_not_wait_for_ever_for_a_node_whose_launcher_was_killed(benc
 
 @pytest.mark.slow
 def test_workers_go_on_when_the_launcher_of_node_0_is_lost(bench):
-    script = bench.script(UNTIL_TOLD)
-    nodes = ["--nnodes", 2, "--master-port", free_port()]
-    first = bench.start(*nodes, "--node-rank", 0, script)
-    second = bench.start(*nodes, "--node-rank", 1, script)
+    first, second = two_nodes(bench)
     second.wait_for("UP 1")
     first.wait_for("all 2 nodes take part")
     first.send(signal.SIGKILL)

@@ -125,8 +125,6 @@ class Cluster:
         self.first_coordinator: Path | None = None
         """A program of its own for the first candidate."""
         self.node_agent: NodeAgent | None = None
-        self._proxied: list[tuple[str, int]] | None = None
-        self._watching = threading.Event()
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
@@ -205,15 +203,15 @@ class Cluster:
 
     def leader(self, since: float = 0.0) -> int:
         """The candidate that was the last to lead, once one has begun to after ``since``."""
-        end = time.monotonic() + DEADLINE
-        while time.monotonic() < end:
-            led = [
-                (e["mono"], k) for k in range(len(self.coordinators)) for e in self.events(k) if e["event"] == "lead"
-            ]
-            if led and max(led)[0] > since:
-                return max(led)[1]
-            time.sleep(0.02)
-        raise AssertionError(f"no candidate leads since {since}")
+        led: list[tuple[float, int]] = []
+
+        def one_leads() -> bool:
+            candidates = range(len(self.coordinators))
+            led[:] = [(e["mono"], k) for k in candidates for e in self.events(k) if e["event"] == "lead"]
+            return bool(led) and max(led)[0] > since
+
+        eventually(one_leads, f"a candidate leads since {since}")
+        return max(led)[1]
 
     def go_on_without(self, *gone: int) -> None:
         """Every other worker gets a plan without the gone and then commits."""
@@ -232,13 +230,24 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
-    """A cluster that leaves nothing behind.  Its timeouts are those of an idle machine."""
+def cluster(
+    folder: Path, workers: int = 0, candidates: int = 1, launcher: bool = False, step: float = 0.02, **settings: float
+) -> Iterator[Cluster]:
+    """A cluster that leaves nothing behind and has one lineage.  Its timeouts are those of an idle machine.
+
+    So many ``workers`` have committed, with so many candidate coordinators and perhaps a launcher; 0: none is started.
+    """
     idle = Settings(**settings)  # type: ignore[arg-type]
     times = ("heartbeat_timeout", "hang_timeout", "stall_timeout", "start_timeout")
     made = Cluster(folder, replace(idle, **{name: patient(getattr(idle, name)) for name in times}))
     try:
+        if workers:
+            made.start_coordinators(workers, candidates)
+            if launcher:
+                made.start_node_agent()
+            made.start_workers(workers, step=step)
         yield made
+        check_one_lineage(made)
     finally:
         made.end()
 

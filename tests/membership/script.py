@@ -153,6 +153,51 @@ class Script:
         """It gives up for all."""
         self.it._member_effects(f"w{worker}", self.it.worker(int(worker)).end_run(int(code), " ".join(reason)))
 
+    def raises(self, worker: str, *words: str) -> None:
+        """It ends by an exception in iteration 7, reports it with these NAME=VALUE, and the last words as its error."""
+        known = {"at": "microbatch", "group": "group", "iteration": "iteration"}
+        said: dict[str, Any] = {"iteration": 7, "traceback": "Traceback ...", "group": 0}
+        while "=" in words[0]:
+            name, _, value = words[0].partition("=")
+            said |= {known[name]: int(value)} if name in known else {name: value}
+            words = words[1:]
+        said |= {"own": True} if "own" in said else {}
+        said |= {"tried": list(map(int, said["tried"].split(",")))} if "tried" in said else {}
+        member = self.it.worker(int(worker))
+        self.it._member_effects(f"w{worker}", member.report_exception({**said, "error": " ".join(words)}))
+        self.it.run_fairly(1.0)
+        assert member.noted
+        if member.stage is not Stage.OUT:
+            self.it.kill_worker(int(worker))
+            self.it.run_fairly(2.0)
+
+    def joins(self) -> None:
+        """A node joins, with a worker and a candidate."""
+        node = self.it.add_node()
+        self.it.add_newcomer(node)
+        self.it.add_candidate(node)
+        self.it.run_fairly(4.0)
+
+    def lose(self, node: str, *silently: str) -> None:
+        """With its launcher, its worker and its candidate."""
+        added = {where: candidate for (where, _), candidate in self.it.added.items()}
+        for number, where in self.it.node_of.items():
+            if where == int(node) and self.it.running(f"w{number}"):
+                self.it.kill_worker(number, silently=bool(silently))
+        self.it.dead.add(f"node{node}")
+        if not silently:
+            self.it._end_of_file(f"node{node}")
+        self.it.kill_coordinator(added.get(f"node{node}", int(node)))
+
+    def power_off(self, *nodes: str) -> None:
+        """With their workers and their candidates: nobody hears of it but the witness."""
+        for node in _numbers(nodes):
+            self.it.power_off(node, node)
+
+    def has_power(self, node: str) -> None:
+        """The witness does not call it off."""
+        self.it.off.discard(f"node{node}")
+
     def finish(self, worker: str) -> None:
         """It has done its training, and leaves."""
         self.it.members_finish = True
@@ -170,6 +215,20 @@ class Script:
         self.it.run_fairly(float(seconds))
         assert {w for w, committed in before.items() if self.it.worker(w).committed <= committed} == set()
         assert before.keys() <= self.it.formed[self.it.order[-1]][1]
+
+    def running(self, *workers: str) -> None:
+        """These and no others."""
+        assert {w for w in self.it.node_of if self.it.running(f"w{w}")} == _numbers(workers)
+
+    def know(self, *added: str) -> None:
+        """Those that were launched, and run, were told of these candidates that joined (0: the first of them)."""
+        wanted = frozenset(address for n, address in enumerate(self.it.added) if n in _numbers(added))
+        launched = [f"w{n}" for n in range(self.it.launched)] + [f"node{n}" for n in range(self.it._launched_nodes)]
+        assert {frozenset(self.it.lists.get(name, ())) for name in launched if self.it.running(name)} == {wanted}
+
+    def holders(self, *workers: str) -> None:
+        """Those to whom the lease was granted last."""
+        assert self.it.holders[-1].members == _numbers(workers)
 
     def more_commits(self, seconds: str) -> None:
         """Anybody's, within so many seconds."""
@@ -271,6 +330,9 @@ class Script:
         ends = [self.it.worker(int(worker)).out for worker in workers]
         assert [end.code for end in ends if isinstance(end, CoordinatorLost)] == [int(code)] * len(workers)
 
+    def none_out(self, *workers: str) -> None:
+        assert Stage.OUT not in [self.it.worker(int(worker)).stage for worker in workers]
+
     def because_of(self, worker: str, *reason: str) -> None:
         """All that were launched end by its word."""
         for w in range(self.it.launched):
@@ -282,6 +344,13 @@ class Script:
         """``CODE REASON``: the run ended once, like this; nothing: it did not."""
         assert [f"{record['code']} {record['reason']}" for record in self._log("stop")] == [" ".join(stop)] * bool(stop)
 
-    def ends(self, code: str) -> None:
-        """The run ended once, with this code, whatever the reason."""
-        assert [record["code"] for record in self._log("stop")] == [int(code)]
+    def ends(self, code: str, *words: str) -> None:
+        """The run ended once, with this code, for a reason with these words in it."""
+        (stop,) = self._log("stop")
+        assert stop["code"] == int(code)
+        assert " ".join(words) in stop["reason"]
+
+    def exceptions(self, *told: str) -> None:
+        """What the coordinators have logged of them, as ``WORKER:HOST:ITERATION:MICROBATCH:ERROR``."""
+        fields = ("worker", "host", "iteration", "microbatch", "error")
+        assert [":".join(str(e[field]) for field in fields) for e in self._log("exception")] == list(told)

@@ -2,121 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import World
-from test_idle_and_ended import committed, stops, world_with
+from script import play, table
 
 from recover_megatron.membership.exception_reports import MAX_TRACEBACK, ExceptionReport, alike, cut_middle, true_cause
-from recover_megatron.membership.follower import Stage
-from recover_megatron.membership.records import CoordinatorLost
 
 ERROR = "RuntimeError: the loss is not a number"
 
 
-def words(
-    microbatch: int | None = 5, error: str = ERROR, group: int = 0, iteration: int = 7, **more: Any
-) -> dict[str, Any]:
-    said = {"iteration": iteration, "error": error, "traceback": "Traceback ...", "group": group, **more}
-    return said if microbatch is None else {**said, "microbatch": microbatch}
-
-
-def end_with(world: World, number: int, said: dict[str, Any]) -> None:
-    world._member_effects(f"w{number}", world.worker(number).report_exception(said))
-    world.run_fairly(1.0)
-    assert world.worker(number).noted
-    if world.worker(number).stage is not Stage.OUT:
-        world.kill_worker(number)
-        world.run_fairly(2.0)
-
-
-def test_the_last_worker_that_said_why_is_named_when_nobody_is_left() -> None:
-    world = world_with(2, set())
-    world.kill_worker(1)
-    world.run_fairly(3.0)
-    end_with(world, 0, words(own=True, error="RuntimeError: uncorrectable ECC error"))
-    why = "worker 0 on node0 was the last to say why: RuntimeError: uncorrectable ECC error"
-    assert stops(world) == [(10, f"no live worker is left; {why}")]
-
-
-def test_the_second_replica_that_ends_in_the_same_way_ends_the_run_with_the_true_cause() -> None:
-    world = world_with(4, set())
-    end_with(world, 3, words(group=1))
-    assert stops(world) == []
-    end_with(world, 0, words(group=0))
-    where = "on worker 3 on node3, then on worker 0 on node0"
-    assert stops(world) == [(1, f"microbatch 5 of iteration 7 raises {ERROR} wherever it is run: {where}")]
-    events = [record for record in world.log if record["event"] == "exception"]
-    assert [(e["worker"], e["host"], e["iteration"], e["microbatch"], e["error"]) for e in events] == [
-        (3, "node3", 7, 5, ERROR),
-        (0, "node0", 7, 5, ERROR),
-    ]
-    assert [isinstance(world.worker(w).out, CoordinatorLost) for w in (0, 1, 2)] == [True] * 3
+@table("""
+the last worker that said why is named when nobody is left
+    world 2 nodes=2 runs=4; kill 1; run 3; raises 0 at=5 own=1 RuntimeError: uncorrectable ECC error
+    -> ends 10 no live worker is left
+    ends 10 worker 0 on node0 was the last to say why: RuntimeError: uncorrectable ECC error
+the second replica that ends in the same way ends the run with the true cause
+    world 4 nodes=4 runs=4; raises 3 at=5 group=1 NaN -> stops; raises 0 at=5 group=0 NaN
+    stops 1 microbatch 5 of iteration 7 raises NaN wherever it is run: on worker 3 on node3, then on worker 0 on node0
+    exceptions 3:node3:7:5:NaN 0:node0:7:5:NaN; out 1 0 1 2
+a fault that shows after the pass is known by what both replicas have tried
+    world 4 nodes=4 runs=4; raises 3 at=9 group=3 tried=1,5,9 NaN
+    raises 0 at=10 group=0 tried=2,6,10 NaN -> stops
+    raises 1 at=11 group=1 tried=3,5,7,9,11 NaN
+    ends 1 one of the microbatches 5, 9 of iteration 7 raises NaN wherever it is run
+    ends 1 run: on worker 3 on node3, then on worker 1 on node1
+the third replica that the same microbatch ends ends the run whatever the errors say
+    world 4 nodes=4 runs=4; raises 3 at=9 group=3 tried=1,5,9 KeyError: a
+    raises 0 at=5 group=0 tried=2,5 ValueError: b -> stops; raises 1 at=7 group=1 tried=3,5,7 KeyError: c
+    -> ends 1 microbatch 5 of iteration 7 ends every worker that runs it
+    ends 1 KeyError: a; ends 1 ValueError: b; ends 1 KeyError: c
+three replicas with no microbatch in common are three faults
+    world 4 nodes=4 runs=4; raises 3 at=9 group=3 tried=1,5,9 KeyError: a; raises 0 at=5 group=0 tried=2,5 ValueError: b
+    raises 1 at=9 group=1 tried=3,9 KeyError: c -> stops
+faults of hosts and devices say nothing about the work
+    world 4 nodes=4 runs=4; raises 3 at=5 group=3 own=1 OSError: Too many; raises 0 at=5 group=0 own=1 OSError: Too many
+    raises 1 at=5 group=1 own=1 OSError: Too many -> stops
+a fault outside of microbatches is that of its phase
+    world 4 nodes=4 runs=4; raises 3 group=3 phase=eval NaN; raises 0 group=0 phase=checkpoint NaN -> stops
+    raises 1 group=1 phase=checkpoint NaN
+    stops 1 iteration 7 (checkpoint) raises NaN wherever it is run: on worker 0 on node0, then on worker 1 on node1
+""")
+def test_exceptions(script: str) -> None:
+    play(script)
 
 
 @pytest.mark.parametrize(
-    "other", [words(group=1), words(6), words(None), words(iteration=8), words(error="RuntimeError: something else")]
+    "other", ["at=5 group=1 NaN", "at=6 NaN", "NaN", "at=5 iteration=8 NaN", "at=5 RuntimeError: something else"]
 )
-def test_the_same_replica_or_another_fault_ends_nobody_else(other: dict[str, Any]) -> None:
-    world = world_with(4, set())
-    end_with(world, 3, words(group=1))
-    end_with(world, 2, other)
-    assert stops(world) == []
-    before = committed(world, 0)
-    world.run_fairly(3.0)
-    assert committed(world, 0) > before
-
-
-def test_a_fault_that_shows_after_the_pass_is_known_by_what_both_replicas_have_tried() -> None:
-    world = world_with(4, set())
-    end_with(world, 3, words(9, group=3, tried=[1, 5, 9]))
-    end_with(world, 0, words(10, group=0, tried=[2, 6, 10]))  # the same error at other work: a fault of its own
-    assert stops(world) == []
-    end_with(world, 1, words(11, group=1, tried=[3, 5, 7, 9, 11]))
-    where = "on worker 3 on node3, then on worker 1 on node1"
-    assert stops(world) == [
-        (1, f"one of the microbatches 5, 9 of iteration 7 raises {ERROR} wherever it is run: {where}")
-    ]
-
-
-def test_the_third_replica_that_the_same_microbatch_ends_ends_the_run_whatever_the_errors_say() -> None:
-    world = world_with(4, set())
-    end_with(world, 3, words(9, "KeyError: a", group=3, tried=[1, 5, 9]))
-    end_with(world, 0, words(5, "ValueError: b", group=0, tried=[2, 5]))
-    assert stops(world) == []
-    end_with(world, 1, words(7, "KeyError: c", group=1, tried=[3, 5, 7]))
-    ((code, reason),) = stops(world)
-    assert code == 1
-    assert reason.startswith("microbatch 5 of iteration 7 ends every worker that runs it")
-    assert all(error in reason for error in ("KeyError: a", "ValueError: b", "KeyError: c"))
-
-
-def test_three_replicas_with_no_microbatch_in_common_are_three_faults() -> None:
-    world = world_with(4, set())
-    end_with(world, 3, words(9, "KeyError: a", group=3, tried=[1, 5, 9]))
-    end_with(world, 0, words(5, "ValueError: b", group=0, tried=[2, 5]))
-    end_with(world, 1, words(9, "KeyError: c", group=1, tried=[3, 9]))
-    assert stops(world) == []
-
-
-def test_faults_of_hosts_and_devices_say_nothing_about_the_work() -> None:
-    world = world_with(4, set())
-    for number in (3, 0, 1):
-        end_with(world, number, words(group=number, error="OSError: Too many open files", own=True))
-    assert stops(world) == []
-
-
-def test_a_fault_outside_of_microbatches_is_that_of_its_phase() -> None:
-    world = world_with(4, set())
-    end_with(world, 3, words(None, group=3, phase="eval"))
-    end_with(world, 0, words(None, group=0, phase="checkpoint"))
-    assert stops(world) == []
-    end_with(world, 1, words(None, group=1, phase="checkpoint"))
-    where = "on worker 0 on node0, then on worker 1 on node1"
-    assert stops(world) == [(1, f"iteration 7 (checkpoint) raises {ERROR} wherever it is run: {where}")]
+def test_the_same_replica_or_another_fault_ends_nobody_else(other: str) -> None:
+    play(f"world 4 nodes=4 runs=4; raises 3 at=5 group=1 NaN; raises 2 {other} -> stops; goes_on 3")
 
 
 @pytest.mark.parametrize(
@@ -143,13 +78,7 @@ def test_no_error_takes_long_to_compare(error: str) -> None:
 
 
 def test_last_words_said_while_no_coordinator_is_reached_are_told_to_the_next_one_once() -> None:
-    world = world_with(3, set())
-    world.kill_coordinator(0)
-    world._member_effects("w2", world.worker(2).report_exception(words()))
-    world.run_fairly(2.0)
-    assert world.worker(2).noted
-    (event,) = [record for record in world.log if record["event"] == "exception"]
-    assert (event["candidate"], event["worker"]) == (1, 2)
+    play("world 3 nodes=3 runs=4; crash 0; raises 2 at=5 NaN -> exceptions 2:node2:7:5:NaN; led 0 1")
 
 
 def test_a_fault_without_a_microbatch_is_told_by_its_iteration() -> None:

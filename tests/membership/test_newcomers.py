@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, check_one_lineage, cluster
+from cluster import Cluster, cluster
 from script import play, table
 from simulation import SETTINGS, World
 
@@ -150,10 +150,7 @@ def admitted(run: Cluster, *newcomers: int) -> None:
 
 @pytest.mark.slow
 def test_two_newcomers_join_a_run_in_turn_and_a_death_is_made_up_for(tmp_path: Path) -> None:
-    with cluster(tmp_path) as run:
-        run.start_coordinators(3)
-        run.start_node_agent()
-        run.start_workers(3)
+    with cluster(tmp_path, workers=3, launcher=True) as run:
         run.start_worker(3, newcomer=True)
         admitted(run, 3)
         run.workers[1].kill()
@@ -164,30 +161,22 @@ def test_two_newcomers_join_a_run_in_turn_and_a_death_is_made_up_for(tmp_path: P
         assert first["members"] == [0, 2, 3, 4]
         assert first["committed"] > 0
         assert run.wait_event("admitted", worker=4)
-        check_one_lineage(run)
 
 
 @pytest.mark.slow
 def test_two_newcomers_at_once_and_one_is_killed_before_it_has_joined(tmp_path: Path) -> None:
-    with cluster(tmp_path) as run:
-        run.start_coordinators(3)
-        run.start_node_agent()
-        run.start_workers(3)
+    with cluster(tmp_path, workers=3, launcher=True) as run:
         run.start_worker(3, newcomer=True, never_join=True).event("connected")
         run.start_worker(4, newcomer=True)
         run.start_worker(5, newcomer=True)
         run.workers[3].kill()
         admitted(run, 4, 5)
         assert not [e for e in run.events() if e["event"] == "admitted" and e["worker"] == 3]
-        check_one_lineage(run)
 
 
 @pytest.mark.slow
 def test_the_coordinator_dies_while_a_newcomer_waits_for_its_plan_and_again_after(tmp_path: Path) -> None:
-    with cluster(tmp_path, heartbeat_timeout=3.0) as run:
-        run.start_coordinators(3, count=3)
-        run.start_node_agent()
-        run.start_workers(3)
+    with cluster(tmp_path, workers=3, candidates=3, launcher=True, heartbeat_timeout=3.0) as run:
         run.workers[2].kill(signal.SIGSTOP)  # it does not come to the rendezvous before the coordinator is dead
         run.start_worker(3, newcomer=True)
         run.wait_event("admitted", worker=3)
@@ -202,13 +191,10 @@ def test_the_coordinator_dies_while_a_newcomer_waits_for_its_plan_and_again_afte
             plan = process.event("plan", start=starts[number])
             assert plan["members"] == [0, 1, 2, 3]
             process.event("commit", start=process.says())
-        check_one_lineage(run)
 
 
 @pytest.mark.slow
 def test_a_worker_with_an_unknown_id_that_is_no_newcomer_is_not_taken_in(tmp_path: Path) -> None:
-    with cluster(tmp_path) as run:
-        run.start_coordinators(2)
-        run.start_workers(2)
+    with cluster(tmp_path, workers=2) as run:
         run.start_worker(7)
         assert "no worker 7" in run.wait_event("refused")["reason"]

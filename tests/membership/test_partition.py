@@ -1,25 +1,22 @@
-"""Partitions between real processes: each node is a network namespace on a bridge; packets vanish, no FIN, no error.
+"""Partitions between real processes: each node is a network namespace on a switch; packets vanish, no FIN, no error.
 
-A node is cut off by taking its port off the bridge (both directions), or by giving it a wrong hardware address for the
-others (only what it sends is lost). Needs root and network namespaces; skipped loudly where there are none.
+A node is cut off by pulling its cable (both directions), or by giving it a wrong hardware address for the others (only
+what it sends is lost). Needs root and network namespaces; skipped loudly where there are none.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
-import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, check_one_lineage, cluster
+from cluster import Cluster, cluster
 
 from tests.harness.waiting import DEADLINE
+from tests.hosts.hosts import Hosts, unavailable
 
 pytestmark = pytest.mark.slow
 
@@ -32,140 +29,68 @@ TIMES = {
 }
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=DEADLINE)
-
-
-def can_make_namespaces() -> bool:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        return False
-    name = f"rmprobe{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True, timeout=DEADLINE, check=False).returncode != 0:
-        return False
-    works = subprocess.run(
-        ["ip", "link", "add", name[:15], "type", "bridge"], capture_output=True, timeout=DEADLINE, check=False
-    ).returncode
-    if works == 0:
-        ip("link", "del", name[:15])
-    ip("netns", "del", name)
-    return works == 0
-
-
-needs_namespaces = pytest.mark.skipif(
-    not can_make_namespaces(),
-    reason="PARTITIONS ARE NOT TESTED WITH A REAL NETWORK: this needs root, the ip command and network namespaces",
+needs_hosts = pytest.mark.skipif(
+    bool(why := unavailable()), reason=f"PARTITIONS ARE NOT TESTED WITH A REAL NETWORK: {why}"
 )
 
 
-_letters = itertools.cycle("abcdefghijklmnopqrstuvwxyz")  # what was removed may linger for a while under its name
+def mute(hosts: Hosts, host: int) -> None:
+    """What the host sends is lost, what is sent to it arrives."""
+    for other in set(hosts) - {host}:
+        wrong = ["lladdr", "02:00:00:00:00:fe", "nud", "permanent", "dev", "e0"]
+        command = ["ip", "-n", hosts.space(host), "neigh", "replace", hosts.address(other), *wrong]
+        subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE)
 
 
-class Network:
-    """Nodes 0..n-1 in namespaces, with addresses 10.213.x.(node + 1), on one bridge."""
-
-    def __init__(self, nodes: int) -> None:
-        self.tag = f"rm{os.getpid() % 100000}{next(_letters)}"
-        self.subnet = f"10.213.{os.getpid() % 250}"
-        self.names = [f"{self.tag}n{k}" for k in range(nodes)]
-
-    def build(self) -> None:
-        ip("link", "add", f"{self.tag}b", "type", "bridge")
-        ip("link", "set", f"{self.tag}b", "up")
-        for k, name in enumerate(self.names):
-            ip("netns", "add", name)
-            ip("link", "add", f"{self.tag}v{k}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", f"{self.tag}v{k}", "master", f"{self.tag}b", "up")
-            ip("-n", name, "addr", "add", f"{self.subnet}.{k + 1}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-
-    def address(self, node: int) -> str:
-        return f"{self.subnet}.{node + 1}"
-
-    def cut(self, node: int) -> None:
-        """Both directions."""
-        ip("link", "set", f"{self.tag}v{node}", "nomaster")
-
-    def mute(self, node: int) -> None:
-        """What the node sends is lost, what is sent to it arrives."""
-        for other in range(len(self.names)):
-            if other != node:
-                wrong = ["lladdr", "02:00:00:00:00:fe", "nud", "permanent", "dev", "eth0"]
-                ip("-n", self.names[node], "neigh", "replace", self.address(other), *wrong)
-
-    def remove(self) -> None:
-        for k, name in enumerate(self.names):
-            subprocess.run(["ip", "link", "del", f"{self.tag}v{k}"], capture_output=True, timeout=DEADLINE, check=False)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=DEADLINE, check=False)
-        subprocess.run(["ip", "link", "del", f"{self.tag}b"], capture_output=True, timeout=DEADLINE, check=False)
-
-
-@contextlib.contextmanager
-def network(nodes: int) -> Iterator[Network]:
-    made = Network(nodes)
-    try:
-        made.build()
-        yield made
-    finally:
-        made.remove()
-
-
-def start(run: Cluster, net: Network, per_node: list[int], candidates: list[int]) -> dict[int, int]:
-    """Workers on nodes, a candidate coordinator on each node of ``candidates``; the node of each worker."""
-    names = [net.names[node] for node in candidates]
-    run.start_coordinators(sum(per_node), len(candidates), [f"{net.address(n)}:0" for n in candidates], names)
-    node_of: dict[int, int] = {}
-    for node, count in enumerate(per_node):
-        for _ in range(count):
-            node_of[len(node_of)] = node
-            run.start_worker(len(node_of) - 1, namespace=net.names[node])
+def start(run: Cluster, hosts: Hosts, per_host: list[int], candidates: list[int]) -> None:
+    """Workers on the hosts, from 1 on, and a candidate coordinator on each host of ``candidates``."""
+    spaces = [hosts.space(host) for host in candidates]
+    run.start_coordinators(sum(per_host), len(candidates), [f"{hosts.address(h)}:0" for h in candidates], spaces)
+    for host in (host for host, count in enumerate(per_host, 1) for _ in range(count)):
+        run.start_worker(len(run.workers), namespace=hosts.space(host))
     for process in run.workers.values():
         process.event("commit")
-    return node_of
 
 
-@needs_namespaces
+@needs_hosts
 @pytest.mark.parametrize("how", ["both directions", pytest.param("what it sends", marks=pytest.mark.slow)])
 def test_a_silent_host_is_out_within_the_heartbeat_timeout_and_stops_by_itself(tmp_path: Path, how: str) -> None:
-    with cluster(tmp_path, **TIMES) as run, network(3) as net:
-        start(run, net, [2, 1, 1], [0])
-        (net.cut if how == "both directions" else net.mute)(2)
+    with cluster(tmp_path, **TIMES) as run, Hosts(3) as hosts:
+        start(run, hosts, [2, 1, 1], [1])
+        hosts.cable(3, up=False) if how == "both directions" else mute(hosts, 3)
         run.go_on_without(3)
         fault = run.wait_event("fault", worker=3)
         assert fault["kind"] == "out"
         assert run.workers[3].exit_code() in (11, 13)
         assert not [line for line in run.workers[3].lines if line["event"] == "plan" and line["epoch"] > 1]
-        check_one_lineage(run)
 
 
 @pytest.mark.slow
-@needs_namespaces
+@needs_hosts
 def test_the_half_with_the_coordinator_goes_on_and_the_other_half_stops(tmp_path: Path) -> None:
-    with cluster(tmp_path, **TIMES) as run, network(2) as net:
-        start(run, net, [2, 2], [0, 1])
-        net.cut(1)
+    with cluster(tmp_path, **TIMES) as run, Hosts(2) as hosts:
+        start(run, hosts, [2, 2], [1, 2])
+        hosts.cable(2, up=False)
         run.go_on_without(2, 3)
         assert [run.workers[n].exit_code() for n in (2, 3)] == [11, 11]
-        check_one_lineage(run)
 
 
-@needs_namespaces
+@needs_hosts
 def test_a_majority_goes_on_when_the_coordinator_is_cut_off_and_the_minority_stops(tmp_path: Path) -> None:
-    with cluster(tmp_path, **TIMES) as run, network(3) as net:
-        start(run, net, [1, 2, 1], [0, 1, 2])
-        net.cut(0)
+    with cluster(tmp_path, **TIMES) as run, Hosts(3) as hosts:
+        start(run, hosts, [1, 2, 1], [1, 2, 3])
+        hosts.cable(1, up=False)
         run.go_on_without(0)
         assert run.workers[0].exit_code() == 11
         assert run.coordinators[0].exit_code() == 11
-        check_one_lineage(run)
 
 
 @pytest.mark.slow
-@needs_namespaces
+@needs_hosts
 def test_without_a_majority_nobody_goes_on_when_the_coordinators_host_is_lost(tmp_path: Path) -> None:
-    with cluster(tmp_path, **TIMES) as run, network(2) as net:
-        start(run, net, [2, 2], [0, 1])
-        net.cut(0)  # then its host loses power: nobody on the other side can tell that from a partition
+    with cluster(tmp_path, **TIMES) as run, Hosts(2) as hosts:
+        start(run, hosts, [2, 2], [1, 2])
+        hosts.cable(1, up=False)  # then its host loses power: nobody on the other side can tell that from a partition
         for process in (run.coordinators[0], run.workers[0], run.workers[1]):
             process.kill()
         assert [run.workers[n].exit_code() for n in (2, 3)] == [11, 11]
@@ -220,4 +145,3 @@ def test_a_worker_behind_a_path_that_freezes_is_out_and_stops_by_itself(tmp_path
         run.go_on_without(2)
         assert run.workers[2].exit_code() == 11
         proxy.close()
-        check_one_lineage(run)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import HERE, Cluster, check_one_lineage, cluster
+from cluster import HERE, Cluster, cluster
 
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE
@@ -25,19 +25,14 @@ QUICK = {
 
 
 def test_one_workers_death_does_not_end_the_others(tmp_path: Path) -> None:
-    with cluster(tmp_path) as run:
-        run.start_coordinators(4)
-        run.start_workers(4)
+    with cluster(tmp_path, workers=4) as run:
         run.workers[2].kill()
         run.go_on_without(2)
-        check_one_lineage(run)
 
 
 def test_a_death_is_known_to_all_survivors_in_milliseconds(tmp_path: Path) -> None:
     """8 workers, 7 killed one after the other: by heartbeats alone nobody would know within the time of this test."""
-    with cluster(tmp_path, heartbeat_timeout=10 * DEADLINE, hang_timeout=20 * DEADLINE) as run:
-        run.start_coordinators(8)
-        run.start_workers(8)
+    with cluster(tmp_path, workers=8, heartbeat_timeout=10 * DEADLINE, hang_timeout=20 * DEADLINE) as run:
         for victim in range(7):
             starts = {n: p.says() for n, p in run.workers.items() if n > victim}
             run.workers[victim].kill()
@@ -48,20 +43,15 @@ def test_a_death_is_known_to_all_survivors_in_milliseconds(tmp_path: Path) -> No
 
 
 def test_half_of_all_workers_killed_at_once_does_not_stop_the_run(tmp_path: Path) -> None:
-    with cluster(tmp_path) as run:
-        run.start_coordinators(8)
-        run.start_workers(8)
+    with cluster(tmp_path, workers=8) as run:
         for victim in (0, 2, 4, 6):
             run.workers[victim].kill()
         run.go_on_without(0, 2, 4, 6)
-        check_one_lineage(run)
 
 
 @pytest.mark.slow
 def test_all_but_one_may_die_one_after_the_other(tmp_path: Path) -> None:
-    with cluster(tmp_path) as run:
-        run.start_coordinators(3)
-        run.start_workers(3)
+    with cluster(tmp_path, workers=3) as run:
         run.workers[0].kill()
         run.go_on_without(0)
         run.workers[1].kill()
@@ -86,7 +76,6 @@ def test_a_stopped_worker_is_put_out_and_stops_by_itself_when_it_wakes_up(tmp_pa
             assert run.workers[1].exit_code() == 13
             run.workers[0].event("commit", start=start)
             assert not [line for line in run.workers[0].lines[start:] if line["event"] == "pushed"]
-        check_one_lineage(run)
 
 
 @pytest.mark.slow
@@ -200,10 +189,7 @@ def kill_when(run: Cluster, moment: str) -> float:
 
 @pytest.mark.parametrize("moment", ["in a steady epoch", "in a rendezvous"])
 def test_the_run_outlives_its_coordinator(tmp_path: Path, moment: str) -> None:
-    with cluster(tmp_path, heartbeat_timeout=3.0) as run:
-        run.start_coordinators(4, count=3)
-        run.start_node_agent()
-        run.start_workers(4)
+    with cluster(tmp_path, workers=4, candidates=3, launcher=True, heartbeat_timeout=3.0) as run:
         starts = {n: p.says() for n, p in run.workers.items()}
         killed = kill_when(run, moment)
         gone = () if moment == "in a steady epoch" else (0,)
@@ -212,33 +198,25 @@ def test_the_run_outlives_its_coordinator(tmp_path: Path, moment: str) -> None:
                 process.event("plan", start=starts[number])
                 process.event("commit", start=process.says())
         assert run.leader(since=killed) != 0
-        check_one_lineage(run)
 
 
 def test_coordinator_and_half_of_the_workers_killed_at_once(tmp_path: Path) -> None:
-    with cluster(tmp_path, heartbeat_timeout=3.0) as run:
-        run.start_coordinators(6, count=2)
-        run.start_node_agent()
-        run.start_workers(6)
+    with cluster(tmp_path, workers=6, candidates=2, launcher=True, heartbeat_timeout=3.0) as run:
         run.coordinators[0].kill()
         for victim in (0, 1, 2):
             run.workers[victim].kill()
         run.go_on_without(0, 1, 2)
-        check_one_lineage(run)
 
 
 @pytest.mark.slow
 def test_two_coordinators_in_a_row_die(tmp_path: Path) -> None:
-    with cluster(tmp_path, heartbeat_timeout=3.0) as run:
-        run.start_coordinators(3, count=3)
-        run.start_workers(3)
+    with cluster(tmp_path, workers=3, candidates=3, heartbeat_timeout=3.0) as run:
         for k in (0, 1):
             starts = {n: p.says() for n, p in run.workers.items()}
             run.coordinators[k].kill()
             for number, process in run.workers.items():
                 process.event("plan", start=starts[number])
                 process.event("commit", start=process.says())
-        check_one_lineage(run)
 
 
 @pytest.mark.slow
@@ -264,14 +242,11 @@ def test_coordinators_killed_at_any_moment_of_a_recovery(tmp_path: Path) -> None
             assert run.leader(since=killed) != leader
             for survivor in starts:
                 run.workers[survivor].event("commit", start=run.workers[survivor].says())
-        check_one_lineage(run)
 
 
 @pytest.mark.slow
 def test_a_coordinator_that_was_held_up_does_not_take_its_members_for_silent(tmp_path: Path) -> None:
-    with cluster(tmp_path, heartbeat_interval=0.2, heartbeat_timeout=3.0) as run:
-        run.start_coordinators(3)
-        run.start_workers(3)
+    with cluster(tmp_path, workers=3, heartbeat_interval=0.2, heartbeat_timeout=3.0) as run:
         run.coordinators[0].kill(signal.SIGSTOP)
         time.sleep(patient(2.5))
         run.coordinators[0].kill(signal.SIGCONT)
@@ -281,18 +256,14 @@ def test_a_coordinator_that_was_held_up_does_not_take_its_members_for_silent(tmp
 
 
 def test_workers_without_any_coordinator_stop_by_themselves(tmp_path: Path) -> None:
-    with cluster(tmp_path, heartbeat_interval=0.2, heartbeat_timeout=3.0) as run:
-        run.start_coordinators(2, count=2)
-        run.start_workers(2)
+    with cluster(tmp_path, workers=2, candidates=2, heartbeat_interval=0.2, heartbeat_timeout=3.0) as run:
         for process in run.coordinators:
             process.kill()
         assert [p.exit_code() for p in run.workers.values()] == [11, 11]
 
 
 def test_a_stopped_coordinator_that_wakes_up_disturbs_nobody(tmp_path: Path) -> None:
-    with cluster(tmp_path, **QUICK) as run:
-        run.start_coordinators(3, count=2)
-        run.start_workers(3)
+    with cluster(tmp_path, workers=3, candidates=2, **QUICK) as run:
         starts = {n: p.says() for n, p in run.workers.items()}
         run.coordinators[0].kill(signal.SIGSTOP)
         for number, process in run.workers.items():
@@ -301,7 +272,6 @@ def test_a_stopped_coordinator_that_wakes_up_disturbs_nobody(tmp_path: Path) -> 
         run.wait_event("step_down")
         for process in run.workers.values():
             process.event("commit", start=process.says())
-        check_one_lineage(run)
 
 
 def test_a_coordinator_that_dies_while_it_tells_of_a_commit_parts_no_mates(tmp_path: Path) -> None:
@@ -317,13 +287,10 @@ def test_a_coordinator_that_dies_while_it_tells_of_a_commit_parts_no_mates(tmp_p
             process.event("commit", iteration=8)
         assert run.coordinators[0].exit_code() == -signal.SIGKILL
         assert [e for e in run.events(1) if e["event"] in ("fault", "stuck")] == []
-        check_one_lineage(run)
 
 
 def test_a_minority_that_keeps_the_coordinator_stops_when_the_others_may_live(tmp_path: Path) -> None:
-    with cluster(tmp_path, **QUICK) as run:
-        run.start_coordinators(3)
-        run.start_workers(3)
+    with cluster(tmp_path, workers=3, **QUICK) as run:
         for number in (1, 2):
             run.workers[number].kill(signal.SIGSTOP)
         assert run.workers[0].exit_code() == 11

@@ -65,9 +65,7 @@ def unharmed(run: Cluster) -> None:
 
 
 def test_malformed_input_costs_only_the_connection_it_came_by(tmp_path: Path) -> None:
-    with cluster(tmp_path) as run:
-        run.start_coordinators(2)
-        run.start_workers(2)
+    with cluster(tmp_path, workers=2) as run:
         before = [
             b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
             os.urandom(4096),

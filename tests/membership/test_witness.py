@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from script import play, table
 from simulation import SETTINGS, PropertyViolated, World
 from test_protocol_properties import MOVES, Moves, explore, members_out, world_of
 
@@ -82,52 +83,29 @@ def test_a_launcher_is_here_when_it_has_acknowledged_the_rendezvous_that_was_ope
     assert not leaves_alone(6)
 
 
-def thirds(witness: bool = True, nodes: int = 3) -> World:
-    """Two workers and a candidate on each node; the first leads; a lease, and a witness."""
-    return world_of(2 * nodes, True, True, nodes=nodes, slack=1, witness=witness)
+def thirds() -> World:
+    """Two workers and a candidate on each of three nodes; the first leads; a lease, and a witness."""
+    return world_of(6, True, True, slack=1, witness=True)
 
 
-def lose(world: World, *nodes: int) -> None:
-    for node in nodes:
-        world.power_off(node, node)
-
-
-@pytest.mark.parametrize("left", [0, 1, 2])
-def test_a_single_node_of_three_goes_on_when_the_witness_says_that_the_others_are_off(left: int) -> None:
-    """Whether it has the coordinator that led, or another candidate."""
-    world = thirds()
-    committed = max(world.commits)
-    lose(world, *{0, 1, 2} - {left})
-    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
-    its = {w for w, node in world.node_of.items() if node == left}
-    assert world.formed[world.order[-1]][1] == its
-    assert max(world.commits) > committed
-    assert not members_out(world) & its
-
-
-def test_without_a_witness_it_ends() -> None:
-    world = thirds(witness=False)
-    lose(world, 0, 1)
-    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
-    assert {4, 5} <= members_out(world)
-
-
-def test_a_node_that_is_lost_but_not_off_is_no_news_and_the_rest_ends() -> None:
-    """As one behind a cut cable."""
-    world = thirds()
-    lose(world, 0, 1)
-    world.off.discard("node1")
-    world.blocked |= {("node1", candidate) for candidate in range(3)}
-    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
-    assert {4, 5} <= members_out(world)
-
-
-def test_a_witness_is_asked_only_when_members_are_not_reached_and_the_count_does_not_decide() -> None:
-    world = thirds()
-    lose(world, 2)
-    world.run_fairly(4 * SETTINGS.heartbeat_timeout)
-    assert world.formed[world.order[-1]][1] == {0, 1, 2, 3}
-    assert not [record for record in world.log if record["event"] == "testimony"]
+@table("""
+a single node of three goes on when the witness says that the others are off, also that of the coordinator that led
+    world 6 nodes=3 candidates=3 slack=1 witness=1 runs=4; power_off 1 2; more_commits 40 -> members 0 1; running 0 1
+    none_out 0 1
+and that of another candidate
+    world 6 nodes=3 candidates=3 slack=1 witness=1 runs=4; power_off 0 2; more_commits 40 -> members 2 3; none_out 2 3
+and the last one's
+    world 6 nodes=3 candidates=3 slack=1 witness=1 runs=4; power_off 0 1; more_commits 40 -> members 4 5; none_out 4 5
+without a witness it ends
+    world 6 nodes=3 candidates=3 slack=1 runs=4; power_off 0 1; run 40 -> out 11 4 5
+a node that is lost but not off, as one behind a cut cable, is no news and the rest ends
+    world 6 nodes=3 candidates=3 slack=1 witness=1 runs=4; power_off 0 1; has_power 1; cut 1 from 0; cut 1 from 1
+    cut 1 from 2; run 40 -> out 11 4 5
+a witness is asked only when members are not reached and the count does not decide
+    world 6 nodes=3 candidates=3 slack=1 witness=1 runs=4; power_off 2; run 20 -> members 0 1 2 3; no testimony
+""")
+def test_the_nodes_that_are_left(script: str) -> None:
+    play(script)
 
 
 def test_launchers_are_told_that_there_is_a_witness_and_workers_need_not_know() -> None:
@@ -150,14 +128,28 @@ def cut_off(world: World, node: int) -> None:
             world.blocked |= {(f"node{node}", other), (f"node{other}", node)}
 
 
-def split(world: World) -> None:
-    """The third node is cut off, the others go on, without a word in the lease; then the first loses its power."""
+def go_on_without_the_third(world: World) -> None:
+    """It is cut off, the others go on, without a word in the lease."""
     world.no_storage = {0}
     cut_off(world, 2)
     while len(world.order) == 1:
         world.run_fairly(0.5, step=0.25)
     assert world.formed[world.order[-1]][1] == {0, 1, 2, 3}
-    lose(world, 0)
+
+
+def newcomer_beside(world: World) -> int:
+    """It joins on a node of its own that does not reach the third either."""
+    node = world.add_node()
+    world.blocked |= {(f"node{node}", 2)}
+    world.add_newcomer(node)
+    world.run_fairly(2.0)
+    return max(world.node_of)
+
+
+def split(world: World) -> None:
+    """The third node is left out; then the first loses its power."""
+    go_on_without_the_third(world)
+    world.power_off(0, 0)
 
 
 def test_a_node_that_was_left_out_stays_out_as_long_as_anybody_is_left_of_those_that_went_on() -> None:
@@ -182,15 +174,8 @@ def test_the_lease_names_who_went_on_so_that_a_witness_that_is_wrong_ends_nothin
 def test_a_newcomer_that_joined_waits_until_the_lease_says_who_went_on() -> None:
     """Then who was left out is refused, although all nodes of the launch that it does not reach are off."""
     world = thirds()
-    world.no_storage = {0}
-    cut_off(world, 2)
-    while len(world.order) == 1:
-        world.run_fairly(0.5, step=0.25)
-    node = world.add_node()
-    world.blocked |= {(f"node{node}", 2)}
-    world.add_newcomer(node)
-    newcomer = max(world.node_of)
-    world.run_fairly(2.0)
+    go_on_without_the_third(world)
+    newcomer = newcomer_beside(world)
     assert newcomer not in world.formed[world.order[-1]][1]
     world.no_storage = set()
     world.run_fairly(2.0)
@@ -199,14 +184,8 @@ def test_a_newcomer_that_joined_waits_until_the_lease_says_who_went_on() -> None
 
 def join_and_lose_the_launch(world: World) -> None:
     """Those that go on without the third node take in a newcomer, if they may, and lose all nodes of the launch."""
-    world.no_storage = {0}
-    cut_off(world, 2)
-    while len(world.order) == 1:
-        world.run_fairly(0.5, step=0.25)
-    node = world.add_node()
-    world.blocked |= {(f"node{node}", 2)}
-    world.add_newcomer(node)
-    world.run_fairly(2.0)
+    go_on_without_the_third(world)
+    newcomer_beside(world)
     for lost in (0, 1):
         for w, where in world.node_of.items():
             if where == lost:
@@ -341,10 +320,7 @@ def calls_the_silent_off(patch: pytest.MonkeyPatch) -> None:
 
 def hide(world: World) -> None:
     """A worker that is started on the node that is cut off reaches those that go on, and is the last one left."""
-    world.no_storage = {0}
-    cut_off(world, 2)
-    while len(world.order) == 1:
-        world.run_fairly(0.5, step=0.25)
+    go_on_without_the_third(world)
     world.add_newcomer(2)
     newcomer, is_blocked = max(world.node_of), world.is_blocked
     world.is_blocked = lambda c: c.owner != f"w{newcomer}" and is_blocked(c)  # type: ignore[method-assign]

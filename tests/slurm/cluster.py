@@ -22,8 +22,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
+
 from tests.harness.patience import patient
-from tests.harness.processes import free_ports
+from tests.harness.processes import environment, free_ports
 from tests.harness.waiting import eventually
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -157,21 +159,21 @@ class Cluster:
 
     def with_variable(self, entry: tuple[str, str]) -> list[int]:
         """Processes of jobs with this in their initial environment."""
-        return [pid for pid in self.tasks() if entry in _environment(pid).items()]
+        return [pid for pid in self.tasks() if entry in environment(pid).items()]
 
     def tasks(self) -> list[int]:
         """The processes that jobs have started and that still live."""
-        return [pid for pid in _processes() if self._belongs(pid) and "SLURM_JOB_ID" in _environment(pid)]
+        return [pid for pid in psutil.pids() if self._belongs(pid) and "SLURM_JOB_ID" in environment(pid)]
 
     def processes_of(self, name: str) -> list[int]:
         """The daemon of a node, its stepds, and the processes of the tasks there."""
-        return [pid for pid in _processes() if self._node_of(pid) == name]
+        return [pid for pid in psutil.pids() if self._node_of(pid) == name]
 
     def _node_of(self, pid: int) -> str | None:
-        environment = _environment(pid)
-        if environment.get("SLURM_CONF") != str(self.folder / "slurm.conf"):
+        its = environment(pid)
+        if its.get("SLURM_CONF") != str(self.folder / "slurm.conf"):
             return None
-        return environment.get("SLURMD_NODENAME", environment.get(NODE_MARK))
+        return its.get("SLURMD_NODENAME", its.get(NODE_MARK))
 
     def states(self) -> dict[str, str]:
         """Of the nodes, by name."""
@@ -180,8 +182,8 @@ class Cluster:
 
     def run(self, *command: str, **variables: str) -> str:
         """A command of SLURM's; what it printed."""
-        environment = {**self.environment, **variables}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=PATIENCE)
+        env = {**self.environment, **variables}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=PATIENCE)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -200,7 +202,7 @@ class Cluster:
         for name in [*self._daemons]:
             self._daemons[name].kill()
             self._daemons.pop(name).wait()
-        while left := [pid for pid in _processes() if self._belongs(pid)]:
+        while left := [pid for pid in psutil.pids() if self._belongs(pid)]:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -208,7 +210,7 @@ class Cluster:
         shutil.rmtree(self.folder)
 
     def _belongs(self, pid: int) -> bool:
-        return _environment(pid).get("SLURM_CONF") == str(self.folder / "slurm.conf")
+        return environment(pid).get("SLURM_CONF") == str(self.folder / "slurm.conf")
 
     def _start_munge(self) -> None:
         place = self.folder / "munge"
@@ -247,22 +249,8 @@ def _program(name: str) -> str:
     return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") or ""
 
 
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-
-
 def _name(pid: int) -> str:
     """Of the program; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _environment(pid: int) -> dict[str, str]:
-    """The initial environment of a living process; empty if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
-    except OSError:
-        return {}
-    return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).name()
+    return ""

@@ -1,16 +1,14 @@
-"""What the processes of a launch hold, from /proc, and whether that grows."""
+"""What the processes of a launch hold, and whether that grows."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-TICKS = os.sysconf("SC_CLK_TCK")
+import psutil
+
 MIB = 1 << 20
 
 
@@ -33,37 +31,11 @@ class Sample:
 
 
 def sample(process: str, pid: int, kills: int, iteration: int) -> Sample:
-    """Raises OSError (ProcessLookupError, FileNotFoundError) for a process that has ended."""
-    folder = Path(f"/proc/{pid}")
-    fields = (folder / "stat").read_text().rpartition(")")[2].split()
-    pages = int((folder / "statm").read_text().split()[1])
-    return Sample(
-        process,
-        pid,
-        kills,
-        iteration,
-        pages * os.sysconf("SC_PAGE_SIZE"),
-        len(os.listdir(folder / "fd")),
-        int(fields[17]),
-        (int(fields[11]) + int(fields[12])) / TICKS,
-    )
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """Pid -> command line of all living processes below ``pid``."""
-    parents, commands = {}, {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-                if fields[0] not in "ZX":
-                    parents[int(name)] = int(fields[1])
-                    commands[int(name)] = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    found, new = set[int](), {pid}
-    while new:
-        found |= new
-        new = {child for child, parent in parents.items() if parent in new} - found
-    return {child: commands[child] for child in found - {pid}}
+    """Raises psutil.NoSuchProcess for a process that has ended."""
+    seen = psutil.Process(pid)
+    used, times = seen.memory_info().rss, seen.cpu_times()
+    descriptors, threads = seen.num_fds(), seen.num_threads()
+    return Sample(process, pid, kills, iteration, used, descriptors, threads, times.user + times.system)
 
 
 def growth(samples: Sequence[Sample]) -> list[str]:

@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.observer import Observer
 from recover_megatron.membership.records import MembershipError
@@ -38,8 +40,9 @@ from recover_megatron.status.model import RunStatus
 from recover_megatron.status.view_reader import read
 from tests.harness import REPOSITORY
 from tests.harness.patience import patient
+from tests.harness.processes import children, command_line
 from tests.instep.runs import GRAD_NORM, LOSS, MODEL
-from tests.soak.processes import Sample, descendants, growth, sample
+from tests.soak.processes import Sample, growth, sample
 
 WORKERS, BATCH = 3, 6
 HEARTBEAT_TIMEOUT = 5.0
@@ -112,8 +115,8 @@ class Launch:
 
     def candidates(self) -> list[int]:
         """The pids of the coordinators."""
-        below = descendants(self.process.pid)
-        return sorted(pid for pid, command in below.items() if "recover_megatron.membership.__main__" in command)
+        name, below = "recover_megatron.membership.__main__", children(self.process.pid, all_below=True)
+        return sorted(pid for pid in below if any(name in word for word in command_line(pid)))
 
     def others(self) -> dict[str, int]:
         """The processes that last as long as the run."""
@@ -256,7 +259,7 @@ class Soak:
         for name, pid in launch.others().items():
             # A standby that has become the leader holds more than before.
             process = f"{name}, {self.report.coordinators_killed} leaders killed" if "coordinator" in name else name
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 one = sample(process, pid, self.report.kills, iteration)
                 self._samples[process].append(one)
                 with (self._folder / "samples.jsonl").open("a") as file:
