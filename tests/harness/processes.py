@@ -10,6 +10,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -64,9 +65,13 @@ def end_with(work: Callable[[], object]) -> NoReturn:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """That with which a living process was started; empty if it has ended."""
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).environ()
+    """That with which a living process was started; empty if it has ended.
+
+    Not by psutil, which reads to the first gap: a program that writes a title over its arguments leaves some.
+    """
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+        return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
     return {}
 
 
