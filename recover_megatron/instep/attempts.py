@@ -47,7 +47,7 @@ class Attempt:
 def publish(folder: str, final: str) -> None:
     """Rename a complete attempt to ``final``; what is there of an earlier one is replaced.
 
-    Whoever does it again, or does it late, changes nothing: there is no attempt of that name any more.
+    A second or late call changes nothing: there is no attempt of that name any more.
     """
     try:
         _move(folder, final)

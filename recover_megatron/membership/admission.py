@@ -1,4 +1,4 @@
-"""Whom a coordinator takes in: by the first message of a session, before its first rendezvous, and as a candidate.
+"""What a coordinator takes in: by the first message of a session, before its first rendezvous, and as a candidate.
 
 ``Admission``: whether a first message is from whom it says, what it presents, and what is told first.
 

@@ -224,9 +224,10 @@ class Leadership:
     def gathers_until(self, worker: Member, now: float) -> float:
         """Until when a new coordinator waits for a worker that it does not reach.
 
-        Whose launcher says that it runs may be deaf for a while. Else, where all have heard nothing of the lost
-        coordinator for the heartbeat timeout, this one has not either, if it runs, and comes at the same time; unless
-        its launcher is late, too, or it has none that could speak for it. Else it is waited for as any silent host is.
+        A worker whose launcher says that it runs may be deaf for a while. Else, where all have heard nothing of the
+        lost coordinator for the heartbeat timeout, this one has not either, if it runs, and comes at the same time;
+        unless its launcher is late, too, or it has none that could speak for it. Else it is waited for as any silent
+        host is.
         """
         roster, settings = self._roster, self._roster.settings
         here = [w for w in roster.workers.values() if w.session is not None]

@@ -258,7 +258,7 @@ class Evidence:
         self.dead: Workers = frozenset()
         self.left: Workers = frozenset()
         self.aside: Workers = frozenset()
-        """Whom the newest rendezvous that anybody knows of has left out, alive; not what the safety rests on."""
+        """The living workers that the newest known rendezvous has left out; not what the safety rests on."""
         self._aside_in = (0, 0)  # the term and epoch of that one
 
     def add(self, presentation: Presentation) -> None:

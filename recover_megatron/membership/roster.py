@@ -1,4 +1,4 @@
-"""Whom the coordinator knows: workers, node agents, their sessions, and what became of them.
+"""What the coordinator knows of its members: workers, node agents, their sessions, and what became of them.
 
 What makes a worker go, by what is known of it: its kernel closes the session, or its launcher sees the process end: it
 is *dead* and never counts again. Its host is silent, or it hangs (``detect``): it is *out*, is told so if it ever

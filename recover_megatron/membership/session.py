@@ -149,7 +149,9 @@ class Session:
 
     @property
     def opened_members(self) -> Workers:
-        """Whom the run counts on: whom the open rendezvous waits for, else the members of ``plan``; empty before both.
+        """The workers that the run counts on: those that the open rendezvous waits for, else the members of ``plan``.
+
+        Empty before both.
 
         In a callback of ``on_revoke`` this (as ``dead`` and ``left``) is that of the rendezvous told, or a newer one:
         who is in ``plan.members`` but not in here is missing.

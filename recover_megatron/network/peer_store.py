@@ -141,8 +141,9 @@ KEPT_EPOCHS = 4
 class PeerStoreServer:
     """Serves until the process ends.  ``host``: the address of this machine that the others can reach.
 
-    Who has not proved to know the secret may say ``LONGEST_BEFORE_PROOF`` bytes, within ``HANDSHAKE_SECONDS``; of
-    ``MOST_UNPROVED`` such connections the oldest makes room for a newer one, and where no descriptor is left all do.
+    A connection that has not proved to know the secret may send ``LONGEST_BEFORE_PROOF`` bytes, within
+    ``HANDSHAKE_SECONDS``; of ``MOST_UNPROVED`` such connections the oldest makes room for a newer one, and where no
+    descriptor is left all do.
     """
 
     def __init__(self, host: str, secret: bytes) -> None:

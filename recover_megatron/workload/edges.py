@@ -44,7 +44,10 @@ def _of_groups(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) ->
 
 
 def cover(broken: Collection[Edge]) -> frozenset[int]:
-    """Who is out such that no broken edge is left; the same set for the same edges in any order."""
+    """The smallest set of nodes without which no broken edge is left (beyond ``EXACT`` nodes a small one).
+
+    It is the same for the same edges in any order.
+    """
     near: defaultdict[int, set[int]] = defaultdict(set)
     for one, other in broken:
         near[one].add(other)

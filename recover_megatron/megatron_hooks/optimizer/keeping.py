@@ -35,7 +35,7 @@ class Keeping(Protocol):
 
     @property
     def tells_norms(self) -> Column:
-        """Whose members tell each other the norms of their units: each unit is held by some of them."""
+        """The column whose members tell each other the norms of their units: each unit is held by some of them."""
 
     def norm_group(self) -> Any:
         """Megatron's group over which a unit's norm is added up: all of one replica that hold a part of it."""
