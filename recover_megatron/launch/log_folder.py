@@ -133,8 +133,7 @@ class FolderLock:
             return None
         try:
             if self._descriptor < 0:
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._descriptor = os.open(self.folder / LOCK_FILE, flags, 0o666)
+                self._descriptor = self._open(LOCK_FILE)
             return attempt()
         except OSError as error:
             if not self.needed:
@@ -177,8 +176,9 @@ class FolderLock:
 
         At its end this launcher keeps the lock if ``held`` is set.
         """
-        with open(self.folder / ORDER_FILE, "a", encoding="utf-8") as order:
-            self._flock(order.fileno(), fcntl.LOCK_EX)
+        order = self._open(ORDER_FILE)
+        try:
+            self._flock(order, fcntl.LOCK_EX)
             try:
                 free = self._flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not free:
@@ -186,6 +186,11 @@ class FolderLock:
                 yield free, self._read()
             finally:
                 self._flock(self._descriptor, fcntl.LOCK_SH if self.held else fcntl.LOCK_UN)
+        finally:
+            os.close(order)
+
+    def _open(self, name: str) -> int:
+        return os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def _flock(self, descriptor: int, kind: int) -> bool:
         """Whether the lock is of this ``kind`` now; True where the file system has none, which is said once."""

@@ -175,6 +175,13 @@ def test_without_locks_a_run_goes_on_and_says_once_that_another_would_not_be_not
     assert all("has no locks (No locks available): another run there would not be noticed" in text for text in said)
 
 
+@pytest.mark.parametrize("name", [log_folder.LOCK_FILE, log_folder.ORDER_FILE])
+def test_a_link_in_the_place_of_a_lock_is_not_followed(lock, tmp_path, name):
+    (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    assert "cannot be used (Too many levels of symbolic links)" in lock(MINE).take()
+    assert not (tmp_path / "elsewhere").exists()
+
+
 @pytest.mark.slow
 def test_a_second_run_is_refused_before_it_touches_anything_and_a_killed_one_leaves_nothing_to_clean_up(bench):
     script = bench.script(WAITS)
