@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("kind", ["messages", "collectives"])
+@pytest.mark.parametrize("kind", ["messages", "collectives", "scattered"])
 def test_whoever_waits_inside_a_broken_replica_comes_out(tmp_path: Path, kind: str) -> None:
     """Twenty-four pairs of workers: without the guard three of them, by the average, are stuck."""
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
