@@ -28,7 +28,7 @@ from recover_megatron.errors import UserError
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_STATE_LOST, CoordinatorLost, Fenced
-from recover_megatron.membership.worker import is_newcomer
+from recover_megatron.membership.session import is_newcomer
 from recover_megatron.variables import COORDINATOR_VARIABLE, HOST_VARIABLE
 
 log = get_logger(__name__)

@@ -182,14 +182,14 @@ class Admission:
         self._out.send([session], revoke)
 
 
+@dataclass(eq=False)
 class TakeOver:
     """What a coordinator does while it is in STANDBY or GATHERING."""
 
-    def __init__(self, roster: Roster, leadership: Leadership, epochs: Epochs, lateness: Lateness) -> None:
-        self._roster = roster
-        self._leadership = leadership
-        self._epochs = epochs
-        self._lateness = lateness
+    _roster: Roster
+    _leadership: Leadership
+    _epochs: Epochs
+    _lateness: Lateness
 
     def leads(self, now: float) -> bool:
         """Begin a term, if enough members have come; whether they have."""

@@ -3,7 +3,7 @@
 The way from the end of a worker's session to the next plan can be read here from top to bottom. What a step needs to
 know is asked of one part, and no part knows this module: ``roster`` (who is there), ``lateness`` (who is late),
 ``leadership`` (who may go on), ``epochs`` (the last epoch and the open rendezvous), ``admission`` (who comes, and
-whether this one leads), ``observing`` (who looks), ``ending`` (whether anybody is left who can go on, and who is told).
+whether this one leads), ``view`` (who looks), ``ending`` (whether anybody is left who can go on, and who is told).
 Only this module changes the state:
 
             quorum attached            all attached            all joined: plan           death, fence, reconnect
@@ -39,7 +39,7 @@ from typing import Any
 
 from recover_megatron.membership.admission import AddedCandidates, Admission, TakeOver
 from recover_megatron.membership.drains import Drains
-from recover_megatron.membership.ending import Ending, Survivors
+from recover_megatron.membership.ending import Ending, ExceptionReports, Survivors
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.events import (
     Acknowledged,
@@ -57,10 +57,8 @@ from recover_megatron.membership.events import (
     Tick,
     Verdict,
 )
-from recover_megatron.membership.exception_reports import ExceptionReports
 from recover_megatron.membership.lateness import Lateness, Witnessed
 from recover_megatron.membership.leadership import Leadership
-from recover_megatron.membership.observing import Observing
 from recover_megatron.membership.records import (
     EXIT_NO_REPLICA,
     EXIT_SAME_FAULT,
@@ -73,6 +71,7 @@ from recover_megatron.membership.records import (
     to_runs,
 )
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
+from recover_megatron.membership.view import Observing
 from recover_megatron.membership.witness import Witness
 
 
@@ -110,9 +109,9 @@ class Coordinator:
         self._witnessed = Witnessed(roster, self.leadership, self.epochs, self.rendezvous, self.lateness)
         self.drains = Drains(roster, self.epochs, out)
         self._observing = Observing(
-            roster, self.leadership, self.epochs, self.rendezvous, self.lateness, self.drains, out
+            roster, self.leadership, self.epochs, self.rendezvous, self.lateness.stall, self.drains, out
         )
-        self.history, self._observers = self._observing.history, self._observing.observers
+        self.history = self._observing.history
         self._takeover = TakeOver(roster, self.leadership, self.epochs, self.lateness)
         self._lease = lease
         self._candidates = AddedCandidates(roster, out, lease, slack, witnessed=nodes is not None)
@@ -172,7 +171,7 @@ class Coordinator:
     # -- a session ends, or is silent ---------------------------------------------------------------------------------
 
     def _closed(self, session: int, ended: bool, reason: str, now: float) -> None:
-        self._observers.forget(session)
+        self._observing.forget(session)
         peer = self.roster.forget(session)
         if peer is None:
             return
@@ -339,8 +338,8 @@ class Coordinator:
                 self._from_worker(peer, session, message, now)
         elif message["type"] in ("observe", "drain"):
             self._observing.asked(session, message, self.state, now)
-        elif session in self._observers:
-            self._observers.forget(session)
+        elif session in self._observing.sessions:
+            self._observing.forget(session)
             self.roster.refuse(session, f"{message['type']} of an observer")
         elif message["type"] not in ("attach", "attach_node_agent"):
             self.roster.refuse(session, f"{message['type']} before attach")
@@ -406,7 +405,7 @@ class Coordinator:
     def _step_down(self, reason: str) -> None:
         """Lead no longer: who still follows is sent to look for another coordinator."""
         self._out.log("step_down", reason=reason)
-        for session in [*self.roster.sessions, *self._observers.sessions]:
+        for session in [*self.roster.sessions, *self._observing.sessions]:
             self._out.send([session], {"type": "refused", "reason": reason})
             self._out.do(Close(session))
         self.roster.sessions.clear()
@@ -419,7 +418,7 @@ class Coordinator:
         absent = Workers()
         if self.state is State.RENDEZVOUS:
             absent = self.rendezvous.members & self.roster.with_fate(Fate.LIVE) - self.roster.reached
-        self._ending.begin(over, self.epochs.formed, absent, self.rendezvous.patience, self._observers.sessions, now)
+        self._ending.begin(over, self.epochs.formed, absent, self.rendezvous.patience, self._observing.sessions, now)
         self.roster.changes.clear()
         self.deadline = self._ending.deadline
         self.state = State.STOPPED

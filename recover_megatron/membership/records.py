@@ -48,6 +48,15 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in to_runs(numbers))
 
 
+def cut_middle(text: str, limit: int) -> str:
+    """At most ``limit`` characters of ``text``: its beginning and its end, which say most of a traceback."""
+    if len(text) <= limit:
+        return text
+    mark = f"\n[... {len(text) - limit} or more characters cut ...]\n"
+    head = (limit - len(mark)) // 2
+    return text[:head] + mark + text[len(text) - (limit - len(mark) - head) :]
+
+
 def from_runs(runs: Runs) -> Workers:
     """Unpack ``to_runs``; the runs must have passed ``wire``'s check (bounded, ordered)."""
     return cast("Workers", frozenset(worker for first, last in runs for worker in range(first, last + 1)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from recover_megatron.membership.exception_reports import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED
 from recover_megatron.membership.records import MAX_WORKERS, MOST_ADDED
 from recover_megatron.network import connection
 from recover_megatron.network.connection import WireError
@@ -24,6 +23,12 @@ MAX_TO_COORDINATOR = 16 << 20
 """Bytes of one message of a member: a status, or the last plan presented to a new coordinator."""
 MAX_TO_MEMBER = 64 << 20
 """Bytes of one message to a member: a plan."""
+MAX_ERROR = 2000
+"""Characters of an error's type and message."""
+MAX_TRACEBACK = 16 << 10
+"""Characters of a traceback."""
+MAX_TRIED = 4096
+"""Microbatches that a worker names as those that may have ended it."""
 
 Check = Callable[[Any], bool]
 Schema = Mapping[str, tuple[Check, bool]]

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from script import play, table
 
-from recover_megatron.membership.exception_reports import MAX_TRACEBACK, ExceptionReport, alike, cut_middle, true_cause
+from recover_megatron.membership.ending import ExceptionReport, alike, true_cause
+from recover_megatron.membership.records import cut_middle
+from recover_megatron.membership.wire import MAX_TRACEBACK
 
 ERROR = "RuntimeError: the loss is not a number"
 

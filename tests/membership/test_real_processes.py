@@ -93,15 +93,6 @@ def test_a_collective_that_all_wait_in_is_revoked_and_the_one_who_stays_away_is_
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_out_but_stuck_in_a_call_is_ended_by_its_session(tmp_path: Path) -> None:
-    with cluster(tmp_path, **QUICK) as run:
-        run.start_coordinators(2)
-        run.start_worker(0, hang_at=5, hang_waiting=True)
-        run.start_worker(1, hang_at=5, hang_waiting=True, never_rejoin=True, exit_when_out=0.2)
-        assert run.workers[1].exit_code() == 13
-
-
-@pytest.mark.slow
 def test_a_hung_worker_that_others_wait_for_is_put_out_though_its_heartbeats_go_on(tmp_path: Path) -> None:
     with cluster(tmp_path, **QUICK) as run:
         run.start_coordinators(3)

@@ -126,15 +126,8 @@ def main() -> int:
     settings = Settings(**options.get("settings", {}))
     secret = find_secret(path=Path(options["secret_file"]))
     addresses = [tuple(address) for address in options["addresses"]]
-    session = Session.connect(
-        addresses,
-        options["worker"],
-        secret,
-        settings,
-        node_agent=options.get("node_agent"),
-        exit_when_out=options.get("exit_when_out"),
-        newcomer=options.get("newcomer", False),
-    )
+    agent, newcomer = options.get("node_agent"), options.get("newcomer", False)
+    session = Session.connect(addresses, options["worker"], secret, settings, node_agent=agent, newcomer=newcomer)
     session.on_revoke(
         lambda epoch, reason: tell(
             "pushed",

@@ -84,8 +84,7 @@ from recover_megatron.membership.records import (
     SecretError,
     Settings,
 )
-from recover_megatron.membership.session import EXCEPTION_REPORT_SECONDS
-from recover_megatron.membership.worker import connect, is_newcomer, worker_id
+from recover_megatron.membership.session import EXCEPTION_REPORT_SECONDS, connect, is_newcomer, worker_id
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.variables import HOST_VARIABLE, NODE_NAME_VARIABLE, NODE_VARIABLE, REPLACED_VARIABLE
 from recover_megatron.workload import domains
