@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.auth import Secret
+from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import nonce
 
 HEARTBEAT = 1.0
@@ -135,7 +135,7 @@ class Crowd:
         if not data:
             raise ConnectionError(f"the coordinator closed the session of worker {worker.number}")
         worker.decoder.feed(data)
-        while (message := worker.decoder.next()) is not None:
+        while (message := worker.decoder.message()) is not None:
             match message["type"]:
                 case "challenge":
                     worker.nonces = (message["nonce"], nonce())

@@ -25,11 +25,9 @@ STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits
             said ``idle(n)`` has no part in epoch n: commits and hang detection pass it over.
 STOPPED     The run is over or may not go on here; everybody was told why.
 
-Members that hear nothing turn away from a coordinator (``abandon``), and it cannot know of it while it does not run: it
-was stopped, or its host was busy. Then they are alive, and they either come back, and are waited for, or another
-candidate leads them. So a coordinator that has less than its quorum left *steps down*: it sends who is left to look for
-another one, forgets all (``StepDown``), and is a candidate like any other. Its own pauses count against nobody. A
-fresh candidate has promised nothing, whatever the process did before: members alone keep what binds (``leadership``).
+Members turn away from a coordinator that does not run (``abandon``); they are alive, and come back, or follow another
+candidate. So a coordinator that has less than its quorum left *steps down*: it sends who is left to look for another
+one, forgets all (``StepDown``), and is a candidate like any other. Its own pauses count against nobody.
 """
 
 from __future__ import annotations
@@ -171,7 +169,7 @@ class Coordinator:
     # -- a session ends, or is silent ---------------------------------------------------------------------------------
 
     def _closed(self, session: int, ended: bool, reason: str, now: float) -> None:
-        self._observing.forget(session)
+        self._observing.sessions.pop(session, None)
         peer = self.roster.forget(session)
         if peer is None:
             return
@@ -291,7 +289,7 @@ class Coordinator:
     def _open(self, now: float) -> None:
         """Open the next rendezvous: everybody the run counts on must join it, and so must the newcomers."""
         roster, epochs = self.roster, self.epochs
-        reasons = roster.take_changes()
+        reasons, roster.changes = roster.changes, []
         counted_on = epochs.formed.members if epochs.own else epochs.take_over(self.leadership.evidence, now)
         members = counted_on & roster.with_fate(Fate.LIVE)
         if epochs.formed.epoch == 0 and roster.settings.start_needs_all and (lost := epochs.formed.members - members):
@@ -339,7 +337,7 @@ class Coordinator:
         elif message["type"] in ("observe", "drain"):
             self._observing.asked(session, message, self.state, now)
         elif session in self._observing.sessions:
-            self._observing.forget(session)
+            self._observing.sessions.pop(session, None)
             self.roster.refuse(session, f"{message['type']} of an observer")
         elif message["type"] not in ("attach", "attach_node_agent"):
             self.roster.refuse(session, f"{message['type']} before attach")
@@ -347,7 +345,8 @@ class Coordinator:
             self.roster.refuse(session, "you follow a newer coordinator")
             self._step_down("a member follows a newer coordinator")
         else:
-            self._admission.attach(session, message, now)
+            attach = self._admission.worker if message["type"] == "attach" else self._admission.node_agent
+            attach(session, message, now)
             self._candidates.greet(session)
 
     def _from_node_agent(self, peer: NodeAgentStatus, session: int, message: Mapping[str, Any], now: float) -> None:
@@ -379,7 +378,7 @@ class Coordinator:
                 nobody = not epochs.formed.members & self.roster.with_fate(Fate.LIVE)
                 if self.state is State.RENDEZVOUS or nobody or epochs.finished:
                     changes.append(f"{worker.name} has left")
-                changes.extend(self.drains.left(worker))
+                changes.extend(self.drains.news_of(worker.node))
             case "drain_answer" if of_this_epoch:
                 self.drains.answered(message["node"], message["reason"])
             case "complain" if of_this_epoch:

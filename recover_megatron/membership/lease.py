@@ -11,7 +11,7 @@ Once somebody has it, each epoch that has newcomers takes it anew (``is_due``), 
 left of the holder's side.  Its members have all joined that epoch, so this is a claim like any other, only early.
 
 A file is written beside its place and gets its name by ``link``, which succeeds for one of all hosts: NFS, Lustre, GPFS
-and local file systems promise that, without locks, and nobody can hold it up. It must be a PATH of this run alone.
+and local file systems promise that, without locks. It must be a PATH of this run alone.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class Lease:
         self._path = path
         self._report = report
         self._claim: AskForLease | None = None
-        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """Something has changed; False: this is closed."""
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # something has changed; False: this is closed
         threading.Thread(target=self._run, name="recover-lease", daemon=True).start()
 
     def ask(self, claim: AskForLease) -> None:

@@ -6,9 +6,8 @@ A connection goes through
 
     CHALLENGED (sent our nonce, waits for the proof) -> PROVED (sent ours) -> messages for the state machine
 
-and has ``HANDSHAKE_SECONDS`` for the first step, however slowly it feeds us. There may be ``2 * world + 1024``
-connections that have not proved themselves; beyond that the oldest is dropped for the newest, so that a crowd that
-never speaks cannot keep a worker out.
+and has ``HANDSHAKE_SECONDS`` for the first step, however slowly it feeds us. Of more than ``2 * world + 1024``
+connections without proof the oldest is dropped for the newest: a crowd that never speaks keeps no worker out.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from typing import Any
 from recover_megatron.log_writer import LogWriter, open_to_append
 from recover_megatron.logger import get_logger
 from recover_megatron.membership import wire
-from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import (
     Acknowledged,
@@ -51,6 +49,7 @@ from recover_megatron.membership.events import (
 from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.records import Json
 from recover_megatron.membership.testimony import WitnessThread
+from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import nonce
 from recover_megatron.network.system import all_delivered, unacknowledged, use_all_descriptors
 
@@ -275,7 +274,7 @@ class CoordinatorServer:
         connection.decoder.feed(data)
         try:
             while connection.number in self._connections and not connection.closing:
-                message = connection.decoder.next()
+                message = connection.decoder.message()
                 if message is None:
                     return
                 if connection.proved:
@@ -384,8 +383,12 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        opening = _duplicate_stderr if path is None else open_to_append
-        self._file = LogWriter(path or Path("/dev/stderr"), _say, opening, gap=_gap)
+        self._file = LogWriter(
+            path or Path("/dev/stderr"),
+            lambda text: log.warning(f"coordinator: {text}"),
+            open_to_append if path is not None else lambda _: os.dup(sys.stderr.fileno()),
+            gap=lambda lines: _line({"event": "dropped", "lines": lines}),
+        )
 
     def __call__(self, record: Mapping[str, Json]) -> None:
         """Write one record."""
@@ -400,15 +403,3 @@ class Journal:
 def _line(record: Mapping[str, Json]) -> bytes:
     times = {"time": round(time.time(), 6), "mono": round(time.monotonic(), 6)}
     return (json.dumps({**times, **record}, separators=(",", ":")) + "\n").encode()
-
-
-def _gap(lines: int) -> bytes:
-    return _line({"event": "dropped", "lines": lines})
-
-
-def _duplicate_stderr(path: Path) -> int:
-    return os.dup(sys.stderr.fileno())
-
-
-def _say(text: str) -> None:
-    log.warning(f"coordinator: {text}")

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from recover_megatron.arguments import parse_addresses
-from recover_megatron.membership.auth import Secret, find_secret
 from recover_megatron.membership.client import Address, Client
 from recover_megatron.membership.events import MemberEffect, Notify
 from recover_megatron.membership.member import Member
@@ -26,7 +25,15 @@ from recover_megatron.membership.records import (
     Workers,
     cut_middle,
 )
-from recover_megatron.membership.wire import MAX_ERROR, MAX_TO_COORDINATOR, MAX_TRACEBACK, MAX_TRIED, encode
+from recover_megatron.membership.wire import (
+    MAX_ERROR,
+    MAX_TO_COORDINATOR,
+    MAX_TRACEBACK,
+    MAX_TRIED,
+    Secret,
+    encode,
+    find_secret,
+)
 from recover_megatron.network.system import use_all_descriptors
 from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
@@ -185,7 +192,7 @@ class Session:
         with self._client.condition:
             self._raise_if_out()
             before = self.epoch
-            self._client.perform(self._core.join(status, reason or "no reason given"))
+            self._client.call(self._core.join, status, reason or "no reason given")
             while self.epoch == before:
                 # A plan ends this join even if its epoch is over by the time this thread runs: the next rendezvous
                 # needs another join, with another status.
@@ -204,7 +211,7 @@ class Session:
         """
         with self._client.condition:
             self._raise_if_out()
-            self._client.perform(self._core.ask(reason, peer))
+            self._client.call(self._core.ask, reason, peer)
 
     def note(self, text: str) -> None:
         """Have the launcher write down, for people, why this worker is where it is (workers.json); empty: no more.
@@ -225,7 +232,7 @@ class Session:
         with self._client.condition:
             self._raise_if_out()
             if self._core.committed < iteration:
-                self._client.perform(self._core.report_done(iteration))
+                self._client.call(self._core.report_done, iteration)
                 self._raise_if_revoked()
 
     def wait_committed(self, iteration: int, epoch: int | None = None) -> None:
@@ -275,7 +282,7 @@ class Session:
         """
         with self._client.condition:
             self._raise_if_out()
-            self._client.perform(self._core.idle())
+            self._client.call(self._core.idle)
 
     def wait_revoked(self, timeout: float | None = None) -> bool:
         """Wait until the present epoch is revoked (True, at once before the first), at most ``timeout`` seconds.
@@ -360,7 +367,7 @@ class Session:
         """Have a method of the core say something, unless this worker is out."""
         with self._client.condition:
             if self._core.out is None:
-                self._client.perform(said(*what))
+                self._client.call(said, *what)
 
     def _raise_if_out(self) -> None:
         if self._core.out is not None:

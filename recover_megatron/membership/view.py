@@ -151,12 +151,8 @@ class Observing:
         self._out.send([session], self.view(state, now))
         if len(self.sessions) > MAX_OBSERVERS:
             quietest = next(iter(self.sessions))
-            self.forget(quietest)
+            del self.sessions[quietest]
             self._out.do(Close(quietest))
-
-    def forget(self, session: int) -> None:
-        """A session has ended; harmless if it was no observer's."""
-        self.sessions.pop(session, None)
 
     @property
     def _is_taking_over(self) -> bool:

@@ -10,10 +10,9 @@ Proof of the job's secret: a mutual HMAC-SHA256 challenge with fresh nonces on b
     client -> server   its nonce, and the proof of the client's role for both nonces
     server -> client   the proof of the server's role for both nonces
 
-The role in the text keeps a proof from being sent back as one's own, the purpose keeps one from being used in another
-protocol of the run. A server does nothing for a connection before it has the client's proof; a client believes nothing
-before it has the server's. The secret itself never travels. What follows is neither encrypted nor signed
-(docs/security.md). Everything of the run that proves the secret does it by ``mac``.
+The role in the text keeps a proof from being sent back as one's own, the purpose from being used in another protocol of
+the run. A server does nothing for a connection, and a client believes nothing, before it has the other's proof. The
+secret itself never travels. What follows is neither encrypted nor signed (docs/security.md).
 
 An address of a worker is text: "host port".
 """

@@ -7,21 +7,24 @@ from typing import Any
 import pytest
 from simulation import SETTINGS, World
 
-from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import Connected, Heard, Received, Settle, State
 from recover_megatron.membership.member import Member
 
-WORKERS = 3
-
 
 class Said:
-    """A coordinator whose epoch 1 is formed, and messages to it as they come, from all workers."""
+    """A coordinator whose first or second epoch is formed, and messages to it as they come, from all workers."""
 
-    def __init__(self) -> None:
-        self._world = World(WORKERS, candidates=1, node_agents=False)
+    def __init__(self, epoch: int = 1) -> None:
+        self._world = World(3, candidates=1, node_agents=False)
         self._world.run_fairly(2.0)
-        self.coordinator: Coordinator = self._world.coordinators[0]
-        assert (self.coordinator.state, self.coordinator.epochs.formed.epoch) == (State.STEADY, 1)
+        self.coordinator = self._world.coordinators[0]
+        self.is_in(State.STEADY, 1)
+        if epoch == 2:
+            self.say(type="complain", epoch=1, reason="a test")
+            self.say(type="join", epoch=2, status=None, done=0)
+
+    def is_in(self, state: State, epoch: int) -> None:
+        assert (self.coordinator.state, self.coordinator.epochs.formed.epoch) == (state, epoch)
 
     def say(self, **message: Any) -> None:
         for connection in list(self._world.connections.values()):
@@ -33,29 +36,25 @@ def test_no_plan_is_made_of_joins_of_a_rendezvous_that_is_over() -> None:
     said = Said()
     said.say(type="complain", epoch=1, reason="a test")
     said.say(type="join", epoch=1, status=None, done=0)
-    assert (said.coordinator.state, said.coordinator.epochs.formed.epoch) == (State.RENDEZVOUS, 1)
+    said.is_in(State.RENDEZVOUS, 1)
     said.say(type="join", epoch=2, status=None, done=0)
-    assert (said.coordinator.state, said.coordinator.epochs.formed.epoch) == (State.STEADY, 2)
+    said.is_in(State.STEADY, 2)
 
 
 @pytest.mark.parametrize("message", [{"type": "done", "iteration": 99}, {"type": "idle"}], ids=lambda m: m["type"])
 def test_reports_of_an_epoch_that_is_over_decide_nothing(message: dict[str, Any]) -> None:
-    said = Said()
-    said.say(type="complain", epoch=1, reason="a test")
-    said.say(type="join", epoch=2, status=None, done=0)
+    said = Said(epoch=2)
     before = said.coordinator.epochs.committed
     said.say(**message, epoch=1)
     assert said.coordinator.epochs.committed == before
-    assert not any(worker.idle_in == 2 for worker in said.coordinator.roster.workers.values())
-    assert {worker.done for worker in said.coordinator.roster.workers.values()} == {0}
+    workers = said.coordinator.roster.workers.values()
+    assert {(worker.done, worker.idle_in == 2) for worker in workers} == {(0, False)}
 
 
 def test_a_complaint_about_an_epoch_that_is_over_ends_no_other() -> None:
-    said = Said()
+    said = Said(epoch=2)
     said.say(type="complain", epoch=1, reason="a test")
-    said.say(type="join", epoch=2, status=None, done=0)
-    said.say(type="complain", epoch=1, reason="a test")
-    assert (said.coordinator.state, said.coordinator.epochs.formed.epoch) == (State.STEADY, 2)
+    said.is_in(State.STEADY, 2)
 
 
 class Heeding:

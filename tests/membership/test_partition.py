@@ -48,8 +48,7 @@ def start(run: Cluster, hosts: Hosts, per_host: list[int], candidates: list[int]
     run.start_coordinators(sum(per_host), len(candidates), [f"{hosts.address(h)}:0" for h in candidates], spaces)
     for host in (host for host, count in enumerate(per_host, 1) for _ in range(count)):
         run.start_worker(len(run.workers), namespace=hosts.space(host))
-    for process in run.workers.values():
-        process.event("commit")
+    run.all_commit()
 
 
 @needs_hosts
@@ -72,7 +71,7 @@ def test_the_half_with_the_coordinator_goes_on_and_the_other_half_stops(tmp_path
         start(run, hosts, [2, 2], [1, 2])
         hosts.cable(2, up=False)
         run.go_on_without(2, 3)
-        assert [run.workers[n].exit_code() for n in (2, 3)] == [11, 11]
+        assert run.exit_codes(2, 3) == [11, 11]
 
 
 @needs_hosts
@@ -93,7 +92,7 @@ def test_without_a_majority_nobody_goes_on_when_the_coordinators_host_is_lost(tm
         hosts.cable(1, up=False)  # then its host loses power: nobody on the other side can tell that from a partition
         for process in (run.coordinators[0], run.workers[0], run.workers[1]):
             process.kill()
-        assert [run.workers[n].exit_code() for n in (2, 3)] == [11, 11]
+        assert run.exit_codes(2, 3) == [11, 11]
 
 
 class FreezingProxy:
@@ -139,8 +138,7 @@ def test_a_worker_behind_a_path_that_freezes_is_out_and_stops_by_itself(tmp_path
         run.start_worker(0)
         run.start_worker(1)
         run.start_worker(2, addresses=[proxy.address])
-        for process in run.workers.values():
-            process.event("commit")
+        run.all_commit()
         proxy.freeze()
         run.go_on_without(2)
         assert run.workers[2].exit_code() == 11

@@ -27,7 +27,7 @@ def decode(data: bytes, limit: int = 1 << 16) -> list[dict[str, Any]]:
     decoder = wire.Decoder(limit, SCHEMAS)
     decoder.feed(data)
     messages = []
-    while (message := decoder.next()) is not None:
+    while (message := decoder.message()) is not None:
         messages.append(message)
     return messages
 
@@ -61,7 +61,7 @@ def test_a_stream_gives_the_same_however_it_is_cut(iterations: list[int], tail: 
     found = []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         decoder.feed(stream[start:end])
-        while (message := decoder.next()) is not None:
+        while (message := decoder.message()) is not None:
             found.append(message["iteration"])
     assert found == iterations
     assert decoder.pending == 0
@@ -93,7 +93,7 @@ def test_an_oversized_message_is_refused_before_its_body_is_kept() -> None:
     decoder = wire.Decoder(100, SCHEMAS)
     decoder.feed(struct.pack(">I", 101))
     with pytest.raises(wire.WireError):
-        decoder.next()
+        decoder.message()
 
 
 @given(st.sets(st.integers(0, 3000)))
