@@ -20,8 +20,8 @@ from recover_megatron.membership.records import cut_middle
 from recover_megatron.membership.wire import MAX_TRACEBACK
 
 
-def world_with(workers: int, spares: set[int], candidates: int = 2, nodes: int | None = None, **options: Any) -> World:
-    world = World(workers, candidates=candidates, nodes=nodes or workers, **options)
+def started(workers: int, *spares: int) -> World:
+    world = World(workers, nodes=workers)
     world.spares = set(spares)
     world.run_fairly(4.0)
     return world
@@ -54,7 +54,7 @@ def test_idle_members(script: str) -> None:
 
 @pytest.mark.parametrize("reported_by", [(0, 1), (0,)])
 def test_a_new_coordinator_commits_what_all_with_a_part_reported_and_nothing_else(reported_by: tuple[int, ...]) -> None:
-    world = world_with(3, {2})
+    world = started(3, 2)
     before = world.worker(2).committed
     for w in reported_by:
         world.act(w)
@@ -168,14 +168,14 @@ def test_a_signal_before_all_workers_have_come_ends_the_run(script: str) -> None
 def test_idleness_is_told_once_and_not_before_the_first_plan() -> None:
     member = Member({"worker": 0}, 1, SETTINGS, 0.0)
     assert member.idle() == []
-    world = world_with(2, set())
+    world = started(2)
     (said,) = world.worker(0).idle()
     assert said == Say({"type": "idle", "epoch": 1})
     assert world.worker(0).idle() == []
 
 
 def test_a_revoke_tells_who_is_dead_and_who_has_left_before_anybody_is_notified() -> None:
-    world = world_with(3, set())
+    world = started(3)
     world.kill_worker(1)
     seen = []
     original = world._member_effects
@@ -193,7 +193,7 @@ def test_a_revoke_tells_who_is_dead_and_who_has_left_before_anybody_is_notified(
 
 def test_a_member_that_has_slept_for_longer_than_it_may_be_silent_is_not_in_touch() -> None:
     assert not Member({"worker": 0}, 1, SETTINGS, 0.0).in_touch(0.0)
-    world = world_with(2, set())
+    world = started(2)
     member = world.worker(0)
     assert member.in_touch(world.now)
     assert not member.in_touch(world.now + SETTINGS.heartbeat_timeout + SETTINGS.heartbeat_interval)

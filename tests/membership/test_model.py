@@ -16,7 +16,7 @@ needs_spin = pytest.mark.skipif(
 
 
 def cases(configurations: tuple) -> list:
-    return [pytest.param(c, id=c.what, marks=() if c.quick else (pytest.mark.slow,)) for c in configurations]
+    return [pytest.param(configuration, id=configuration.what) for configuration in configurations]
 
 
 @needs_spin

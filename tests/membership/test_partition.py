@@ -52,7 +52,7 @@ def start(run: Cluster, hosts: Hosts, per_host: list[int], candidates: list[int]
 
 
 @needs_hosts
-@pytest.mark.parametrize("how", ["both directions", pytest.param("what it sends", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["both directions", "what it sends"])
 def test_a_silent_host_is_out_within_the_heartbeat_timeout_and_stops_by_itself(tmp_path: Path, how: str) -> None:
     with cluster(tmp_path, **TIMES) as run, Hosts(3) as hosts:
         start(run, hosts, [2, 1, 1], [1])
@@ -64,7 +64,6 @@ def test_a_silent_host_is_out_within_the_heartbeat_timeout_and_stops_by_itself(t
         assert not [line for line in run.workers[3].lines if line["event"] == "plan" and line["epoch"] > 1]
 
 
-@pytest.mark.slow
 @needs_hosts
 def test_the_half_with_the_coordinator_goes_on_and_the_other_half_stops(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run, Hosts(2) as hosts:
@@ -84,7 +83,6 @@ def test_a_majority_goes_on_when_the_coordinator_is_cut_off_and_the_minority_sto
         assert run.coordinators[0].exit_code() == 11
 
 
-@pytest.mark.slow
 @needs_hosts
 def test_without_a_majority_nobody_goes_on_when_the_coordinators_host_is_lost(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run, Hosts(2) as hosts:
@@ -130,7 +128,6 @@ class FreezingProxy:
             sock.close()
 
 
-@pytest.mark.slow
 def test_a_worker_behind_a_path_that_freezes_is_out_and_stops_by_itself(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run:
         run.start_coordinators(3)

@@ -89,10 +89,7 @@ def test_no_pause_of_the_only_candidate_costs_a_worker(
 
 def lose_host(world: World, node: int) -> None:
     """A host loses power, and the coordinator with it if it is the first: no end of any connection is seen."""
-    for worker, where in world.node_of.items():
-        if where == node:
-            world.kill_worker(worker, silently=True)
-    world.dead.add(f"node{node}")
+    world.power_off(node)
     if node == 0:
         world.frozen.add("c0")
     world.blocked |= {(f"node{other}", 0) for other in range(3) if node == 0}
@@ -110,7 +107,7 @@ def test_the_silent_loss_of_any_host_costs_the_heartbeat_timeout_and_a_second(no
     left = {worker for worker, where in world.node_of.items() if where != node}
     assert world.newest == left
     world.run_fairly(60.0)
-    assert [w for w in left if world.worker(w).stage is Stage.OUT] == []
+    assert not world.out & left
     assert len(world.order) == 2
 
 

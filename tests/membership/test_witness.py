@@ -83,6 +83,13 @@ def test_a_launcher_is_here_when_it_has_acknowledged_the_rendezvous_that_was_ope
     assert not leaves_alone(6)
 
 
+def until_the_next_epoch(world: World) -> frozenset[int]:
+    before = len(world.order)
+    while len(world.order) == before:
+        world.run_fairly(0.5, step=0.25)
+    return world.newest
+
+
 def thirds() -> World:
     """Two workers and a candidate on each of three nodes; the first leads; a lease, and a witness."""
     return world_of(6, True, True, slack=1, witness=True)
@@ -132,9 +139,7 @@ def go_on_without_the_third(world: World) -> None:
     """It is cut off, the others go on, without a word in the lease."""
     world.no_storage = {0}
     cut_off(world, 2)
-    while len(world.order) == 1:
-        world.run_fairly(0.5, step=0.25)
-    assert world.newest == {0, 1, 2, 3}
+    assert until_the_next_epoch(world) == {0, 1, 2, 3}
 
 
 def newcomer_beside(world: World) -> int:
@@ -355,13 +360,6 @@ def test_a_deliberate_bug_in_the_use_of_the_witness_is_caught(
     bug(monkeypatch)
     with pytest.raises(PropertyViolated, match="two lineages"):
         go_on_after(scenario, thirds())
-
-
-def until_the_next_epoch(world: World) -> frozenset[int]:
-    before = len(world.order)
-    while len(world.order) == before:
-        world.run_fairly(0.5, step=0.25)
-    return world.newest
 
 
 def newcomer_on(world: World, node: int) -> int:
