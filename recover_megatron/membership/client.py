@@ -63,7 +63,8 @@ class Client:
         self.core = core
         self.condition = threading.Condition(threading.RLock())
         self._launched = tuple(addresses)
-        self._addresses = list(addresses)
+        self.addresses = list(addresses)
+        """Of all candidates that are known now, in the order in which they are tried; hold ``condition``."""
         self._secret = secret
         self._notify = notify
         self._sock: socket.socket | None = None
@@ -85,11 +86,6 @@ class Client:
     def start(self) -> None:
         """Begin, once the owner is ready to be notified."""
         self._thread.start()
-
-    @property
-    def addresses(self) -> Sequence[Address]:
-        """Of all candidates that are known now, in the order in which they are tried; hold ``condition``."""
-        return tuple(self._addresses)
 
     # -- for the owner, any thread ------------------------------------------------------------------------------------
 
@@ -181,14 +177,14 @@ class Client:
                 case Hangup():
                     self._drop()
                 case Look(added):
-                    self._addresses[len(self._launched) :] = added
+                    self.addresses[len(self._launched) :] = added
                 case Notify():
                     self._notices.append(effect)
 
     # -- connecting ---------------------------------------------------------------------------------------------------
 
     def _dial(self, candidate: int) -> None:
-        host, port = self._addresses[candidate]
+        host, port = self.addresses[candidate]
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind, protocol)

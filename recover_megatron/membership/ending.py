@@ -160,11 +160,10 @@ class Ending:
     ) -> None:
         """Tell all members and ``observers`` (sessions).
 
-        A worker's word holds for those, too, that have not come to the open rendezvous yet (``absent``): they are
-        waited for, until ``patience`` as the rendezvous would have, and told. (Any other reason may be this
-        coordinator's alone: let them try another.) Launchers that workers have named and that have not come yet, in a
-        run shorter than their way here, are waited for, too: they need the exit code; and so are those that have just
-        lost their connection, and may be on their way back. Not where another coordinator may go on.
+        Where it is a worker's word, those that have not come to the open rendezvous yet (``absent``) are waited for,
+        until ``patience``, and told. (Any other reason may be this coordinator's alone: let them try another.) So are
+        launchers that have not come yet, or have just lost their connection: they need the exit code. Not where
+        another coordinator may go on.
         """
         roster, settings = self._roster, self._roster.settings
         code, reason = over.code, over.reason

@@ -128,8 +128,8 @@ class Log:
 
 @dataclass(frozen=True)
 class StepDown:
-    """This coordinator may be superseded, and has told its members to look for another one: replace it by a ``fresh``
-    one, which leads again when a majority comes to it; and ask for the lease no more."""
+    """This coordinator may be superseded, and has told its members: replace it by a ``fresh`` one, which leads again
+    when a majority comes to it, and ask for the lease no more."""
 
 
 @dataclass(frozen=True)

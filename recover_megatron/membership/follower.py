@@ -12,9 +12,9 @@ FOLLOWING   obeys the coordinator of ``presentation.term``. Revokes and plans of
             ``lead`` alone tells who leads: the rendezvous comes when what all hold has been presented.
 OUT         for good; ``out`` says why.
 
-A worker is a ``member``, a launcher a ``watcher``: they say what the coordinator is to know, and act on what it tells.
-A connection is given up only with ``Abandon`` (a message first, no close): the kernel's closing of a session means that
-the process has ended, and the partition rule rests on that being true.
+A worker is a ``Member``, a launcher a ``NodeAgentClient``: these say what the coordinator is to know. A connection is
+given up only with ``Abandon`` (a message first, no close): the kernel's closing of a session means that the process has
+ended, and the partition rule rests on that being true.
 """
 
 from __future__ import annotations

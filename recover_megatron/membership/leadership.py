@@ -246,10 +246,8 @@ class Leadership:
     # -- to leave somebody out ----------------------------------------------------------------------------------------
 
     def next_epoch(self) -> int:
-        """A number above those of all epochs that were formed or opened.
-
-        Those of a side that was lost as a whole are not known to who goes on by the word of a witness: it leaps.
-        """
+        """A number above those of all epochs that were formed or opened; it leaps over those of a side that a witness
+        knows to be lost as a whole, which are not known."""
         if self.witness.off and not self._leapt:
             self._leapt = True
             self.evidence.highest_epoch += _LEAP + self._salt % _LEAPS * _STRIDE
@@ -295,10 +293,8 @@ class Leadership:
         return True
 
     def formed(self, formed: Formed) -> None:
-        """This coordinator has formed an epoch: what has come with it is to be known to whoever holds the lease.
-
-        And that it has left somebody out, where that one could use the witness (``Witness.lets_in``).
-        """
+        """This coordinator has formed an epoch: the lease is to name what has come with it, and whom it has left out,
+        where that one could use the witness (``Witness.lets_in``)."""
         claimed = self._claim is not None and (self._claim.term, self._claim.epoch) == (formed.term, formed.epoch)
         if self.slack is not None and not claimed:
             record = self.witness.has_to_record()

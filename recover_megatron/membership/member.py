@@ -18,7 +18,7 @@ from typing import Any
 
 from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify, Say
 from recover_megatron.membership.follower import Follower, Stage
-from recover_megatron.membership.records import CoordinatorLost, Json, MembershipError, Plan, Settings
+from recover_megatron.membership.records import CoordinatorLost, Json, MembershipError, Opened, Plan, Settings
 
 
 class Member(Follower):
@@ -70,16 +70,12 @@ class Member(Follower):
 
     def join(self, status: Json, reason: str) -> list[MemberEffect]:
         """Ask for a place in the next epoch; valid through all restarts of the rendezvous until a plan comes."""
-        self._effects = []
         self._status = (status,)
         if self._asleep:
             self.deadline = -math.inf
-        if self.stage is Stage.FOLLOWING:
-            if self.presentation.opened is not None:
-                self._say_join()
-            else:
-                self._say(self._request(reason))
-        return self._effects
+        opened = self.presentation.opened
+        message = self._request(reason) if opened is None else self._join_message(opened, status)
+        return self._report(message, may=self.stage is Stage.FOLLOWING)
 
     def ask(self, reason: str, peer: int | None = None) -> list[MemberEffect]:
         """Ask for a new epoch, if none is being made; joining it is another matter."""
@@ -184,17 +180,12 @@ class Member(Follower):
         self._effects.append(Notify("revoke", {"epoch": message["epoch"], "reason": message["reason"]}))
         if self._plea is not None:
             self._say(self._plea)
-        if self._status is not None:
-            self._say_join()
+        if self._status is not None and self.presentation.opened is not None:
+            self._say(self._join_message(self.presentation.opened, *self._status))
 
-    def _say_join(self) -> None:
-        assert self._status is not None
-        assert self.presentation.opened is not None
-        message = {"type": "join", "epoch": self.presentation.opened.epoch, "status": self._status[0]}
-        message |= self._reports()
-        if self._present_plan and self.plan is not None:
-            message["plan"] = self.plan.data
-        self._say(message)
+    def _join_message(self, opened: Opened, status: Json) -> dict[str, Any]:
+        message = {"type": "join", "epoch": opened.epoch, "status": status, **self._reports()}
+        return {**message, "plan": self.plan.data} if self._present_plan and self.plan is not None else message
 
     def _planned(self, message: Mapping[str, Any]) -> None:
         formed = self.presentation.formed

@@ -125,10 +125,8 @@ class Orders(Protocol):
         """What ``worker``, of this node, wants to be known of it."""
 
     def draining(self, stays: bool) -> None:
-        """The workers of this node leave the run, and no more are to be started; perhaps said repeatedly.
-
-        ``stays``: they do not after all, since the run cannot do without the node any more.
-        """
+        """The workers of this node leave the run, and no more are to be started; perhaps said repeatedly. ``stays``:
+        they do not after all."""
 
 
 class NodeAgentEvents(Orders, Protocol):
@@ -228,7 +226,7 @@ class NodeAgent:
     def addresses(self) -> Sequence[Address]:
         """Of all candidates that are known now, in the order in which members turn to them."""
         with self._client.condition:
-            return self._client.addresses
+            return tuple(self._client.addresses)
 
     def hosts(self, address: Address) -> None:
         """Report a candidate of this launcher that was started after the launch."""

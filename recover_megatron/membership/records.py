@@ -169,10 +169,8 @@ Planner = Callable[[PlanRequest], Json]
 
 
 def members_only(request: PlanRequest) -> Json:
-    """The planner of a run that plans for itself: the members, what each of them joined with, and who was lost.
-
-    And what they have to decide, if there is anything: the nodes to ``drain``; and who is ``aside``, if anybody is.
-    """
+    """The planner of a run that plans for itself: its members, their statuses, who was lost; and where there are any,
+    the nodes to ``drain`` and who is ``aside``."""
     plan = {
         "members": list(request.members),
         "statuses": {str(member): request.statuses[member] for member in request.members},

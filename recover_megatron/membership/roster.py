@@ -253,24 +253,18 @@ class Roster:
 
     def unbind(self, peer: Member | NodeAgentStatus) -> None:
         """Close the peer's session, if it has one."""
-        if peer.session is not None:
-            del self.sessions[peer.session]
-            self._out.do(Close(peer.session))
-            peer.session = None
-        self._not_told(peer)
+        if (session := peer.session) is not None:
+            self.forget(session)
+            self._out.do(Close(session))
 
     def forget(self, session: int) -> Member | NodeAgentStatus | None:
         """A session has ended by itself; whose it was."""
         peer = self.sessions.pop(session, None)
         if peer is not None:
             peer.session = None
-            self._not_told(peer)
-        return peer
-
-    @staticmethod
-    def _not_told(peer: Member | NodeAgentStatus) -> None:
         if isinstance(peer, NodeAgentStatus):
             peer.silent, peer.asked, peer.delivered = False, 0.0, 0
+        return peer
 
     def refuse(self, session: int, reason: str) -> None:
         """Send whoever it is away, to try another candidate."""

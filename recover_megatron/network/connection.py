@@ -200,11 +200,10 @@ class Unreachable(ConnectionError):
 
 
 class Connection:
-    """A connection to ``address``, proved on both sides when the constructor returns.
+    """A connection to ``address``, proved on both sides when the constructor returns. All of it raises ``Unreachable``.
 
     ``patience``: called whenever nothing has come for ``POLL_SECONDS``, and raises when the wait is to end (a process
-    that is stopped answers nothing and closes nothing); None: wait for as long as the connection lasts.  All methods
-    raise ``Unreachable``.
+    that is stopped answers nothing and closes nothing); None: wait for as long as the connection lasts.
     """
 
     def __init__(self, address: str, challenge: Challenge, patience: Callable[[], None] | None = None) -> None:
@@ -248,10 +247,8 @@ class Connection:
         return data
 
     def detach(self, message: Mapping[str, Any]) -> socket.socket:
-        """The connection itself, blocking, for another protocol: after this message has gone and has come back.
-
-        What follows it is left in the connection.
-        """
+        """The connection itself, blocking, for another protocol: after this message has gone and has come back, with
+        all that follows it still to be read."""
         self.send(message)
         echo = encode(message, LONGEST_MESSAGE)
         while self._decoder.pending < len(echo):
