@@ -135,7 +135,7 @@ class Crowd:
         if not data:
             raise ConnectionError(f"the coordinator closed the session of worker {worker.number}")
         worker.decoder.feed(data)
-        while (message := worker.decoder.message()) is not None:
+        while (message := worker.decoder.next()) is not None:
             match message["type"]:
                 case "challenge":
                     worker.nonces = (message["nonce"], nonce())
