@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, cluster
 from script import Script, play, table
-from simulation import SETTINGS, World
+from simulation import SETTINGS
 
 from recover_megatron.membership.events import Received, Send
 from recover_megatron.membership.follower import Stage
@@ -18,11 +18,12 @@ from recover_megatron.membership.records import Fenced, Presentation, presentati
 # -- the state machines, one delivery after the other -----------------------------------------------------------------
 
 
-def running_world(workers: int = 3, candidates: int = 3) -> World:
-    world = World(workers, candidates=candidates, nodes=3)
-    world.run_fairly(4.0)
-    assert world.order == [1]
-    return world
+def three_nodes(joining: int = 0) -> Script:
+    played = Script(SETTINGS)
+    played.world("3", "candidates=3", "nodes=3", "runs=4")
+    for _ in range(joining):
+        played.joins()
+    return played
 
 
 @table("""
@@ -54,7 +55,7 @@ def test_a_newcomer_finds_the_run_behind_a_first_candidate_that_was_started_agai
 
 
 def test_two_newcomers_at_once_cost_one_epoch() -> None:
-    world = running_world()
+    world = three_nodes().it
     for node in (0, 1):
         world.add_newcomer(node)
     for number in (3, 4):
@@ -84,7 +85,7 @@ def test_the_coordinator_or_a_worker_may_die_at_any_moment_of_an_admission(
 
 def test_an_id_never_comes_back() -> None:
     """Not that of the launch, not that of another newcomer, dead or alive."""
-    world = running_world()
+    world = three_nodes().it
     world.add_newcomer(0)
     world.run_fairly(2.0)
     world.kill_worker(3)
@@ -199,14 +200,6 @@ def test_candidates_that_join(script: str) -> None:
 def test_without_candidates_that_join_the_run_ends_with_the_last_of_the_launch() -> None:
     one_after_the_other = "; ".join(f"joins alone; lose {node}; run 20" for node in range(3))
     play(f"world 3 candidates=3 nodes=3 runs=4; {one_after_the_other}; run 80 -> out 11 3 4 5")
-
-
-def three_nodes(joining: int = 0) -> Script:
-    played = Script(SETTINGS)
-    played.world("3", "candidates=3", "nodes=3", "runs=4")
-    for _ in range(joining):
-        played.joins()
-    return played
 
 
 def test_who_is_turned_away_is_told_of_no_candidates() -> None:
