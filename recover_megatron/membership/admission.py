@@ -19,10 +19,9 @@ bound, its presentation taken in ---> standby              (this candidate does 
 
     launcher that joins: candidate(address) ---> coordinator ---candidates(added...)---> all members, and who attaches
 
-A candidate promises nothing, and what binds is what the members hold (``leadership``): the list decides where members
-look for a coordinator, never who may lead. Members whose lists differ for a moment look in different places first, and
-meet where there is a candidate at all. They forget the list of the coordinator before; every launcher tells each new
-one of its candidate. A launcher that is not connected has none.
+The list decides where members look for a coordinator, never who may lead: members whose lists differ for a moment meet
+where there is a candidate at all. They forget the list of the coordinator before; every launcher tells each new one of
+its candidate. A launcher that is not connected has none.
 """
 
 from __future__ import annotations

@@ -205,9 +205,8 @@ class Session:
     def ask(self, reason: str, peer: int | None = None) -> None:
         """Ask for a new epoch, and do not wait: for a thread that has news while another one joins for this worker.
 
-        ``peer``: the worker with whom something failed, where that is the reason. Does nothing where an epoch is being
-        made, or where no coordinator is reached: the next one opens an epoch anyway. Raises ``Fenced`` or
-        ``CoordinatorLost``.
+        ``peer``: with whom something failed, where that is the reason. Does nothing where an epoch is being made, or no
+        coordinator is reached, of which the next one opens an epoch. Raises ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
             self._raise_if_out()
