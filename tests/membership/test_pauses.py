@@ -182,10 +182,8 @@ def pause(run: Cluster, candidate: int, seconds: float) -> None:
     run.coordinators[candidate].kill(signal.SIGSTOP)
     time.sleep(patient(seconds))
     run.coordinators[candidate].kill(signal.SIGCONT)
-    starts = run.said()
     for _ in range(2):
-        for number, process in run.workers.items():
-            starts[number] = process.lines.index(process.event("commit", start=starts[number])) + 1
+        run.commit_again()
 
 
 def nobody_was_put_out(run: Cluster, candidates: int) -> None:
