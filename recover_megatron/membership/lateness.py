@@ -240,8 +240,8 @@ class Witnessed:
             self._roster.changes.append("newcomers that have waited may come in")
 
     def hear(self, testimony: Statement, state: State, now: float) -> None:
-        """The witness has spoken: nobody waits any more for those that it says are lost, from the next rendezvous on,
-        which the launchers acknowledge after this."""
+        """The witness has spoken: nobody waits any more for those that it says are lost. What it says holds for the
+        next rendezvous, which the launchers acknowledge after this."""
         off = self._leadership.witness.hear(testimony)
         if not off or state not in (State.RENDEZVOUS, State.STEADY):
             return

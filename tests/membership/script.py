@@ -266,9 +266,6 @@ class Script:
         before = [iteration for iteration, epoch in self.it.commits.items() if epoch < plan.epoch]
         assert plan.committed >= max(before)
 
-    def no_commits(self) -> None:
-        assert self.it.commits == {}
-
     def done(self, worker: str, iteration: str) -> None:
         assert self.it.worker(int(worker)).done == int(iteration)
 

@@ -31,7 +31,7 @@ def started(workers: int, *spares: int) -> World:
 commits wait for the members that have a part and for no other
     world 3 nodes=3 spares=2 runs=4; act 0; goes_on 3 2 -> done 2 0
 where all are idle nothing is committed and nobody is to blame
-    world 3 nodes=3 spares=0,1,2 runs=4; run 100 -> no_commits; epochs 1
+    world 3 nodes=3 spares=0,1,2 runs=4; run 100 -> no commit; epochs 1
 an idle member is never hung and makes nobody waited for
     world 3 nodes=3 spares=2 runs=4; mark 2 spare waits; busy 0 1; run 100 -> no fault stuck; wake; goes_on 3 0
 an idle member that does not join the next rendezvous is put out there, and its launcher ends it
