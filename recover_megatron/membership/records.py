@@ -184,8 +184,7 @@ def members_only(request: PlanRequest) -> Json:
 class Presentation:
     """What a member tells a coordinator it attaches to: all that it followed and all that it holds.
 
-    The safety of a failover rests on it (``leadership``), so it only ever grows: a member never presents less than it
-    presented before.
+    The safety of a failover rests on it (``leadership``), so it only ever grows.
     """
 
     term: int = 0

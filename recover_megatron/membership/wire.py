@@ -94,9 +94,8 @@ _NOTE = _text(2048)
 
 def _epoch(prefix: str = "", required: bool = True) -> Schema:
     """What names an epoch or a rendezvous, as ``records.Formed.to_wire`` writes it."""
-    return {
-        f"{prefix}{name}": (check, required) for name, check in (("epoch", _EPOCH), ("term", _TERM), ("members", _runs))
-    }
+    checks = {"epoch": _EPOCH, "term": _TERM, "members": _runs}
+    return {f"{prefix}{name}": (check, required) for name, check in checks.items()}
 
 
 _GONE: Schema = {"dead": (_runs, True), "left": (_runs, True), "aside": (_runs, False)}
@@ -315,9 +314,8 @@ def read_secret_file(path: Path) -> Secret:
             if not stat.S_ISREG(info.st_mode):
                 raise SecretError(f"secret file {path} is not a regular file")
             if info.st_mode & 0o077:
-                raise SecretError(
-                    f"secret file {path} is open to others (mode {info.st_mode & 0o777:04o}): chmod 600 it"
-                )
+                mode = f"mode {info.st_mode & 0o777:04o}"
+                raise SecretError(f"secret file {path} is open to others ({mode}): chmod 600 it")
             if info.st_uid not in (os.geteuid(), 0):
                 raise SecretError(f"secret file {path} belongs to user {info.st_uid}, not to you")
             return Secret(file.read(1 << 16).strip())
