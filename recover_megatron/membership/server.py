@@ -50,7 +50,7 @@ from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.records import Json
 from recover_megatron.membership.testimony import WitnessThread
 from recover_megatron.membership.wire import Secret
-from recover_megatron.network.connection import nonce
+from recover_megatron.network.connection import nonce, proves
 from recover_megatron.network.system import all_delivered, unacknowledged, use_all_descriptors
 
 log = get_logger(__name__)
@@ -240,7 +240,7 @@ class CoordinatorServer:
             self._log({"event": kind, **record})
 
     def _prove(self, connection: _Connection, message: Mapping[str, Any]) -> None:
-        if not self._secret.proves(message["mac"], "member", connection.nonce, message["nonce"]):
+        if not proves(message["mac"], self._secret.mac("member", connection.nonce, message["nonce"])):
             self._reject(connection, "does not know the job's secret")
             return
         connection.proved = True

@@ -291,10 +291,6 @@ class Secret:
         """The proof of ``role`` ("member" or "coordinator") for one pair of nonces, in hex."""
         return connection.mac(self._value, "recover-membership", role, coordinator_nonce, member_nonce).hex()
 
-    def proves(self, mac: str, role: str, coordinator_nonce: str, member_nonce: str) -> bool:
-        """Whether ``mac`` is that proof, compared in constant time."""
-        return connection.proves(mac, self.mac(role, coordinator_nonce, member_nonce))
-
     def answer(self, challenge: Mapping[str, Any]) -> tuple[dict[str, str], str]:
         """A member's message ``auth`` for a message ``challenge``, and the proof that the coordinator then owes."""
         nonces = challenge["nonce"], connection.nonce()
