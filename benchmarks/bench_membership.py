@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.auth import Secret
+from recover_megatron.membership.wire import Secret
 from recover_megatron.network.connection import nonce
 
 HEARTBEAT = 1.0

@@ -43,8 +43,8 @@ from recover_megatron.collectives.epoch import EpochRevoked, SessionEpoch  # noq
 from recover_megatron.collectives.group import Group  # noqa: E402
 from recover_megatron.collectives.group_factory import open_group  # noqa: E402
 from recover_megatron.collectives.ledger import Bucket  # noqa: E402
-from recover_megatron.membership.auth import SECRET_VARIABLE, Secret  # noqa: E402
 from recover_megatron.membership.session import Session  # noqa: E402
+from recover_megatron.membership.wire import SECRET_VARIABLE, Secret  # noqa: E402
 
 ELEMENTS = (1 << 20) // 4
 WARM_UP = 5

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from recover_megatron.arguments import config_from_argv
 from recover_megatron.membership import CoordinatorLost, EpochRevoked, Plan, Session, Settings
-from recover_megatron.membership.worker import connect, is_newcomer, worker_id
+from recover_megatron.membership.session import connect, is_newcomer, worker_id
 
 
 def tell(event: str, **fields: object) -> None:

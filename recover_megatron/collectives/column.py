@@ -45,10 +45,9 @@ from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.collectives.ring.group import Tuning
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_LOST_MAJORITY, CoordinatorLost, Json, Plan
-from recover_megatron.membership.session import Session
-from recover_megatron.membership.worker import connect, worker_id
+from recover_megatron.membership.session import Session, connect, worker_id
+from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import HOST_VARIABLE
 
 log = get_logger(__name__)
@@ -149,7 +148,7 @@ class Column:
         device: torch.device | None = None,
         timeout: float = 60.0,
     ) -> Column:
-        """That of a worker of recover-run; starts its session.  Raises as ``membership.worker.connect`` does."""
+        """That of a worker of recover-run; starts its session.  Raises as ``membership.session.connect`` does."""
         key, host = find_secret(environ).key("column"), environ.get(HOST_VARIABLE, LOOPBACK)
         session = connect(environ=environ)
         return cls(session, worker_id(environ), key, shards=shards, host=host, device=device, timeout=timeout)

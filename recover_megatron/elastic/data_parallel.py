@@ -26,9 +26,9 @@ from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.elastic.state import Exchange, Gradients, Standing, State, Stateful, Status, shares, standing
 from recover_megatron.errors import UserError
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_STATE_LOST, CoordinatorLost, Fenced
-from recover_megatron.membership.worker import is_newcomer
+from recover_megatron.membership.session import is_newcomer
+from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import COORDINATOR_VARIABLE, HOST_VARIABLE
 
 log = get_logger(__name__)

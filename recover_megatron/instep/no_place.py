@@ -34,7 +34,7 @@ from recover_megatron import script_flags
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.instep.decision import Decision, JoinStatus
-from recover_megatron.membership.exception_reports import alike
+from recover_megatron.membership.ending import alike
 from recover_megatron.network.peer_store import PeerStoreServer
 
 KEY = "flags"

@@ -26,8 +26,8 @@ from recover_megatron.launch.processes import AGAIN_SECONDS
 from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED
 from recover_megatron.launch.supervisor import Supervisor
 from recover_megatron.logger import get_logger, use_lines
-from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.records import SecretError
+from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import HOST_VARIABLE
 
 log = get_logger(__name__)

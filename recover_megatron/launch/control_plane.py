@@ -29,10 +29,10 @@ from recover_megatron.launch.hosted import CandidateCommand, HostedCandidate
 from recover_megatron.launch.leasing import lease_is_here, slack_of
 from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import BACKLOG, Address, Candidates, LaunchPlan, join_addresses, local_address
-from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.node_agent import NoAgent, NodeAgent, Orders
 from recover_megatron.membership.records import EXIT_NO_REPLICA, FIRST_JOINED, CoordinatorLost, Settings
 from recover_megatron.membership.testimony import Scope
+from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import (
     COORDINATOR_VARIABLE,
     HOST_VARIABLE,

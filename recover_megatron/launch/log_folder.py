@@ -28,7 +28,7 @@ from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.output import LogFile
 from recover_megatron.launch.states import WorkerProcess
 from recover_megatron.log_writer import PATIENCE_SECONDS, Aside, flush_all
-from recover_megatron.membership.auth import SECRET_FILE
+from recover_megatron.membership.wire import SECRET_FILE
 
 LOCK_FILE = "launch.lock"
 ORDER_FILE = LOCK_FILE + ".order"

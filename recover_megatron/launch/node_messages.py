@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from recover_megatron.launch.plan import Candidates
 from recover_megatron.launch.states import ExitOutcome
-from recover_megatron.membership.auth import Secret
+from recover_megatron.membership.wire import Secret
 from recover_megatron.network import connection
 
 

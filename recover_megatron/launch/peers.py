@@ -45,8 +45,8 @@ from recover_megatron.launch.plan import Candidates, LaunchPlan
 from recover_megatron.launch.start_up import StartUp
 from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, ExitOutcome
 from recover_megatron.launch.store import Store, join_store, one_line, serve_store
-from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.records import EXIT_NO_REPLICA, ranges
+from recover_megatron.membership.wire import Secret
 
 
 class NodeThreads:

@@ -37,7 +37,7 @@ from recover_megatron.launch.loop import EventLoop
 from recover_megatron.launch.plan import LaunchPlan
 from recover_megatron.launch.states import REFUSED, RUN_VERDICTS, WorkerProcess, WorkerState
 from recover_megatron.launch.worker_table import WorkerTable
-from recover_megatron.membership.exception_reports import alike
+from recover_megatron.membership.ending import alike
 from recover_megatron.membership.records import EXIT_FENCED, JOINED_FROM, MAX_WORKERS, WorkerId
 
 WAIT_SECONDS, LONGEST_WAIT_SECONDS = 30.0, 600.0

@@ -43,8 +43,8 @@ from recover_megatron.launch.states import LAUNCH_FAILED, REFUSED, LaunchState, 
 from recover_megatron.launch.successors import LateNewcomers, Successors
 from recover_megatron.launch.worker_environment import WorkerEnvironment
 from recover_megatron.launch.worker_table import Shutdown, WorkerTable
-from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.records import SecretError
+from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import COORDINATOR_VARIABLE, SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 FAULT_SECONDS = 0.2

@@ -4,7 +4,6 @@ docs/membership.md has the protocol. A worker uses ``Session``, a launcher ``Nod
 (``python -m recover_megatron.membership``).
 """
 
-from recover_megatron.membership.auth import Secret, find_secret
 from recover_megatron.membership.node_agent import NodeAgent
 from recover_megatron.membership.records import (
     AuthenticationError,
@@ -19,6 +18,7 @@ from recover_megatron.membership.records import (
     Settings,
 )
 from recover_megatron.membership.session import Session
+from recover_megatron.membership.wire import Secret, find_secret
 
 __all__ = [
     "AuthenticationError",

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron import __version__
-from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.journal import Journal
 from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.records import MAX_WORKERS, Planner, SecretError, Settings, members_only
-from recover_megatron.membership.server import CoordinatorServer
+from recover_megatron.membership.server import CoordinatorServer, Journal
 from recover_megatron.membership.testimony import Scope, WitnessThread
+from recover_megatron.membership.wire import find_secret
 from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 EXIT_USAGE = 2
@@ -133,9 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lease_path = None if args.lease is None else str(args.lease)
     core = Coordinator(args.world, settings, salt, planner, slack, time.monotonic(), lease_path, nodes)
     server = CoordinatorServer(core, listener, secret, journal)
-    lease = None
     if args.lease is not None:
-        server.arbiter = lease = Lease(args.lease, server.post)
+        server.lease = Lease(args.lease, server.post)
     if scope is not None:
         server.witness = WitnessThread(scope, server.post)
     host, port = listener.getsockname()[:2]
@@ -147,8 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
-        if lease is not None:
-            lease.close()
         server.close()
         journal.close()
 

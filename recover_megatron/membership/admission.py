@@ -15,21 +15,13 @@ bound, its presentation taken in ---> standby              (this candidate does 
     leads --> at the start of a run: nothing to wait for
         '---> in place of a lost coordinator: gathered, once all whom the run counts on have come, or are late
 
-A commit needs the report of all members, so it needs no log: if every survivor of an epoch presents ``done >= t``, t is
-committed (it may have been, and it does no harm if it was not); if one does not, it was not. So a lost coordinator
-loses no decision, and a decision that a single worker has received is never taken again. Idle members report nothing,
-so they are no such survivors (``leadership.can_tell``).
-
 ``AddedCandidates``: those that joined a run after its launch; the leading one keeps their list, and tells all of it.
 
     launcher that joins: candidate(address) ---> coordinator ---candidates(added...)---> all members, and who attaches
 
-The candidates of the launch are known to all from the start; nodes are lost and replaced, so in a long run none of them
-may be left. Any process that members turn to may lead, since a candidate promises nothing and what binds is what the
-members hold (``leadership``): the list decides where members look for a coordinator, never who may lead. Members whose
-lists differ for a moment look in different places first, and meet where there is a candidate at all. Only this
-coordinator's list counts: members forget those of its predecessor. It need not be kept, for every launcher tells each
-new coordinator of its candidate. A launcher that is not connected has none.
+The list decides where members look for a coordinator, never who may lead: members whose lists differ for a moment meet
+where there is a candidate at all. They forget the list of the coordinator before; every launcher tells each new one of
+its candidate. A launcher that is not connected has none.
 """
 
 from __future__ import annotations
@@ -59,14 +51,7 @@ class Admission:
     _drains: Drains
     _out: Outbox
 
-    def attach(self, session: int, message: Mapping[str, Any], now: float) -> None:
-        """A worker or a launcher attaches."""
-        if message["type"] == "attach":
-            self._worker(session, message, now)
-        else:
-            self._node_agent(session, message, now)
-
-    def _worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
+    def worker(self, session: int, message: Mapping[str, Any], now: float) -> None:
         """A worker attaches: for the first time, again after its connection was lost, or from another coordinator."""
         number, newcomer = message["worker"], message.get("newcomer", False)
         if newcomer:
@@ -85,7 +70,8 @@ class Admission:
         if new and not worker.new and number not in self._epochs.formed.members:
             self._out.log("admitted", worker=number, host=message["host"])
         self._roster.bind(worker, session, now)
-        if worker.back and not self._is_awaited(worker):
+        awaited = self._rendezvous.is_open and number in self._rendezvous.members
+        if worker.back and not awaited:
             self._roster.away_again(worker)
         worker.new = new or worker.back
         worker.incarnation, worker.host = message["incarnation"], message["host"]
@@ -112,11 +98,7 @@ class Admission:
         elif number not in self._leadership.evidence.target | self._leadership.evidence.aside:
             self._roster.exclude(worker, "it was put out of the run before", now)
 
-    def _is_awaited(self, worker: Member) -> bool:
-        """Whether the open rendezvous waits for it."""
-        return self._rendezvous.is_open and worker.number in self._rendezvous.members
-
-    def _node_agent(self, session: int, message: Mapping[str, Any], now: float) -> None:
+    def node_agent(self, session: int, message: Mapping[str, Any], now: float) -> None:
         """A launcher attaches."""
         node = message["node"]
         node_agent = self._roster.node_agents.setdefault(node, NodeAgentStatus(node, None, now))
@@ -182,14 +164,14 @@ class Admission:
         self._out.send([session], revoke)
 
 
+@dataclass(eq=False)
 class TakeOver:
     """What a coordinator does while it is in STANDBY or GATHERING."""
 
-    def __init__(self, roster: Roster, leadership: Leadership, epochs: Epochs, lateness: Lateness) -> None:
-        self._roster = roster
-        self._leadership = leadership
-        self._epochs = epochs
-        self._lateness = lateness
+    _roster: Roster
+    _leadership: Leadership
+    _epochs: Epochs
+    _lateness: Lateness
 
     def leads(self, now: float) -> bool:
         """Begin a term, if enough members have come; whether they have."""
@@ -278,12 +260,9 @@ class AddedCandidates:
         peer = self._roster.sessions.get(session)
         if self._leads and peer is not None:
             more = self._shared if isinstance(peer, NodeAgentStatus) else {}
-            self._out.send([session], {**self._message, **more})
+            added = [list(address) for address in self._listed]
+            self._out.send([session], {"type": "candidates", "added": added, "world": self._roster.world, **more})
 
     @property
     def _list(self) -> list[Address]:
         return [address for _, address in self._told.values()][:MOST_ADDED]
-
-    @property
-    def _message(self) -> dict[str, Any]:
-        return {"type": "candidates", "added": [list(a) for a in self._listed], "world": self._roster.world}

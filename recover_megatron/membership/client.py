@@ -1,13 +1,14 @@
-"""The members' I/O: a thread that keeps the connection to the coordinator. All decisions are ``Follower``'s.
+"""The members' I/O, a thread that keeps the connection to the coordinator, and an observer's, which asks and waits.
+
+All decisions are ``Follower``'s.
 
     Dial -> CONNECTING -> CHALLENGED (waits for the nonce) -> PROVING (has sent our proof, waits for theirs) -> OPEN
 
 A socket is closed only after the other side has closed it, or while nobody is attached by it (see ``follower``). One
 that was abandoned is kept, drained and closed when its other end is.
 
-Processes that the owner forks (data loader workers) inherit the sockets, and the kernel tells the coordinator of the
-owner's death only when the last copy is closed. So the child closes them right after the fork, and a fork waits for a
-moment at which no socket is being made.
+The kernel tells the coordinator of the owner's death only when the last copy of the socket is closed. So a process that
+it forks (a data loader's worker) closes its own right away, and a fork waits until no socket is being made.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.events import (
     Abandon,
     Accepted,
@@ -40,22 +40,21 @@ from recover_megatron.membership.events import (
 )
 from recover_megatron.membership.follower import Follower, Stage
 from recover_megatron.membership.records import AuthenticationError, MembershipError
-from recover_megatron.network.connection import nonce
+from recover_megatron.membership.wire import Secret
+from recover_megatron.network.connection import proves
 from recover_megatron.network.system import close_in_children
 
 Address = tuple[str, int]
 MAX_REJECTIONS = 10
 """So many refused proofs in a row, with none ever accepted, mean that the secret is wrong."""
-
 MAX_SLEEP = 60.0
 
 
 class Client:
     """Runs ``core`` over TCP in a daemon thread, from ``start`` on.
 
-    ``notify`` gets the core's ``Notify`` effects, in that thread, unlocked.
-
-    ``condition`` guards the core: hold it to read or call the core, wait on it for a change.
+    ``notify`` gets the core's ``Notify`` effects, in that thread, unlocked. ``condition`` guards the core: hold it to
+    read or call the core, wait on it for a change.
     """
 
     def __init__(
@@ -64,12 +63,13 @@ class Client:
         self.core = core
         self.condition = threading.Condition(threading.RLock())
         self._launched = tuple(addresses)
-        self._addresses = list(addresses)
+        self.addresses = list(addresses)
+        """Of all candidates that are known now, in the order in which they are tried; hold ``condition``."""
         self._secret = secret
         self._notify = notify
         self._sock: socket.socket | None = None
         self._state = ""
-        self._nonces = ("", "")
+        self._owed = ""
         self._decoder = wire.Decoder(0, {})
         self._out = bytearray()
         self._abandoned: list[socket.socket] = []
@@ -87,22 +87,19 @@ class Client:
         """Begin, once the owner is ready to be notified."""
         self._thread.start()
 
-    @property
-    def addresses(self) -> Sequence[Address]:
-        """Of all candidates that are known now, in the order in which they are tried; hold ``condition``."""
-        return tuple(self._addresses)
-
     # -- for the owner, any thread ------------------------------------------------------------------------------------
 
-    def perform(self, effects: Sequence[MemberEffect]) -> None:
-        """Carry out what a call of the core asked for; hold ``condition``."""
-        if self._forked:
-            raise RuntimeError("this session belongs to the parent process: a forked child cannot use it")
-        for effect in effects:
-            assert isinstance(effect, Say)
-            self._say(effect.message)
-        if self._out or self.core.deadline == -math.inf:
-            self._wake()
+    def call(self, method: Callable[..., Sequence[MemberEffect]], *words: object) -> None:
+        """Call a method of the core, and say what it wants said."""
+        with self.condition:
+            effects = method(*words)
+            if self._forked:
+                raise RuntimeError("this session belongs to the parent process: a forked child cannot use it")
+            for effect in effects:
+                assert isinstance(effect, Say)
+                self._say(effect.message)
+            if self._out or self.core.deadline == -math.inf:
+                self._wake()
 
     def close(self, flush_seconds: float = 2.0) -> None:
         """Send what is queued, then end the thread. The socket stays open: its end is the end of the process."""
@@ -180,14 +177,14 @@ class Client:
                 case Hangup():
                     self._drop()
                 case Look(added):
-                    self._addresses[len(self._launched) :] = added
+                    self.addresses[len(self._launched) :] = added
                 case Notify():
                     self._notices.append(effect)
 
     # -- connecting ---------------------------------------------------------------------------------------------------
 
     def _dial(self, candidate: int) -> None:
-        host, port = self._addresses[candidate]
+        host, port = self.addresses[candidate]
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind, protocol)
@@ -199,13 +196,12 @@ class Client:
         self._sock, self._state = sock, "connecting"
         self._out.clear()
         self._selector.register(sock, selectors.EVENT_WRITE)
-        with contextlib.suppress(BlockingIOError):
-            try:
-                sock.connect(address)
-            except BlockingIOError:
-                raise
-            except OSError as error:
-                self._fail(f"{host}:{port}: {error.strerror}")
+        try:
+            sock.connect(address)
+        except BlockingIOError:
+            pass  # the selector tells when
+        except OSError as error:
+            self._fail(f"{host}:{port}: {error.strerror}")
 
     def _connected(self) -> None:
         assert self._sock is not None
@@ -222,12 +218,11 @@ class Client:
             if message["version"] != wire.PROTOCOL_VERSION:
                 self._fail(f"the coordinator speaks version {message['version']}, this is {wire.PROTOCOL_VERSION}")
                 return
-            self._nonces = (message["nonce"], nonce())
+            auth, self._owed = self._secret.answer(message)
             self._state = "proving"
-            mac = self._secret.mac("member", *self._nonces)
-            self._say({"type": "auth", "nonce": self._nonces[1], "mac": mac})
+            self._say(auth)
         elif self._state == "proving" and message["type"] == "proof":
-            if not self._secret.proves(message["mac"], "coordinator", *self._nonces):
+            if not proves(message["mac"], self._owed):
                 self._fail("the coordinator does not know the job's secret")
                 return
             self._state, self._rejections = "open", -(1 << 30)
@@ -264,7 +259,7 @@ class Client:
             return
         self._decoder.feed(data)
         try:
-            while self._sock is sock and (message := self._decoder.next()) is not None:
+            while self._sock is sock and (message := self._decoder.message()) is not None:
                 if self._state == "open":
                     self._handle(Heard(self._without_the_launched(message)))
                 else:
@@ -313,7 +308,7 @@ class Client:
         with contextlib.suppress(OSError, wire.WireError):
             while self._state == "open" and (data := self._sock.recv(1 << 18)):
                 self._decoder.feed(data)
-                while (message := self._decoder.next()) is not None:
+                while (message := self._decoder.message()) is not None:
                     self.core.overhear(message)
         self._selector.modify(self._sock, selectors.EVENT_READ)
         self._abandoned.append(self._sock)
@@ -349,3 +344,104 @@ class Client:
         self._selector.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
+
+
+ANSWER_SECONDS = 10.0
+"""A candidate that says nothing for this long is given up."""
+
+
+class NoAnswer(MembershipError):
+    """The candidate is not there, or does not answer as a coordinator does; the message says which."""
+
+
+class OtherVersion(NoAnswer):
+    """A coordinator is there, of another version of the protocol."""
+
+
+class Observer:
+    """A connection to the candidate at ``address``. All calls block, for at most ``timeout`` seconds each.
+
+    Raises ``NoAnswer``, and ``AuthenticationError`` where the secret is not that of the run.
+    """
+
+    def __init__(self, address: Address, secret: Secret, timeout: float = ANSWER_SECONDS) -> None:
+        self.name = f"{address[0]}:{address[1]}"
+        self._timeout = timeout
+        self._decoder = wire.Decoder(wire.MAX_HANDSHAKE, wire.HANDSHAKE_TO_MEMBER)
+        try:
+            self._sock = socket.create_connection(address, timeout)
+        except OSError as error:
+            raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
+        try:
+            self._shake_hands(secret)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, drain: str | None = None) -> dict[str, Any]:
+        """The answer, a message ``view``; or ``stop``: the run has ended (or ends on this side of a partition).
+
+        ``drain``: ask, too, for the node or host of that name to be drained; a candidate that does not lead forgets it.
+        """
+        self._send({"type": "observe"} if drain is None else {"type": "drain", "node": drain})
+        message = self._hear()
+        if message["type"] == "refused":
+            raise NoAnswer(f"{self.name}: {message['reason']}")
+        if message["type"] not in ("view", "stop"):
+            raise NoAnswer(f"{self.name} answers with {message['type']!r}")
+        return message
+
+    def close(self) -> None:
+        """End the connection; nobody minds."""
+        self._sock.close()
+
+    def _shake_hands(self, secret: Secret) -> None:
+        challenge = self._expect("challenge")
+        if challenge["version"] != wire.PROTOCOL_VERSION:
+            versions = f"version {challenge['version']} of the protocol, this is {wire.PROTOCOL_VERSION}"
+            raise OtherVersion(f"{self.name} speaks {versions}: use the recover-status that belongs to the run")
+        auth, owed = secret.answer(challenge)
+        self._send(auth)
+        try:
+            proof = self._expect("proof")
+        except NoAnswer as error:
+            if "closed the connection" not in str(error):
+                raise
+            raise AuthenticationError(f"{self.name} refuses the secret: it is not that of this run") from error
+        if not proves(proof["mac"], owed):
+            raise AuthenticationError(f"{self.name} does not know the secret: it is no coordinator of this run")
+        self._decoder.limit, self._decoder.schemas = wire.MAX_TO_MEMBER, wire.TO_MEMBER
+
+    def _expect(self, kind: str) -> dict[str, Any]:
+        message = self._hear()
+        if message["type"] != kind:
+            raise NoAnswer(f"{self.name} says {message['type']!r} where a coordinator says {kind!r}")
+        return message
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._sock.settimeout(self._timeout)
+            self._sock.sendall(wire.encode(message, wire.MAX_HANDSHAKE))
+        except OSError as error:
+            # What it said before it closed is still to be heard: the end of the run, perhaps.
+            if not isinstance(error, ConnectionError):
+                raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
+
+    def _hear(self) -> dict[str, Any]:
+        until = time.monotonic() + self._timeout
+        try:
+            while (message := self._decoder.message()) is None:
+                self._sock.settimeout(max(0.001, until - time.monotonic()))
+                data = self._sock.recv(1 << 18)
+                if not data:
+                    raise NoAnswer(f"{self.name} closed the connection")
+                self._decoder.feed(data)
+        except TimeoutError as error:
+            raise NoAnswer(f"{self.name} does not answer within {self._timeout:.0f} s") from error
+        except ConnectionError as error:
+            raise NoAnswer(f"{self.name} closed the connection ({error.strerror})") from error
+        except wire.WireError as error:
+            raise NoAnswer(f"{self.name} is no coordinator: {error}") from error
+        except OSError as error:
+            raise NoAnswer(f"{self.name}: {error.strerror or error}") from error
+        return message

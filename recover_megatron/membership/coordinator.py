@@ -3,7 +3,7 @@
 The way from the end of a worker's session to the next plan can be read here from top to bottom. What a step needs to
 know is asked of one part, and no part knows this module: ``roster`` (who is there), ``lateness`` (who is late),
 ``leadership`` (who may go on), ``epochs`` (the last epoch and the open rendezvous), ``admission`` (who comes, and
-whether this one leads), ``observing`` (who looks), ``ending`` (whether anybody is left who can go on, and who is told).
+whether this one leads), ``view`` (who looks), ``ending`` (whether anybody is left who can go on, and who is told).
 Only this module changes the state:
 
             quorum attached            all attached            all joined: plan           death, fence, reconnect
@@ -25,11 +25,9 @@ STEADY      The plan of epoch n is pushed. ``done(n, t)`` of all members commits
             said ``idle(n)`` has no part in epoch n: commits and hang detection pass it over.
 STOPPED     The run is over or may not go on here; everybody was told why.
 
-Members that hear nothing turn away from a coordinator (``abandon``), and it cannot know of it while it does not run: it
-was stopped, or its host was busy. Then they are alive, and they either come back, and are waited for, or another
-candidate leads them. So a coordinator that has less than its quorum left *steps down*: it sends who is left to look for
-another one, forgets all (``StepDown``), and is a candidate like any other. Its own pauses count against nobody. A
-fresh candidate has promised nothing, whatever the process did before: members alone keep what binds (``leadership``).
+Members turn away from a coordinator that does not run (``abandon``); they are alive, and come back, or follow another
+candidate. So a coordinator that has less than its quorum left *steps down*: it sends who is left to look for another
+one, forgets all (``StepDown``), and is a candidate like any other. Its own pauses count against nobody.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from typing import Any
 
 from recover_megatron.membership.admission import AddedCandidates, Admission, TakeOver
 from recover_megatron.membership.drains import Drains
-from recover_megatron.membership.ending import Ending, Survivors
+from recover_megatron.membership.ending import Ending, ExceptionReports, Survivors
 from recover_megatron.membership.epochs import Epochs, Rendezvous
 from recover_megatron.membership.events import (
     Acknowledged,
@@ -57,10 +55,8 @@ from recover_megatron.membership.events import (
     Tick,
     Verdict,
 )
-from recover_megatron.membership.exception_reports import ExceptionReports
 from recover_megatron.membership.lateness import Lateness, Witnessed
 from recover_megatron.membership.leadership import Leadership
-from recover_megatron.membership.observing import Observing
 from recover_megatron.membership.records import (
     EXIT_NO_REPLICA,
     EXIT_SAME_FAULT,
@@ -73,6 +69,7 @@ from recover_megatron.membership.records import (
     to_runs,
 )
 from recover_megatron.membership.roster import Fate, Member, NodeAgentStatus, Roster
+from recover_megatron.membership.view import Observing
 from recover_megatron.membership.witness import Witness
 
 
@@ -110,9 +107,9 @@ class Coordinator:
         self._witnessed = Witnessed(roster, self.leadership, self.epochs, self.rendezvous, self.lateness)
         self.drains = Drains(roster, self.epochs, out)
         self._observing = Observing(
-            roster, self.leadership, self.epochs, self.rendezvous, self.lateness, self.drains, out
+            roster, self.leadership, self.epochs, self.rendezvous, self.lateness.stall, self.drains, out
         )
-        self.history, self._observers = self._observing.history, self._observing.observers
+        self.history = self._observing.history
         self._takeover = TakeOver(roster, self.leadership, self.epochs, self.lateness)
         self._lease = lease
         self._candidates = AddedCandidates(roster, out, lease, slack, witnessed=nodes is not None)
@@ -172,7 +169,7 @@ class Coordinator:
     # -- a session ends, or is silent ---------------------------------------------------------------------------------
 
     def _closed(self, session: int, ended: bool, reason: str, now: float) -> None:
-        self._observers.forget(session)
+        self._observing.sessions.pop(session, None)
         peer = self.roster.forget(session)
         if peer is None:
             return
@@ -292,7 +289,7 @@ class Coordinator:
     def _open(self, now: float) -> None:
         """Open the next rendezvous: everybody the run counts on must join it, and so must the newcomers."""
         roster, epochs = self.roster, self.epochs
-        reasons = roster.take_changes()
+        reasons, roster.changes = roster.changes, []
         counted_on = epochs.formed.members if epochs.own else epochs.take_over(self.leadership.evidence, now)
         members = counted_on & roster.with_fate(Fate.LIVE)
         if epochs.formed.epoch == 0 and roster.settings.start_needs_all and (lost := epochs.formed.members - members):
@@ -339,8 +336,8 @@ class Coordinator:
                 self._from_worker(peer, session, message, now)
         elif message["type"] in ("observe", "drain"):
             self._observing.asked(session, message, self.state, now)
-        elif session in self._observers:
-            self._observers.forget(session)
+        elif session in self._observing.sessions:
+            self._observing.sessions.pop(session, None)
             self.roster.refuse(session, f"{message['type']} of an observer")
         elif message["type"] not in ("attach", "attach_node_agent"):
             self.roster.refuse(session, f"{message['type']} before attach")
@@ -348,7 +345,8 @@ class Coordinator:
             self.roster.refuse(session, "you follow a newer coordinator")
             self._step_down("a member follows a newer coordinator")
         else:
-            self._admission.attach(session, message, now)
+            attach = self._admission.worker if message["type"] == "attach" else self._admission.node_agent
+            attach(session, message, now)
             self._candidates.greet(session)
 
     def _from_node_agent(self, peer: NodeAgentStatus, session: int, message: Mapping[str, Any], now: float) -> None:
@@ -380,7 +378,7 @@ class Coordinator:
                 nobody = not epochs.formed.members & self.roster.with_fate(Fate.LIVE)
                 if self.state is State.RENDEZVOUS or nobody or epochs.finished:
                     changes.append(f"{worker.name} has left")
-                changes.extend(self.drains.left(worker))
+                changes.extend(self.drains.news_of(worker.node))
             case "drain_answer" if of_this_epoch:
                 self.drains.answered(message["node"], message["reason"])
             case "complain" if of_this_epoch:
@@ -406,7 +404,7 @@ class Coordinator:
     def _step_down(self, reason: str) -> None:
         """Lead no longer: who still follows is sent to look for another coordinator."""
         self._out.log("step_down", reason=reason)
-        for session in [*self.roster.sessions, *self._observers.sessions]:
+        for session in [*self.roster.sessions, *self._observing.sessions]:
             self._out.send([session], {"type": "refused", "reason": reason})
             self._out.do(Close(session))
         self.roster.sessions.clear()
@@ -419,7 +417,7 @@ class Coordinator:
         absent = Workers()
         if self.state is State.RENDEZVOUS:
             absent = self.rendezvous.members & self.roster.with_fate(Fate.LIVE) - self.roster.reached
-        self._ending.begin(over, self.epochs.formed, absent, self.rendezvous.patience, self._observers.sessions, now)
+        self._ending.begin(over, self.epochs.formed, absent, self.rendezvous.patience, self._observing.sessions, now)
         self.roster.changes.clear()
         self.deadline = self._ending.deadline
         self.state = State.STOPPED

@@ -5,9 +5,8 @@ that does not wait and has not made a new mark for ``hang_timeout`` (plus what i
 waiting just as long is *hung*: it holds up the run. When all wait for each other and nobody has made a mark for so
 long, no single worker is to blame: the epoch is *stuck*.
 
-A worker that makes marks is never hung, however slow it is; a worker that nobody waits for is never hung either. But
-who is stopped in every replica keeps its mates from coming to where they would say that they wait: when nobody at all
-has made a mark for so long, those are hung of whom nothing has been heard either.
+Workers that are stopped in every replica keep their mates from coming to where they would say that they wait: when
+nobody at all has made a mark for so long, those are hung of whom nothing has been heard either.
 
 What a mark allows (a checkpoint, compilation) holds only while the worker is heard: its session has a thread of its
 own, which goes on while the main thread writes or compiles, and falls silent when the process is stopped.
@@ -20,13 +19,11 @@ A stall that many share (``Stall``):
                      v  |
                    STALLED --stall timeout--> all that are late are put out
 
-One worker that makes no progress, or is not heard, is broken: it is put out, and the others go on. Where that would
-cost *more than half* of the replicas, and more than one, something that they share has stopped: a disk, a switch, the
-machine under their hosts. It will come back, and they with it: the run waits.
+Where that would cost *more than half* of the replicas, and more than one, something that they share has stopped: a
+disk, a switch, the machine under their hosts. It will come back, and they with it: the run waits.
 
-They do not become late at one moment. So whoever has used up half of its time already counts beside those that are
-late, and so does who was put out within the last hang timeout. Where only these make it a stall nothing is said yet:
-they make a mark, or become late themselves.
+They do not become late at one moment. So a worker counts beside those that are late when it has used up half of its
+time, or was put out within the last hang timeout. Where only these make it a stall nothing is said yet.
 """
 
 from __future__ import annotations
@@ -68,8 +65,7 @@ class WorkerProgress:
     def heartbeat(self, message: Mapping[str, Any], now: float, *, may_wait: bool) -> None:
         """Take in a checked message ``heartbeat``.
 
-        ``may_wait``: whether it counts that it waits for others, as its marks say. A worker that has reported its step,
-        or has joined a rendezvous, waits whatever its marks say.
+        ``may_wait``: whether its marks tell if it waits; not once it has reported its step or joined a rendezvous.
         """
         self.iteration, self.phase = message["iteration"], message["phase"]
         self.microbatch, self.place = message.get("microbatch"), message.get("place")
@@ -132,8 +128,8 @@ def behind(
     """The workers of the one replica for which all others have waited in a step for longer than ``settings.grace``.
 
     Nobody where two are late, where fewer than ``min_replicas`` would be left, or while the late one does what others
-    do not: writes a checkpoint, compiles for the first time, puts its state together.  A replica has come when all of
-    its workers wait; a worker that says so and has not been heard since for the grace (it is stopped) has not.
+    do not: writes a checkpoint, compiles.  A replica has come when all of its workers wait, but for those that say so
+    and have not been heard since for the grace (they are stopped).
     """
     replicas: dict[Hashable, list[WorkerProgress]] = {}
     for p in group:

@@ -7,9 +7,9 @@
         |           |
         '-----------'--the members cannot do without it--> REFUSED, and forgotten: it may be asked again
 
-Only members know what they hold, so they decide, all alike (``workload.node_losses``); and they remember what they have
-accepted: their statuses tell it, so the next coordinator knows it from the plan. What was only asked is lost with a
-coordinator; who asks sees that, and asks again.
+Only members know what they hold, so they decide, all alike (``workload.node_losses``), and remember what they have
+accepted: their statuses tell it, so the next coordinator knows it. What was only asked is lost with a coordinator; the
+observer sees that, and asks again.
 
 A worker's node is the name that its status tells, or its launcher's. No name is used twice in a run (who joins it has a
 new one), so a node that was drained stays so: nobody of it is let in. A new coordinator that does not know of it yet
@@ -50,8 +50,7 @@ class Drains:
         self._out = out
         self._asked: list[str] = []
         self._accepted: set[str] = set()
-        self._refused: dict[str, str] = {}
-        """By the name that was asked for."""
+        self._refused: dict[str, str] = {}  # by the name that was asked for
 
     # -- what is asked, and answered ----------------------------------------------------------------------------------
 
@@ -88,25 +87,21 @@ class Drains:
         return tuple(self._asked)
 
     def answered(self, node: str, reason: str) -> None:
-        """A member tells what the present epoch has decided of a node; ``reason``: why it is refused, empty: it is
-        not."""
+        """A member tells what the present epoch has decided of a node; ``reason``: why it is refused, else empty."""
         if node in self._asked:
             self._asked.remove(node)
         if reason:
-            self._tell_launcher(node, stays=True)  # nothing, unless it was told otherwise
+            self.tell_launcher(node, stays=True)  # nothing, unless it was told otherwise
             self._accepted.discard(node)
             self._refuse(node, reason)
         elif node not in self._accepted:
             self._accepted.add(node)
             self._out.log("draining", node=node)
             self.tell_launcher(node)
-            self._roster.changes.extend(self._news_of(node))  # its spares may have left before this was told
+            self._roster.changes.extend(self.news_of(node))  # its spares may have left before this was told
 
-    def tell_launcher(self, node: str) -> None:
+    def tell_launcher(self, node: str, **more: bool) -> None:
         """Have the launcher of a node that is being drained start no more workers; nothing for another one."""
-        self._tell_launcher(node)
-
-    def _tell_launcher(self, node: str, **more: bool) -> None:
         node_agent = self._roster.node_agents.get(node)
         if self.is_draining(node) and node_agent is not None and node_agent.session is not None:
             self._out.send([node_agent.session], {"type": "drain", **more})
@@ -126,15 +121,10 @@ class Drains:
 
     def why_left(self, worker: Member) -> str:
         """For people: why a worker leaves in order."""
-        return (
-            "its node was drained" if worker.node in self._asked or self.is_draining(worker.node) else "it had finished"
-        )
+        drained = worker.node in self._asked or self.is_draining(worker.node)
+        return "its node was drained" if drained else "it had finished"
 
-    def left(self, worker: Member) -> list[str]:
-        """A worker has left in order: why that calls for an epoch without it, if it does."""
-        return self._news_of(worker.node)
-
-    def _news_of(self, node: str) -> list[str]:
+    def news_of(self, node: str) -> list[str]:
         """Why an epoch is to be opened: the last one still counts on workers of the node, of which none is left."""
         empty = self.is_draining(node) and not self._live(node)
         return [f"node {node} {DRAINED}"] if empty and self._workers_of(node) & self._epochs.formed.members else []
@@ -174,12 +164,10 @@ class Drains:
         return sorted({worker.node for worker in self._roster.workers.values() if worker.node})
 
     def _nodes_of(self, name: str) -> list[str]:
-        hosts: dict[str, set[str]] = {}
-        for worker in self._roster.workers.values():
-            hosts.setdefault(worker.host, set()).add(worker.node)
         # The members may remember a node of which nobody was left when this coordinator came to lead.
         known = name in self._nodes or name in self._known_to_members
-        return [name] if known else sorted(hosts.get(name, set()) - {""})
+        on_the_host = {worker.node for worker in self._roster.workers.values() if worker.host == name}
+        return [name] if known else sorted(on_the_host - {""})
 
     def _workers_of(self, node: str) -> Workers:
         return frozenset(number for number, worker in self._roster.workers.items() if worker.node == node)

@@ -6,8 +6,9 @@
        |     a change of membership      |               a change of membership                       |
        '---------------------------------'------------------------------------------------------------'
 
-A commit needs the report of all members with a part in the epoch. What they have reported when they join the next
-rendezvous decides in the same way what the last epoch has committed (``coordinator`` says why that is safe).
+A commit needs the report of all members with a part in the epoch, so it needs no log: if every survivor of an epoch
+presents ``done >= t``, t is committed (it may have been, and it does no harm if it was not); if one does not, it was
+not. So a lost coordinator loses no decision, and a decision that a single worker has received is never taken again.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Epochs:
         self._roster.told_of(evidence.dead, evidence.left)
 
     def take_over(self, evidence: Evidence, now: float) -> Workers:
-        """Adopt ``evidence`` as a new coordinator; returns the workers that the run counts on.
+        """Adopt ``evidence`` as a new coordinator; the workers that the run counts on.
 
         A live worker that is not among them stays aside if it was presented as that, and is put out otherwise.
         """
@@ -83,11 +84,8 @@ class Epochs:
 
     # -- its plan -----------------------------------------------------------------------------------------------------
 
-    def form(self, opened: Opened, opened_at: float, now: float, drain: tuple[str, ...] = ()) -> None:
-        """Fix the plan of a rendezvous that all have joined. Raises RunOver where there can be none.
-
-        ``drain``: as in ``PlanRequest``.
-        """
+    def form(self, opened: Opened, opened_at: float, now: float, drain: tuple[str, ...]) -> None:
+        """Fix the plan of a rendezvous that all have joined. Raises RunOver where there can be none."""
         previous, workers = self.formed, self._roster.workers
         self.formed = Formed(opened.epoch, opened.members, opened.term)
         self.commit(self.formed.members & previous.members - self._roster.idle(previous))
@@ -144,11 +142,9 @@ class Epochs:
         worker.idle_in = self.formed.epoch
         self._reported(worker, before)
 
-    def left(self, worker: Member, why: str = "it had finished") -> None:
-        """A worker has left in order, by default since it had finished.
-
-        If it had a part in this epoch, nothing more is committed in the epoch: its report would be missing.
-        """
+    def left(self, worker: Member, why: str) -> None:
+        """A worker has left in order. If it had a part in this epoch nothing more is committed in it, for its report
+        would be missing."""
         self._some_left |= worker.number not in self.formed.members or worker.idle_in != self.formed.epoch
         worker.fate = Fate.LEFT
         self._out.log("left", worker=worker.number, reason=why)
@@ -157,8 +153,7 @@ class Epochs:
     def finished(self) -> bool:
         """Whether all that had a part in the epoch are gone, at least one of them because it had finished.
 
-        False at a coordinator that has not formed the epoch: it does not know which of those that left had a part, and
-        opens another epoch instead.
+        False at a coordinator that has not formed the epoch: it does not know which of those that left had a part.
         """
         fates = {self._roster.workers[member].fate for member in self.working} if self.own else set()
         return Fate.LEFT in fates and Fate.LIVE not in fates
@@ -246,15 +241,13 @@ class Rendezvous:
     def revoke_message(self, reason: str, *, apart: bool = False) -> dict[str, Any]:
         """The message that the last epoch is over, what it has committed, and who has to join the next one.
 
-        ``apart``: the message for workers that ``is_apart`` names. It tells of no commits: those were made without
-        them, so they must not make the step, but get the state of a worker that has.
+        ``apart``: for workers that ``is_apart`` names. It tells of no commits: those were made without them, so they
+        must not make the step, but get the state of a worker that has.
         """
         epochs, roster = self._epochs, self._roster
         message: dict[str, Any] = {
             "type": "revoke",
-            "epoch": self.opened.epoch,
-            "term": self.opened.term,
-            "members": to_runs(self.members),
+            **self.opened.to_wire(),
             "dead": to_runs(roster.with_fate(Fate.DEAD)),
             "left": to_runs(roster.with_fate(Fate.LEFT)),
             "committed": 0 if apart else epochs.committed,
@@ -264,7 +257,7 @@ class Rendezvous:
             message["aside"] = to_runs(aside)
         if apart and not self.members & epochs.formed.members:
             # They alone go on: whom they turn to is to know that there was an epoch of which they can tell nothing.
-            message.update({f"after_{name}": value for name, value in epochs.formed.to_wire().items()})
+            message |= epochs.formed.to_wire("after_")
         if not epochs.own and epochs.plan is None and epochs.formed.epoch > 0:
             holders = (roster.workers[m] for m in sorted(self.members))
             holder = next((w for w in holders if w.session and w.formed_epoch == epochs.formed.epoch), None)
@@ -310,8 +303,8 @@ class Rendezvous:
             self._roster.exclude(worker, "did not come to the new coordinator", now)
         return not late and self._may_follow(now) and self.all_joined
 
-    def form(self, now: float, drain: tuple[str, ...] = ()) -> None:
-        """Fix its plan. Raises RunOver where there can be none. ``drain``: as in ``PlanRequest``."""
+    def form(self, now: float, drain: tuple[str, ...]) -> None:
+        """Fix its plan; ``drain``: as in ``PlanRequest``. Raises RunOver where there can be none."""
         self._epochs.form(self.opened, self.opened_at, now, drain)
         self.is_open = False
 
@@ -321,8 +314,8 @@ class Rendezvous:
         self.opened_at += pause
 
     def _late(self, unreached: Container[int], now: float) -> list[Member]:
-        """Members without a connection whose time is over: before the first epoch the start timeout for workers of the
-        launch, else 1.2 heartbeat timeouts."""
+        """Members without a connection whose time is over: the start timeout for the launch's first epoch, else 1.2
+        heartbeat timeouts."""
         newcomers_until = min(self.patience, self.opened_at + 1.2 * self._roster.settings.heartbeat_timeout)
         missing = [self._roster.workers[m] for m in self.members if m not in unreached]
         missing = [w for w in missing if w.session is None]
@@ -363,8 +356,8 @@ class Rendezvous:
     def _acknowledged(self, node: str, now: float) -> bool:
         """Whether the launcher says nothing to another coordinator without presenting this rendezvous.
 
-        One that does not run need not have said so: it is enough that the message lies at its host. What it had said
-        before that is heard by then, since ``patience`` is also time for what was lost on the way.
+        It is enough that the message lies at the host of one that does not run. What it had said before that is heard
+        by then, since ``patience`` is also time for what was lost on the way.
         """
         node_agent = self._roster.node_agents.get(node)
         if node_agent is None:

@@ -24,9 +24,8 @@ class Received:
 class Closed:
     """A session ended.
 
-    ``ended`` tells that the other side's kernel closed it (end of file or reset): a process that runs does not let that
-    happen without an ``abandon`` or ``bye`` before. False for what this side did or suffered: a malformed message, a
-    full buffer, an unreachable network.
+    ``ended``: the other side's kernel closed it (end of file or reset), which a process that runs does not let happen
+    without an ``abandon`` or ``bye`` before. False: a malformed message, a full buffer, an unreachable network.
     """
 
     session: int
@@ -129,8 +128,8 @@ class Log:
 
 @dataclass(frozen=True)
 class StepDown:
-    """This coordinator may be superseded, and has told its members to look for another one: replace it by a ``fresh``
-    one, which leads again when a majority comes to it; and ask for the lease no more."""
+    """This coordinator may be superseded, and has told its members: replace it by a ``fresh`` one, which leads again
+    when a majority comes to it, and ask for the lease no more."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +173,8 @@ class Outbox:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The host of the candidate that was dialed has accepted the connection; the candidate itself has said nothing.
-
-    So its process exists, and comes to it in the end, unless it is stopped for good.
-    """
+    """The host of the candidate that was dialed has accepted the connection, so its process exists; it has said
+    nothing."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +218,8 @@ class Say:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Give up the current connection, telling why.
-
-    It must not be closed while the other side may still read it: a close looks like a death.
-    """
+    """Give up the current connection, telling why. It stays open while the other side may read it: a close looks like
+    a death."""
 
     reason: str
 

@@ -12,9 +12,9 @@ FOLLOWING   obeys the coordinator of ``presentation.term``. Revokes and plans of
             ``lead`` alone tells who leads: the rendezvous comes when what all hold has been presented.
 OUT         for good; ``out`` says why.
 
-A worker is a ``member``, a launcher a ``watcher``: they say what the coordinator is to know, and act on what it tells.
-A connection is given up only with ``Abandon`` (a message first, no close): the kernel's closing of a session means that
-the process has ended, and the partition rule rests on that being true.
+A worker is a ``Member``, a launcher a ``NodeAgentClient``: these say what the coordinator is to know. A connection is
+given up only with ``Abandon`` (a message first, no close): the kernel's closing of a session means that the process has
+ended, and the partition rule rests on that being true.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Follower:
         self._hello = dict(hello)
         self._launched = candidates  # candidates of the launch; those that were added come after them
         self._added: tuple[tuple[str, int], ...] = ()
-        self._candidate = -1
+        self.candidate = -1  # the one that was dialled last
         self._connected = False
         self._heard = now
         self._beat_at = now
@@ -100,11 +100,6 @@ class Follower:
         """Whether the coordinator was heard lately enough that it cannot have given this member up for its silence."""
         return self._connected and now - self._heard <= self.settings.heartbeat_timeout
 
-    @property
-    def candidate(self) -> int:
-        """The candidate that was dialled last."""
-        return self._candidate
-
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
         """Apply one event. ``Tick`` is due at ``deadline``."""
         self._effects = []
@@ -113,19 +108,19 @@ class Follower:
         match event:
             case Accepted():
                 self._accepted = True
-                self._mute.add(self._candidate)
+                self._mute.add(self.candidate)
                 if self._candidates == 1:
                     self._move_at = None  # there is nobody else: it has this connection when it wakes up
             case Connected():
                 self._connected, self._failures = True, 0
-                self._mute.discard(self._candidate)
+                self._mute.discard(self.candidate)
                 self._heard = self._beat_at = now
                 self._move_at = None
                 self.stage = Stage.ATTACHED
                 self._say(self._attach_message())
             case Lost(reason):
                 self._complaint = reason
-                self._mute.discard(self._candidate)
+                self._mute.discard(self.candidate)
                 self._silent &= self.stage is not Stage.FOLLOWING
                 self._seek(now)
             case Heard(message):
@@ -156,7 +151,7 @@ class Follower:
     @property
     def _first(self) -> bool:
         """Whether this is the candidate that leads at the start of a run, if all goes well."""
-        return not self._late and self.presentation.term == 0 and self._candidate == 0
+        return not self._late and self.presentation.term == 0 and self.candidate == 0
 
     @property
     def _dwell(self) -> float:
@@ -196,13 +191,13 @@ class Follower:
                 self._connected = False
                 self.stage = Stage.SEEKING
             if not self._accepted:
-                self._mute.discard(self._candidate)
+                self._mute.discard(self.candidate)
             self._accepted = False
-            self._candidate = (self._candidate + 1) % self._candidates
+            self.candidate = (self.candidate + 1) % self._candidates
             # For a host that does not answer. At the start of a run the process may still be starting.
             slow = self.settings.start_timeout / 20 if self._first else 0.0
             self._move_at = now + max(slow, self.settings.heartbeat_timeout / 2)
-            self._effects.append(Dial(self._candidate))
+            self._effects.append(Dial(self.candidate))
         elif self._connected and now >= self._beat_at:
             self._beat_at = now + self.settings.heartbeat_interval
             self._say(self.beat)
@@ -246,7 +241,7 @@ class Follower:
                 self._revoked(message)
             case "plan" if self._is_open(message):
                 presentation = self.presentation
-                presentation.formed = Formed(message["epoch"], from_runs(message["members"]), message["term"])
+                presentation.formed = Formed.from_wire(message)
                 presentation.opened = None
                 presentation.committed = max(presentation.committed, message["committed"])
                 self._planned(message)
@@ -265,10 +260,10 @@ class Follower:
 
     def _candidates_are(self, added: tuple[tuple[str, int], ...]) -> None:
         """The coordinator knows which candidates have joined. The next one to turn to is still that after this one."""
-        if self._candidate >= self._launched:
-            current = self._added[self._candidate - self._launched]
+        if self.candidate >= self._launched:
+            current = self._added[self.candidate - self._launched]
             place = added.index(current) if current in added else len(added) - 1
-            self._candidate = self._launched + place
+            self.candidate = self._launched + place
         self._added = added
         self._effects.append(Look(added))
 
@@ -288,13 +283,12 @@ class Follower:
 
     def _opened(self, message: Mapping[str, Any]) -> None:
         presentation = self.presentation
-        presentation.opened = Opened(message["epoch"], from_runs(message["members"]), message["term"])
+        presentation.opened = Opened.from_wire(message)
         presentation.dead |= from_runs(message["dead"])
         presentation.left |= from_runs(message["left"])
         presentation.aside = from_runs(message.get("aside", []))
         if message.get("after_epoch", 0) > presentation.formed.epoch:
-            members = from_runs(message.get("after_members", []))
-            presentation.formed = Formed(message["after_epoch"], members, message.get("after_term", 0))
+            presentation.formed = Formed.from_wire(message, "after_")
         if presentation.formed.epoch and message["committed"] > presentation.committed:
             # Told to others by a coordinator that was lost in doing so.
             presentation.committed = message["committed"]

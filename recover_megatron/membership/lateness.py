@@ -1,7 +1,6 @@
-"""The late, and what becomes of them.
+"""The workers that are silent, or hang, or whose connections have ended although they may be running.
 
-A worker is late that is silent, or hangs, or whose connection has ended although its process may be running. What is
-done about it ``detect.Stall`` answers: they are put out, or waited for. A witness (``witness``) may speak first.
+``detect.Stall`` answers whether they are put out, or waited for. A witness (``witness``) may speak first.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ class Lateness:
     def ask_the_quiet(self, now: float, held_up: bool) -> None:
         """Ask for a sign of life whoever gives none.
 
-        A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter): its host's
-        kernel is asked instead (``Probe``), which needs something sent to acknowledge, and the time to do so. So it is
-        asked of what was sent before, and not if this process was ``held_up``: what it sends now is the first for long.
-        So it is with a launcher, which may be stopped for hours: the longer, the rarer it is sent anything, since it
-        must not run out of room for what it has to know.
+        A worker whose launcher vouches for it may be deaf for long (a call that holds the interpreter), and a launcher
+        stopped for hours: its host's kernel is asked (``Probe``) whether what was sent before is acknowledged; not if
+        this process was ``held_up``, so that what it sends now is the first for long. The longer a launcher is silent,
+        the rarer it is sent anything: it must not run out of room for what it has to know.
         """
         roster, settings = self._roster, self._roster.settings
         for worker in self._quiet(1.5 * settings.heartbeat_interval, now):
@@ -123,10 +121,7 @@ class Lateness:
                 self._roster.exclude(workers[number], "it was set aside, and has not come back", now)
 
     def set_aside(self, members: Workers, now: float) -> None:
-        """Set the replica aside for which all others have waited for the grace.
-
-        ``members``: those that the epoch waits for.
-        """
+        """Set the replica of ``members`` aside for which all others of them have waited for the grace."""
         workers, settings = self._roster.workers, self._roster.settings
         group = [w.progress for m in members if (w := workers[m]).session is not None and w.fate is Fate.LIVE]
         if settings.grace > 0 and len(group) == len(members):
@@ -186,8 +181,7 @@ class Lateness:
     def _replica_of(self) -> dict[WorkerId, Hashable]:
         """The replicas of the last plan that have lost nobody, but to what makes workers late; see ``detect``.
 
-        What a worker says of its place now, else what the plan's statuses say. Where there are no replicas each worker
-        is one.
+        By what a worker says of its place now, else by the plan's statuses; where neither tells each worker is one.
         """
         told = statuses_of(self._epochs.plan)
         replica_of: dict[WorkerId, Hashable] = {}
@@ -207,14 +201,10 @@ class Lateness:
         if answer.say:
             assert self.stall.since is not None
             waited, seconds, left = self.stall.waited, now - self.stall.since, self.stall.left(now)
-            text = (
-                f"STALLED: {self._who(waited)}; the run waits for them, {left:.0f} s more at most "
-                "(--recover-stall-timeout)"
-            )
-            replicas = len({replica_of[number] for number in waited if number in replica_of})
-            self._out.log(
-                "stalled", workers=to_runs(waited), replicas=replicas, seconds=seconds, left=left, reason=text
-            )
+            text = f"STALLED: {self._who(waited)}; the run waits for them, {left:.0f} s more at most "
+            text += "(--recover-stall-timeout)"
+            told = {"replicas": len({replica_of[number] for number in waited if number in replica_of})}
+            self._out.log("stalled", workers=to_runs(waited), **told, seconds=seconds, left=left, reason=text)
             self._out.send(self._roster.node_agent_sessions, {"type": "tell", "text": text[:2000]})
         if answer.over is not None:
             text = f"the stall is over after {answer.over:.0f} s: the run goes on"
@@ -250,10 +240,8 @@ class Witnessed:
             self._roster.changes.append("newcomers that have waited may come in")
 
     def hear(self, testimony: Statement, state: State, now: float) -> None:
-        """The witness has spoken: nobody waits any more for those that it says are lost.
-
-        What it says holds for the next rendezvous: the launchers acknowledge that after this.
-        """
+        """The witness has spoken: nobody waits any more for those that it says are lost. What it says holds for the
+        next rendezvous, which the launchers acknowledge after this."""
         off = self._leadership.witness.hear(testimony)
         if not off or state not in (State.RENDEZVOUS, State.STEADY):
             return

@@ -1,10 +1,7 @@
 """Whether a candidate may lead, may go on leading, and may leave out workers that it does not reach.
 
-``Leadership`` puts to the rule of partition and failover, which is pure functions, what the members have presented
-(``records.Evidence``) and whom it reaches (``roster``). Where there is a lease it decides what the count cannot.
-
-Words. ``gone``: workers known to have ended (their kernel closed the connection, a node agent saw the process end) or
-to have left in order. The unreachable are not gone: they may be running on the other side of a partition.
+``gone``: workers known to have ended (their kernel closed the connection, a node agent saw the process end) or to have
+left in order. The unreachable are not gone: they may be running on the other side of a partition.
 
 The rule, for a coordinator that wants to fix the plan of a new epoch with the workers it reaches:
 
@@ -15,9 +12,7 @@ The rule, for a coordinator that wants to fix the plan of a new epoch with the w
   that anybody presents as opened after that epoch, since one of those may have been formed unseen.
 * With a lease (``lease``, on shared storage) the same holds for both: more than half of the epoch's members, those
   that are gone counted as if they were missing, may go on. Fewer of them that miss no more than half, and still
-  have one, need the lease (``standing``). Others may not go on.
-
-  One case more is ``witness``'s: those that are fewer need the lease where nobody else can be running.
+  have one, need the lease (``standing``). Others may not go on, but for one case more (``witness``).
 
 * Members that have no part in the last epoch (*idle*) cannot tell what it committed, since nothing waited for them. So
   where somebody is missing who may be running, idle members alone never go on under a new coordinator, lease or not.
@@ -94,7 +89,7 @@ class Standing(Enum):
 
 
 def standing(reached: Workers, bases: Iterable[Workers], gone: Workers, slack: int) -> Standing:
-    """The rule above with a lease. The same for whoever formed the last epoch.
+    """The rule above with a lease, whoever formed the last epoch.
 
     ``slack``: by so many workers two halves may differ that can each get the lease, since a node has more workers left
     than another one. The same for all candidates of a run.
@@ -139,10 +134,8 @@ class Contest:
 class Leadership:
     """This candidate's term, and the right to it.
 
-    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``standing``; None: there is no lease.
-
-    ``own``, where it is asked for, is the last epoch if this coordinator has formed it, else None: then what was
-    presented tells which one it is.
+    ``salt``: 32 random bits, see ``next_term``. ``slack``: see ``standing``; None: there is no lease. ``own``, where it
+    is asked for: the last epoch if this coordinator has formed it; None: what was presented tells which one it is.
     """
 
     def __init__(self, roster: Roster, out: Outbox, salt: int, slack: int | None, witness: Witness) -> None:
@@ -224,10 +217,9 @@ class Leadership:
     def gathers_until(self, worker: Member, now: float) -> float:
         """Until when a new coordinator waits for a worker that it does not reach.
 
-        A worker whose launcher says that it runs may be deaf for a while. Else, where all have heard nothing of the
-        lost coordinator for the heartbeat timeout, this one has not either, if it runs, and comes at the same time;
-        unless its launcher is late, too, or it has none that could speak for it. Else it is waited for as any silent
-        host is.
+        A worker whose launcher says that it runs may be deaf for a while. Else, where all have left the lost
+        coordinator for its silence, this one comes at the same time, if it runs; unless its launcher is late, too, or
+        it has none that could speak for it. Else it is waited for as any silent host is.
         """
         roster, settings = self._roster, self._roster.settings
         here = [w for w in roster.workers.values() if w.session is not None]
@@ -254,10 +246,8 @@ class Leadership:
     # -- to leave somebody out ----------------------------------------------------------------------------------------
 
     def next_epoch(self) -> int:
-        """A number above those of all epochs that were formed or opened.
-
-        Those of a side that was lost as a whole are not known to who goes on by the word of a witness: it leaps.
-        """
+        """A number above those of all epochs that were formed or opened; it leaps over those of a side that a witness
+        knows to be lost as a whole, which are not known."""
         if self.witness.off and not self._leapt:
             self._leapt = True
             self.evidence.highest_epoch += _LEAP + self._salt % _LEAPS * _STRIDE
@@ -303,10 +293,8 @@ class Leadership:
         return True
 
     def formed(self, formed: Formed) -> None:
-        """This coordinator has formed an epoch: what has come with it is to be known to whoever holds the lease.
-
-        And that it has left somebody out, where that one could use the witness (``Witness.lets_in``).
-        """
+        """This coordinator has formed an epoch: the lease is to name what has come with it, and whom it has left out,
+        where that one could use the witness (``Witness.lets_in``)."""
         claimed = self._claim is not None and (self._claim.term, self._claim.epoch) == (formed.term, formed.epoch)
         if self.slack is not None and not claimed:
             record = self.witness.has_to_record()

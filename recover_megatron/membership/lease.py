@@ -7,11 +7,10 @@ The last file names the holder. The lease passes by members, not by time: whoeve
 members among those that have joined its rendezvous, and a term that is not lower (``may_take``). So whoever was left
 out stays out, and no process that was stopped for whatever time, or holds a wrong clock, can take it back.
 
-Once somebody has it, each epoch that has newcomers takes it anew (``is_due``), since one day they may be all that is
-left of the holder's side.  Its members have all joined that epoch, so this is a claim like any other, only early.
+Each later epoch that has newcomers takes it anew (``is_due``): one day they may be all that is left of that side.
 
 A file is written beside its place and gets its name by ``link``, which succeeds for one of all hosts: NFS, Lustre, GPFS
-and local file systems promise that, without locks, and nobody can hold it up. It must be a PATH of this run alone.
+and local file systems promise that, without locks. It must be a PATH of this run alone.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ class Lease:
         self._path = path
         self._report = report
         self._claim: AskForLease | None = None
-        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """Something has changed; False: this is closed."""
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # something has changed; False: this is closed
         threading.Thread(target=self._run, name="recover-lease", daemon=True).start()
 
     def ask(self, claim: AskForLease) -> None:

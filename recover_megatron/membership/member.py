@@ -18,15 +18,15 @@ from typing import Any
 
 from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify, Say
 from recover_megatron.membership.follower import Follower, Stage
-from recover_megatron.membership.records import CoordinatorLost, Json, MembershipError, Plan, Settings
+from recover_megatron.membership.records import CoordinatorLost, Json, MembershipError, Opened, Plan, Settings
 
 
 class Member(Follower):
     """A worker.
 
-    A newcomer (``hello`` says so) dials nobody before its first ``join``: it gets ready, for as long as that takes,
-    while the run goes on without it. Once it attaches the others wait for it. It comes to a run that has its
-    coordinator: where no candidate is reached it gives up sooner than the launch would, since that run is over.
+    A newcomer (``hello`` says so) dials nobody before its first ``join``: it gets ready while the run goes on without
+    it, and once it attaches the others wait for it. Where it reaches no candidate it gives up sooner than the launch
+    would, since that run is over.
     """
 
     def __init__(self, hello: Mapping[str, Any], candidates: int, settings: Settings, now: float) -> None:
@@ -57,64 +57,51 @@ class Member(Follower):
         """The last iteration known to be committed."""
         return self.presentation.committed
 
-    def mark(
-        self, iteration: int, phase: str, microbatch: int | None, waiting: bool, allow: float
-    ) -> Mapping[str, Any]:
+    def mark(self, iteration: int, phase: str, microbatch: int | None, waiting: bool, allow: float) -> None:
         """Set the progress that the next heartbeat tells."""
         count = self.beat.get("count", -1) + 1
-        beat = {
-            "type": "heartbeat",
-            "count": count,
-            "iteration": iteration,
-            "phase": phase,
-            "waiting": waiting,
-            "allow": allow,
-        }
+        beat: dict[str, Any] = {"type": "heartbeat", "count": count, "iteration": iteration, "phase": phase}
+        beat |= {"waiting": waiting, "allow": allow}
         if microbatch is not None:
             beat["microbatch"] = microbatch
         if self.place is not None:
             beat["place"] = list(self.place)
         self.beat = beat
-        return beat
 
     def join(self, status: Json, reason: str) -> list[MemberEffect]:
         """Ask for a place in the next epoch; valid through all restarts of the rendezvous until a plan comes."""
-        self._effects = []
         self._status = (status,)
         if self._asleep:
             self.deadline = -math.inf
-        if self.stage is Stage.FOLLOWING:
-            if self.presentation.opened is not None:
-                self._say_join()
-            else:
-                self._complain(reason)
-        return self._effects
+        opened = self.presentation.opened
+        message = self._request(reason) if opened is None else self._join_message(opened, status)
+        return self._report(message, may=self.stage is Stage.FOLLOWING)
 
     def ask(self, reason: str, peer: int | None = None) -> list[MemberEffect]:
         """Ask for a new epoch, if none is being made; joining it is another matter."""
-        self._effects = []
-        if self.stage is Stage.FOLLOWING and not self.revoked:
-            self._complain(reason, peer)
-        return self._effects
+        return self._report(self._request(reason, peer), may=self._in_epoch)
 
-    def _complain(self, reason: str, peer: int | None = None) -> None:
+    @property
+    def _in_epoch(self) -> bool:
+        """Whether the epoch of ``plan`` goes on, and its coordinator is reached."""
+        return self.stage is Stage.FOLLOWING and not self.revoked
+
+    def _request(self, reason: str, peer: int | None = None) -> dict[str, Any]:
         message = {"type": "complain", "epoch": self.presentation.formed.epoch, "reason": reason[:2000]}
-        self._say(message if peer is None else {**message, "peer": peer})
+        return message if peer is None else {**message, "peer": peer}
 
     def report_done(self, iteration: int) -> list[MemberEffect]:
         """Report that every segment of ``iteration`` is REDUCED here."""
         self.done = max(self.done, iteration)
         message = {"type": "done", "epoch": self.presentation.formed.epoch, "iteration": iteration}
-        return self._report(message, may=self.stage is Stage.FOLLOWING and not self.revoked)
+        return self._report(message, may=self._in_epoch)
 
     def idle(self) -> list[MemberEffect]:
         """Have no part in the epoch of ``plan``. It holds for that epoch alone, and every coordinator is told."""
-        self._effects = []
-        if self.plan is not None and self.idle_in != self.plan.epoch:
-            self.idle_in = self.plan.epoch
-            if self.stage is Stage.FOLLOWING and not self.revoked:
-                self._say({"type": "idle", "epoch": self.idle_in})
-        return self._effects
+        if self.plan is None or self.idle_in == self.plan.epoch:
+            return []
+        self.idle_in = self.plan.epoch
+        return self._report({"type": "idle", "epoch": self.idle_in}, may=self._in_epoch)
 
     def note(self, text: str) -> list[MemberEffect]:
         """Tell this worker's launcher something for people; not told again to the next coordinator."""
@@ -122,28 +109,24 @@ class Member(Follower):
 
     def answer_drain(self, node: str, reason: str) -> list[MemberEffect]:
         """Tell what the epoch of ``plan`` has decided of a node; not told again to the next coordinator."""
-        self._effects = []
-        if self.stage is Stage.FOLLOWING and self.plan is not None:
-            self._say({"type": "drain_answer", "epoch": self.plan.epoch, "node": node, "reason": reason[:2000]})
-        return self._effects
+        if self.plan is None:
+            return []
+        message = {"type": "drain_answer", "epoch": self.plan.epoch, "node": node, "reason": reason[:2000]}
+        return self._report(message, may=self.stage is Stage.FOLLOWING)
 
     def end_run(self, code: int, reason: str) -> list[MemberEffect]:
         """Ask whoever leads, now or next, to end the run for all."""
-        self._effects = []
-        if self._plea is None:
-            self._plea = {"type": "give_up", "code": code, "reason": reason}
-            if self.stage is Stage.FOLLOWING:
-                self._say(self._plea)
-        return self._effects
+        if self._plea is not None:
+            return []
+        self._plea = {"type": "give_up", "code": code, "reason": reason}
+        return self._report(self._plea, may=self.stage is Stage.FOLLOWING)
 
     def report_exception(self, report: Mapping[str, Any]) -> list[MemberEffect]:
         """Tell why this worker ends; ``noted`` when a coordinator has heard it."""
-        self._effects = []
-        if self._exception is None and self.stage is not Stage.OUT:
-            self._exception = {"type": "report_exception", **report}
-            if self._connected:
-                self._say(self._exception)
-        return self._effects
+        if self._exception is not None or self.stage is Stage.OUT:
+            return []
+        self._exception = {"type": "report_exception", **report}
+        return self._report(self._exception)
 
     def handle(self, event: MemberEvent, now: float) -> list[MemberEffect]:
         """As ``Follower.handle``; an exception report that nobody has heard is told to the next coordinator."""
@@ -197,17 +180,12 @@ class Member(Follower):
         self._effects.append(Notify("revoke", {"epoch": message["epoch"], "reason": message["reason"]}))
         if self._plea is not None:
             self._say(self._plea)
-        if self._status is not None:
-            self._say_join()
+        if self._status is not None and self.presentation.opened is not None:
+            self._say(self._join_message(self.presentation.opened, *self._status))
 
-    def _say_join(self) -> None:
-        assert self._status is not None
-        assert self.presentation.opened is not None
-        message = {"type": "join", "epoch": self.presentation.opened.epoch, "status": self._status[0]}
-        message |= self._reports()
-        if self._present_plan and self.plan is not None:
-            message["plan"] = self.plan.data
-        self._say(message)
+    def _join_message(self, opened: Opened, status: Json) -> dict[str, Any]:
+        message = {"type": "join", "epoch": opened.epoch, "status": status, **self._reports()}
+        return {**message, "plan": self.plan.data} if self._present_plan and self.plan is not None else message
 
     def _planned(self, message: Mapping[str, Any]) -> None:
         formed = self.presentation.formed

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Address, Client
 from recover_megatron.membership.events import Connected, MemberEffect, MemberEvent, Notify
 from recover_megatron.membership.follower import Follower
@@ -20,6 +19,7 @@ from recover_megatron.membership.records import (
     from_runs,
     to_runs,
 )
+from recover_megatron.membership.wire import Secret
 
 
 class NodeAgentClient(Follower):
@@ -35,7 +35,8 @@ class NodeAgentClient(Follower):
         self._running: set[WorkerId] = set()
         self.condemned: Workers = frozenset()
         """The workers of this node or others that are to be killed, as far as this launcher was told."""
-        self._ended: dict[WorkerId, str] = {}
+        self.ends: dict[WorkerId, str] = {}
+        """The workers whose end was reported, and how they ended."""
         self._stopping = 0
         self._own: tuple[str, int] | None = None  # the candidate here, if it was added after the launch
         self._unanswered = 0  # beats
@@ -52,14 +53,9 @@ class NodeAgentClient(Follower):
 
     def ended(self, worker: WorkerId, how: str) -> list[MemberEffect]:
         """Report that a worker's process has ended; every coordinator attached to from now on is told."""
-        self._ended[worker] = how
+        self.ends[worker] = how
         self._running.discard(worker)
         return self._report({"type": "ended", "worker": worker, "how": how})
-
-    @property
-    def ended_here(self) -> Workers:
-        """The workers whose end was reported."""
-        return frozenset(self._ended)
 
     def spawned(self, worker: WorkerId, pid: int) -> list[MemberEffect]:
         """Report a worker's process: whoever leads knows then who can tell of its end."""
@@ -76,7 +72,7 @@ class NodeAgentClient(Follower):
                 self._say({"type": "candidate", "address": list(self._own)})
             if self._stopping:
                 self._say({"type": "stopping", "signal": self._stopping})
-            for worker, how in self._ended.items():
+            for worker, how in self.ends.items():
                 self._say({"type": "ended", "worker": worker, "how": how})
         return effects
 
@@ -129,10 +125,8 @@ class Orders(Protocol):
         """What ``worker``, of this node, wants to be known of it."""
 
     def draining(self, stays: bool) -> None:
-        """The workers of this node leave the run, and no more are to be started; perhaps said repeatedly.
-
-        ``stays``: they do not after all, since the run cannot do without the node any more.
-        """
+        """The workers of this node leave the run, and no more are to be started; perhaps said repeatedly. ``stays``:
+        they do not after all."""
 
 
 class NodeAgentEvents(Orders, Protocol):
@@ -205,7 +199,7 @@ class NodeAgent:
         """Whether all workers of the last plan were this launcher's, and have ended: no others go on with the run."""
         with self._client.condition:
             formed = self._core.presentation.formed
-            return formed.epoch > 0 and formed.members <= self._core.ended_here
+            return formed.epoch > 0 and formed.members <= self._core.ends.keys()
 
     def missing(self, world: int) -> Workers:
         """Whom, of the first ``world`` workers, the open rendezvous does without, those apart that left in order."""
@@ -226,35 +220,31 @@ class NodeAgent:
 
     def spawned(self, worker: WorkerId, pid: int) -> None:
         """Report a started worker (for the event log)."""
-        with self._client.condition:
-            self._client.perform(self._core.spawned(worker, pid))
+        self._client.call(self._core.spawned, worker, pid)
 
     @property
     def addresses(self) -> Sequence[Address]:
         """Of all candidates that are known now, in the order in which members turn to them."""
         with self._client.condition:
-            return self._client.addresses
+            return tuple(self._client.addresses)
 
     def hosts(self, address: Address) -> None:
         """Report a candidate of this launcher that was started after the launch."""
-        with self._client.condition:
-            self._client.perform(self._core.hosts(address))
+        self._client.call(self._core.hosts, address)
 
     def stopping(self, signal: int, timeout: float) -> None:
         """Report that a signal told this launcher to end its workers; waits ``timeout`` at most until it is heard."""
-        with self._client.condition:
-            self._client.perform(self._core.stopping(signal))
+        self._client.call(self._core.stopping, signal)
         self.catch_up(timeout)
 
     def ended(self, worker: WorkerId, how: str) -> None:
         """Report that a worker's process has ended, ``how`` in a few words ("SIGKILL", "exit code 1")."""
-        with self._client.condition:
-            self._client.perform(self._core.ended(worker, how[:256]))
+        self._client.call(self._core.ended, worker, how[:256])
 
     def catch_up(self, timeout: float | None = None) -> None:
         """Wait until all is heard that the coordinator has said by now; at most ``timeout`` seconds."""
         with self._client.condition:
-            self._client.perform(self._core.ask())
+            self._client.call(self._core.ask)
             self._client.condition.wait_for(lambda: self._core.out is not None or self._core.up_to_date, timeout)
 
     def wait_out(self, timeout: float | None = None) -> MembershipError | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NewType, cast
+from typing import Any, NewType, Self, cast
 
 Json = Any
 """A value that ``json.dumps`` takes: what statuses and plans are made of."""
@@ -46,6 +46,15 @@ def to_runs(workers: Iterable[int]) -> Runs:
 def ranges(numbers: Iterable[int]) -> str:
     """For people: "0-3, 7" for 0, 1, 2, 3, 7."""
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in to_runs(numbers))
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """At most ``limit`` characters of ``text``: its beginning and its end, which say most of a traceback."""
+    if len(text) <= limit:
+        return text
+    mark = f"\n[... {len(text) - limit} or more characters cut ...]\n"
+    head = (limit - len(mark)) // 2
+    return text[:head] + mark + text[len(text) - (limit - len(mark) - head) :]
 
 
 def from_runs(runs: Runs) -> Workers:
@@ -108,18 +117,19 @@ class Formed:
     members: Workers
     term: int = 0
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_wire(self, prefix: str = "") -> dict[str, Any]:
         """The fields that name it in a message."""
-        return {"epoch": self.epoch, "term": self.term, "members": to_runs(self.members)}
+        return {f"{prefix}epoch": self.epoch, f"{prefix}term": self.term, f"{prefix}members": to_runs(self.members)}
+
+    @classmethod
+    def from_wire(cls, message: Mapping[str, Any], prefix: str = "") -> Self:
+        """What these fields of a checked message name."""
+        members, term = message.get(f"{prefix}members", []), message.get(f"{prefix}term", 0)
+        return cls(message[f"{prefix}epoch"], from_runs(members), term)
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(Formed):
     """A rendezvous that was opened, whether or not its plan was fixed: ``members`` are those it waits for."""
-
-    epoch: int
-    members: Workers
-    term: int
 
 
 @dataclass(frozen=True)
@@ -159,10 +169,8 @@ Planner = Callable[[PlanRequest], Json]
 
 
 def members_only(request: PlanRequest) -> Json:
-    """The planner of a run that plans for itself: the members, what each of them joined with, and who was lost.
-
-    And what they have to decide, if there is anything: the nodes to ``drain``; and who is ``aside``, if anybody is.
-    """
+    """The planner of a run that plans for itself: its members, their statuses, who was lost; and where there are any,
+    the nodes to ``drain`` and who is ``aside``."""
     plan = {
         "members": list(request.members),
         "statuses": {str(member): request.statuses[member] for member in request.members},
@@ -176,8 +184,7 @@ def members_only(request: PlanRequest) -> Json:
 class Presentation:
     """What a member tells a coordinator it attaches to: all that it followed and all that it holds.
 
-    The safety of a failover rests on it (``leadership``), so it only ever grows: a member never presents less than it
-    presented before.
+    The safety of a failover rests on it (``leadership``), so it only ever grows.
     """
 
     term: int = 0
@@ -212,9 +219,7 @@ def presentation_to_wire(presentation: Presentation) -> dict[str, Any]:
     """The fields of an ``attach`` message that carry a presentation."""
     wire: dict[str, Any] = {
         "term": presentation.term,
-        "formed_epoch": presentation.formed.epoch,
-        "formed_term": presentation.formed.term,
-        "formed_members": to_runs(presentation.formed.members),
+        **presentation.formed.to_wire("formed_"),
         "committed": presentation.committed,
         "dead": to_runs(presentation.dead),
         "left": to_runs(presentation.left),
@@ -222,23 +227,16 @@ def presentation_to_wire(presentation: Presentation) -> dict[str, Any]:
     if presentation.aside:
         wire["aside"] = to_runs(presentation.aside)
     if presentation.opened is not None:
-        wire["opened_epoch"] = presentation.opened.epoch
-        wire["opened_term"] = presentation.opened.term
-        wire["opened_members"] = to_runs(presentation.opened.members)
+        wire |= presentation.opened.to_wire("opened_")
     return wire
 
 
 def presentation_from_wire(message: Mapping[str, Any]) -> Presentation:
     """The presentation in a checked ``attach`` message."""
-    opened = None
-    if "opened_epoch" in message:
-        opened = Opened(
-            message["opened_epoch"], from_runs(message.get("opened_members", [])), message.get("opened_term", 0)
-        )
     return Presentation(
         term=message["term"],
-        formed=Formed(message["formed_epoch"], from_runs(message["formed_members"]), message["formed_term"]),
-        opened=opened,
+        formed=Formed.from_wire(message, "formed_"),
+        opened=Opened.from_wire(message, "opened_") if "opened_epoch" in message else None,
         committed=message["committed"],
         dead=from_runs(message["dead"]),
         left=from_runs(message["left"]),

@@ -1,15 +1,14 @@
 """What the coordinator knows of its members: workers, node agents, their sessions, and what became of them.
 
-What makes a worker go, by what is known of it: its kernel closes the session, or its launcher sees the process end: it
-is *dead* and never counts again. Its host is silent, or it hangs (``detect``): it is *out*, is told so if it ever
-wakes up, is killed by its launcher, and until that is confirmed it may be running elsewhere (``leadership``).
-It says bye: it has *left*. None of these is ever undone. Its replica is late (``Settings.grace``): it is *aside*, in no
-epoch, until it asks for a place; from then on it is as a newcomer. It may lose its connection and come again, and turn
-to another coordinator, which learns from what others present that it is aside. A worker that turns away from this
-coordinator is none of these, but *awaited*: it lives, and has no session.
+    dead   for certain: its kernel closed the session, or its launcher saw the process end
+    out    its host is silent, or it hangs (``detect``): it is told so if it ever wakes up, and killed by its launcher;
+           until that is confirmed it may be running elsewhere (``leadership``)
+    left   it has said bye
+    aside  its replica is late (``Settings.grace``): in no epoch until it asks for a place, from then on as a newcomer
 
-A *newcomer* is a worker whose id is none of the launch's (those are below ``world``). It becomes known when it
-attaches, or when a member presents an epoch that counts on it. Ids never come back: who is started again has a new one.
+Of these *aside* alone is ever undone. A worker that turns away from this coordinator is none of them, but *awaited*: it
+lives, and has no session. A *newcomer* is a worker whose id is none of the launch's (those are below ``world``). It is
+known when it attaches, or a member presents an epoch that counts on it. Ids never come back.
 """
 
 from __future__ import annotations
@@ -174,11 +173,8 @@ class Roster:
         return next((w for w in self.node_agents.values() if worker.number in w.running), None)
 
     def vouched(self, worker: Member, now: float) -> bool:
-        """Whether the worker's launcher is heard, so that it would have told if the process had ended; or is awaited.
-
-        A launcher turns away since this coordinator did not run. That is no fault of the launcher's, nor of a worker
-        for which it has spoken.
-        """
+        """Whether the worker's launcher is heard, so that it would have told if the process had ended; or is awaited:
+        it has turned away since this coordinator did not run, which is no fault of its workers."""
         node_agent = self.node_agent_of(worker)
         if node_agent is None or node_agent.session is None:
             return node_agent is not None and now <= node_agent.awaited_until
@@ -207,10 +203,7 @@ class Roster:
             peer.silent, peer.asked = False, 0.0
 
     def excuse(self, pause: float, now: float) -> None:
-        """This process was kept from running for so long: what it did not hear meanwhile is held against nobody.
-
-        What has come before this is called is heard already.
-        """
+        """This process was kept from running for so long, and has heard what came: no silence meanwhile counts."""
         for worker in self.workers.values():
             worker.excused = min(worker.excused + pause, now - worker.heard)
             worker.awaited_until += pause
@@ -219,12 +212,6 @@ class Roster:
         for node_agent in self.node_agents.values():
             node_agent.excused = min(node_agent.excused + pause, now - node_agent.heard)
             node_agent.awaited_until += pause
-
-    def take_changes(self) -> list[str]:
-        """All ``changes`` since the last call; from now on there are none."""
-        changes = self.changes[:]
-        self.changes.clear()
-        return changes
 
     def pass_on(self, worker: Member, text: str) -> None:
         """A worker has something to say to people: its launcher shows it."""
@@ -266,24 +253,18 @@ class Roster:
 
     def unbind(self, peer: Member | NodeAgentStatus) -> None:
         """Close the peer's session, if it has one."""
-        if peer.session is not None:
-            del self.sessions[peer.session]
-            self._out.do(Close(peer.session))
-            peer.session = None
-        self._not_told(peer)
+        if (session := peer.session) is not None:
+            self.forget(session)
+            self._out.do(Close(session))
 
     def forget(self, session: int) -> Member | NodeAgentStatus | None:
         """A session has ended by itself; whose it was."""
         peer = self.sessions.pop(session, None)
         if peer is not None:
             peer.session = None
-            self._not_told(peer)
-        return peer
-
-    @staticmethod
-    def _not_told(peer: Member | NodeAgentStatus) -> None:
         if isinstance(peer, NodeAgentStatus):
             peer.silent, peer.asked, peer.delivered = False, 0.0, 0
+        return peer
 
     def refuse(self, session: int, reason: str) -> None:
         """Send whoever it is away, to try another candidate."""
@@ -304,8 +285,8 @@ class Roster:
     def turned_away(self, worker: Member, reason: str, now: float, *, followed: bool) -> None:
         """It looks for another coordinator; ``followed``: this one leads.
 
-        It comes back if there is no other, or its launcher tells of its end. Not out, whoever was silent: what this
-        coordinator has missed while it did not run is no fault of the worker's.
+        It comes back if there is no other, or its launcher tells of its end. It is not out: what this coordinator has
+        missed while it did not run is no fault of the worker's.
         """
         self._out.log("abandoned", worker=worker.number, reason=reason)
         self.unbind(worker)
@@ -325,7 +306,7 @@ class Roster:
     def exclude(self, worker: Member, reason: str, now: float, together: Workers = frozenset()) -> None:
         """Put a worker out that may still be running: tell it, and have its launcher kill it.
 
-        ``together``: all that are being put out at once, so that their launcher says of none that it goes on.
+        ``together``: all that are put out at once, so that their launcher says of none that it goes on.
         """
         self.changes.append(f"{worker.name} is out: {reason}")
         worker.fate = Fate.OUT
@@ -384,10 +365,8 @@ class Roster:
         self._untold.clear()
 
     def without_last_word(self, now: float) -> None:
-        """Those are dead whose processes have ended in order, and of which nothing has come since.
-
-        Their connections may never end: a child may have them open.
-        """
+        """Those are dead whose processes have ended in order, and of which nothing has come since: a child may keep
+        their connections open."""
         for worker in self.workers.values():
             ended = worker.ended_at
             if ended is not None and worker.fate is Fate.LIVE and now - ended > self.settings.heartbeat_interval:

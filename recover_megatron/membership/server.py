@@ -1,28 +1,33 @@
-"""The coordinator's I/O: one thread, one selector, non-blocking sockets. All decisions are ``Coordinator``'s.
+"""The coordinator's I/O: one thread, one selector, non-blocking sockets, and the event log.
+
+All decisions are ``Coordinator``'s, and none is read from the log.
 
 A connection goes through
 
     CHALLENGED (sent our nonce, waits for the proof) -> PROVED (sent ours) -> messages for the state machine
 
-and has ``HANDSHAKE_SECONDS`` for the first step, however slowly it feeds us. There may be ``2 * world + 1024``
-connections that have not proved themselves; beyond that the oldest is dropped for the newest, so that a crowd that
-never speaks cannot keep a worker out.
+and has ``HANDSHAKE_SECONDS`` for the first step, however slowly it feeds us. Of more than ``2 * world + 1024``
+connections without proof the oldest is dropped for the newest: a crowd that never speaks keeps no worker out.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import selectors
 import socket
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+from recover_megatron.log_writer import LogWriter, open_to_append
+from recover_megatron.logger import get_logger
 from recover_megatron.membership import wire
-from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import (
     Acknowledged,
@@ -41,32 +46,24 @@ from recover_megatron.membership.events import (
     StepDown,
     Tick,
 )
-from recover_megatron.membership.journal import EventSink, Limited
-from recover_megatron.network.connection import nonce
+from recover_megatron.membership.lease import Lease
+from recover_megatron.membership.records import Json
+from recover_megatron.membership.testimony import WitnessThread
+from recover_megatron.membership.wire import Secret
+from recover_megatron.network.connection import nonce, proves
 from recover_megatron.network.system import all_delivered, unacknowledged, use_all_descriptors
+
+log = get_logger(__name__)
+
+EventSink = Callable[[Mapping[str, Json]], None]
 
 HANDSHAKE_SECONDS = 5.0
 DRAIN_SECONDS = 2.0
 """A connection that is being closed has this long to take what it was sent."""
 MAX_BACKLOG = 128 << 20
 """Bytes queued for one member that does not read; more and the connection is given up."""
-
-
-class Arbiter(Protocol):
-    """Grants the lease. Neither call may wait."""
-
-    def ask(self, claim: AskForLease) -> None:
-        """Try for it from now on; an earlier claim is forgotten."""
-
-    def forget(self) -> None:
-        """Try no more."""
-
-
-class Asker(Protocol):
-    """Asks the witness."""
-
-    def ask(self, nodes: frozenset[str]) -> None:
-        """Ask about these nodes, without waiting; what was asked before may be forgotten."""
+MOST_IN_A_PERIOD, PERIOD_SECONDS = 10, 10.0
+"""So many events of each kind that strangers cause are logged; how many more there were is told after the period."""
 
 
 class _Connection:
@@ -87,8 +84,8 @@ class _Connection:
 class CoordinatorServer:
     """Serves one ``Coordinator`` on a bound, listening socket until it stops.
 
-    ``log`` gets every event record (see docs/membership.md for the schema). ``arbiter``, ``witness``: set them before
-    serving; they report by ``post(Verdict(...))`` and ``post(Statement(...))``, from any thread.
+    ``log`` gets every event record (see docs/membership.md for the schema). ``lease``, ``witness``: set them before
+    serving; they report by ``post``.
     """
 
     def __init__(self, coordinator: Coordinator, listener: socket.socket, secret: Secret, log: EventSink) -> None:
@@ -96,9 +93,10 @@ class CoordinatorServer:
         self._listener = listener
         self._secret = secret
         self._log = log
-        self._limited = Limited(log)
-        self.arbiter: Arbiter | None = None
-        self.witness: Asker | None = None
+        self._strangers: dict[str, tuple[float, int]] = {}
+        """Events that they have caused: by kind, since when, and how many since then."""
+        self.lease: Lease | None = None
+        self.witness: WitnessThread | None = None
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
         self._unproved: dict[int, _Connection] = {}  # oldest first, as is _closing
@@ -144,7 +142,9 @@ class CoordinatorServer:
         return self._exit.code
 
     def close(self) -> None:
-        """Close every socket."""
+        """Close every socket, and ask for the lease no more."""
+        if self.lease is not None:
+            self.lease.close()
         for connection in list(self._connections.values()):
             self._drop(connection)
         self._selector.close()
@@ -169,15 +169,15 @@ class CoordinatorServer:
                         delivered = not connection.out and all_delivered(connection.sock)
                         self._handle(Acknowledged(session, unacknowledged(connection.sock), delivered))
                 case AskForLease():
-                    if self.arbiter is not None:
-                        self.arbiter.ask(effect)
+                    if self.lease is not None:
+                        self.lease.ask(effect)
                 case AskWitness(nodes):
                     if self.witness is not None:
                         self.witness.ask(nodes)
                 case StepDown():
                     self.coordinator = self.coordinator.fresh(secrets.randbits(32), time.monotonic())
-                    if self.arbiter is not None:
-                        self.arbiter.forget()
+                    if self.lease is not None:
+                        self.lease.forget()
                 case Exit():
                     self._exit = effect
 
@@ -198,7 +198,7 @@ class CoordinatorServer:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and self._unproved:
                     self._reject(next(iter(self._unproved.values())), "too many open files")
                     continue
-                self._limited("accept_failed", {"reason": str(error)}, time.monotonic())
+                self._log_limited("accept_failed", reason=str(error))
                 self._selector.unregister(self._listener)  # whoever waits there would wake this loop all the time
                 self._full = True
                 return
@@ -224,11 +224,23 @@ class CoordinatorServer:
             self._drop(oldest)
 
     def _reject(self, connection: _Connection, reason: str) -> None:
-        self._limited("rejected", {"peer": connection.peer, "reason": reason}, time.monotonic())
+        self._log_limited("rejected", peer=connection.peer, reason=reason)
         self._drop(connection)
 
+    def _log_limited(self, kind: str, **record: Json) -> None:
+        """Log what anybody who reaches the port can cause: a flood of bad connections must not fill the disk."""
+        now = time.monotonic()
+        start, count = self._strangers.get(kind, (now, 0))
+        if now - start > PERIOD_SECONDS:
+            if count > MOST_IN_A_PERIOD:
+                self._log({"event": kind, "suppressed": count - MOST_IN_A_PERIOD})
+            start, count = now, 0
+        self._strangers[kind] = (start, count + 1)
+        if count < MOST_IN_A_PERIOD:
+            self._log({"event": kind, **record})
+
     def _prove(self, connection: _Connection, message: Mapping[str, Any]) -> None:
-        if not self._secret.proves(message["mac"], "member", connection.nonce, message["nonce"]):
+        if not proves(message["mac"], self._secret.mac("member", connection.nonce, message["nonce"])):
             self._reject(connection, "does not know the job's secret")
             return
         connection.proved = True
@@ -262,7 +274,7 @@ class CoordinatorServer:
         connection.decoder.feed(data)
         try:
             while connection.number in self._connections and not connection.closing:
-                message = connection.decoder.next()
+                message = connection.decoder.message()
                 if message is None:
                     return
                 if connection.proved:
@@ -276,7 +288,7 @@ class CoordinatorServer:
     def _lost(self, connection: _Connection, error: OSError | None) -> None:
         """The other side has ended the connection (end of file, reset), or the network has."""
         if not connection.proved:
-            self._limited("unproved_closed", {"peer": connection.peer}, time.monotonic())
+            self._log_limited("unproved_closed", peer=connection.peer)
         self._drop(connection)
         ended = error is None or error.errno in (errno.ECONNRESET, errno.EPIPE)
         reason = "its connection was closed" if error is None else f"its connection failed: {error.strerror}"
@@ -361,3 +373,33 @@ class CoordinatorServer:
         while self._connections and (left := until - time.monotonic()) > 0:
             for key, mask in self._selector.select(left):
                 key.data(mask)
+
+
+class Journal:
+    """The event log, for people: writes records to a file or stderr, one JSON object a line.
+
+    It adds ``time`` (wall clock) and ``mono`` (monotonic), in seconds. The disk neither stops nor ends its caller
+    (``log_writer``).
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._file = LogWriter(
+            path or Path("/dev/stderr"),
+            lambda text: log.warning(f"coordinator: {text}"),
+            open_to_append if path is not None else lambda _: os.dup(sys.stderr.fileno()),
+            gap=lambda lines: _line({"event": "dropped", "lines": lines}),
+        )
+
+    def __call__(self, record: Mapping[str, Json]) -> None:
+        """Write one record."""
+        self._file.put(_line(record))
+
+    def close(self) -> None:
+        """Write what is left, as long as the disk takes it."""
+        self._file.flush()
+        self._file.close()
+
+
+def _line(record: Mapping[str, Json]) -> bytes:
+    times = {"time": round(time.time(), 6), "mono": round(time.monotonic(), 6)}
+    return (json.dumps({**times, **record}, separators=(",", ":")) + "\n").encode()

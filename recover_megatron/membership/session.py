@@ -1,4 +1,4 @@
-"""A worker's session: what the training loop and the collectives call.
+"""A worker's session: what the training loop and the collectives call, and how a worker of recover-run opens it.
 
 Every wait ends: with its result, with ``EpochRevoked``, with ``Fenced``, or with ``CoordinatorLost``.
 """
@@ -8,26 +8,34 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from recover_megatron.membership.auth import Secret
+from recover_megatron.arguments import parse_addresses
 from recover_megatron.membership.client import Address, Client
-from recover_megatron.membership.events import Notify
-from recover_megatron.membership.exception_reports import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED, cut_middle
+from recover_megatron.membership.events import MemberEffect, Notify
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.records import (
-    EXIT_FENCED,
-    CoordinatorLost,
     EpochRevoked,
     Fenced,
     Json,
     Plan,
     Settings,
+    WorkerId,
     Workers,
+    cut_middle,
 )
-from recover_megatron.membership.wire import MAX_TO_COORDINATOR, encode
+from recover_megatron.membership.wire import (
+    MAX_ERROR,
+    MAX_TO_COORDINATOR,
+    MAX_TRACEBACK,
+    MAX_TRIED,
+    Secret,
+    encode,
+    find_secret,
+)
+from recover_megatron.network.system import use_all_descriptors
+from recover_megatron.variables import COORDINATOR_VARIABLE, JOIN_VARIABLE, NODE_VARIABLE, WORKER_ID_VARIABLE
 
 RevokeCallback = Callable[[int, str], None]
 
@@ -42,14 +50,8 @@ class Session:
     """
 
     def __init__(
-        self,
-        core: Member,
-        addresses: Sequence[Address],
-        secret: Secret,
-        on_revoke: RevokeCallback | None,
-        exit_when_out: float | None,
+        self, core: Member, addresses: Sequence[Address], secret: Secret, on_revoke: RevokeCallback | None
     ) -> None:
-        self._exit_when_out = exit_when_out
         self._core = core
         self._callbacks = [on_revoke] if on_revoke is not None else []
         self._revoked_reason = ""
@@ -65,18 +67,13 @@ class Session:
         settings: Settings | None = None,
         node_agent: str | None = None,
         on_revoke: RevokeCallback | None = None,
-        exit_when_out: float | None = None,
         newcomer: bool = False,
     ) -> Session:
         """Start the session of ``worker`` and return at once; the first ``join`` waits for the others.
 
         ``addresses``: the candidate coordinators, in the same order for all. ``node_agent``: the node name under which
-        the worker's launcher runs a ``NodeAgent``; None if there is none. ``exit_when_out``: seconds after which the
-        session's thread ends a process that is out of the run but still there, its main thread stuck in a call that
-        nothing wakes; the exit code is ``EXIT_FENCED``, or that of ``CoordinatorLost``. None: never.
-
-        ``newcomer``: the worker was not launched with the run, and its id is none of the run's, nor ever was. It is
-        admitted when it joins for the first time, not before: until then nobody waits for it, and it is told nothing.
+        the worker's launcher runs a ``NodeAgent``; None if there is none. ``newcomer``: the worker was not launched
+        with the run, and its id never was the run's; nobody waits for it, or tells it anything, before its ``join``.
         """
         settings = settings or Settings()
         hello: dict[str, Json] = {
@@ -90,7 +87,7 @@ class Session:
         if newcomer:
             hello["newcomer"] = True
         core = Member(hello, len(addresses), settings, now=time.monotonic())
-        return cls(core, addresses, secret, on_revoke, exit_when_out)
+        return cls(core, addresses, secret, on_revoke)
 
     @property
     def settings(self) -> Settings:
@@ -121,10 +118,7 @@ class Session:
 
     @property
     def committed(self) -> int:
-        """The last iteration that this worker knows to be committed; other workers may not have heard of it yet.
-
-        Where all members of an epoch must come to the same answer, ask ``Plan.committed``.
-        """
+        """The last iteration that this worker knows to be committed; others may not yet (see ``Plan.committed``)."""
         return self._core.committed
 
     @property
@@ -151,10 +145,8 @@ class Session:
     def opened_members(self) -> Workers:
         """The workers that the run counts on: those that the open rendezvous waits for, else the members of ``plan``.
 
-        Empty before both.
-
-        In a callback of ``on_revoke`` this (as ``dead`` and ``left``) is that of the rendezvous told, or a newer one:
-        who is in ``plan.members`` but not in here is missing.
+        Empty before both. In a callback of ``on_revoke`` this (as ``dead`` and ``left``) is that of the rendezvous
+        told, or a newer one: who is in ``plan.members`` but not in here is missing.
         """
         opened, plan = self._core.presentation.opened, self._core.plan
         if opened is not None:
@@ -163,7 +155,7 @@ class Session:
 
     def on_revoke(self, callback: RevokeCallback) -> None:
         """Call ``callback(epoch, reason)`` in the session's thread when an epoch is revoked (``epoch``: the next one's
-        number), and with epoch 0 when this worker is out. It must return soon and must not wait for the session."""
+        number), and with epoch 0 when this worker is out. It must return soon, without waiting for the session."""
         self._callbacks.append(callback)
 
     def check(self) -> None:
@@ -191,16 +183,16 @@ class Session:
     def join(self, status: Json, reason: str = "") -> Plan:
         """Join the next epoch with ``status`` and wait for its plan, through all restarts of the rendezvous.
 
-        Every member of the epoch gets the same plan; its epoch may be revoked already, as at any later time. If
-        ``plan.committed`` has reached an iteration that this worker reported done, that iteration is committed: apply
-        its step. If the present epoch was not revoked, joining asks for a new one; say why in ``reason``. Raises
-        ``Fenced`` or ``CoordinatorLost``; ``ValueError`` for a status that is no JSON or too long.
+        Every member gets the same plan; its epoch may be revoked already, as at any later time. Apply the step of an
+        iteration that this worker reported done and ``plan.committed`` has reached. If the present epoch was not
+        revoked, joining asks for a new one; say why in ``reason``. Raises ``Fenced`` or ``CoordinatorLost``;
+        ``ValueError`` for a status that is no JSON or too long.
         """
         encode({"type": "join", "status": status}, MAX_TO_COORDINATOR // 2)
         with self._client.condition:
             self._raise_if_out()
             before = self.epoch
-            self._client.perform(self._core.join(status, reason or "no reason given"))
+            self._client.call(self._core.join, status, reason or "no reason given")
             while self.epoch == before:
                 # A plan ends this join even if its epoch is over by the time this thread runs: the next rendezvous
                 # needs another join, with another status.
@@ -213,38 +205,33 @@ class Session:
     def ask(self, reason: str, peer: int | None = None) -> None:
         """Ask for a new epoch, and do not wait: for a thread that has news while another one joins for this worker.
 
-        ``peer``: the worker with whom something failed, where that is the reason. Does nothing where an epoch is being
-        made, or where no coordinator is reached: the next one opens an epoch anyway. Raises ``Fenced`` or
-        ``CoordinatorLost``.
+        ``peer``: with whom something failed, where that is the reason. Does nothing where an epoch is being made, or no
+        coordinator is reached, of which the next one opens an epoch. Raises ``Fenced`` or ``CoordinatorLost``.
         """
         with self._client.condition:
             self._raise_if_out()
-            self._client.perform(self._core.ask(reason, peer))
+            self._client.call(self._core.ask, reason, peer)
 
     def note(self, text: str) -> None:
         """Have the launcher write down, for people, why this worker is where it is (workers.json); empty: no more.
 
         Does not wait; harmless when already out.
         """
-        with self._client.condition:
-            if self._core.out is None:
-                self._client.perform(self._core.note(text))
+        self._say(self._core.note, text)
 
     def answer_drain(self, node: str, reason: str) -> None:
         """Tell what the last epoch joined has decided of a node of ``PlanRequest.drain``.
 
         ``reason``: why it is refused; empty: it is not. Does not wait; harmless when already out.
         """
-        with self._client.condition:
-            if self._core.out is None:
-                self._client.perform(self._core.answer_drain(node, reason))
+        self._say(self._core.answer_drain, node, reason)
 
     def report_done(self, iteration: int) -> None:
         """Report that every segment of ``iteration`` is REDUCED here; does not wait. May raise as ``agree`` does."""
         with self._client.condition:
             self._raise_if_out()
             if self._core.committed < iteration:
-                self._client.perform(self._core.report_done(iteration))
+                self._client.call(self._core.report_done, iteration)
                 self._raise_if_revoked()
 
     def wait_committed(self, iteration: int, epoch: int | None = None) -> None:
@@ -263,8 +250,8 @@ class Session:
     def agree(self, iteration: int) -> None:
         """Report ``iteration`` done and wait until it is committed: all members of the epoch have reported it.
 
-        Raises ``EpochRevoked`` when the epoch ends first: the iteration may or may not have been committed, the next
-        plan tells. Raises ``Fenced`` or ``CoordinatorLost`` when this worker is out.
+        Raises ``EpochRevoked`` when the epoch ends first (the next plan tells whether the iteration was committed),
+        ``Fenced`` or ``CoordinatorLost`` when this worker is out.
         """
         self.report_done(iteration)
         self.wait_committed(iteration)
@@ -287,14 +274,14 @@ class Session:
     def idle(self) -> None:
         """Have no part in the present epoch: a spare. Does not wait, and holds until the next ``join``.
 
-        No commit waits for this worker, and it is not put out for making no marks, until a rendezvous is open
-        (``wait_revoked`` returns): then it has as long to join as any other. When all that have a part have left in
-        order the run is finished: ``CoordinatorLost`` with code 0. Before the first plan the call does nothing. Raises
-        ``Fenced`` or ``CoordinatorLost``.
+        No commit waits for this worker, and it need not make marks, until a rendezvous is open (``wait_revoked``
+        returns): then it has as long to join as any other. When all that have a part have left in order the run is
+        finished: ``CoordinatorLost`` with code 0. Does nothing before the first plan. Raises ``Fenced`` or
+        ``CoordinatorLost``.
         """
         with self._client.condition:
             self._raise_if_out()
-            self._client.perform(self._core.idle())
+            self._client.call(self._core.idle)
 
     def wait_revoked(self, timeout: float | None = None) -> bool:
         """Wait until the present epoch is revoked (True, at once before the first), at most ``timeout`` seconds.
@@ -321,15 +308,13 @@ class Session:
     def give_up(self, code: int, reason: str) -> None:
         """Say that the run must end for all, with exit code ``code`` (1 to 255); the first to say so wins.
 
-        Does not wait: ``CoordinatorLost(reason, code)`` comes to every member's next call, to this one's too. If the
-        coordinator is lost meanwhile the next one is asked, as long as this process lives. ``reason`` is cut to 2,000
-        characters. Harmless when already out. Raises ``ValueError`` for another code.
+        Does not wait: ``CoordinatorLost(reason, code)`` comes to every member's next call, this one's too; the next
+        coordinator is asked if this one is lost. ``reason`` is cut to 2,000 characters. Harmless when already out.
+        Raises ``ValueError`` for another code.
         """
         if not 1 <= code <= 255:
             raise ValueError(f"exit code {code} is not between 1 and 255")
-        with self._client.condition:
-            if self._core.out is None:
-                self._client.perform(self._core.end_run(code, cut_middle(reason, 2000)))
+        self._say(self._core.end_run, code, cut_middle(reason, 2000))
 
     def report_exception(
         self,
@@ -347,10 +332,9 @@ class Session:
 
         Waits for that, at most ``EXCEPTION_REPORT_SECONDS``. ``error``: the exception's type and message (cut to 2,000
         characters), ``traceback``: cut to 16 Ki, each in the middle; ``group``: the worker's replica. ``tried``: all
-        microbatches of the iteration that may have raised it, ``microbatch`` is the last one; none of them: what
-        ``phase`` names did. ``own``: it is a fault of this worker's host or device. From what several replicas tell the
-        coordinator may conclude that nobody can do this work, and end the run for all (``report``). Raises
-        ``ValueError`` for a negative number.
+        microbatches of the iteration that may have raised it, ``microbatch`` is the last one; none: what ``phase``
+        names did. ``own``: a fault of this worker's host or device. By what several replicas tell the coordinator may
+        end the run for all (``ending``). Raises ``ValueError`` for a negative number.
         """
         if min(iteration, microbatch or 0, group) < 0:
             raise ValueError(f"negative: iteration {iteration}, microbatch {microbatch} or group {group}")
@@ -360,17 +344,14 @@ class Session:
         report["tried"] = sorted(tried)[-MAX_TRIED:]
         report["error"], report["traceback"] = cut_middle(error, MAX_ERROR), cut_middle(traceback, MAX_TRACEBACK)
         with self._client.condition:
-            if self._core.out is None:
-                self._client.perform(self._core.report_exception(report))
+            self._say(self._core.report_exception, report)
             heard_or_out = lambda: self._core.noted or self._core.out is not None  # noqa: E731
             self._client.condition.wait_for(heard_or_out, EXCEPTION_REPORT_SECONDS)
             return self._core.noted
 
     def leave(self) -> None:
         """Leave in order: the run is finished for this worker; its end is no death. Harmless when already out."""
-        with self._client.condition:
-            if self._core.out is None:
-                self._client.perform(self._core.leave())
+        self._say(self._core.leave)
         self._client.close()
 
     def leave_idle(self) -> None:
@@ -380,6 +361,12 @@ class Session:
         self.leave()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _say(self, said: Callable[..., list[MemberEffect]], *what: object) -> None:
+        """Have a method of the core say something, unless this worker is out."""
+        with self._client.condition:
+            if self._core.out is None:
+                self._client.call(said, *what)
 
     def _raise_if_out(self) -> None:
         if self._core.out is not None:
@@ -395,10 +382,43 @@ class Session:
             for callback in self._callbacks:
                 callback(notice.detail["epoch"], notice.detail["reason"])
         elif notice.kind == "out":
-            if self._exit_when_out is not None:
-                code = self._core.out.code if isinstance(self._core.out, CoordinatorLost) else EXIT_FENCED
-                timer = threading.Timer(self._exit_when_out, os._exit, [code])
-                timer.daemon = True
-                timer.start()
             for callback in self._callbacks:
                 callback(0, str(self._core.out))
+
+
+def connect(
+    settings: Settings | None = None,
+    environ: Mapping[str, str] = os.environ,
+    addresses: Sequence[Address] | None = None,
+) -> Session:
+    """Open the session of this worker (``Session.connect``), as recover-run's environment variables say.
+
+    And raise this process's limit of open files (``system.use_all_descriptors``). ``addresses``: the candidates,
+    instead of the environment's; the launcher is a node agent with its own candidates only. Raises KeyError where the
+    launcher gave no coordinator or no rank, ValueError for a malformed address, SecretError without a usable secret.
+    """
+    use_all_descriptors()
+    node_agent = environ.get(NODE_VARIABLE)
+    if addresses is None:
+        addresses = _launchers_addresses(environ[COORDINATOR_VARIABLE])
+    elif COORDINATOR_VARIABLE not in environ or list(addresses) != _launchers_addresses(environ[COORDINATOR_VARIABLE]):
+        node_agent = None
+    worker, secret, newcomer = worker_id(environ), find_secret(environ), is_newcomer(environ)
+    return Session.connect(addresses, worker, secret, settings, node_agent=node_agent, newcomer=newcomer)
+
+
+def worker_id(environ: Mapping[str, str] = os.environ) -> WorkerId:
+    """Which worker this process is. Raises KeyError where the launcher gave neither an id nor a rank."""
+    return WorkerId(int(environ.get(WORKER_ID_VARIABLE) or environ["RANK"]))
+
+
+def is_newcomer(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this worker was not launched with the run."""
+    return environ.get(JOIN_VARIABLE) == "1"
+
+
+def _launchers_addresses(text: str) -> list[Address]:
+    try:
+        return parse_addresses(text)
+    except ValueError as error:
+        raise ValueError(f"{COORDINATOR_VARIABLE}={text}: {error}") from None

@@ -3,13 +3,10 @@
 What is believed is an end that cannot be taken back, and that somebody has made sure of:
 
 * SLURM: a node is POWERED_DOWN: the site's program has cut its power, and had the time to do it. Not DOWN, FAIL or
-  not responding (``DOWN*``): the controller has not heard of the node, or an administrator has marked it; its processes
-  go on as long as nobody kills them there.
+  not responding (``DOWN*``): its processes go on as long as nobody kills them there.
 * Kubernetes: a pod (of the same UID) is Failed or Succeeded, and its kubelet has seen each of its containers end. Not a
   pod that is gone or being deleted, nor one whose node does not answer: they may be running. A kubelet that evicts says
   Failed before it kills, so the phase alone is not enough.
-
-Whatever else is said, or is not said in time, is no news.
 """
 
 from __future__ import annotations
@@ -291,7 +288,7 @@ class WitnessThread:
         self._scope = scope
         self._source = SOURCES[scope.kind]() if source is None else source
         self._report = report
-        self._asked: queue.SimpleQueue[frozenset[str] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[frozenset[str]] = queue.SimpleQueue()
         self._failing = False  # and that was told
         threading.Thread(target=self._run, daemon=True, name="recover-witness").start()
 
@@ -299,16 +296,11 @@ class WitnessThread:
         """Ask about these nodes; of what was asked meanwhile the last question alone is."""
         self._asked.put(nodes)
 
-    def close(self) -> None:
-        """End the thread, when the witness lets it."""
-        self._asked.put(None)
-
     def _run(self) -> None:
-        while (nodes := self._asked.get()) is not None:
-            while not self._asked.empty() and nodes is not None:
+        while True:
+            nodes = self._asked.get()
+            while not self._asked.empty():
                 nodes = self._asked.get()
-            if nodes is None:
-                return
             if (testimony := self._testimony(nodes)) is not None:
                 self._report(testimony)
 

@@ -2,15 +2,15 @@
 
     observer                                  coordinator
        |  (challenge, auth, proof, as any)         |
-       |  observe  ------------------------------> |   ``Observers``: whether it is answered
-       |  <------------------------------  view    |   ``view``: a pure function of the state
+       |  observe  ------------------------------> |
+       |  <------------------------------  view    |   a pure function of the state
        |  observe ...                              |
        |  <------------------------------  stop    |   the run has ended while it was looking
 
 An observer is no member. Nothing waits for it, it counts in no quorum, and no message of its own changes anything but
-``Observers``; but one, ``drain``, which is answered in the same way (``drains``). What it can cost is bounded: it is
-answered once in ``PAUSE_SECONDS``, there are ``MAX_OBSERVERS`` at a time (a newcomer takes the place of the one that
-has been quiet for longest), a view has ``MAX_ROWS`` workers and every text in it is cut. So a view fits
+``Observing.sessions``; but one, ``drain``, which is answered in the same way (``drains``). What it can cost is bounded:
+it is answered once in ``PAUSE_SECONDS``, there are ``MAX_OBSERVERS`` at a time (a newcomer takes the place of the one
+that has been quiet for longest), a view has ``MAX_ROWS`` workers and every text in it is cut. So a view fits
 ``wire.MAX_TO_MEMBER``, whatever the members have said.
 """
 
@@ -18,12 +18,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from recover_megatron.membership.detect import Stall
-from recover_megatron.membership.epochs import Epochs
-from recover_megatron.membership.events import Close, Outbox
-from recover_megatron.membership.records import Json, Opened, WorkerId, to_runs
+from recover_megatron.membership.drains import Drains
+from recover_megatron.membership.epochs import Epochs, Rendezvous
+from recover_megatron.membership.events import Close, Outbox, State
+from recover_megatron.membership.leadership import Leadership
+from recover_megatron.membership.records import Json, WorkerId, to_runs
 from recover_megatron.membership.roster import Fate, Member, Roster
 
 PAUSE_SECONDS = 0.4
@@ -38,41 +41,6 @@ _NAME, _PHASE, _NOTE, _WHY, _REASON = 64, 32, 120, 160, 600  # characters, of wh
 _NUMBERS = ("replica", "position", "slot", "at", "iteration", "total", "quota", "device")
 _TEXTS = {"note": _NOTE, "node": _NAME}
 _FAULTS = ("fault", "exception", "stuck", "give_up")
-
-
-class Observers:
-    """The sessions that look, and when each has asked last: the quietest first."""
-
-    def __init__(self, out: Outbox) -> None:
-        self._asked: dict[int, float] = {}
-        self._out = out
-
-    @property
-    def sessions(self) -> list[int]:
-        """All of them."""
-        return list(self._asked)
-
-    def __contains__(self, session: int) -> bool:
-        return session in self._asked
-
-    def ask(self, session: int, now: float) -> bool:
-        """Note a question; False: it comes too soon after the last one, and the observer is forgotten."""
-        last = self._asked.pop(session, None)
-        if last is not None and now - last < PAUSE_SECONDS:
-            return False
-        self._asked[session] = now
-        return True
-
-    def make_room(self) -> None:
-        """Close the session of the quietest observer, if there are too many."""
-        if len(self._asked) > MAX_OBSERVERS:
-            quietest = next(iter(self._asked))
-            self.forget(quietest)
-            self._out.do(Close(quietest))
-
-    def forget(self, session: int) -> None:
-        """A session has ended; harmless if it was no observer's."""
-        self._asked.pop(session, None)
 
 
 class History:
@@ -113,9 +81,8 @@ class History:
 
     def _fault(self, event: str, record: Mapping[str, Json], now: float) -> None:
         kind = record["kind"] if event == "fault" else event
-        why = (
-            record.get("reason") or record.get("error") or f"all workers wait for each other in epoch {record['epoch']}"
-        )
+        why = record.get("reason") or record.get("error")
+        why = why or f"all workers wait for each other in epoch {record['epoch']}"
         fault = {"kind": kind, "worker": record.get("worker"), "host": _cut(record.get("host", ""), _NAME)}
         self.faults.append((now, {**fault, "why": _cut(why, _REASON)}))
         if event in ("fault", "exception"):
@@ -155,75 +122,107 @@ def _bounded(status: Json) -> dict[str, Json]:
     return {**numbers, **texts, **nothing}
 
 
-def view(
-    roster: Roster, epochs: Epochs, opened: Opened, stall: Stall, history: History, state: str, term: int, now: float
-) -> dict[str, Any]:
-    """The message that shows a run; ``state`` and ``term`` are those of its coordinator. Changes nothing."""
-    workers, statuses = roster.workers, statuses_of(epochs.plan)
-    gone_first = sorted(workers.values(), key=lambda worker: (worker.fate is Fate.LIVE, worker.number))
-    shown = sorted(gone_first[:MAX_ROWS], key=lambda worker: worker.number)
-    message: dict[str, Any] = {
-        "type": "view",
-        "state": state,
-        "term": term,
-        "epoch": epochs.formed.epoch,
-        "opened": opened.epoch,
-        "committed": epochs.committed,
-        "launched": roster.world,
-        "world": len(workers),
-        "live": sum(worker.fate is Fate.LIVE for worker in workers.values()),
-        "replicas": to_runs(replica for replica in history.replicas if replica >= 0)[:MAX_ROWS],
-        "replica_size": history.replica_size,
-        "workers": [_row(worker, epochs, opened, history, statuses.get(worker.number), now) for worker in shown],
-        "hidden": len(workers) - len(shown),
-        "faults": _dated(history.faults, now),
-        "recoveries": _dated(history.recoveries, now),
-    }
-    if stall.told and stall.since is not None:
-        shown_late = sorted(stall.waited)[:LAST]
-        message["stall"] = {
-            "seconds": _ago(stall.since, now),
-            "left": round(stall.left(now), 3),
-            "workers": to_runs(stall.waited)[:MAX_ROWS],
-            "where": [_cut(f"{workers[n].name}: {stall.waited[n]}", _WHY) for n in shown_late],
+@dataclass(eq=False)
+class Observing:
+    """The sessions that look at one coordinator. It reads the parts and changes none; ``Drains`` may do as asked."""
+
+    _roster: Roster
+    _leadership: Leadership
+    _epochs: Epochs
+    _rendezvous: Rendezvous
+    _stall: Stall
+    _drains: Drains
+    _out: Outbox
+    history: History = field(default_factory=History, init=False)
+    """To be told every record of the event log."""
+    sessions: dict[int, float] = field(default_factory=dict, init=False)
+    """Session -> when it has asked last; the quietest first."""
+
+    def asked(self, session: int, message: Mapping[str, Any], state: State, now: float) -> None:
+        """Show an observer the state, after it has asked for a node to be drained; refuse one that asks too often."""
+        last = self.sessions.pop(session, None)
+        if last is not None and now - last < PAUSE_SECONDS:
+            self._roster.refuse(session, "an observer that asks too often")
+            return
+        self.sessions[session] = now
+        if message["type"] == "drain" and state is not State.STANDBY and not self._is_taking_over:
+            self._drains.ask(message["node"], begun=self._epochs.own)
+        self._out.send([session], self.view(state, now))
+        if len(self.sessions) > MAX_OBSERVERS:
+            quietest = next(iter(self.sessions))
+            del self.sessions[quietest]
+            self._out.do(Close(quietest))
+
+    @property
+    def _is_taking_over(self) -> bool:
+        """Whether this coordinator leads a run that has begun, and does not know yet what its members have decided."""
+        return self._epochs.formed.epoch > 0 and not self._epochs.own
+
+    def view(self, state: State, now: float) -> dict[str, Any]:
+        """The message that shows a run; ``state``: that of its coordinator. Changes nothing."""
+        epochs, history, stall, workers = self._epochs, self.history, self._stall, self._roster.workers
+        statuses = statuses_of(epochs.plan)
+        gone_first = sorted(workers.values(), key=lambda worker: (worker.fate is Fate.LIVE, worker.number))
+        shown = sorted(gone_first[:MAX_ROWS], key=lambda worker: worker.number)
+        message: dict[str, Any] = {
+            "type": "view",
+            "state": state.value,
+            "term": self._leadership.term,
+            "epoch": epochs.formed.epoch,
+            "opened": self._rendezvous.opened.epoch,
+            "committed": epochs.committed,
+            "launched": self._roster.world,
+            "world": len(workers),
+            "live": sum(worker.fate is Fate.LIVE for worker in workers.values()),
+            "replicas": to_runs(replica for replica in history.replicas if replica >= 0)[:MAX_ROWS],
+            "replica_size": history.replica_size,
+            "workers": [self._row(worker, statuses.get(worker.number), now) for worker in shown],
+            "hidden": len(workers) - len(shown),
+            "faults": _dated(history.faults, now),
+            "recoveries": _dated(history.recoveries, now),
         }
-    if history.committed_at is not None:
-        message["commit_age"] = _ago(history.committed_at, now)
-    return message
+        if stall.told and stall.since is not None:
+            shown_late = sorted(stall.waited)[:LAST]
+            message["stall"] = {
+                "seconds": _ago(stall.since, now),
+                "left": round(stall.left(now), 3),
+                "workers": to_runs(stall.waited)[:MAX_ROWS],
+                "where": [_cut(f"{workers[n].name}: {stall.waited[n]}", _WHY) for n in shown_late],
+            }
+        if history.committed_at is not None:
+            message["commit_age"] = _ago(history.committed_at, now)
+        return {**message, "drains": drains} if (drains := self._drains.rows()) else message
 
-
-def _row(
-    worker: Member, epochs: Epochs, opened: Opened, history: History, status: Mapping[str, Json] | None, now: float
-) -> dict[str, Json]:
-    progress = worker.progress
-    row: dict[str, Json] = {
-        "worker": worker.number,
-        "fate": worker.fate.value,
-        "host": _cut(worker.host, _NAME),
-        "node": _cut(worker.node_agent, _NAME),
-    }
-    if worker.fate is not Fate.LIVE:
-        since, why = history.ends.get(worker.number, (None, "known from the coordinator before this one"))
-        seen = {"phase": _cut(progress.phase, _PHASE), "iteration": progress.iteration} if progress.phase else {}
-        return {**row, "why": why, **seen} | ({} if since is None else {"ago": _ago(since, now)})
-    if worker.session is not None:
-        row |= {"silence": _ago(worker.heard, now), "marked": _ago(progress.marked, now)}
-    if progress.waiting_since is not None:
-        row["waiting"] = _ago(progress.waiting_since, now)
-    if progress.microbatch is not None:
-        row["microbatch"] = progress.microbatch
-    if progress.place is not None:
-        row["place"] = list(progress.place)
-    return {
-        **row,
-        "iteration": progress.iteration,
-        "phase": _cut(progress.phase, _PHASE),
-        "done": worker.done,
-        "member": worker.number in epochs.formed.members and epochs.formed.epoch > 0,
-        "joined": worker.joined == opened.epoch > 0,
-        "idle": worker.idle_in == epochs.formed.epoch > 0,
-        "status": status or _bounded(worker.status),
-    }
+    def _row(self, worker: Member, status: Mapping[str, Json] | None, now: float) -> dict[str, Json]:
+        progress, epoch = worker.progress, self._epochs.formed.epoch
+        row: dict[str, Json] = {
+            "worker": worker.number,
+            "fate": worker.fate.value,
+            "host": _cut(worker.host, _NAME),
+            "node": _cut(worker.node_agent, _NAME),
+        }
+        if worker.fate is not Fate.LIVE:
+            since, why = self.history.ends.get(worker.number, (None, "known from the coordinator before this one"))
+            seen = {"phase": _cut(progress.phase, _PHASE), "iteration": progress.iteration} if progress.phase else {}
+            return {**row, "why": why, **seen} | ({} if since is None else {"ago": _ago(since, now)})
+        if worker.session is not None:
+            row |= {"silence": _ago(worker.heard, now), "marked": _ago(progress.marked, now)}
+        if progress.waiting_since is not None:
+            row["waiting"] = _ago(progress.waiting_since, now)
+        if progress.microbatch is not None:
+            row["microbatch"] = progress.microbatch
+        if progress.place is not None:
+            row["place"] = list(progress.place)
+        return {
+            **row,
+            "iteration": progress.iteration,
+            "phase": _cut(progress.phase, _PHASE),
+            "done": worker.done,
+            "member": worker.number in self._epochs.formed.members and epoch > 0,
+            "joined": worker.joined == self._rendezvous.opened.epoch > 0,
+            "idle": worker.idle_in == epoch > 0,
+            "status": status or _bounded(worker.status),
+        }
 
 
 def _dated(entries: Iterable[tuple[float, dict[str, Json]]], now: float) -> list[Json]:

@@ -2,17 +2,27 @@
 
 Nothing that arrives is trusted: every field has a type and a bound, unknown types and unknown fields are errors. An
 error is a ``WireError``, and the only thing it ever costs is the connection it came from.
+
+A connection begins with the proof of the job's secret, as any of the run (``network.connection``):
+
+    coordinator -> member   challenge(version, nonce Nc)
+    member -> coordinator   auth(nonce Nm, mac = HMAC(secret, "member"      | Nc | Nm))
+    coordinator -> member   proof(mac = HMAC(secret, "coordinator" | Nc | Nm))
 """
 
 from __future__ import annotations
 
+import math
+import os
+import stat
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from recover_megatron.membership.exception_reports import MAX_ERROR, MAX_TRACEBACK, MAX_TRIED
-from recover_megatron.membership.records import MAX_WORKERS, MOST_ADDED
+from recover_megatron.membership.records import MAX_WORKERS, MOST_ADDED, SecretError
 from recover_megatron.network import connection
 from recover_megatron.network.connection import WireError
+from recover_megatron.variables import SECRET_FILE_VARIABLE, SECRET_VARIABLE
 
 __all__ = ["WireError"]
 
@@ -24,6 +34,12 @@ MAX_TO_COORDINATOR = 16 << 20
 """Bytes of one message of a member: a status, or the last plan presented to a new coordinator."""
 MAX_TO_MEMBER = 64 << 20
 """Bytes of one message to a member: a plan."""
+MAX_ERROR = 2000
+"""Characters of an error's type and message."""
+MAX_TRACEBACK = 16 << 10
+"""Characters of a traceback."""
+MAX_TRIED = 4096
+"""Microbatches that a worker names as those that may have ended it."""
 
 Check = Callable[[Any], bool]
 Schema = Mapping[str, tuple[Check, bool]]
@@ -38,9 +54,8 @@ def _text(limit: int) -> Check:
     return lambda value: type(value) is str and len(value) <= limit
 
 
-def _numbers(limit: int) -> Check:
-    number = _integer(0, 1 << 53)
-    return lambda value: type(value) is list and len(value) <= limit and all(map(number, value))
+def _list(check: Check, most: float = math.inf, least: int = 0) -> Check:
+    return lambda value: type(value) is list and least <= len(value) <= most and all(map(check, value))
 
 
 def _runs(value: Any) -> bool:
@@ -56,19 +71,8 @@ def _runs(value: Any) -> bool:
     return True
 
 
-_rows: Check = lambda value: type(value) is list and all(type(row) is dict for row in value)  # noqa: E731
-
-
-def _place(value: Any) -> bool:
-    return type(value) is list and len(value) == 3 and all(type(n) is int and 0 <= n < 1 << 31 for n in value)
-
-
 def _address(value: Any) -> bool:
     return type(value) is list and len(value) == 2 and _text(256)(value[0]) and _integer(1, 65535)(value[1])
-
-
-def _addresses(value: Any) -> bool:
-    return type(value) is list and len(value) <= MOST_ADDED and all(map(_address, value))
 
 
 def _hex(length: int) -> Check:
@@ -83,21 +87,24 @@ _ITERATION = _integer(0, 1 << 53)
 _SECONDS: Check = lambda value: type(value) in (int, float) and 0 <= value <= 1e9  # noqa: E731
 _FLAG: Check = lambda value: type(value) is bool  # noqa: E731
 _ANY: Check = lambda value: True  # noqa: E731
+_ROWS = _list(lambda row: type(row) is dict)
 _NAME = _text(256)
 _NOTE = _text(2048)
 
+
+def _epoch(prefix: str = "", required: bool = True) -> Schema:
+    """What names an epoch or a rendezvous, as ``records.Formed.to_wire`` writes it."""
+    checks = {"epoch": _EPOCH, "term": _TERM, "members": _runs}
+    return {f"{prefix}{name}": (check, required) for name, check in checks.items()}
+
+
+_GONE: Schema = {"dead": (_runs, True), "left": (_runs, True), "aside": (_runs, False)}
 _PRESENTATION: Schema = {
     "term": (_TERM, True),
-    "formed_epoch": (_EPOCH, True),
-    "formed_term": (_TERM, True),
-    "formed_members": (_runs, True),
-    "opened_epoch": (_EPOCH, False),
-    "opened_term": (_TERM, False),
-    "opened_members": (_runs, False),
+    **_epoch("formed_"),
+    **_epoch("opened_", required=False),
     "committed": (_ITERATION, True),
-    "dead": (_runs, True),
-    "left": (_runs, True),
-    "aside": (_runs, False),
+    **_GONE,
 }
 
 HANDSHAKE_TO_COORDINATOR: Mapping[str, Schema] = {"auth": {"nonce": (_hex(64), True), "mac": (_hex(64), True)}}
@@ -131,7 +138,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "iteration": (_ITERATION, True),
         "phase": (_NAME, True),
         "microbatch": (_ITERATION, False),
-        "place": (_place, False),
+        "place": (_list(_integer(0, (1 << 31) - 1), 3, 3), False),
         "waiting": (_FLAG, True),
         "allow": (_SECONDS, True),
     },
@@ -160,7 +167,7 @@ TO_COORDINATOR: Mapping[str, Schema] = {
         "traceback": (_text(MAX_TRACEBACK), True),
         "group": (_WORKER, True),
         "phase": (_NAME, False),
-        "tried": (_numbers(MAX_TRIED), False),
+        "tried": (_list(_ITERATION, MAX_TRIED), False),
         "own": (_FLAG, False),
     },
     "note": {"text": (_NOTE, True)},
@@ -176,26 +183,14 @@ TO_MEMBER: Mapping[str, Schema] = {
     "lead": {"term": (_TERM, True)},
     "refused": {"reason": (_NOTE, True)},
     "revoke": {
-        "epoch": (_EPOCH, True),
-        "term": (_TERM, True),
-        "members": (_runs, True),
-        "dead": (_runs, True),
-        "left": (_runs, True),
-        "aside": (_runs, False),
+        **_epoch(),
+        **_GONE,
         "committed": (_ITERATION, True),
         "reason": (_NOTE, True),
         "present_plan": (_WORKER, False),
-        "after_epoch": (_EPOCH, False),
-        "after_term": (_TERM, False),
-        "after_members": (_runs, False),
+        **_epoch("after_", required=False),
     },
-    "plan": {
-        "epoch": (_EPOCH, True),
-        "term": (_TERM, True),
-        "members": (_runs, True),
-        "committed": (_ITERATION, True),
-        "data": (_ANY, False),
-    },
+    "plan": {**_epoch(), "committed": (_ITERATION, True), "data": (_ANY, False)},
     "commit": {"epoch": (_EPOCH, True), "iteration": (_ITERATION, True)},
     "kill": {"worker": (_WORKER, True), "reason": (_NOTE, True), "with": (_runs, False)},
     "note": {"worker": (_WORKER, True), "text": (_NOTE, True)},
@@ -208,7 +203,7 @@ TO_MEMBER: Mapping[str, Schema] = {
     },
     "noted": {},
     "candidates": {
-        "added": (_addresses, True),
+        "added": (_list(_address, MOST_ADDED), True),
         "world": (_integer(0, MAX_WORKERS), True),
         "lease": (_text(4096), False),
         "slack": (_integer(0, MAX_WORKERS), False),
@@ -223,23 +218,21 @@ TO_MEMBER: Mapping[str, Schema] = {
         "opened": (_EPOCH, True),
         "committed": (_ITERATION, True),
         "commit_age": (_SECONDS, False),
-        "launched": (_integer(0, MAX_WORKERS), True),
-        "world": (_integer(0, MAX_WORKERS), True),
-        "live": (_integer(0, MAX_WORKERS), True),
+        **{name: (_integer(0, MAX_WORKERS), True) for name in ("launched", "world", "live")},
         "replicas": (_ANY, True),
         "replica_size": (_integer(0, MAX_WORKERS), True),
-        "workers": (_rows, True),
+        "workers": (_ROWS, True),
         "hidden": (_integer(0, MAX_WORKERS), True),
         "stall": (_ANY, False),
-        "faults": (_rows, True),
-        "recoveries": (_rows, True),
-        "drains": (_rows, False),
+        "faults": (_ROWS, True),
+        "recoveries": (_ROWS, True),
+        "drains": (_ROWS, False),
     },
 }
 
 
 def encode(message: Mapping[str, Any], limit: int = MAX_TO_MEMBER) -> bytes:
-    """As ``frames.encode``."""
+    """As ``connection.encode``."""
     return connection.encode(message, limit)
 
 
@@ -262,29 +255,79 @@ def parse(body: bytes, schemas: Mapping[str, Schema]) -> dict[str, Any]:
     return message
 
 
-class Decoder:
-    """Cuts a byte stream into checked messages.
-
-    ``limit`` and ``schemas`` may be changed between messages (the handshake has tighter ones); they hold for every
-    message whose length has not been read yet.
-    """
+class Decoder(connection.Decoder):
+    """Cuts a byte stream into checked messages; ``schemas`` may be changed between them, as ``limit``."""
 
     def __init__(self, limit: int, schemas: Mapping[str, Schema]) -> None:
-        self.limit = limit
+        super().__init__(limit)
         self.schemas = schemas
-        self._frames = connection.Decoder(limit)
 
-    @property
-    def pending(self) -> int:
-        """Bytes of an incomplete message that are held."""
-        return self._frames.pending
-
-    def feed(self, data: bytes) -> None:
-        """Add received bytes."""
-        self._frames.feed(data)
-
-    def next(self) -> dict[str, Any] | None:
+    def message(self) -> dict[str, Any] | None:
         """The next complete message, None if there is none yet. ``WireError`` ends the stream."""
-        self._frames.limit = self.limit
-        body = self._frames.next()
+        body = self.next()
         return None if body is None else parse(body, self.schemas)
+
+
+SECRET_FILE = "secret"
+"""Name of the file in a launch's log folder with the secret that the launch made up."""
+MIN_SECRET = 16
+"""Bytes: shorter secrets can be guessed offline from one recorded handshake."""
+
+
+class Secret:
+    """The job's secret; it is never taken from a command line, and shows itself in no log and no traceback."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        if len(value) < MIN_SECRET:
+            raise SecretError(f"the job's secret has {len(value)} bytes; give at least {MIN_SECRET} random ones")
+        self._value = value
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def mac(self, role: str, coordinator_nonce: str, member_nonce: str) -> str:
+        """The proof of ``role`` ("member" or "coordinator") for one pair of nonces, in hex."""
+        return connection.mac(self._value, "recover-membership", role, coordinator_nonce, member_nonce).hex()
+
+    def answer(self, challenge: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+        """A member's message ``auth`` for a message ``challenge``, and the proof that the coordinator then owes."""
+        nonces = challenge["nonce"], connection.nonce()
+        auth = {"type": "auth", "nonce": nonces[1], "mac": self.mac("member", *nonces)}
+        return auth, self.mac("coordinator", *nonces)
+
+    def key(self, purpose: str) -> bytes:
+        """A key derived from the secret for another protocol of the run, such as the ring's."""
+        return connection.mac(self._value, "recover-key", purpose)
+
+
+def read_secret_file(path: Path) -> Secret:
+    """The secret in a file of mode 0600 (or stricter) that belongs to this user; ``SecretError`` says what is wrong."""
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise SecretError(f"secret file {path} is not a regular file")
+            if info.st_mode & 0o077:
+                mode = f"mode {info.st_mode & 0o777:04o}"
+                raise SecretError(f"secret file {path} is open to others ({mode}): chmod 600 it")
+            if info.st_uid not in (os.geteuid(), 0):
+                raise SecretError(f"secret file {path} belongs to user {info.st_uid}, not to you")
+            return Secret(file.read(1 << 16).strip())
+    except OSError as error:
+        raise SecretError(f"secret file {path} cannot be read: {error.strerror}") from error
+
+
+def find_secret(environ: Mapping[str, str] = os.environ, path: Path | None = None) -> Secret:
+    """The secret from ``path``, else from the environment (the value, or a file's name); ``SecretError`` if none."""
+    if path is not None:
+        return read_secret_file(path)
+    if value := environ.get(SECRET_VARIABLE):
+        return Secret(value.encode())
+    if name := environ.get(SECRET_FILE_VARIABLE):
+        return read_secret_file(Path(name))
+    raise SecretError(
+        f"no secret: set {SECRET_VARIABLE} to at least {MIN_SECRET} random characters, "
+        f"or {SECRET_FILE_VARIABLE} to a file of mode 0600 that holds them"
+    )

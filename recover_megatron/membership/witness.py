@@ -2,8 +2,8 @@
 
 A witness is whoever manages the nodes: SLURM's controller, Kubernetes' API server (``testimony``). It tells of ends
 alone, and an end is final. What it says of a node that it does not reach is no news: it may be cut off, as this side
-may be. Its word is used in one case, the one that the count of ``leadership`` and the lease give up: fewer than half
-are reached. They may ask for the lease if *nobody else can be running*, by ``alone``:
+may be. Its word is used where the count of ``leadership`` and the lease give up: fewer than half are reached. They may
+ask for the lease if *nobody else can be running*, by ``alone``:
 
 * whoever is missing was started by a launcher of the launch (``JOINED_FROM``), and
 * each node of the launch is off, or is *here*: its launcher is reached, and all that it runs are members, or gone.
@@ -60,8 +60,8 @@ def alone(
 class Witness:
     """What a coordinator was told by the witness, and what follows from that.
 
-    ``nodes``: of the launch, by the names of their launchers; empty: the run has a witness, but it cannot be asked from
-    here (the candidate of a launcher that joined). None: there is none, and nothing here does anything.
+    ``nodes``: of the launch, by the names of their launchers; empty: it cannot be asked from here (by the candidate of
+    a launcher that joined). None: there is no witness, and nothing here does anything.
     """
 
     def __init__(self, roster: Roster, out: Outbox, nodes: frozenset[str] | None) -> None:
@@ -155,14 +155,10 @@ class Witness:
     @property
     def _is_recorded(self) -> bool:
         """Whether nobody who is left out and may be running can get the lease."""
-        left_out = self._left_out
+        left_out = self._roster.with_fate(Fate.OUT) | self._roster.with_fate(Fate.ASIDE)
         if not left_out and not self.took_over:
             return True
         return self._granted and left_out.isdisjoint(frozenset().union(*self._asked.values()))
-
-    @property
-    def _left_out(self) -> Workers:
-        return self._roster.with_fate(Fate.OUT) | self._roster.with_fate(Fate.ASIDE)
 
     def has_to_record(self) -> bool:
         """Whether the epoch that was formed is to be named by the lease, without waiting, for what ``lets_in`` says."""

@@ -10,10 +10,9 @@ Proof of the job's secret: a mutual HMAC-SHA256 challenge with fresh nonces on b
     client -> server   its nonce, and the proof of the client's role for both nonces
     server -> client   the proof of the server's role for both nonces
 
-The role in the text keeps a proof from being sent back as one's own, the purpose keeps one from being used in another
-protocol of the run. A server does nothing for a connection before it has the client's proof; a client believes nothing
-before it has the server's. The secret itself never travels. What follows is neither encrypted nor signed
-(docs/security.md). Everything of the run that proves the secret does it by ``mac``.
+The role in the text keeps a proof from being sent back as one's own, the purpose from being used in another protocol of
+the run. A server does nothing for a connection, and a client believes nothing, before it has the other's proof. The
+secret itself never travels. What follows is neither encrypted nor signed (docs/security.md).
 
 An address of a worker is text: "host port".
 """
@@ -201,11 +200,10 @@ class Unreachable(ConnectionError):
 
 
 class Connection:
-    """A connection to ``address``, proved on both sides when the constructor returns.
+    """A connection to ``address``, proved on both sides when the constructor returns. All of it raises ``Unreachable``.
 
     ``patience``: called whenever nothing has come for ``POLL_SECONDS``, and raises when the wait is to end (a process
-    that is stopped answers nothing and closes nothing); None: wait for as long as the connection lasts.  All methods
-    raise ``Unreachable``.
+    that is stopped answers nothing and closes nothing); None: wait for as long as the connection lasts.
     """
 
     def __init__(self, address: str, challenge: Challenge, patience: Callable[[], None] | None = None) -> None:
@@ -249,10 +247,8 @@ class Connection:
         return data
 
     def detach(self, message: Mapping[str, Any]) -> socket.socket:
-        """The connection itself, blocking, for another protocol: after this message has gone and has come back.
-
-        What follows it is left in the connection.
-        """
+        """The connection itself, blocking, for another protocol: after this message has gone and has come back, with
+        all that follows it still to be read."""
         self.send(message)
         echo = encode(message, LONGEST_MESSAGE)
         while self._decoder.pending < len(echo):

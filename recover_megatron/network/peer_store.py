@@ -19,8 +19,7 @@ Streams are connections that it lets in and then gives away, for others of the w
                                                                      |- of a kind that is served: its handler gets it
                                                                      '- else it waits until ``take`` asks for it
 
-So whoever knows where somebody's peer store is can connect to any part of that worker, proved on both sides, without
-another listener and without a word through a store.  The kind is the part of the name before the first slash.
+The kind is the part of the name before the first slash.
 """
 
 from __future__ import annotations
@@ -105,11 +104,6 @@ class Streams:
                 if self._changed.wait_for(lambda: name in self._waiting, LOOK_SECONDS):
                     return self._waiting.pop(name)
 
-    def wake(self) -> None:
-        """Have those who wait in ``take`` ask their patience; from any thread."""
-        with self._changed:
-            self._changed.notify_all()
-
     def forget(self, prefix: str) -> None:
         """Close what waits under names that begin so: nobody will take it any more."""
         with self._changed:
@@ -117,7 +111,7 @@ class Streams:
                 self._waiting.pop(name).close()
 
     def close_in_child(self) -> None:
-        """A forked process must not keep the connections of its parent open."""
+        """As ``system.Forked``."""
         for sock in self._waiting.values():
             sock.close()
 
@@ -169,7 +163,7 @@ class PeerStoreServer:
         self._loop.call_soon_threadsafe(self._set, key, value, epoch)
 
     def close_in_child(self) -> None:
-        """A process forked from a worker must not keep the store of a dead worker open."""
+        """As ``system.Forked``."""
         self.listener.close()
 
     def _serve(self) -> None:

@@ -9,9 +9,9 @@ for a quarter of an hour.  So one thread of the process looks at the connections
 
 The other kernel answers whatever its process does: one that is stopped, or that reads nothing, is not silent.
 
-Forks (``close_in_children``): a forked process closes what its parent holds open, by the one at-fork hook of the run. A
-worker's data loaders are forked from it. If they kept its connections, those would stay open after the worker's death,
-and nobody would see an end. Sockets are closed, never shut down: that would reach the parent's connection.
+Forks (``close_in_children``): a forked process, such as a data loader, closes what its parent holds open. Else a
+worker's connections would stay open after its death, and nobody would see an end. Sockets are closed, never shut down:
+that would reach the parent's connection.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recover_megatron import __version__
-from recover_megatron.membership.observer import NoAnswer, OtherVersion
+from recover_megatron.membership.client import NoAnswer, OtherVersion
 from recover_megatron.membership.records import AuthenticationError, SecretError
 from recover_megatron.status.drain import drain
 from recover_megatron.status.folder import candidates

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
-from recover_megatron.membership.observer import NoAnswer
+from recover_megatron.membership.client import NoAnswer
 from recover_megatron.membership.records import ranges
 from recover_megatron.status.model import DrainStatus, RunStatus
 

@@ -32,9 +32,9 @@ from typing import Any
 
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.logger import get_logger
-from recover_megatron.membership.auth import find_secret
-from recover_megatron.membership.observer import NoAnswer
+from recover_megatron.membership.client import NoAnswer
 from recover_megatron.membership.records import AuthenticationError
+from recover_megatron.membership.wire import find_secret
 from recover_megatron.status.folder import ending
 from recover_megatron.status.headline import headline
 from recover_megatron.status.history import History, worker_processes

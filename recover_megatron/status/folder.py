@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recover_megatron.membership.auth import SECRET_FILE
 from recover_megatron.membership.records import EXIT_LOST_MAJORITY, FIRST_JOINED
+from recover_megatron.membership.wire import SECRET_FILE
 from recover_megatron.run_log import tail
 from recover_megatron.run_log.events import COORDINATOR_FILES
 from recover_megatron.run_log.steps import STEPS_FILE

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Protocol
 
 from recover_megatron.arguments import parse_addresses
-from recover_megatron.membership.auth import Secret, find_secret
-from recover_megatron.membership.client import Address
-from recover_megatron.membership.observer import ANSWER_SECONDS, NoAnswer, Observer, OtherVersion
+from recover_megatron.membership.client import ANSWER_SECONDS, Address, NoAnswer, Observer, OtherVersion
 from recover_megatron.membership.records import EXIT_LOST_MAJORITY, AuthenticationError
+from recover_megatron.membership.wire import Secret, find_secret
 from recover_megatron.status.folder import candidates, ending, has_begun, last_written, may_go_on, secret_file
 from recover_megatron.status.history import History, worker_processes
 from recover_megatron.status.model import RunStatus

@@ -21,8 +21,8 @@ from recover_megatron.collectives.group_factory import open_group, open_ring_lis
 from recover_megatron.collectives.ledger import Bucket, Reduced, Span
 from recover_megatron.collectives.transport.handshake import RingListener
 from recover_megatron.membership import Session
-from recover_megatron.membership.auth import read_secret_file
 from recover_megatron.membership.records import CoordinatorLost
+from recover_megatron.membership.wire import read_secret_file
 from tests.collectives.together import DEADLINE, PlainEpoch
 from tests.membership.cluster import Cluster, cluster
 

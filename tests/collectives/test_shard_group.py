@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from recover_megatron.collectives.column import Column, ShardGroup, whole_shard_groups
 from recover_megatron.collectives.ledger import Bucket
 from recover_megatron.membership import Session
-from recover_megatron.membership.auth import read_secret_file
 from recover_megatron.membership.records import EXIT_FENCED
+from recover_megatron.membership.wire import read_secret_file
 from tests.collectives.together import DEADLINE
 from tests.membership.cluster import Cluster, cluster
 

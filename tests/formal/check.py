@@ -129,17 +129,15 @@ def main() -> int:
     if missing := missing_tools():
         parser.error(f"not found: {', '.join(missing)} (Debian: apt-get install spin gcc)")
     good = True
-    for configuration in CONFIGURATIONS:
+    for configuration in [*CONFIGURATIONS, *(MUTANTS if args.mutants else ())]:
         if configuration.quick or not args.quick:
             result = check(configuration)
-            holds = result.errors == 0 and result.complete
-            good &= holds
-            print(f"{'holds' if holds else 'FAILS'}  {result.states:>10,} states  {configuration.what}", flush=True)
-    for mutant in MUTANTS if args.mutants else ():
-        if mutant.quick or not args.quick:
-            result = check(mutant)
-            good &= result.errors > 0
-            print(f"{'caught' if result.errors else 'MISSED'} {result.states:>10,} states  {mutant.what}", flush=True)
+            if configuration in MUTANTS:
+                good, told = good and result.errors > 0, "caught" if result.errors else "MISSED"
+            else:
+                holds = result.errors == 0 and result.complete
+                good, told = good and holds, "holds" if holds else "FAILS"
+            print(f"{told:<6} {result.states:>10,} states  {configuration.what}", flush=True)
     return 0 if good else 1
 
 

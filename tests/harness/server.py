@@ -238,8 +238,8 @@ class _Recovering:
     def __init__(
         self, request: dict[str, Any], children: dict[int, _Worker], start: Callable[[_Worker], int], address: Any
     ) -> None:
-        from recover_megatron.membership.auth import Secret
         from recover_megatron.membership.node_agent import NodeAgent
+        from recover_megatron.membership.wire import Secret
 
         self._children, self._start = children, start
         self._workers, self._restarts = request["workers"], request["restarts"]

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = """
     import json, os, pathlib, time
     from recover_megatron.membership import EpochRevoked
-    from recover_megatron.membership.worker import connect
+    from recover_megatron.membership.session import connect
 
     session = connect()
     while True:

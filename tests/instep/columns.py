@@ -37,7 +37,7 @@ from recover_megatron.instep.process_group import EpochGroup
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import WORLD, Mode, Traffic
 from recover_megatron.membership.records import Settings
-from recover_megatron.membership.worker import connect
+from recover_megatron.membership.session import connect
 from recover_megatron.network.peer_store import PeerStoreServer
 
 ITERATIONS, FOLDER = int(sys.argv[1]), Path(sys.argv[2])

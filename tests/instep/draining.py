@@ -23,8 +23,8 @@ from megatron.training import get_args, training
 from recover_megatron.arguments import parse_addresses
 from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.membership.auth import find_secret
-from recover_megatron.membership.worker import worker_id
+from recover_megatron.membership.session import worker_id
+from recover_megatron.membership.wire import find_secret
 from recover_megatron.status.source import Watch
 from tests.harness.waiting import written_lines
 

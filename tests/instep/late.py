@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pretrain_gpt_recover
-from recover_megatron.membership.worker import is_newcomer
+from recover_megatron.membership.session import is_newcomer
 
 SAID = "waits up to 300 s for other workers"
 

@@ -29,7 +29,7 @@ from recover_megatron.instep.faults import (
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import decide
-from recover_megatron.membership.exception_reports import ExceptionReport
+from recover_megatron.membership.ending import ExceptionReport
 from recover_megatron.workload import assign, quotas
 
 # ---- the launch grid

@@ -18,7 +18,7 @@ STEPS = """
     import os, pathlib, time
     from recover_megatron.arguments import config_from_argv, parse_addresses
     from recover_megatron.membership import EpochRevoked
-    from recover_megatron.membership.worker import connect
+    from recover_megatron.membership.session import connect
     from recover_megatron.membership.records import Settings
     import sys
 

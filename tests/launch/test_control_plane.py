@@ -14,7 +14,7 @@ from tests.harness.waiting import DEADLINE, eventually
 
 USES_IT = """
     import os, signal, sys
-    from recover_megatron.membership.worker import connect
+    from recover_megatron.membership.session import connect
 
     session = connect()
     plan = session.join({"hello": os.environ["RANK"]})
@@ -82,7 +82,7 @@ GIVES_UP = """
     import os, pathlib, sys, time
     from recover_megatron.arguments import config_from_argv, parse_addresses
     from recover_megatron.membership import CoordinatorLost
-    from recover_megatron.membership.worker import connect
+    from recover_megatron.membership.session import connect
 
     config = config_from_argv(sys.argv[2:])
     over = pathlib.Path("over")
@@ -113,7 +113,7 @@ def test_a_run_that_a_worker_gives_up_ends_with_its_code_whatever_the_workers_ex
 
 WAITS = """
     import sys
-    from recover_megatron.membership.worker import connect
+    from recover_megatron.membership.session import connect
 
     session = connect()
     session.join({})
@@ -183,7 +183,7 @@ def test_the_last_checkpoint_is_that_of_the_tracker_file(tmp_path, arguments, to
 REPORTS_ITS_EXCEPTION = """
     import os, sys
     from recover_megatron.membership import CoordinatorLost
-    from recover_megatron.membership.worker import connect
+    from recover_megatron.membership.session import connect
 
     session = connect()
     session.join({})
@@ -208,7 +208,7 @@ def test_a_fault_that_every_replica_repeats_ends_the_run_with_1(bench):
 
 COMMAND_LINES = """
     import pathlib
-    from recover_megatron.membership.worker import connect
+    from recover_megatron.membership.session import connect
 
     session = connect()
     session.join({})

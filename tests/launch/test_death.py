@@ -50,7 +50,7 @@ def test_a_worker_killed_by_a_signal_that_has_no_name_is_told_like_any_other(ben
 
 def test_survivors_that_finish_a_fault_tolerant_run_make_it_a_success(bench):
     joined = """
-        from recover_megatron.membership.worker import connect
+        from recover_megatron.membership.session import connect
         session = connect()
         session.join({})
         """
@@ -300,7 +300,7 @@ def test_a_signal_to_every_process_of_a_launch_ends_no_helper_that_the_workers_n
     script = bench.script(
         f"""
         import signal, time
-        from recover_megatron.membership.worker import connect
+        from recover_megatron.membership.session import connect
 
         def main():
             asked = []

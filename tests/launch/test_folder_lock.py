@@ -214,7 +214,7 @@ def test_a_launcher_may_join_in_the_folder_of_the_run(bench):
     script = bench.script(
         """
         import os, time
-        from recover_megatron.membership.worker import connect
+        from recover_megatron.membership.session import connect
 
         session = connect()
         if "RECOVER_JOIN" in os.environ:

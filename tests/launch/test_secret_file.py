@@ -17,7 +17,7 @@ from tests.harness.waiting import DEADLINE, eventually
 SECRET = "0123456789abcdef" * 4
 WAITS = """
     import os, time
-    from recover_megatron.membership.worker import connect
+    from recover_megatron.membership.session import connect
 
     session = connect()
     session.join({})

@@ -140,7 +140,7 @@ def test_every_launcher_takes_the_verdict_of_the_coordinator(bench: Bench) -> No
 
 STAYS = """
     import os, signal, sys, time
-    from recover_megatron.membership.worker import connect
+    from recover_megatron.membership.session import connect
 
     session = connect()
     session.join({})

@@ -30,7 +30,7 @@ ENDLESS = """
     """
 CONNECTED = """
     import os, time
-    from recover_megatron.membership.worker import connect
+    from recover_megatron.membership.session import connect
 
     session = connect()
     if "RANK" in os.environ and os.environ["RANK"] == "0":

@@ -11,14 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from recover_megatron.membership import NodeAgent, Settings
-from recover_megatron.membership.auth import read_secret_file
 from recover_megatron.membership.node_agent import NodeAgentEvents
+from recover_megatron.membership.wire import read_secret_file
 from tests.harness.patience import patient
 from tests.harness.waiting import DEADLINE, eventually
 
@@ -176,11 +176,21 @@ class Cluster:
         if self.node_agent is not None:
             self.node_agent.ended(number, f"exit code {code}")
 
+    def start(
+        self, world: int, its: Mapping[int, Any] | None = None, candidates: int = 1, launcher: bool = False, **all_: Any
+    ) -> None:
+        """Coordinators, perhaps a launcher, and workers with the options of ``all_`` and of each alone (``its``)."""
+        self.start_coordinators(world, candidates)
+        if launcher:
+            self.start_node_agent()
+        for number in range(world):
+            self.start_worker(number, **{**all_, **(its or {}).get(number, {})})
+
     def start_workers(self, count: int, **options: Any) -> None:
+        """And wait until they commit."""
         for number in range(count):
             self.start_worker(number, **options)
-        for process in self.workers.values():
-            process.event("commit")
+        self.all_commit()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -189,9 +199,12 @@ class Cluster:
 
     def events(self, candidate: int = 0) -> list[dict[str, Any]]:
         path = self.events_file(candidate)
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def logged(self, *names: str, candidate: int = 0) -> list[dict[str, Any]]:
+        """The events of these names."""
+        return [event for event in self.events(candidate) if event["event"] in names]
 
     def wait_event(self, name: str, candidate: int = 0, **fields: Any) -> dict[str, Any]:
         def found() -> list[dict[str, Any]]:
@@ -207,19 +220,43 @@ class Cluster:
 
         def one_leads() -> bool:
             candidates = range(len(self.coordinators))
-            led[:] = [(e["mono"], k) for k in candidates for e in self.events(k) if e["event"] == "lead"]
+            led[:] = [(event["mono"], k) for k in candidates for event in self.logged("lead", candidate=k)]
             return bool(led) and max(led)[0] > since
 
         eventually(one_leads, f"a candidate leads since {since}")
         return max(led)[1]
+
+    def said(self) -> dict[int, int]:
+        """How many lines each worker has said by now."""
+        return {number: process.says() for number, process in self.workers.items()}
+
+    def all_commit(self) -> None:
+        """Every worker has committed."""
+        for process in self.workers.values():
+            process.event("commit")
+
+    def commit_again(self, *workers: int) -> None:
+        """These, else all: each commits after this."""
+        for number in workers or self.workers:
+            process = self.workers[number]
+            process.event("commit", start=process.says())
+
+    def plan_again(self, since: Mapping[int, int]) -> None:
+        """Each of these workers gets a plan after it had said so many lines, and then commits."""
+        for number, start in since.items():
+            self.workers[number].event("plan", start=start)
+            self.commit_again(number)
 
     def go_on_without(self, *gone: int) -> None:
         """Every other worker gets a plan without the gone and then commits."""
         for number, process in self.workers.items():
             if number not in gone:
                 process.wait_for(lambda line: line["event"] == "plan" and not set(gone) & set(line["members"]))
-                start = process.says()
-                process.event("commit", start=start)
+                self.commit_again(number)
+
+    def exit_codes(self, *workers: int) -> list[int]:
+        """Of these, else of all."""
+        return [self.workers[number].exit_code() for number in workers or self.workers]
 
     def end(self) -> None:
         if self.node_agent is not None:
@@ -242,10 +279,8 @@ def cluster(
     made = Cluster(folder, replace(idle, **{name: patient(getattr(idle, name)) for name in times}))
     try:
         if workers:
-            made.start_coordinators(workers, candidates)
-            if launcher:
-                made.start_node_agent()
-            made.start_workers(workers, step=step)
+            made.start(workers, candidates=candidates, launcher=launcher, step=step)
+            made.all_commit()
         yield made
         check_one_lineage(made)
     finally:

@@ -15,8 +15,8 @@ from simulation import SETTINGS, World
 
 from recover_megatron.membership.events import State
 from recover_megatron.membership.follower import Stage
+from recover_megatron.membership.node_agent import NodeAgentClient
 from recover_megatron.membership.records import CoordinatorLost, Settings
-from recover_megatron.membership.roster import Fate
 
 
 def table(text: str) -> pytest.MarkDecorator:
@@ -57,13 +57,10 @@ class Script:
         self.it.spares = {int(word) for word in spares.split(",") if word}
         self.it.run_fairly(runs)
 
-    def _log(self, *events: str) -> list[dict[str, Any]]:
-        return [record for record in self.it.log if record["event"] in events]
-
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def run(self, seconds: str) -> None:
-        self.it.run_fairly(float(seconds))
+    def run(self, seconds: str, step: str = "1") -> None:
+        self.it.run_fairly(float(seconds), float(step))
 
     def act(self, *workers: str) -> None:
         for worker in workers:
@@ -82,13 +79,13 @@ class Script:
         """It computes, and is set aside; ``also_busy`` does not join the epoch that leaves it out."""
         self.mark(worker, "forward")
         self.busy(worker)
-        while self.it.coordinators[0].roster.workers[int(worker)].fate is not Fate.ASIDE:
+        while self._fates()[int(worker)] != "aside":
             self.it.run_fairly(0.25, step=0.25)
             if also_busy and self.it.worker(int(also_busy)).done > self.it.worker(int(also_busy)).committed:
                 self.busy(also_busy)
         if not also_busy:
             self.run("4")
-        self._is_aside(worker)
+        assert self._fates()[int(worker)] == "aside"
 
     def stop(self, worker: str) -> None:
         """It stops in the middle of a step, hears nothing, and is set aside."""
@@ -97,10 +94,7 @@ class Script:
         self.run("2")
         self.freeze(f"w{worker}")
         self.it.run_fairly(self._settings.grace + 4)
-        self._is_aside(worker)
-
-    def _is_aside(self, worker: str) -> None:
-        assert self.it.coordinators[0].roster.workers[int(worker)].fate is Fate.ASIDE
+        assert self._fates()[int(worker)] == "aside"
 
     def act_again(self, worker: str) -> None:
         self.it.busy.discard(int(worker))
@@ -108,19 +102,23 @@ class Script:
     def freeze(self, *names: str) -> None:
         self.it.frozen |= set(names)
 
-    def wake(self) -> None:
-        """All that were busy or frozen."""
-        self.it.busy.clear()
-        self.it.frozen.clear()
+    def wake(self, *names: str) -> None:
+        """Of those that were frozen; none named: all, and all that were busy."""
+        self.it.busy = self.it.busy if names else set()
+        self.it.frozen = self.it.frozen - set(names) if names else set()
 
     def kill(self, *workers: str) -> None:
         for worker in workers:
             self.it.kill_worker(int(worker))
 
-    def kill_silently(self, *workers: str) -> None:
-        """And no launcher sees it."""
+    def kill_unheard(self, *workers: str) -> None:
+        """No end of their connections is seen."""
         for worker in workers:
             self.it.kill_worker(int(worker), silently=True)
+
+    def kill_silently(self, *workers: str) -> None:
+        """And no launcher sees it."""
+        self.kill_unheard(*workers)
         self.it.unreported.clear()
 
     def crash(self, candidate: str, *lose: str) -> None:
@@ -133,6 +131,12 @@ class Script:
     def cut(self, *words: str) -> None:
         """Some nodes ``from`` a candidate."""
         self.it.blocked |= {(f"node{node}", int(words[-1])) for node in words[:-2]}
+
+    def deliver(self, count: str) -> None:
+        """So many messages, the oldest connection first."""
+        for _ in range(int(count)):
+            if pairs := self.it.deliverable():
+                self.it.deliver(*pairs[0])
 
     def disconnect(self, name: str) -> None:
         for connection in [c for c in self.it.connections.values() if c.owner == name and c.coordinator_uses]:
@@ -153,6 +157,15 @@ class Script:
         """It gives up for all."""
         self.it._member_effects(f"w{worker}", self.it.worker(int(worker)).end_run(int(code), " ".join(reason)))
 
+    def told_to_stop(self, node: str, signal: str) -> None:
+        """Its launcher is told to end its workers, and says so."""
+        launcher = self.it.members[f"node{node}"]
+        assert isinstance(launcher, NodeAgentClient)
+        self.it._member_effects(f"node{node}", launcher.stopping(int(signal)))
+        for _ in range(20):
+            for number, direction in self.it.deliverable():
+                self.it.deliver(number, direction)
+
     def raises(self, worker: str, *words: str) -> None:
         """It ends by an exception in iteration 7, reports it with these NAME=VALUE, and the last words as its error."""
         known = {"at": "microbatch", "group": "group", "iteration": "iteration"}
@@ -171,11 +184,12 @@ class Script:
             self.it.kill_worker(int(worker))
             self.it.run_fairly(2.0)
 
-    def joins(self) -> None:
-        """A node joins, with a worker and a candidate."""
+    def joins(self, *alone: str) -> None:
+        """A node joins, with a worker and, unless it is ``alone``, a candidate."""
         node = self.it.add_node()
         self.it.add_newcomer(node)
-        self.it.add_candidate(node)
+        if not alone:
+            self.it.add_candidate(node)
         self.it.run_fairly(4.0)
 
     def lose(self, node: str, *silently: str) -> None:
@@ -214,7 +228,7 @@ class Script:
         before = {w: self.it.worker(w).committed for w in (_numbers(workers) or running)}
         self.it.run_fairly(float(seconds))
         assert {w for w, committed in before.items() if self.it.worker(w).committed <= committed} == set()
-        assert before.keys() <= self.it.formed[self.it.order[-1]][1]
+        assert before.keys() <= self.it.newest
 
     def running(self, *workers: str) -> None:
         """These and no others."""
@@ -252,9 +266,6 @@ class Script:
         before = [iteration for iteration, epoch in self.it.commits.items() if epoch < plan.epoch]
         assert plan.committed >= max(before)
 
-    def no_commits(self) -> None:
-        assert self.it.commits == {}
-
     def done(self, worker: str, iteration: str) -> None:
         assert self.it.worker(int(worker)).done == int(iteration)
 
@@ -262,38 +273,43 @@ class Script:
         assert self.it.order == list(range(1, int(count) + 1))
 
     def members(self, *workers: str) -> None:
-        assert self.it.formed[self.it.order[-1]][1] == _numbers(workers)
+        assert self.it.newest == _numbers(workers)
+
+    def always(self, *workers: str) -> None:
+        """These and no others were in every epoch."""
+        assert {members for _, members in self.it.formed.values()} == {frozenset(_numbers(workers))}
 
     def first_members_with(self, *workers: str) -> None:
         assert self.it.formed[self.it.order[0]][1] >= _numbers(workers)
+
+    def _fates(self) -> dict[int, str]:
+        """To the first candidate."""
+        return {n: worker.fate.value for n, worker in sorted(self.it.coordinators[0].roster.workers.items())}
 
     def opened(self, *workers: str) -> None:
         """The rendezvous of the first candidate, of which there is no plan yet."""
         assert self.it.coordinators[0].rendezvous.opened.members == _numbers(workers)
 
     def fates(self, *fates: str) -> None:
-        workers = sorted(self.it.coordinators[0].roster.workers.items())
-        assert [worker.fate.value for _, worker in workers] == list(fates)
+        assert list(self._fates().values()) == list(fates)
 
     def faults(self, *faults: str) -> None:
         """As ``KIND:WORKER``, in order."""
-        assert [f"{record['kind']}:{record['worker']}" for record in self._log("fault")] == list(faults)
+        assert [f"{record['kind']}:{record['worker']}" for record in self.it.logged("fault")] == list(faults)
 
     def no(self, *events: str) -> None:
-        assert self._log(*events) == []
+        assert self.it.logged(*events) == []
 
     def some(self, *events: str) -> None:
-        assert self._log(*events)
+        assert self.it.logged(*events)
 
     def live(self, *workers: str) -> None:
         """To the first candidate, these and no others."""
-        fates = {n: worker.fate.value for n, worker in self.it.coordinators[0].roster.workers.items()}
-        assert {n for n, fate in fates.items() if fate == "live"} == _numbers(workers)
+        assert {n for n, fate in self._fates().items() if fate == "live"} == _numbers(workers)
 
     def lost(self, *workers: str) -> None:
         """To the first candidate, these and no others."""
-        fates = {n: worker.fate for n, worker in self.it.coordinators[0].roster.workers.items()}
-        assert {n for n, fate in fates.items() if fate in (Fate.OUT, Fate.DEAD)} == _numbers(workers)
+        assert {n for n, fate in self._fates().items() if fate in ("out", "dead")} == _numbers(workers)
 
     def why(self, worker: str, *words: str) -> None:
         """What observers are told of it."""
@@ -308,15 +324,15 @@ class Script:
         assert self.it.coordinators[0].lateness.stall.told
 
     def admitted(self, *workers: str) -> None:
-        assert [record["worker"] for record in self._log("admitted")] == list(map(int, workers))
+        assert [record["worker"] for record in self.it.logged("admitted")] == list(map(int, workers))
 
     def stalled(self, *words: str) -> None:
         """The first time that it is told of a stall, these words are in the reason."""
-        reason = self._log("stalled")[0]["reason"]
+        reason = self.it.logged("stalled")[0]["reason"]
         assert all(word in reason for word in words), reason
 
     def led(self, *candidates: str) -> None:
-        assert [record["candidate"] for record in self._log("lead")] == list(map(int, candidates))
+        assert [record["candidate"] for record in self.it.logged("lead")] == list(map(int, candidates))
 
     def here(self, *candidates: str) -> None:
         """The candidates whose processes run."""
@@ -330,6 +346,12 @@ class Script:
         ends = [self.it.worker(int(worker)).out for worker in workers]
         assert [end.code for end in ends if isinstance(end, CoordinatorLost)] == [int(code)] * len(workers)
 
+    def launcher_ends(self, node: str, code: str) -> None:
+        """It was told of the end of a run that had its first epoch."""
+        launcher = self.it.members[f"node{node}"]
+        assert isinstance(launcher.out, CoordinatorLost)
+        assert (launcher.out.code, launcher.out.told, launcher.last_epoch) == (int(code), True, 1)
+
     def none_out(self, *workers: str) -> None:
         assert Stage.OUT not in [self.it.worker(int(worker)).stage for worker in workers]
 
@@ -342,15 +364,16 @@ class Script:
 
     def stops(self, *stop: str) -> None:
         """``CODE REASON``: the run ended once, like this; nothing: it did not."""
-        assert [f"{record['code']} {record['reason']}" for record in self._log("stop")] == [" ".join(stop)] * bool(stop)
+        told = [f"{record['code']} {record['reason']}" for record in self.it.logged("stop")]
+        assert told == [" ".join(stop)] * bool(stop)
 
     def ends(self, code: str, *words: str) -> None:
         """The run ended once, with this code, for a reason with these words in it."""
-        (stop,) = self._log("stop")
+        (stop,) = self.it.logged("stop")
         assert stop["code"] == int(code)
         assert " ".join(words) in stop["reason"]
 
     def exceptions(self, *told: str) -> None:
         """What the coordinators have logged of them, as ``WORKER:HOST:ITERATION:MICROBATCH:ERROR``."""
         fields = ("worker", "host", "iteration", "microbatch", "error")
-        assert [":".join(str(e[field]) for field in fields) for e in self._log("exception")] == list(told)
+        assert [":".join(str(e[field]) for field in fields) for e in self.it.logged("exception")] == list(told)

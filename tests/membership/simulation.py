@@ -123,10 +123,7 @@ class World:
         self.connections: dict[int, Connection] = {}
         self._numbers = itertools.count(1)
         self._salts = itertools.count(100)
-        self.coordinators: dict[int, Coordinator] = {
-            k: Coordinator(workers, settings, salt=next(self._salts), slack=slack, nodes=self._nodes)
-            for k in range(candidates)
-        }
+        self.coordinators: dict[int, Coordinator] = {}
         self.added: dict[tuple[str, int], int] = {}  # address -> candidate, of those that joined
         self.first_lists: dict[str, tuple[tuple[str, int], ...]] = {}  # by member: those it was started with, and
         self.lists: dict[str, tuple[tuple[str, int], ...]] = {}  # those it was told of
@@ -136,15 +133,15 @@ class World:
         self._launched_nodes = nodes
         self._candidates = candidates
         self.node_of: dict[int, int] = {}
+        self.frozen: set[str] = set()
+        for k in range(candidates):
+            self.start_coordinator(k)
         for w in range(workers):
             self._add_worker(w, w * nodes // workers)
-        if node_agents:
-            for n in range(nodes):
-                watcher = NodeAgentClient(f"node{n}", f"{n + 999:032x}", candidates, settings, 0.0)
-                self.members[f"node{n}"] = watcher
-                for w, node in self.node_of.items():
-                    if node == n:
-                        watcher.spawned(w, 1000 + w)
+        for n in range(nodes if node_agents else 0):
+            watcher = self._add_launcher(n)
+            for w in [w for w, node in self.node_of.items() if node == n]:
+                watcher.spawned(w, 1000 + w)
         self.spares: set[int] = set()  # workers that have no part in the epochs whose plan they get from now on
         self.members_finish = False
         """Set by tests whose members do; those of random runs never have finished their training."""
@@ -153,7 +150,6 @@ class World:
         self.accepted: dict[int, frozenset[str]] = {}  # by worker: the nodes that its last plan does without
         self.drained: set[str] = set()  # nodes of which somebody was told that they may be switched off
         self.busy: set[int] = set()  # workers whose main thread computes, without a mark
-        self.frozen: set[str] = set()
         self.dead: set[str] = set()
         self.unreported: list[int] = []  # deaths that the launcher has not seen yet
         self.blocked: set[tuple[str, int]] = set()
@@ -162,8 +158,6 @@ class World:
         self.order: list[int] = []
         self.told: dict[str, tuple[int, int]] = {}  # to each member: the last commit, and in or after which epoch
         self.commits: dict[int, int] = {}  # iteration -> the epoch it was first committed in
-        for name in self.members:
-            self.current[name] = None
 
     def _add_worker(self, number: int, node: int, **more: Any) -> None:
         self.node_of[number] = node
@@ -178,11 +172,15 @@ class World:
     def add_node(self) -> int:
         """A launcher joins while the run goes on; its node."""
         node = len([name for name in self.members if name.startswith("node")])
+        self._add_launcher(node, late=True)
+        return node
+
+    def _add_launcher(self, node: int, late: bool = False) -> NodeAgentClient:
         name, incarnation = f"node{node}", f"{node + 999:032x}"
         candidates = self._candidates + self._knows_added(name)
-        self.members[name] = NodeAgentClient(name, incarnation, candidates, self._settings, self.now, late=True)
-        self.current[name] = None
-        return node
+        watcher = NodeAgentClient(name, incarnation, candidates, self._settings, self.now, late=late)
+        self.members[name], self.current[name] = watcher, None
+        return watcher
 
     def _knows_added(self, name: str) -> int:
         """A member that is started late is given the addresses of all candidates that have joined; how many."""
@@ -220,6 +218,20 @@ class World:
         member = self.members[f"w{number}"]
         assert isinstance(member, Member)
         return member
+
+    @property
+    def newest(self) -> frozenset[int]:
+        """The members of the newest epoch."""
+        return self.formed[self.order[-1]][1]
+
+    @property
+    def out(self) -> set[int]:
+        """The workers that know that they are out."""
+        return {w for w in self.node_of if self.worker(w).stage is Stage.OUT}
+
+    def logged(self, *events: str) -> list[dict[str, Any]]:
+        """What coordinators have logged under these names."""
+        return [record for record in self.log if record["event"] in events]
 
     def node(self, name: str) -> str:
         return f"node{self.node_of[int(name[1:])]}" if name.startswith("w") else name
@@ -321,8 +333,9 @@ class World:
         """A candidate whose process has ended is started again, at the same address, and knows nothing."""
         if candidate not in self.coordinators:
             nodes = self._nodes if candidate < self._candidates or self._nodes is None else frozenset[str]()
+            salt = next(self._salts)
             self.coordinators[candidate] = Coordinator(
-                self.launched, self._settings, salt=next(self._salts), slack=self._slack, now=self.now, nodes=nodes
+                self.launched, self._settings, salt, slack=self._slack, now=self.now, nodes=nodes
             )
             self.frozen.discard(f"c{candidate}")
 
@@ -563,12 +576,8 @@ class World:
                 case Log(record):
                     self.log.append({"time": self.now, "candidate": candidate, **record})
                     if record["event"] == "plan":
-                        self._formed(
-                            record["epoch"],
-                            coordinator.leadership.term,
-                            from_runs(record["members"]),
-                            record["committed"],
-                        )
+                        term, members = coordinator.leadership.term, from_runs(record["members"])
+                        self._formed(record["epoch"], term, members, record["committed"])
                     elif record["event"] == "aside":
                         self.aside.add(record["worker"])
                     elif record["event"] == "stop" and record["code"] == 0 and not self.members_finish:
@@ -619,9 +628,7 @@ class World:
             if alive:  # else who was aside may have what is left of the run
                 carried -= self.aside - last_members
             if (alive and term < last_term) or not carried or (alive and not carried <= last_members):
-                raise PropertyViolated(
-                    f"two lineages: {sorted(last_members)}, of which {alive} live, and {sorted(members)}"
-                )
+                raise PropertyViolated(f"two lineages: {sorted(last_members)} ({alive} live) and {sorted(members)}")
         self.formed[epoch] = (term, members)
         self.order.append(epoch)
         self._without_drained(epoch)
@@ -631,9 +638,7 @@ class World:
             members = self.formed[where][1] if where in self.formed else frozenset()
             knowers = {w for w in members if f"w{w}" not in self.dead and self._must_know(w, iteration)}
             if iteration > committed and knowers:
-                raise PropertyViolated(
-                    f"iteration {iteration}, committed in epoch {where}, is decided again in {epoch}"
-                )
+                raise PropertyViolated(f"iteration {iteration}, committed in {where}, is decided again in {epoch}")
 
     def _revoked(self, name: str, epoch: int) -> None:
         """Who hears that an epoch is over has heard of all that was committed in it to anybody it will meet again."""

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import CoordinatorEffect, CoordinatorEvent, Tick
 from recover_megatron.membership.records import Settings
 from recover_megatron.membership.server import CoordinatorServer
+from recover_megatron.membership.wire import Secret
 from recover_megatron.network.system import use_all_descriptors
 from tests.harness.waiting import DEADLINE
 

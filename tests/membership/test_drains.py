@@ -35,25 +35,19 @@ class Drains(Script):
     def ask(self, node: str, *answer: str) -> None:
         """An observer asks for it, by a name of the node's (``_`` for a blank), and is told of these states."""
         self.it.now += 1.0  # an observer that asks too often is refused
-        (view,) = [
-            e.message
-            for e in self._hear({"type": "drain", "node": node.replace("_", " ")}, OBSERVER)
-            if OBSERVER in e.sessions
-        ]
+        sent = self._hear({"type": "drain", "node": node.replace("_", " ")}, OBSERVER)
+        (view,) = [effect.message for effect in sent if OBSERVER in effect.sessions]
         told = over_the_wire(view, TO_MEMBER)["drains"]
         assert [f"{row['node'].replace(' ', '_')}:{row['state']}" for row in told] == list(answer)
 
     def answer(self, node: str, *reason: str) -> None:
         """The members do without the node, or why not."""
-        self._answer(self.it.coordinators[0].epochs.formed.epoch, node, *reason)
+        self.answer_for(str(self.it.coordinators[0].epochs.formed.epoch), node, *reason)
 
     def answer_for(self, epoch: str, node: str, *reason: str) -> None:
-        self._answer(int(epoch), node, *reason)
-
-    def _answer(self, epoch: int, node: str, *reason: str) -> None:
         session = self.it.coordinators[0].roster.workers[0].session
         assert session is not None
-        message = {"type": "drain_answer", "epoch": epoch, "node": node, "reason": " ".join(reason)}
+        message = {"type": "drain_answer", "epoch": int(epoch), "node": node, "reason": " ".join(reason)}
         self._told = [send for send in self._hear(message, session) if send.message["type"] == "drain"]
 
     def launcher_told(self, *told: str) -> None:

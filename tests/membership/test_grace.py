@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from script import Script, play, table
 from simulation import SETTINGS as SHORT
 from simulation import World
-from test_protocol_properties import every_wait_ends
+from test_protocol_properties import Moves, every_wait_ends
+from test_protocol_properties import play as play_move
 
 from recover_megatron.membership.detect import STEP_PHASES, WorkerProgress, behind
-from recover_megatron.membership.records import EXIT_LOST_MAJORITY, to_runs
+from recover_megatron.membership.records import to_runs
 from recover_megatron.membership.roster import Fate
 
 SETTINGS = replace(SHORT, grace=4.0)
@@ -68,27 +69,10 @@ def test_never_two_replicas_and_never_a_part_of_one(workers: list[tuple[str, boo
 # -- the state machines over a simulated network -----------------------------------------------------------------------
 
 
-def running(workers: int = 4, node_agents: bool = True) -> World:
-    world = World(workers, node_agents=node_agents, settings=SETTINGS)
-    world.run_fairly(10)
-    assert world.commits
-    return world
-
-
-def be_late(world: World, number: int, also_busy: str = "") -> None:
-    Script(SETTINGS, world).late(str(number), also_busy)
-
-
-def stop(world: World, number: int) -> None:
-    Script(SETTINGS, world).stop(str(number))
-
-
-def fates(world: World) -> list[str]:
-    return [worker.fate.value for _, worker in sorted(world.coordinators[0].roster.workers.items())]
-
-
-def goes_on(world: World, seconds: float = 20) -> None:
-    Script(SETTINGS, world).more_commits(str(seconds))
+def running(*options: str) -> Script:
+    played = Script(SETTINGS)
+    played.world("4", "runs=10", *options)
+    return played
 
 
 @table("""
@@ -123,17 +107,17 @@ def test_one_that_is_late(script: str) -> None:
     play(script, SETTINGS)
 
 
-def comes_back(world: World, number: int, candidate: int) -> None:
+def comes_back(played: Script, number: int, candidate: int) -> None:
     """It moves again, has a place, nothing is committed twice, and nobody was lost."""
-    world.frozen.clear()
-    world.busy.clear()
+    world = played.it
+    played.wake()
     world.run_fairly(2 * SETTINGS.heartbeat_timeout + 5)
     coordinator = world.coordinators[candidate]
     assert number in coordinator.epochs.formed.members
     assert coordinator.roster.workers[number].fate is Fate.LIVE
     assert world.worker(number).plan.epoch == coordinator.epochs.formed.epoch
-    goes_on(world)
-    assert not [record for record in world.log if record["event"] == "fault"]
+    played.more_commits("20")
+    played.no("fault")
 
 
 @pytest.mark.parametrize("wakes", ["at once", "later"])
@@ -142,18 +126,18 @@ def test_who_is_aside_outlives_the_coordinator_whether_it_has_heard_that_it_is_a
     knows: bool, node_agents: bool, wakes: str
 ) -> None:
     """What the lost coordinator had sent to a worker that was stopped may be lost with it: the others tell the next."""
-    world = running(node_agents=node_agents)
+    played = running(f"node_agents={node_agents:d}")
     if knows:
-        be_late(world, 1)
-        assert world.worker(1).presentation.aside == {1}
+        played.late("1")
+        assert played.it.worker(1).presentation.aside == {1}
     else:
-        stop(world, 1)
-    world.kill_coordinator(0, lose=True)
+        played.stop("1")
+    played.crash("0", "lose")
     if wakes == "later":
-        world.run_fairly(3 * SETTINGS.heartbeat_timeout)
-        assert world.coordinators[1].roster.workers[1].fate is Fate.ASIDE
-        goes_on(world, 5)
-    comes_back(world, 1, candidate=1)
+        played.it.run_fairly(3 * SETTINGS.heartbeat_timeout)
+        assert played.it.coordinators[1].roster.workers[1].fate is Fate.ASIDE
+        played.more_commits("5")
+    comes_back(played, 1, candidate=1)
 
 
 @pytest.mark.parametrize("formed", [True, False])
@@ -162,10 +146,11 @@ def test_who_has_asked_for_its_place_and_loses_its_connection_or_its_coordinator
     lost: str, formed: bool
 ) -> None:
     """Whether the epoch that leaves it out was formed before that, or one of its members has not joined it yet."""
-    world = running()
-    be_late(world, 1, also_busy="" if formed else "0")
+    played = running()
+    world = played.it
+    played.late("1", "" if formed else "0")
     world.busy.discard(1)
-    while not [record for record in world.log if record["event"] == "back"]:
+    while not world.logged("back"):
         world.act(1)
         number, _ = next(pair for pair in world.deliverable() if world.connections[pair[0]].owner == "w1")
         world.deliver(number, "up" if world.connections[number].up else "down")
@@ -174,12 +159,8 @@ def test_who_has_asked_for_its_place_and_loses_its_connection_or_its_coordinator
         assert connection is not None
         world.break_up(connection)
     else:
-        world.kill_coordinator(0, lose=True)
-    comes_back(world, 1, candidate=0 if lost == "connection" else 1)
-
-
-def stops(world: World) -> list[tuple[int, str]]:
-    return [(record["code"], record["reason"]) for record in world.log if record["event"] == "stop"]
+        played.crash("0", "lose")
+    comes_back(played, 1, candidate=0 if lost == "connection" else 1)
 
 
 @pytest.mark.parametrize("node_agents", [True, False])
@@ -190,133 +171,87 @@ def test_who_is_aside_goes_on_alone_when_all_others_are_lost(spares: set[int], w
 
     Its first plan tells what was committed without it, and nothing does before.
     """
-    world = World(4, node_agents=node_agents, settings=SETTINGS)
-    world.spares = spares
-    world.run_fairly(10)
-    be_late(world, 1)
-    goes_on(world, 5)
+    played = running(f"node_agents={node_agents:d}", f"spares={','.join(map(str, spares))}")
+    world = played.it
+    played.late("1")
+    played.more_commits("5")
     newest, before = max(world.commits), world.worker(1).committed
     assert newest > before
     if woken == "before":  # nobody has heard of it yet
-        world.busy.clear()
+        played.wake()
         world.act(1)
     for worker in {0, 2, 3} - spares:
         world.kill_worker(worker)
-    world.run_fairly(2)
+    played.run("2")
     if woken == "after":
-        assert not stops(world)
+        played.stops()
         assert world.worker(1).committed == before
-        world.busy.clear()
-    world.run_fairly(4)
-    alone = [record for record in world.log if record["event"] == "plan" and record["members"] == to_runs({1} | spares)]
-    (epoch,) = alone
+        played.wake()
+    played.run("4")
+    (epoch,) = [record for record in world.logged("plan") if record["members"] == to_runs({1} | spares)]
     assert epoch["committed"] >= newest
-    goes_on(world)
-    assert not stops(world)
+    played.more_commits("20")
+    played.stops()
 
 
 @pytest.mark.parametrize("told", [True, False])
 def test_who_is_aside_goes_on_alone_only_when_the_others_are_gone_for_certain(told: bool) -> None:
     """``told``: their launchers see them end. Else they may be running where nobody reaches them."""
-    world = running()
-    be_late(world, 1)
-    world.busy.clear()
-    world.act(1)
-    for worker in (0, 2, 3):
-        world.kill_worker(worker, silently=True)
-    if not told:
-        world.unreported.clear()
-        world.frozen |= {"node0", "node1"}
-    world.run_fairly(SETTINGS.stall_timeout + 8 * SETTINGS.heartbeat_timeout)
-    if told:
-        goes_on(world)
-    else:
-        ((code, reason),) = stops(world)
-        assert code == EXIT_LOST_MAJORITY, reason
+    end = "run 80; more_commits 20" if told else "freeze node0 node1; run 80 -> ends 11"
+    kill = "kill_unheard 0 2 3" if told else "kill_silently 0 2 3"
+    play(f"world 4 runs=10; late 1; act_again 1; act 1; {kill}; {end}", SETTINGS)
 
 
 AROUND = st.lists(
     st.one_of(
-        st.tuples(st.just("deliver"), st.integers(0, 30)),
-        st.tuples(st.just("act"), st.integers(0, 3)),
-        st.tuples(st.just("run"), st.sampled_from([1, 1, 2, 6, 12])),
-        st.tuples(st.just("kill"), st.integers(0, 3)),
-        st.tuples(st.just("kill coordinator"), st.integers(0, 2)),
-        st.tuples(st.just("restart coordinator"), st.integers(0, 2)),
-        st.tuples(st.just("break"), st.integers(0, 3)),
-        st.tuples(st.sampled_from(["stop", "busy", "wake"]), st.integers(0, 3)),
+        st.tuples(st.just("deliver"), st.integers(0, 30), st.just(1)),
+        st.tuples(st.just("run"), st.sampled_from([1, 1, 2, 6, 12]), st.just(0)),
+        st.tuples(st.sampled_from(["act", "kill", "break", "stop", "wake"]), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("busy"), st.integers(0, 3), st.just(1)),
+        st.tuples(st.sampled_from(["kill coordinator", "restart coordinator"]), st.integers(0, 2), st.just(1)),
     ),
     min_size=4,
     max_size=30,
 )
 
 
-def around(world: World, move: tuple[str, int]) -> None:
-    kind, a = move
-    match kind:
-        case "deliver":
-            if pairs := world.deliverable():
-                world.deliver(*pairs[a % len(pairs)])
-        case "act":
-            world.act(a)
-        case "run":
-            world.run_fairly(a)
-        case "kill":
-            if world.running(f"w{a}"):
-                world.kill_worker(a)
-        case "kill coordinator":
-            if len(world.coordinators) > 1:
-                world.kill_coordinator(a, lose=True)
-        case "restart coordinator":
-            world.start_coordinator(a)
-        case "break":
-            connection = world.current[f"w{a}"]
-            if connection is not None and connection.candidate in world.coordinators:
-                world.break_up(connection)
-        case "stop" | "busy":
-            if world.running(f"w{a}"):
-                world.worker(a).mark(99, "forward", None, False, 0.0)
-                world.busy.add(a)
-                if kind == "stop":
-                    world.frozen.add(f"w{a}")
-        case "wake":
-            world.busy.discard(a)
-            world.frozen.discard(f"w{a}")
-
-
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(AROUND, st.booleans(), st.booleans(), st.sets(st.sampled_from([0, 3])))
 def test_one_lineage_and_every_wait_ends_whatever_happens_while_one_is_aside(
-    moves: list[tuple[str, int]], node_agents: bool, stopped: bool, spares: set[int]
+    moves: Moves, node_agents: bool, stopped: bool, spares: set[int]
 ) -> None:
     world = World(4, candidates=3, node_agents=node_agents, settings=SETTINGS)
     world.spares = spares
     world.run_fairly(10)
-    (stop if stopped and node_agents else be_late)(world, 1)
+    played = Script(SETTINGS, world)
+    (played.stop if stopped and node_agents else played.late)("1")
     for move in moves:
-        around(world, move)
+        play_move(world, move)
     world.frozen.clear()
     every_wait_ends(world)
 
 
 def test_a_node_with_a_replica_aside_is_not_drained_before_that_is_back_and_has_left() -> None:
-    world = running()
+    played = running()
+    world = played.it
     world.drains_nodes = True
-    be_late(world, 2)
+    played.late("2")
     world.drain(0, 1)
-    world.run_fairly(4)
+    played.run("4")
 
     def row() -> tuple[str, list[list[int]]]:
         (row,) = world.coordinators[0].view(world.now)["drains"]
         return row["state"], row["workers"]
 
-    assert (fates(world)[2:], row()) == (["aside", "left"], ("moving", [[2, 2]]))
-    world.busy.clear()
-    world.run_fairly(8)
-    assert (fates(world)[2:], row()) == (["left", "left"], ("drained", []))
+    played.fates("live", "live", "aside", "left")
+    assert row() == ("moving", [[2, 2]])
+    played.wake()
+    played.run("8")
+    played.fates("live", "live", "left", "left")
+    assert row() == ("drained", [])
     assert world.coordinators[0].epochs.formed.members == {0, 1}
-    goes_on(world)
+    played.more_commits("20")
 
 
 # -- real processes ----------------------------------------------------------------------------------------------------
@@ -348,5 +283,5 @@ def test_a_stopped_process_that_is_aside_comes_back_whoever_is_killed_meanwhile(
         members = [1] if lost == "others" else [0, 1, 2]
         run.workers[1].wait_for(lambda line: line["event"] == "plan" and line["members"] == members)
         run.workers[1].event("commit", start=start + 1)
-        faults = {e["worker"] for candidate in range(2) for e in run.events(candidate) if e["event"] == "fault"}
+        faults = {event["worker"] for candidate in range(2) for event in run.logged("fault", candidate=candidate)}
         assert faults == ({0, 2} if lost == "others" else set())

@@ -11,29 +11,27 @@ from hypothesis import strategies as st
 from script import play, table
 from simulation import SETTINGS, World
 
+from recover_megatron.membership.ending import ExceptionReport, alike, true_cause
 from recover_megatron.membership.events import Notify, Say
 from recover_megatron.membership.leadership import can_tell
 from recover_megatron.membership.member import Member
 from recover_megatron.membership.node_agent import NodeAgentClient
-from recover_megatron.membership.records import CoordinatorLost
+from recover_megatron.membership.records import cut_middle
+from recover_megatron.membership.wire import MAX_TRACEBACK
 
 
-def world_with(workers: int, spares: set[int], candidates: int = 2, nodes: int | None = None, **options: Any) -> World:
-    world = World(workers, candidates=candidates, nodes=nodes or workers, **options)
+def started(workers: int, *spares: int) -> World:
+    world = World(workers, nodes=workers)
     world.spares = set(spares)
     world.run_fairly(4.0)
     return world
-
-
-def committed(world: World, number: int) -> int:
-    return world.worker(number).committed
 
 
 @table("""
 commits wait for the members that have a part and for no other
     world 3 nodes=3 spares=2 runs=4; act 0; goes_on 3 2 -> done 2 0
 where all are idle nothing is committed and nobody is to blame
-    world 3 nodes=3 spares=0,1,2 runs=4; run 100 -> no_commits; epochs 1
+    world 3 nodes=3 spares=0,1,2 runs=4; run 100 -> no commit; epochs 1
 an idle member is never hung and makes nobody waited for
     world 3 nodes=3 spares=2 runs=4; mark 2 spare waits; busy 0 1; run 100 -> no fault stuck; wake; goes_on 3 0
 an idle member that does not join the next rendezvous is put out there, and its launcher ends it
@@ -56,8 +54,8 @@ def test_idle_members(script: str) -> None:
 
 @pytest.mark.parametrize("reported_by", [(0, 1), (0,)])
 def test_a_new_coordinator_commits_what_all_with_a_part_reported_and_nothing_else(reported_by: tuple[int, ...]) -> None:
-    world = world_with(3, {2})
-    before = committed(world, 2)
+    world = started(3, 2)
+    before = world.worker(2).committed
     for w in reported_by:
         world.act(w)
     world.kill_coordinator(0, lose=True)
@@ -88,10 +86,6 @@ def test_somebody_with_a_part_can_always_tell(
 # -- giving up --------------------------------------------------------------------------------------------------------
 
 
-def stops(world: World) -> list[tuple[int, str]]:
-    return [(record["code"], record["reason"]) for record in world.log if record["event"] == "stop"]
-
-
 @table("""
 a worker that gives up ends the run for all and the first one wins
     world 3 nodes=3 candidates=3 runs=4; end 1 42 the disk is full; end 1 43 again; run 3; end 2 44 me too; run 80
@@ -113,46 +107,23 @@ def test_who_comes_late_to_the_start_of_a_run_that_was_given_up_is_told() -> Non
     play("world 3; freeze w2; end 0 7 no data; run 10 -> stops 7 no data; here 0 1; wake; run 5 -> out 7 2; here 1")
 
 
-@pytest.mark.parametrize("given_up", [True, False])
-def test_a_launcher_that_comes_after_the_end_of_a_short_run_is_told_how_it_ended(given_up: bool) -> None:
-    world = World(2, nodes=1)
-    world.frozen.add("node0")
-    world.run_fairly(2.0)
-    for w in (0, 1):
-        member = world.worker(w)
-        world.members_finish = True
-        world._member_effects(f"w{w}", member.end_run(7, "no data") if given_up else member.leave())
-    world.dead |= set() if given_up else {"w0", "w1"}
-    while not stops(world):
-        world.deliver(*next(pair for pair in world.deliverable() if pair[1] == "up"))
-    assert [code for code, _ in stops(world)] == [7 if given_up else 0]
-    assert 0 in world.coordinators
-    world.frozen.clear()
-    world.run_fairly(2.0)
-    launcher = world.members["node0"]
-    assert isinstance(launcher.out, CoordinatorLost)
-    assert (launcher.out.code, launcher.last_epoch) == (7 if given_up else 0, 1)
-    assert 0 not in world.coordinators
+@table("""
+by the word of a worker
+    world 2 nodes=1; freeze node0; run 2; end 0 7 no data; run 1 -> stops 7 no data; here 0 1
+    wake; run 2 -> launcher_ends 0 7; here 1
+in order
+    world 2 nodes=1; freeze node0; run 2; finish 0; finish 1; run 1 -> ends 0; here 0 1
+    wake; run 2 -> launcher_ends 0 0; here 1
+""")
+def test_a_launcher_that_comes_after_the_end_of_a_short_run_is_told_how_it_ended(script: str) -> None:
+    play(script)
 
 
 def test_a_launcher_that_lost_its_connection_just_before_the_end_is_told_when_it_comes_back() -> None:
-    world = World(2, nodes=2)
-    world.run_fairly(4.0)
-    world.frozen.add("node1")
-    world.run_fairly(SETTINGS.heartbeat_timeout + 2)
-    assert [record["node"] for record in world.log if record["event"] == "witness_gone"] == ["node1"]
-    for w in (0, 1):
-        world.members_finish = True
-        world._member_effects(f"w{w}", world.worker(w).leave())
-    world.dead |= {"w0", "w1"}
-    world.run_fairly(1.0)
-    assert stops(world)
-    world.frozen.clear()
-    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
-    launcher = world.members["node1"]
-    assert isinstance(launcher.out, CoordinatorLost)
-    assert (launcher.out.code, launcher.out.told) == (0, True)
-    assert 0 not in world.coordinators
+    play("""
+    world 2 runs=4; freeze node1; run 7 -> some witness_gone; finish 0; finish 1; run 1 -> ends 0
+    wake; run 10 -> launcher_ends 1 0; here 1
+    """)
 
 
 def test_a_launcher_that_comes_while_the_second_epoch_is_made_knows_that_there_was_a_first() -> None:
@@ -172,67 +143,39 @@ def test_a_launcher_that_comes_while_the_second_epoch_is_made_knows_that_there_w
     assert launcher.presentation.opened.epoch == 2
 
 
-def tell_to_stop(world: World, node: int, signal: int) -> None:
-    """Somebody tells a launcher to end its workers, and it says so."""
-    launcher = world.members[f"node{node}"]
-    assert isinstance(launcher, NodeAgentClient)
-    world._member_effects(f"node{node}", launcher.stopping(signal))
-    for _ in range(20):
-        for number, direction in world.deliverable():
-            world.deliver(number, direction)
+@table("""
+a run whose launchers are told to stop ends by their signal
+    world 4 runs=4; told_to_stop 0 2; kill 0 1; run 3 -> stops; told_to_stop 1 15; kill 2 3; run 3
+    stops 143 ended by SIGTERM, which the launcher on node1 received
+workers that die by themselves are not taken for stopped
+    world 4 runs=4; told_to_stop 0 2; kill 0 1; run 3; kill 2 3; run 3 -> stops 10 no live worker is left
+""")
+def test_launchers_that_are_told_to_stop(script: str) -> None:
+    play(script)
 
 
-def stop_launcher(world: World, node: int, signal: int) -> None:
-    """It is told to end its workers, and it does."""
-    tell_to_stop(world, node, signal)
-    for worker in [number for number, on in world.node_of.items() if on == node]:
-        world.kill_worker(worker)
-
-
-def test_a_run_whose_launchers_are_told_to_stop_ends_by_their_signal() -> None:
-    world = world_with(4, set(), nodes=2)
-    stop_launcher(world, 0, 2)
-    world.run_fairly(3.0)
-    assert stops(world) == []  # the other node goes on
-    stop_launcher(world, 1, 15)
-    world.run_fairly(3.0)
-    assert stops(world) == [(143, "ended by SIGTERM, which the launcher on node1 received")]
-
-
-@pytest.mark.parametrize(("told", "stop"), [((0, 1), (130, "ended by SIGINT")), ((0,), (10, "before the first plan"))])
-def test_a_signal_before_all_workers_have_come_ends_the_run(told: tuple[int, ...], stop: tuple[int, str]) -> None:
+@table("""
+both launchers were told to stop
+    world 4; freeze w1; run 2; told_to_stop 0 2; told_to_stop 1 2; kill 0; run 3 -> ends 130 ended by SIGINT
+one of them was
+    world 4; freeze w1; run 2; told_to_stop 0 2; kill 0; run 3 -> ends 10 before the first plan
+""")
+def test_a_signal_before_all_workers_have_come_ends_the_run(script: str) -> None:
     """Of a worker that has not come nobody knows the launcher; both launchers have come."""
-    world = World(4, nodes=2, settings=replace(SETTINGS, start_needs_all=True))
-    world.frozen.add("w1")
-    world.run_fairly(2.0)
-    for node in told:
-        tell_to_stop(world, node, 2)
-    world.kill_worker(0)
-    world.run_fairly(3.0)
-    assert [(code, reason[: len(stop[1])]) for code, reason in stops(world)] == [stop]
-
-
-def test_workers_that_die_by_themselves_are_not_taken_for_stopped() -> None:
-    world = world_with(4, set(), nodes=2)
-    stop_launcher(world, 0, 2)
-    world.run_fairly(3.0)
-    for worker in [number for number, on in world.node_of.items() if on == 1]:
-        world.kill_worker(worker)
-    world.run_fairly(3.0)
-    assert stops(world) == [(10, "no live worker is left")]
+    play(script, replace(SETTINGS, start_needs_all=True))
 
 
 def test_idleness_is_told_once_and_not_before_the_first_plan() -> None:
     member = Member({"worker": 0}, 1, SETTINGS, 0.0)
     assert member.idle() == []
-    world = world_with(2, set())
+    world = started(2)
     (said,) = world.worker(0).idle()
     assert said == Say({"type": "idle", "epoch": 1})
     assert world.worker(0).idle() == []
 
 
 def test_a_revoke_tells_who_is_dead_and_who_has_left_before_anybody_is_notified() -> None:
-    world = world_with(3, set())
+    world = started(3)
     world.kill_worker(1)
     seen = []
     original = world._member_effects
@@ -250,7 +193,106 @@ def test_a_revoke_tells_who_is_dead_and_who_has_left_before_anybody_is_notified(
 
 def test_a_member_that_has_slept_for_longer_than_it_may_be_silent_is_not_in_touch() -> None:
     assert not Member({"worker": 0}, 1, SETTINGS, 0.0).in_touch(0.0)
-    world = world_with(2, set())
+    world = started(2)
     member = world.worker(0)
     assert member.in_touch(world.now)
     assert not member.in_touch(world.now + SETTINGS.heartbeat_timeout + SETTINGS.heartbeat_interval)
+
+
+ERROR = "RuntimeError: the loss is not a number"
+
+
+@table("""
+the last worker that said why is named when nobody is left
+    world 2 nodes=2 runs=4; kill 1; run 3; raises 0 at=5 own=1 RuntimeError: uncorrectable ECC error
+    -> ends 10 no live worker is left
+    ends 10 worker 0 on node0 was the last to say why: RuntimeError: uncorrectable ECC error
+the second replica that ends in the same way ends the run with the true cause
+    world 4 nodes=4 runs=4; raises 3 at=5 group=1 NaN -> stops; raises 0 at=5 group=0 NaN
+    stops 1 microbatch 5 of iteration 7 raises NaN wherever it is run: on worker 3 on node3, then on worker 0 on node0
+    exceptions 3:node3:7:5:NaN 0:node0:7:5:NaN; out 1 0 1 2
+a fault that shows after the pass is known by what both replicas have tried
+    world 4 nodes=4 runs=4; raises 3 at=9 group=3 tried=1,5,9 NaN
+    raises 0 at=10 group=0 tried=2,6,10 NaN -> stops
+    raises 1 at=11 group=1 tried=3,5,7,9,11 NaN
+    ends 1 one of the microbatches 5, 9 of iteration 7 raises NaN wherever it is run
+    ends 1 run: on worker 3 on node3, then on worker 1 on node1
+the third replica that the same microbatch ends ends the run whatever the errors say
+    world 4 nodes=4 runs=4; raises 3 at=9 group=3 tried=1,5,9 KeyError: a
+    raises 0 at=5 group=0 tried=2,5 ValueError: b -> stops; raises 1 at=7 group=1 tried=3,5,7 KeyError: c
+    -> ends 1 microbatch 5 of iteration 7 ends every worker that runs it
+    ends 1 KeyError: a; ends 1 ValueError: b; ends 1 KeyError: c
+three replicas with no microbatch in common are three faults
+    world 4 nodes=4 runs=4; raises 3 at=9 group=3 tried=1,5,9 KeyError: a; raises 0 at=5 group=0 tried=2,5 ValueError: b
+    raises 1 at=9 group=1 tried=3,9 KeyError: c -> stops
+faults of hosts and devices say nothing about the work
+    world 4 nodes=4 runs=4; raises 3 at=5 group=3 own=1 OSError: Too many; raises 0 at=5 group=0 own=1 OSError: Too many
+    raises 1 at=5 group=1 own=1 OSError: Too many -> stops
+a fault outside of microbatches is that of its phase
+    world 4 nodes=4 runs=4; raises 3 group=3 phase=eval NaN; raises 0 group=0 phase=checkpoint NaN -> stops
+    raises 1 group=1 phase=checkpoint NaN
+    stops 1 iteration 7 (checkpoint) raises NaN wherever it is run: on worker 0 on node0, then on worker 1 on node1
+""")
+def test_exceptions(script: str) -> None:
+    play(script)
+
+
+@pytest.mark.parametrize(
+    "other", ["at=5 group=1 NaN", "at=6 NaN", "NaN", "at=5 iteration=8 NaN", "at=5 RuntimeError: something else"]
+)
+def test_the_same_replica_or_another_fault_ends_nobody_else(other: str) -> None:
+    play(f"world 4 nodes=4 runs=4; raises 3 at=5 group=1 NaN; raises 2 {other} -> stops; goes_on 3")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            "Rank 3, device 1: result nan (found NaN in bucket #3)",
+            "Rank 12, device 0: result inf (found Inf in bucket #0)",
+        ),
+        ("no file /scratch/job_17/tmpabcdefgh/x", "no file /scratch/job_9/tmpzyxwvuts/x"),
+        ("values 0.125 and 1e-05 at 0x7f3a", "values -3 and 2.5 at 0xbeef"),
+        ("shape [1, 2, 3] of node12a", "shape [4] of node7b"),
+        ("request 3f2a9c-71b0e4 failed", "request 9911aa-0a failed"),
+    ],
+)
+def test_errors_are_alike_but_for_numbers_and_names_with_numbers(one: str, other: str) -> None:
+    assert alike(one) == alike(other)
+    assert alike(one) != alike(f"not {other}")
+
+
+@given(st.text("#0123 .,:[]-naif", max_size=2000))
+def test_no_error_takes_long_to_compare(error: str) -> None:
+    assert len(alike(error)) <= len(error)
+
+
+def test_last_words_said_while_no_coordinator_is_reached_are_told_to_the_next_one_once() -> None:
+    play("world 3 nodes=3 runs=4; crash 0; raises 2 at=5 NaN -> exceptions 2:node2:7:5:NaN; led 0 1")
+
+
+def test_a_fault_without_a_microbatch_is_told_by_its_iteration() -> None:
+    first, second = (ExceptionReport(f"worker {n} on a", n, 7, None, ERROR) for n in (0, 1))
+    assert true_cause(second, [first]) == (
+        f"iteration 7 raises {ERROR} wherever it is run: on worker 0 on a, then on worker 1 on a"
+    )
+
+
+@given(st.text(max_size=400), st.integers(80, 300))
+def test_a_long_text_keeps_its_beginning_and_its_end(text: str, limit: int) -> None:
+    short = cut_middle(text, limit)
+    if len(text) <= limit:
+        assert short == text
+    else:
+        assert len(short) == limit
+        assert text.startswith(short[:10])
+        assert text.endswith(short[-10:])
+
+
+def test_the_reason_of_a_stop_is_bounded_however_long_the_words() -> None:
+    name = f"worker 1 on {'h' * 256}"
+    first, second = (ExceptionReport(name, n, 1 << 53, 1 << 53, "x" * MAX_TRACEBACK) for n in (0, 1))
+    cause = true_cause(second, [first])
+    assert cause is not None
+    assert len(cause) <= 2000
+    assert cause.endswith(f"then on {name}")

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.drawn import some
+from tests.formal import check as model
 
 pytestmark = pytest.mark.slow
-
-PATH = Path(__file__).parents[2] / "tests" / "formal" / "check.py"
-SPEC = importlib.util.spec_from_file_location("membership_model_check", PATH)
-assert SPEC is not None
-assert SPEC.loader is not None
-model = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = model
-SPEC.loader.exec_module(model)
 
 needs_spin = pytest.mark.skipif(
     bool(model.missing_tools()),
@@ -27,7 +16,7 @@ needs_spin = pytest.mark.skipif(
 
 
 def cases(configurations: tuple) -> list:
-    return [pytest.param(c, id=c.what, marks=() if c.quick else (pytest.mark.slow,)) for c in configurations]
+    return [pytest.param(configuration, id=configuration.what) for configuration in configurations]
 
 
 @needs_spin

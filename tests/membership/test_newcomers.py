@@ -7,42 +7,23 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, cluster
-from script import play, table
-from simulation import SETTINGS, World
+from script import Script, play, table
+from simulation import SETTINGS
 
+from recover_megatron.membership.events import Received, Send
 from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.member import Member
-from recover_megatron.membership.records import Fenced
+from recover_megatron.membership.records import Fenced, Presentation, presentation_to_wire
 
 # -- the state machines, one delivery after the other -----------------------------------------------------------------
 
 
-def running_world(workers: int = 3, candidates: int = 3) -> World:
-    world = World(workers, candidates=candidates, nodes=3)
-    world.run_fairly(4.0)
-    assert world.order == [1]
-    return world
-
-
-def members(world: World) -> frozenset[int]:
-    """Of the last epoch formed."""
-    return world.formed[world.order[-1]][1]
-
-
-def deliver(world: World, count: int) -> None:
-    """So many messages, the oldest connection first."""
-    for _ in range(count):
-        if pairs := world.deliverable():
-            world.deliver(*pairs[0])
-
-
-def everybody_goes_on(world: World) -> None:
-    before = {w: world.worker(w).committed for w in world.node_of}
-    world.run_fairly(4 * SETTINGS.heartbeat_timeout)
-    for w in world.node_of:
-        if world.running(f"w{w}"):
-            assert world.worker(w).committed > before[w]
-            assert w in members(world)
+def three_nodes(joining: int = 0) -> Script:
+    played = Script(SETTINGS)
+    played.world("3", "candidates=3", "nodes=3", "runs=4")
+    for _ in range(joining):
+        played.joins()
+    return played
 
 
 @table("""
@@ -74,7 +55,7 @@ def test_a_newcomer_finds_the_run_behind_a_first_candidate_that_was_started_agai
 
 
 def test_two_newcomers_at_once_cost_one_epoch() -> None:
-    world = running_world()
+    world = three_nodes().it
     for node in (0, 1):
         world.add_newcomer(node)
     for number in (3, 4):
@@ -87,43 +68,30 @@ def test_two_newcomers_at_once_cost_one_epoch() -> None:
     world.settle(0)
     world.run_fairly(2.0)
     assert world.order == [1, 2]
-    assert members(world) == {0, 1, 2, 3, 4}
+    assert world.newest == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("lose", [False, True])
-@pytest.mark.parametrize("dies", range(40))
-def test_the_coordinator_may_die_at_any_moment_of_an_admission(dies: int, lose: bool) -> None:
-    world = running_world()
-    world.add_newcomer(0)
-    world.act(3)
-    deliver(world, dies)
-    world.kill_coordinator(0, lose=lose)
-    everybody_goes_on(world)
-    assert members(world) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("victim", [3, 1])
-@pytest.mark.parametrize("dies", range(40))
-def test_a_worker_may_die_at_any_moment_of_an_admission(dies: int, victim: int) -> None:
-    """The newcomer itself, or another."""
-    world = running_world()
-    world.add_newcomer(0)
-    world.act(3)
-    deliver(world, dies)
-    world.kill_worker(victim)
-    everybody_goes_on(world)
-    assert members(world) == {0, 1, 2, 3} - {victim}
+@pytest.mark.parametrize(
+    ("death", "left"),
+    [("crash 0", "0 1 2 3"), ("crash 0 lose", "0 1 2 3"), ("kill 3", "0 1 2"), ("kill 1", "0 2 3")],
+)
+@pytest.mark.parametrize("messages", range(40))
+def test_the_coordinator_or_a_worker_may_die_at_any_moment_of_an_admission(
+    messages: int, death: str, left: str
+) -> None:
+    admission = f"world 3 nodes=3 candidates=3 runs=4; newcomers 0; act 3; deliver {messages}"
+    play(f"{admission}; {death} -> goes_on 20; members {left}")
 
 
 def test_an_id_never_comes_back() -> None:
     """Not that of the launch, not that of another newcomer, dead or alive."""
-    world = running_world()
+    world = three_nodes().it
     world.add_newcomer(0)
     world.run_fairly(2.0)
     world.kill_worker(3)
     world.add_newcomer(1)
     world.run_fairly(2.0)
-    assert members(world) == {0, 1, 2, 4}
+    assert world.newest == {0, 1, 2, 4}
     for number, name in ((0, "n0"), (3, "n3"), (4, "n4")):
         hello = {"worker": number, "incarnation": f"{number + 99:032x}", "host": "x", "pid": 1, "newcomer": True}
         world.members[name] = Member(hello, 3, SETTINGS, world.now)
@@ -171,7 +139,7 @@ def test_two_newcomers_at_once_and_one_is_killed_before_it_has_joined(tmp_path: 
         run.start_worker(5, newcomer=True)
         run.workers[3].kill()
         admitted(run, 4, 5)
-        assert not [e for e in run.events() if e["event"] == "admitted" and e["worker"] == 3]
+        assert 3 not in [event["worker"] for event in run.logged("admitted")]
 
 
 @pytest.mark.slow
@@ -185,12 +153,11 @@ def test_the_coordinator_dies_while_a_newcomer_waits_for_its_plan_and_again_afte
         run.workers[2].kill(signal.SIGCONT)
         admitted(run, 3)
         leader = run.leader(since=killed)
-        starts = {n: p.says() for n, p in run.workers.items()}
+        starts = run.said()
         run.coordinators[leader].kill()
-        for number, process in run.workers.items():
-            plan = process.event("plan", start=starts[number])
-            assert plan["members"] == [0, 1, 2, 3]
-            process.event("commit", start=process.says())
+        run.plan_again(starts)
+        plans = [process.event("plan", start=starts[number]) for number, process in run.workers.items()]
+        assert [plan["members"] for plan in plans] == [[0, 1, 2, 3]] * 4
 
 
 @pytest.mark.slow
@@ -198,3 +165,80 @@ def test_a_worker_with_an_unknown_id_that_is_no_newcomer_is_not_taken_in(tmp_pat
     with cluster(tmp_path, workers=2) as run:
         run.start_worker(7)
         assert "no worker 7" in run.wait_event("refused")["reason"]
+
+
+@pytest.mark.parametrize("silently", ["", "silently"])
+def test_every_node_of_the_launch_is_replaced_and_the_run_goes_on(silently: str) -> None:
+    """And those that replaced them, too."""
+    one_after_the_other = [f"joins; lose {node} {silently}; run 20" for node in range(6)]
+    first, second = "; ".join(one_after_the_other[:3]), "; ".join(one_after_the_other[3:])
+    world = "world 3 candidates=3 nodes=3 runs=4"
+    play(f"{world}; {first} -> goes_on 15; running 3 4 5; {second} -> goes_on 15; running 6 7 8")
+
+
+@table("""
+so many are told, and another one when one of them is lost
+    world 3 candidates=3 nodes=3 runs=4; joins; joins; joins; joins -> know 0 1 2; lose 3; run 2 -> know 1 2 3
+candidates of launchers that fall silent make room for others: their nodes are off, and no connection is closed
+    world 3 candidates=3 nodes=3 runs=4; joins; joins; joins; lose 3 silently; run 20; lose 4 silently; run 20
+    lose 5 silently; run 20; joins -> know 3; led 0
+each new coordinator is told of them anew, and tells all
+    world 3 candidates=3 nodes=3 runs=4; joins; joins -> know 0 1; crash 0; run 10 -> know 0 1; led 0 1
+half of the workers needs the lease of the candidate that joined: the other half is lost at once, silently
+    world 4 candidates=2 nodes=2 slack=0 runs=4; lose 1; run 20; joins; newcomers 2; run 2 -> members 0 1 4 5
+    lose 0 silently; run 30 -> holders 4 5; members 4 5; goes_on 15; running 4 5
+who came after the lease was taken may be all that is left: the other half goes on
+    world 2 candidates=2 nodes=2 slack=0 runs=4
+    lose 0 silently; run 30 -> holders 1; joins; run 4 -> holders 1 2
+    lose 1 silently; run 30 -> holders 2; joins; run 4 -> holders 2 3
+    lose 2 silently; run 30 -> holders 3; joins; run 4 -> holders 3 4; goes_on 15; running 3 4
+""")
+def test_candidates_that_join(script: str) -> None:
+    play(script)
+
+
+def test_without_candidates_that_join_the_run_ends_with_the_last_of_the_launch() -> None:
+    one_after_the_other = "; ".join(f"joins alone; lose {node}; run 20" for node in range(3))
+    play(f"world 3 candidates=3 nodes=3 runs=4; {one_after_the_other}; run 80 -> out 11 3 4 5")
+
+
+def test_who_is_turned_away_is_told_of_no_candidates() -> None:
+    world = three_nodes(1).it
+    world.kill_worker(2)
+    world.run_fairly(2.0)
+    coordinator = world.coordinators[0]
+    hello = {"type": "attach", "worker": 2, "incarnation": f"{7:032x}", "host": "h", "pid": 1, "done": 0}
+    sent = coordinator.handle(Received(999, {**hello, **presentation_to_wire(Presentation())}), world.now)
+    assert [effect.message["type"] for effect in sent if isinstance(effect, Send)] == ["fenced"]
+
+
+def test_members_whose_lists_differ_meet_all_the_same() -> None:
+    """The coordinator is lost, with all others of the launch, when only one member was told of a second candidate."""
+    played = three_nodes(1)
+    world = played.it
+    second = world.add_candidate(world.add_node())
+    node = next(name for name, port in world.added if world.added[(name, port)] == second)
+    world.run_fairly(1.0)
+    world.lists["w0"] = world.members["w0"]._added = tuple(a for a in world.added if a[0] != node)
+    for candidate in range(3):
+        world.kill_coordinator(candidate)
+    world.run_fairly(8 * SETTINGS.heartbeat_timeout)
+    played.goes_on("15", "0", "1", "2", "3")
+
+
+def test_a_candidate_that_was_followed_and_is_not_told_any_more_is_left_like_any_other() -> None:
+    """Its launcher is lost, and the candidate's process is not: it leads on, then is lost, too."""
+    played = three_nodes(2)
+    world = played.it
+    for launched in range(3):
+        world.kill_coordinator(launched)
+    world.run_fairly(4 * SETTINGS.heartbeat_timeout)
+    leading = next(k for k, c in world.coordinators.items() if c.leadership.term)
+    node = next(name for (name, _), number in world.added.items() if number == leading)
+    world.dead.add(node)
+    world._end_of_file(node)
+    played.goes_on("15", "0", "1", "2", "3", "4")
+    world.kill_coordinator(leading)
+    world.run_fairly(6 * SETTINGS.heartbeat_timeout)
+    played.goes_on("15", "0", "1", "2", "3", "4")
+    assert leading in world.added.values()

@@ -48,12 +48,11 @@ def start(run: Cluster, hosts: Hosts, per_host: list[int], candidates: list[int]
     run.start_coordinators(sum(per_host), len(candidates), [f"{hosts.address(h)}:0" for h in candidates], spaces)
     for host in (host for host, count in enumerate(per_host, 1) for _ in range(count)):
         run.start_worker(len(run.workers), namespace=hosts.space(host))
-    for process in run.workers.values():
-        process.event("commit")
+    run.all_commit()
 
 
 @needs_hosts
-@pytest.mark.parametrize("how", ["both directions", pytest.param("what it sends", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["both directions", "what it sends"])
 def test_a_silent_host_is_out_within_the_heartbeat_timeout_and_stops_by_itself(tmp_path: Path, how: str) -> None:
     with cluster(tmp_path, **TIMES) as run, Hosts(3) as hosts:
         start(run, hosts, [2, 1, 1], [1])
@@ -65,14 +64,13 @@ def test_a_silent_host_is_out_within_the_heartbeat_timeout_and_stops_by_itself(t
         assert not [line for line in run.workers[3].lines if line["event"] == "plan" and line["epoch"] > 1]
 
 
-@pytest.mark.slow
 @needs_hosts
 def test_the_half_with_the_coordinator_goes_on_and_the_other_half_stops(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run, Hosts(2) as hosts:
         start(run, hosts, [2, 2], [1, 2])
         hosts.cable(2, up=False)
         run.go_on_without(2, 3)
-        assert [run.workers[n].exit_code() for n in (2, 3)] == [11, 11]
+        assert run.exit_codes(2, 3) == [11, 11]
 
 
 @needs_hosts
@@ -85,7 +83,6 @@ def test_a_majority_goes_on_when_the_coordinator_is_cut_off_and_the_minority_sto
         assert run.coordinators[0].exit_code() == 11
 
 
-@pytest.mark.slow
 @needs_hosts
 def test_without_a_majority_nobody_goes_on_when_the_coordinators_host_is_lost(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run, Hosts(2) as hosts:
@@ -93,7 +90,7 @@ def test_without_a_majority_nobody_goes_on_when_the_coordinators_host_is_lost(tm
         hosts.cable(1, up=False)  # then its host loses power: nobody on the other side can tell that from a partition
         for process in (run.coordinators[0], run.workers[0], run.workers[1]):
             process.kill()
-        assert [run.workers[n].exit_code() for n in (2, 3)] == [11, 11]
+        assert run.exit_codes(2, 3) == [11, 11]
 
 
 class FreezingProxy:
@@ -131,7 +128,6 @@ class FreezingProxy:
             sock.close()
 
 
-@pytest.mark.slow
 def test_a_worker_behind_a_path_that_freezes_is_out_and_stops_by_itself(tmp_path: Path) -> None:
     with cluster(tmp_path, **TIMES) as run:
         run.start_coordinators(3)
@@ -139,8 +135,7 @@ def test_a_worker_behind_a_path_that_freezes_is_out_and_stops_by_itself(tmp_path
         run.start_worker(0)
         run.start_worker(1)
         run.start_worker(2, addresses=[proxy.address])
-        for process in run.workers.values():
-            process.event("commit")
+        run.all_commit()
         proxy.freeze()
         run.go_on_without(2)
         assert run.workers[2].exit_code() == 11

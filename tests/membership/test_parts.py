@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
 import socket
 import threading
@@ -16,59 +17,58 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.membership import CoordinatorLost, MembershipError, Session, wire
-from recover_megatron.membership.auth import Secret, read_secret_file
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.detect import Judgement, WorkerProgress, judge
 from recover_megatron.membership.events import AskForLease, Log, Received, Settle, State, Verdict
 from recover_megatron.membership.leadership import Standing, may_go_on, standing
 from recover_megatron.membership.lease import Lease
 from recover_megatron.membership.records import Formed, Presentation, Settings, presentation_to_wire
+from recover_megatron.membership.wire import Secret, read_secret_file
 from recover_megatron.network.connection import nonce
 from tests.harness.waiting import DEADLINE
 
 SETS = st.frozensets(st.integers(0, 5))
 
 
+def judged(now: float, *group: WorkerProgress, fresh: float = -math.inf) -> Judgement:
+    return judge(group, now, hang_timeout=10.0, fresh=fresh)
+
+
 def test_a_worker_that_nobody_waits_for_does_not_hang() -> None:
-    assert (
-        judge([WorkerProgress(0, marked=0.0), WorkerProgress(1, marked=99.0)], now=100.0, hang_timeout=10.0).hung == []
-    )
+    assert judged(100.0, WorkerProgress(0, marked=0.0), WorkerProgress(1, marked=99.0)).hung == []
 
 
 def test_stopped_workers_whose_mates_cannot_say_that_they_wait_are_seen_when_nobody_makes_a_mark() -> None:
     group = [WorkerProgress(0, marked=5.0, heard=99.0), WorkerProgress(1, marked=5.0, heard=4.0)]
-    assert judge(group, now=14.0, hang_timeout=10.0) == Judgement()
-    assert judge(group, now=100.0, hang_timeout=10.0) == Judgement([1])
-    assert judge(group, now=100.0, hang_timeout=10.0, fresh=95.0) == Judgement()
-    assert judge([*group, WorkerProgress(2, marked=95.0, heard=99.0)], now=100.0, hang_timeout=10.0) == Judgement()
+    assert judged(14.0, *group) == Judgement()
+    assert judged(100.0, *group) == Judgement([1])
+    assert judged(100.0, *group, fresh=95.0) == Judgement()
+    assert judged(100.0, *group, WorkerProgress(2, marked=95.0, heard=99.0)) == Judgement()
 
 
 def test_a_worker_without_a_mark_while_another_waits_for_it_hangs() -> None:
     waiting = WorkerProgress(0, marked=50.0, waiting_since=50.0)
-    assert judge([waiting, WorkerProgress(1, marked=0.0)], now=59.0, hang_timeout=10.0).hung == []
-    assert judge([waiting, WorkerProgress(1, marked=0.0)], now=61.0, hang_timeout=10.0).hung == [1]
-    assert judge([waiting, WorkerProgress(1, marked=55.0)], now=61.0, hang_timeout=10.0).hung == []
+    assert judged(59.0, waiting, WorkerProgress(1, marked=0.0)).hung == []
+    assert judged(61.0, waiting, WorkerProgress(1, marked=0.0)).hung == [1]
+    assert judged(61.0, waiting, WorkerProgress(1, marked=55.0)).hung == []
 
 
 def test_a_declared_long_phase_is_no_hang_until_it_is_over() -> None:
     group = [WorkerProgress(0, waiting_since=0.0), WorkerProgress(1, allow=100.0)]
-    assert judge(group, now=105.0, hang_timeout=10.0).hung == []
-    assert judge(group, now=111.0, hang_timeout=10.0).hung == [1]
+    assert judged(105.0, *group).hung == []
+    assert judged(111.0, *group).hung == [1]
 
 
 def test_what_a_mark_allows_holds_only_while_the_worker_is_heard() -> None:
     waiting = WorkerProgress(0, waiting_since=0.0)
-    writes = WorkerProgress(1, allow=1000.0, heard=99.0)
     stopped = WorkerProgress(1, allow=1000.0, heard=1.0)
-    assert judge([waiting, writes], now=100.0, hang_timeout=10.0).hung == []
-    assert judge([waiting, stopped], now=100.0, hang_timeout=10.0).hung == [1]
-    assert judge([waiting, stopped], now=9.0, hang_timeout=10.0).hung == []
+    assert judged(100.0, waiting, WorkerProgress(1, allow=1000.0, heard=99.0)).hung == []
+    assert judged(100.0, waiting, stopped).hung == [1]
+    assert judged(9.0, waiting, stopped).hung == []
 
 
 def test_when_all_wait_for_each_other_nobody_is_blamed() -> None:
-    judgement = judge([WorkerProgress(n, marked=0.0, waiting_since=1.0) for n in range(3)], now=12.0, hang_timeout=10.0)
-    assert judgement.stuck
-    assert judgement.hung == []
+    assert judged(12.0, *(WorkerProgress(n, waiting_since=1.0) for n in range(3))) == Judgement(stuck=True)
 
 
 @given(SETS, SETS, SETS)
@@ -234,7 +234,7 @@ class ByHand:
 
     def hear(self, kind: str) -> dict[str, Any]:
         while True:
-            while (message := self.decoder.next()) is None:
+            while (message := self.decoder.message()) is None:
                 self.decoder.feed(self.sock.recv(1 << 16))
             if message["type"] == kind:
                 return message

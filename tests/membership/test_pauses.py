@@ -12,15 +12,16 @@ import pytest
 from cluster import Cluster, cluster
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from script import play
 from simulation import SETTINGS, World
 
 from recover_megatron.membership import wire
-from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.client import Client
 from recover_megatron.membership.events import Abandon
 from recover_megatron.membership.follower import Stage
 from recover_megatron.membership.node_agent import NodeAgentClient
-from recover_megatron.membership.records import CoordinatorLost, Opened
+from recover_megatron.membership.records import Opened
+from recover_megatron.membership.wire import Secret
 from tests.harness.patience import patient
 
 PAUSES = st.lists(
@@ -60,7 +61,7 @@ def nobody_is_lost(world: World, pauses: list[tuple[str, float, float]]) -> None
     before = {w: world.worker(w).committed for w in workers}
     world.run_fairly(5.0)
     assert [w for w in workers if world.worker(w).stage is Stage.OUT or world.worker(w).committed <= before[w]] == []
-    assert [record for record in world.log if record["event"] in ("fault", "stop")] == []
+    assert world.logged("fault", "stop") == []
     assert all(members == frozenset(workers) for _, members in world.formed.values())
 
 
@@ -88,10 +89,7 @@ def test_no_pause_of_the_only_candidate_costs_a_worker(
 
 def lose_host(world: World, node: int) -> None:
     """A host loses power, and the coordinator with it if it is the first: no end of any connection is seen."""
-    for worker, where in world.node_of.items():
-        if where == node:
-            world.kill_worker(worker, silently=True)
-    world.dead.add(f"node{node}")
+    world.power_off(node)
     if node == 0:
         world.frozen.add("c0")
     world.blocked |= {(f"node{other}", 0) for other in range(3) if node == 0}
@@ -107,51 +105,26 @@ def test_the_silent_loss_of_any_host_costs_the_heartbeat_timeout_and_a_second(no
         world.run_fairly(0.1, step=0.1)
     assert world.now - lost_at <= SETTINGS.heartbeat_timeout + SETTINGS.heartbeat_interval + 0.5
     left = {worker for worker, where in world.node_of.items() if where != node}
-    assert world.formed[world.order[-1]][1] == left
+    assert world.newest == left
     world.run_fairly(60.0)
-    assert [w for w in left if world.worker(w).stage is Stage.OUT] == []
+    assert not world.out & left
     assert len(world.order) == 2
 
 
 def test_a_worker_that_is_deaf_when_the_coordinator_is_lost_is_waited_for_if_its_launcher_speaks_for_it() -> None:
-    world = started(4, 2, True)
-    world.frozen |= {"w3", "c0"}
-    world.run_fairly(15.0, step=0.25)
-    world.frozen.discard("w3")
-    world.run_fairly(10.0)
-    assert [record["event"] for record in world.log].count("lead") == 2
-    assert all(members == {0, 1, 2, 3} for _, members in world.formed.values())
-    assert world.worker(3).committed > 0
-    assert len(world.order) > 1
+    play("world 4 runs=4; freeze w3 c0; run 15 0.25; wake w3; run 10 -> led 0 1; always 0 1 2 3; goes_on 5 3")
 
 
 def test_a_worker_that_hangs_while_its_launcher_is_stopped_costs_itself_alone() -> None:
-    world = started(3, 2, True, nodes=1)
-    world.frozen.add("node0")
-    world.run_fairly(2 * SETTINGS.heartbeat_timeout)
-    world.frozen.add("w2")
-    world.run_fairly(6 * SETTINGS.heartbeat_timeout)
-    assert [record["worker"] for record in world.log if record["event"] == "fault"] == [2]
-    assert [members for _, members in world.formed.values()][-1] == {0, 1}
-    before = world.worker(0).committed
-    world.frozen.clear()
-    world.run_fairly(SETTINGS.heartbeat_timeout)
-    assert "w2" in world.dead, "its launcher has found the order to kill it"
-    assert world.worker(0).committed > before
-    assert [record for record in world.log if record["event"] == "stop"] == []
+    play("""
+    world 3 nodes=1 runs=4; freeze node0; run 10; freeze w2; run 30 -> faults out:2; members 0 1
+    wake; goes_on 5 0; running 0 1; stops
+    """)
 
 
 def test_a_launcher_that_is_stopped_while_the_run_ends_has_the_verdict_when_it_runs_again() -> None:
-    world = started(2, 2, True, nodes=1)
-    world.frozen.add("node0")
-    world.run_fairly(6 * SETTINGS.heartbeat_timeout)
-    world._member_effects("w0", world.worker(0).end_run(12, "the state is lost"))
-    world.run_fairly(6 * SETTINGS.heartbeat_timeout)
-    world.frozen.clear()
-    world.run_fairly(0.1)
-    out = world.members["node0"].out
-    assert isinstance(out, CoordinatorLost)
-    assert (out.code, out.told) == (12, True)
+    ends = "end 0 12 the state is lost; run 30; wake; run 1 -> launcher_ends 0 12"
+    play(f"world 2 nodes=1 runs=4; freeze node0; run 30; {ends}")
 
 
 def test_a_launcher_that_is_stopped_and_turns_away_presents_what_lay_unread() -> None:
@@ -209,10 +182,8 @@ def pause(run: Cluster, candidate: int, seconds: float) -> None:
     run.coordinators[candidate].kill(signal.SIGSTOP)
     time.sleep(patient(seconds))
     run.coordinators[candidate].kill(signal.SIGCONT)
-    starts = {number: process.says() for number, process in run.workers.items()}
     for _ in range(2):
-        for number, process in run.workers.items():
-            starts[number] = process.lines.index(process.event("commit", start=starts[number])) + 1
+        run.commit_again()
 
 
 def nobody_was_put_out(run: Cluster, candidates: int) -> None:
@@ -220,7 +191,7 @@ def nobody_was_put_out(run: Cluster, candidates: int) -> None:
         len(run.workers) + candidates
     )
     for candidate in range(candidates):
-        assert [event for event in run.events(candidate) if event["event"] in ("fault", "stop")] == []
+        assert not run.logged("fault", "stop", candidate=candidate)
     for process in run.workers.values():
         assert {tuple(line["members"]) for line in process.lines if line["event"] == "plan"} == {(0, 1, 2, 3)}
 
@@ -230,10 +201,8 @@ def nobody_was_put_out(run: Cluster, candidates: int) -> None:
 def test_a_stopped_only_coordinator_costs_no_worker(tmp_path: Path, launcher: bool) -> None:
     """Just below the heartbeat timeout, above it, and for longer than members look for another coordinator."""
     with cluster(tmp_path, **TIMES) as run:
-        run.start_coordinators(4)
-        if launcher:
-            run.start_node_agent()
-        run.start_workers(4, step=0.7)
+        run.start(4, launcher=launcher, step=0.7)
+        run.all_commit()
         for seconds in (2.7, 13.5) if launcher else (3.6,):
             pause(run, 0, seconds)
         nobody_was_put_out(run, 1)

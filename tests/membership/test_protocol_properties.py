@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import simulation
@@ -22,34 +23,31 @@ from recover_megatron.membership.roster import Member, Roster
 MOST_WORKERS = 8
 MOST_CANDIDATES = 6
 Moves = list[tuple[str, int, int]]
+NOTHING, FLAG, NODE = st.just(0), st.integers(0, 1), st.integers(0, 2)
+ANY_WORKER, FIRST_WORKERS = st.integers(0, 6), st.integers(0, 4)
+
+
+def moves_of(kinds: str, a: st.SearchStrategy[int] = NOTHING, b: st.SearchStrategy[int] = NOTHING) -> list[Any]:
+    return [st.tuples(st.just(kind), a, b) for kind in kinds.split(", ")]
+
+
 MOVES = st.lists(
     st.one_of(
-        st.tuples(st.just("deliver"), st.integers(0, 30), st.integers(1, 6)),
-        st.tuples(st.just("act"), st.integers(0, 6), st.just(0)),
-        st.tuples(st.just("advance"), st.sampled_from([1, 3, 6, 12]), st.just(0)),
-        st.tuples(st.just("run"), st.integers(0, 3), st.just(0)),
-        st.tuples(st.just("kill"), st.integers(0, 6), st.integers(0, 1)),
-        st.tuples(st.just("report"), st.just(0), st.just(0)),
-        st.tuples(st.just("kill coordinator"), st.integers(0, 4), st.integers(0, 1)),
-        st.tuples(st.just("restart coordinator"), st.integers(0, 4), st.just(0)),
-        st.tuples(st.just("idle"), st.integers(0, 4), st.integers(0, 1)),
-        st.tuples(st.just("freeze"), st.integers(0, 6), st.just(0)),
-        st.tuples(st.just("freeze coordinator"), st.integers(0, 2), st.just(0)),
-        st.tuples(st.just("freeze launcher"), st.integers(0, 2), st.just(0)),
-        st.tuples(st.just("thaw"), st.just(0), st.just(0)),
-        st.tuples(st.just("block"), st.integers(0, 2), st.integers(0, 2)),
-        st.tuples(st.just("heal"), st.integers(0, 8), st.just(0)),
-        st.tuples(st.just("partition"), st.integers(0, 7), st.integers(0, 2)),
-        st.tuples(st.just("work"), st.integers(1, 127), st.just(0)),
-        st.tuples(st.just("upwards"), st.integers(0, 127), st.just(0)),
-        st.tuples(st.just("downwards"), st.integers(0, 127), st.just(0)),
-        st.tuples(st.just("newcomer"), st.integers(0, 3), st.integers(0, 1)),
-        st.tuples(st.just("candidate"), st.integers(0, 2), st.just(0)),
-        st.tuples(st.just("storage"), st.integers(0, 2), st.integers(0, 2)),
-        st.tuples(st.just("drain"), st.integers(0, 2), st.integers(0, 2)),
-        st.tuples(st.just("busy"), st.integers(0, 4), st.integers(0, 1)),
-        st.tuples(st.just("power off"), st.integers(0, 3), st.integers(0, 1)),
-        st.tuples(st.just("witness"), st.just(0), st.just(0)),
+        *moves_of("deliver", st.integers(0, 30), st.integers(1, 6)),
+        *moves_of("advance", st.sampled_from([1, 3, 6, 12])),
+        *moves_of("run", st.integers(0, 3)),
+        *moves_of("report, thaw, witness"),
+        *moves_of("act, freeze", ANY_WORKER),
+        *moves_of("kill", ANY_WORKER, FLAG),
+        *moves_of("kill coordinator, idle, busy", FIRST_WORKERS, FLAG),
+        *moves_of("restart coordinator", FIRST_WORKERS),
+        *moves_of("freeze coordinator, freeze launcher, candidate", NODE),
+        *moves_of("block, storage, drain", NODE, NODE),
+        *moves_of("heal", st.integers(0, 8)),
+        *moves_of("partition", st.integers(0, 7), NODE),
+        *moves_of("work", st.integers(1, 127)),
+        *moves_of("upwards, downwards", st.integers(0, 127)),
+        *moves_of("newcomer, power off", st.integers(0, 3), FLAG),
     ),
     min_size=5,
     max_size=60,
@@ -145,6 +143,17 @@ def play(world: World, move: tuple[str, int, int]) -> None:
             (world.busy.add if b else world.busy.discard)(its[a % workers])
             if b and world.running(f"w{its[a % workers]}"):
                 world.worker(its[a % workers]).mark(99, "forward", None, False, 0.0)
+        case "stop":  # it computes, and does not run
+            if world.running(f"w{its[a % workers]}"):
+                play(world, ("busy", a, 1))
+                world.frozen.add(f"w{its[a % workers]}")
+        case "wake":
+            world.busy.discard(its[a % workers])
+            world.frozen.discard(f"w{its[a % workers]}")
+        case "break":
+            connection = world.current[f"w{its[a % workers]}"]
+            if connection is not None and connection.candidate in world.coordinators:
+                world.break_up(connection)
         case "heal":
             if world.blocked:
                 world.blocked.remove(sorted(world.blocked)[a % len(world.blocked)])
@@ -235,10 +244,6 @@ def cut_cable(world: World) -> None:
     world.blocked |= {("node0", 1), ("node1", 0)}
 
 
-def members_out(world: World) -> set[int]:
-    return {w for w in world.node_of if world.worker(w).stage is Stage.OUT}
-
-
 @pytest.mark.parametrize("silently", [False, True])
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("one_fewer", [False, True])
@@ -257,10 +262,10 @@ def test_either_node_of_two_is_survived_within_the_heartbeat_timeout_and_2_s(
     while len(world.order) == before:
         assert world.now - now <= SETTINGS.heartbeat_timeout + 2
         world.run_fairly(0.25, step=0.25)
-    assert world.formed[world.order[-1]][1] == left
+    assert world.newest == left
     committed = max(world.commits)
     world.run_fairly(10.0)
-    assert not members_out(world) & left
+    assert not world.out & left
     assert max(world.commits) > committed
 
 
@@ -271,7 +276,7 @@ def test_of_two_nodes_that_do_not_hear_each_other_one_goes_on(no_storage: set[in
     world.no_storage = no_storage
     cut_cable(world)
     world.run_fairly(6 * SETTINGS.stall_timeout)
-    out = members_out(world)
+    out = world.out
     assert len(world.holders) == 1
     goes_on = world.holders[0].members
     assert goes_on in ({0, 1}, {2, 3})
@@ -290,20 +295,20 @@ def test_a_holder_that_is_frozen_comes_back_to_a_run_that_nobody_else_has_gone_o
     node = {world.node_of[w] for w in holder}.pop()
     world.frozen |= {f"w{w}" for w in holder} | {f"node{node}", f"c{node}"}
     world.run_fairly(8 * SETTINGS.heartbeat_timeout)
-    assert members_out(world) == {0, 1, 2, 3} - holder
+    assert world.out == {0, 1, 2, 3} - holder
     world.blocked.clear()
     world.frozen.clear()
     committed = max(world.commits)
     world.run_fairly(8 * SETTINGS.heartbeat_timeout)
     assert max(world.commits) > committed
-    assert not members_out(world) & holder
+    assert not world.out & holder
 
 
 def test_a_worker_that_loses_touch_leads_nobody_away_though_there_is_a_lease() -> None:
     world = halves(slack=1)
     world.break_up(next(c for c in world.connections.values() if c.owner == "w3" and c.member_uses))
     world.run_fairly(6 * SETTINGS.heartbeat_timeout)
-    assert not members_out(world)
+    assert not world.out
     assert not world.holders
 
 
@@ -470,7 +475,7 @@ def test_a_worker_lost_before_the_first_plan_ends_a_run_that_needs_all(needs_all
     world.busy.clear()
     world.run_fairly(3.0)
     assert world.order == ([] if needs_all else [2])
-    assert [record["code"] for record in world.log if record["event"] == "stop"] == ([10] if needs_all else [])
+    assert [record["code"] for record in world.logged("stop")] == ([10] if needs_all else [])
 
 
 @pytest.mark.parametrize("last_word", [True, False])
@@ -486,6 +491,6 @@ def test_a_launcher_that_outruns_a_workers_last_word_tells_of_no_fault(last_word
     if last_word:
         world._member_effects("w2", world.worker(2).leave())
     world.run_fairly(3.0)
-    faults = [(record["worker"], record["kind"]) for record in world.log if record["event"] == "fault"]
+    faults = [(record["worker"], record["kind"]) for record in world.logged("fault")]
     assert faults == ([] if last_word else [(2, "dead")])
     assert world.coordinators[0].roster.workers[2].fate.value == ("left" if last_word else "dead")

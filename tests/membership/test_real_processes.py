@@ -34,12 +34,11 @@ def test_a_death_is_known_to_all_survivors_in_milliseconds(tmp_path: Path) -> No
     """8 workers, 7 killed one after the other: by heartbeats alone nobody would know within the time of this test."""
     with cluster(tmp_path, workers=8, heartbeat_timeout=10 * DEADLINE, hang_timeout=20 * DEADLINE) as run:
         for victim in range(7):
-            starts = {n: p.says() for n, p in run.workers.items() if n > victim}
+            starts = {n: start for n, start in run.said().items() if n > victim}
             run.workers[victim].kill()
             for number, start in starts.items():
                 run.workers[number].event("pushed", start=start)
-            for number, start in starts.items():
-                run.workers[number].event("plan", start=start)
+            run.plan_again(starts)
 
 
 def test_half_of_all_workers_killed_at_once_does_not_stop_the_run(tmp_path: Path) -> None:
@@ -49,22 +48,11 @@ def test_half_of_all_workers_killed_at_once_does_not_stop_the_run(tmp_path: Path
         run.go_on_without(0, 2, 4, 6)
 
 
-@pytest.mark.slow
-def test_all_but_one_may_die_one_after_the_other(tmp_path: Path) -> None:
-    with cluster(tmp_path, workers=3) as run:
-        run.workers[0].kill()
-        run.go_on_without(0)
-        run.workers[1].kill()
-        run.go_on_without(0, 1)
-
-
 @pytest.mark.parametrize("with_launcher", [False, True])
 def test_a_stopped_worker_is_put_out_and_stops_by_itself_when_it_wakes_up(tmp_path: Path, with_launcher: bool) -> None:
     with cluster(tmp_path, **QUICK) as run:
-        run.start_coordinators(3)
-        if with_launcher:
-            run.start_node_agent()
-        run.start_workers(3)
+        run.start(3, launcher=with_launcher)
+        run.all_commit()
         run.workers[1].kill(signal.SIGSTOP)
         run.go_on_without(1)
         if with_launcher:
@@ -78,13 +66,9 @@ def test_a_stopped_worker_is_put_out_and_stops_by_itself_when_it_wakes_up(tmp_pa
             assert not [line for line in run.workers[0].lines[start:] if line["event"] == "pushed"]
 
 
-@pytest.mark.slow
 def test_a_collective_that_all_wait_in_is_revoked_and_the_one_who_stays_away_is_put_out(tmp_path: Path) -> None:
     with cluster(tmp_path, **QUICK) as run:
-        run.start_coordinators(3)
-        run.start_worker(0, hang_at=5, hang_waiting=True)
-        run.start_worker(1, hang_at=5, hang_waiting=True, never_rejoin=True)
-        run.start_worker(2, hang_at=5, hang_waiting=True)
+        run.start(3, {1: {"never_rejoin": True}}, hang_at=5, hang_waiting=True)
         run.wait_event("stuck", epoch=1)
         run.wait_event("fault", kind="out", worker=1)
         for number in (0, 2):
@@ -92,68 +76,40 @@ def test_a_collective_that_all_wait_in_is_revoked_and_the_one_who_stays_away_is_
             assert plan["epoch"] > 1
 
 
-@pytest.mark.slow
-def test_a_worker_that_is_out_but_stuck_in_a_call_is_ended_by_its_session(tmp_path: Path) -> None:
-    with cluster(tmp_path, **QUICK) as run:
-        run.start_coordinators(2)
-        run.start_worker(0, hang_at=5, hang_waiting=True)
-        run.start_worker(1, hang_at=5, hang_waiting=True, never_rejoin=True, exit_when_out=0.2)
-        assert run.workers[1].exit_code() == 13
-
-
-@pytest.mark.slow
 def test_a_hung_worker_that_others_wait_for_is_put_out_though_its_heartbeats_go_on(tmp_path: Path) -> None:
     with cluster(tmp_path, **QUICK) as run:
-        run.start_coordinators(3)
-        run.start_worker(0)
-        run.start_worker(1, hang_at=5)
-        run.start_worker(2)
+        run.start(3, {1: {"hang_at": 5}})
         run.go_on_without(1)
         assert run.workers[1].exit_code() == 13
 
 
-@pytest.mark.slow
 def test_a_call_that_holds_the_interpreter_and_a_long_checkpoint_are_no_faults(tmp_path: Path) -> None:
     with cluster(tmp_path, **{**QUICK, "hang_timeout": 6.0}) as run:
-        run.start_coordinators(3)
-        run.start_node_agent()
-        run.start_worker(0, iterations=30, hold_at=5, hold_seconds=patient(4), step=0.01)
-        run.start_worker(1, iterations=30, checkpoint_at=10, checkpoint_seconds=patient(7), step=0.01)
-        run.start_worker(2, iterations=30, step=0.01)
-        for process in run.workers.values():
-            assert process.exit_code() == 0
+        holds = {"hold_at": 5, "hold_seconds": patient(4)}
+        writes = {"checkpoint_at": 10, "checkpoint_seconds": patient(7)}
+        run.start(3, {0: holds, 1: writes}, launcher=True, iterations=30, step=0.01)
+        assert run.exit_codes() == [0, 0, 0]
         assert run.coordinators[0].exit_code() == 0
-        assert not [e for e in run.events() if e["event"] in ("fault", "stuck")]
+        assert not run.logged("fault", "stuck")
 
 
-@pytest.mark.slow
 def test_a_long_interpreter_hold_is_no_fault_without_a_launcher_within_the_heartbeat_timeout(tmp_path: Path) -> None:
     with cluster(tmp_path, heartbeat_timeout=10.0) as run:
-        run.start_coordinators(2)
-        run.start_worker(0, iterations=10, hold_at=5, hold_seconds=3, step=0.01)
-        run.start_worker(1, iterations=10, step=0.01)
-        for process in run.workers.values():
-            assert process.exit_code() == 0
-        assert not [e for e in run.events() if e["event"] == "fault"]
+        run.start(2, {0: {"hold_at": 5, "hold_seconds": 3}}, iterations=10, step=0.01)
+        assert run.exit_codes() == [0, 0]
+        assert not run.logged("fault")
 
 
-@pytest.mark.slow
 def test_eight_busy_workers_on_few_cores_raise_no_alarm(tmp_path: Path) -> None:
     with cluster(tmp_path) as run:
-        run.start_coordinators(8)
-        for number in range(8):
-            run.start_worker(number, iterations=20, step=0.2, busy=True)
-        for process in run.workers.values():
-            assert process.exit_code() == 0
-        assert not [e for e in run.events() if e["event"] in ("fault", "stuck")]
+        run.start(8, iterations=20, step=0.2, busy=True)
+        assert run.exit_codes() == [0] * 8
+        assert not run.logged("fault", "stuck")
 
 
 def test_children_that_a_worker_forked_do_not_hide_its_death(tmp_path: Path) -> None:
     with cluster(tmp_path) as run:
-        run.start_coordinators(3)
-        run.start_worker(0, fork=True)
-        run.start_worker(1)
-        run.start_worker(2)
+        run.start(3, {0: {"fork": True}})
         run.workers[0].event("forked")
         run.workers[1].event("commit")
         run.workers[0].kill()
@@ -164,13 +120,11 @@ def test_children_that_a_worker_forked_do_not_hide_its_death(tmp_path: Path) -> 
 
 def test_all_leave_in_order_and_the_coordinator_ends(tmp_path: Path) -> None:
     with cluster(tmp_path) as run:
-        run.start_coordinators(3)
-        for number in range(3):
-            run.start_worker(number, iterations=5)
-        assert [p.exit_code() for p in run.workers.values()] == [0, 0, 0]
+        run.start(3, iterations=5)
+        assert run.exit_codes() == [0, 0, 0]
         assert run.coordinators[0].exit_code() == 0
-        assert not [e for e in run.events() if e["event"] == "fault"]
-        assert len([e for e in run.events() if e["event"] == "commit"]) == 5
+        assert not run.logged("fault")
+        assert len(run.logged("commit")) == 5
 
 
 def kill_when(run: Cluster, moment: str) -> float:
@@ -190,13 +144,11 @@ def kill_when(run: Cluster, moment: str) -> float:
 @pytest.mark.parametrize("moment", ["in a steady epoch", "in a rendezvous"])
 def test_the_run_outlives_its_coordinator(tmp_path: Path, moment: str) -> None:
     with cluster(tmp_path, workers=4, candidates=3, launcher=True, heartbeat_timeout=3.0) as run:
-        starts = {n: p.says() for n, p in run.workers.items()}
+        starts = run.said()
         killed = kill_when(run, moment)
-        gone = () if moment == "in a steady epoch" else (0,)
-        for number, process in run.workers.items():
-            if number not in gone:
-                process.event("plan", start=starts[number])
-                process.event("commit", start=process.says())
+        if moment != "in a steady epoch":
+            del starts[0]
+        run.plan_again(starts)
         assert run.leader(since=killed) != 0
 
 
@@ -208,29 +160,13 @@ def test_coordinator_and_half_of_the_workers_killed_at_once(tmp_path: Path) -> N
         run.go_on_without(0, 1, 2)
 
 
-@pytest.mark.slow
-def test_two_coordinators_in_a_row_die(tmp_path: Path) -> None:
-    with cluster(tmp_path, workers=3, candidates=3, heartbeat_timeout=3.0) as run:
-        for k in (0, 1):
-            starts = {n: p.says() for n, p in run.workers.items()}
-            run.coordinators[k].kill()
-            for number, process in run.workers.items():
-                process.event("plan", start=starts[number])
-                process.event("commit", start=process.says())
-
-
-@pytest.mark.slow
 def test_coordinators_killed_at_any_moment_of_a_recovery(tmp_path: Path) -> None:
     """A worker dies, and 0 to 8 ms later the coordinator: before, while and after it pushes revoke and plan."""
     with cluster(tmp_path, heartbeat_timeout=3.0) as run:
-        run.start_coordinators(8, count=7)
-        run.start_node_agent()
-        for number in range(8):
-            run.start_worker(number, step=0.001)
-        for process in run.workers.values():
-            process.event("commit")
+        run.start(8, candidates=7, launcher=True, step=0.001)
+        run.all_commit()
         for number, delay in enumerate((0.0, 0.001, 0.002, 0.004, 0.006, 0.008)):
-            starts = {n: p.says() for n, p in run.workers.items() if n > number}
+            starts = {n: start for n, start in run.said().items() if n > number}
             leader = run.leader()
             run.workers[number].kill()
             time.sleep(delay)
@@ -240,53 +176,46 @@ def test_coordinators_killed_at_any_moment_of_a_recovery(tmp_path: Path) -> None
                     lambda line, gone=number: line["event"] == "plan" and gone not in line["members"], start=start
                 )
             assert run.leader(since=killed) != leader
-            for survivor in starts:
-                run.workers[survivor].event("commit", start=run.workers[survivor].says())
+            run.commit_again(*starts)
 
 
-@pytest.mark.slow
 def test_a_coordinator_that_was_held_up_does_not_take_its_members_for_silent(tmp_path: Path) -> None:
     with cluster(tmp_path, workers=3, heartbeat_interval=0.2, heartbeat_timeout=3.0) as run:
         run.coordinators[0].kill(signal.SIGSTOP)
         time.sleep(patient(2.5))
         run.coordinators[0].kill(signal.SIGCONT)
-        for process in run.workers.values():
-            process.event("commit", start=process.says())
-        assert not [e for e in run.events() if e["event"] == "fault"]
+        run.commit_again()
+        assert not run.logged("fault")
 
 
 def test_workers_without_any_coordinator_stop_by_themselves(tmp_path: Path) -> None:
     with cluster(tmp_path, workers=2, candidates=2, heartbeat_interval=0.2, heartbeat_timeout=3.0) as run:
         for process in run.coordinators:
             process.kill()
-        assert [p.exit_code() for p in run.workers.values()] == [11, 11]
+        assert run.exit_codes() == [11, 11]
 
 
 def test_a_stopped_coordinator_that_wakes_up_disturbs_nobody(tmp_path: Path) -> None:
     with cluster(tmp_path, workers=3, candidates=2, **QUICK) as run:
-        starts = {n: p.says() for n, p in run.workers.items()}
+        starts = run.said()
         run.coordinators[0].kill(signal.SIGSTOP)
         for number, process in run.workers.items():
             process.event("plan", start=starts[number])
         run.coordinators[0].kill(signal.SIGCONT)
         run.wait_event("step_down")
-        for process in run.workers.values():
-            process.event("commit", start=process.says())
+        run.commit_again()
 
 
 def test_a_coordinator_that_dies_while_it_tells_of_a_commit_parts_no_mates(tmp_path: Path) -> None:
     """Who has heard of it begins the next step and needs its mates there: they hear of it from the next coordinator."""
     with cluster(tmp_path, hang_timeout=40.0) as run:
         run.first_coordinator = HERE / "dying_coordinator.py"
-        run.start_coordinators(4, count=2)
-        run.start_node_agent()
         (tmp_path / "meeting").mkdir()
-        for number in range(4):
-            run.start_worker(number, mates=[0, 1, 2, 3], meeting=str(tmp_path / "meeting"))
+        run.start(4, candidates=2, launcher=True, mates=[0, 1, 2, 3], meeting=str(tmp_path / "meeting"))
         for process in run.workers.values():
             process.event("commit", iteration=8)
         assert run.coordinators[0].exit_code() == -signal.SIGKILL
-        assert [e for e in run.events(1) if e["event"] in ("fault", "stuck")] == []
+        assert not run.logged("fault", "stuck", candidate=1)
 
 
 def test_a_minority_that_keeps_the_coordinator_stops_when_the_others_may_live(tmp_path: Path) -> None:
@@ -297,7 +226,6 @@ def test_a_minority_that_keeps_the_coordinator_stops_when_the_others_may_live(tm
         assert run.coordinators[0].exit_code() == 11
 
 
-@pytest.mark.slow
 def test_the_smaller_part_that_gets_the_lease_goes_on(tmp_path: Path) -> None:
     with cluster(tmp_path, **QUICK) as run:
         run.start_coordinators(3, 1, (), (), "--lease", str(tmp_path / "lease"), "--slack", "1")
@@ -308,3 +236,60 @@ def test_the_smaller_part_that_gets_the_lease_goes_on(tmp_path: Path) -> None:
         for number in (1, 2):
             run.workers[number].kill(signal.SIGCONT)
             assert run.workers[number].exit_code() == 13
+
+
+def test_the_work_goes_on_without_a_spare_which_hears_of_commits_revokes_and_the_end(tmp_path: Path) -> None:
+    with cluster(tmp_path, **QUICK) as run:
+        run.start(3, {0: {"iterations": 150}, 2: {"spare": True}})
+        run.workers[2].wait_for(lambda line: line["event"] == "waiting" and line["committed"] > 20)
+        run.workers[1].kill()
+        pushed = run.workers[2].event("pushed", epoch=2)
+        assert (pushed["dead"], pushed["left"], pushed["opened"]) == ([1], [], [0, 2])
+        assert run.workers[2].event("plan", epoch=2)["members"] == [0, 2]
+        assert run.exit_codes(0, 2) == [0, 0]  # the spare's: CoordinatorLost, with the code of a finished run
+        assert run.coordinators[0].exit_code() == 0
+        assert [event["worker"] for event in run.logged("fault")] == [1]
+
+
+def test_a_worker_that_gives_up_ends_the_run_for_all_with_its_code(tmp_path: Path) -> None:
+    with cluster(tmp_path, **QUICK) as run:
+        run.start(3, {1: {"give_up_at": 5}}, candidates=2)
+        assert run.exit_codes() == [42, 42, 42]
+        assert run.coordinators[0].exit_code() == 42
+        assert run.workers[0].event("out")["reason"] == "the disk is full"
+        stop = run.wait_event("stop")
+        assert (stop["code"], stop["reason"]) == (42, "the disk is full")
+        assert run.wait_event("give_up")["worker"] == 1
+        assert not run.logged("lead", candidate=1)
+
+
+def test_an_exception_that_ends_one_worker_is_logged_and_one_that_ends_another_too_ends_the_run(tmp_path: Path) -> None:
+    with cluster(tmp_path, **QUICK) as run:
+        run.start(3, {0: {"raise_at": 9, "step": 0.05}, 1: {"raise_at": 9, "step": 0.2}, 2: {"step": 0.01}})
+        for number in (0, 1):
+            assert run.workers[number].event("last_words")["heard"]
+        assert run.workers[2].exit_code() == 1
+        assert run.coordinators[0].exit_code() == 1
+        events = run.logged("exception")
+        assert sorted(event["worker"] for event in events) == [0, 1]
+        for event in events:
+            assert (event["iteration"], event["microbatch"]) == (9, 5)
+            assert event["error"] == "RuntimeError: the loss is not a number"
+            assert event["traceback"].startswith("Traceback (most recent call last)")
+            assert event["traceback"].endswith("the end")
+            assert len(event["traceback"]) == 16 << 10
+        first, second = (f"worker {event['worker']} on {event['host']}" for event in events)
+        assert run.wait_event("stop")["reason"] == (
+            "microbatch 5 of iteration 9 raises RuntimeError: the loss is not a number wherever it is run: "
+            f"on {first}, then on {second}"
+        )
+
+
+def test_last_words_that_nobody_hears_hold_the_worker_for_two_seconds_and_no_longer(tmp_path: Path) -> None:
+    # A member without a coordinator gives up after four times that: not within the time of this test.
+    with cluster(tmp_path, heartbeat_timeout=DEADLINE, hang_timeout=2 * DEADLINE) as run:
+        run.start_coordinators(1)
+        run.start_worker(0, raise_at=5, kill_first=run.coordinators[0].pid)
+        line = run.workers[0].event("last_words")
+        assert not line["heard"]
+        assert line["seconds"] >= 2.0

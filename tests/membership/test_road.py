@@ -14,8 +14,7 @@ from typing import Any
 
 from recover_megatron.membership import EpochRevoked, Secret, Session, Settings
 from recover_megatron.membership.coordinator import Coordinator
-from recover_megatron.membership.journal import Journal
-from recover_megatron.membership.server import CoordinatorServer
+from recover_megatron.membership.server import CoordinatorServer, Journal
 from tests.harness import REPOSITORY
 
 PACKAGE = str(REPOSITORY / "recover_megatron") + "/"

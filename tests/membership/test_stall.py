@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, cluster
-from script import play, table
+from script import Script, play, table
 from simulation import SETTINGS as SHORT
-from simulation import World
 
 from recover_megatron.membership.detect import SAY_SECONDS, Answer, Stall, many_share
 
@@ -39,9 +38,7 @@ def test_one_that_is_late_is_put_out_at_once() -> None:
     assert consider(Stall(SETTINGS), 50.0, 3) == Answer(frozenset({3}))
 
 
-def test_the_first_to_be_late_is_not_put_out_while_others_that_may_share_its_stall_have_used_up_half_their_time() -> (
-    None
-):
+def test_the_first_to_be_late_is_not_put_out_while_others_that_may_share_its_stall_are_late_by_half() -> None:
     stall = Stall(SETTINGS)
     assert consider(stall, 50.0, 3, suspected=(1, 2)) == Answer()
     assert consider(stall, 52.0, 1, 2, 3) == Answer(say=True)
@@ -73,29 +70,24 @@ def test_a_stall_is_told_of_every_ten_seconds_and_ends_whole_or_after_its_timeou
     assert consider(stall, 200.0 + SETTINGS.stall_timeout, 0, 1, 2) == Answer(frozenset({0, 1, 2}))
 
 
-def test_a_mate_of_who_waited_for_storage_comes_back_a_moment_after_it() -> None:
-    stall, waits = Stall(SETTINGS), {2: "data", 3: "its mate"}
-    four = {worker: worker // 2 for worker in range(4)}
-    assert stall.consider({}, waits, (), four, 50.0) == Answer(say=True)
-    assert stall.consider({3: "its mate"}, {}, (), four, 50.1) == Answer(over=pytest.approx(0.1))
+@pytest.mark.parametrize("mate", [3, None])
+def test_a_mate_of_who_waited_for_storage_comes_back_a_moment_after_it(mate: int | None) -> None:
+    """Whether it is late before the other is back, or only then: it gets its whole time."""
+    stall, waits = Stall(SETTINGS), {2: "data"} | ({mate: "its mate"} if mate else {})
+    assert stall.consider({}, waits, (), PAIRS, 50.0) == Answer(say=True)
+    assert stall.consider({3: "its mate"}, {}, (), PAIRS, 50.1) == Answer(over=pytest.approx(0.1))
     assert stall.fresh == 50.1
-    assert stall.consider({3: "still late"}, {}, (), four, 61.0) == Answer(frozenset({3}))
-    # Whose time for storage is over is no such mate.
-    stall = Stall(SETTINGS)
-    assert stall.consider({}, waits, (), four, 50.0) == Answer(say=True)
-    assert stall.consider(waits, {}, (), four, 60.0).put_out == frozenset({2, 3})
+    assert stall.consider({3: "still late"}, {}, (), PAIRS, 61.0) == Answer(frozenset({3}))
 
 
 def test_a_mate_that_is_late_only_when_the_other_is_back_already_gets_its_whole_time_too() -> None:
-    two = {0: 0, 1: 0, 2: 1, 3: 1}
+    """And nobody else does: neither whose own time for storage is over, nor one of another replica."""
+    stall, waits = Stall(SETTINGS), {2: "data", 3: "its mate"}
+    assert stall.consider({}, waits, (), PAIRS, 50.0) == Answer(say=True)
+    assert stall.consider(waits, {}, (), PAIRS, 60.0).put_out == frozenset({2, 3})
     stall = Stall(SETTINGS)
-    assert stall.consider({}, {2: "it waits for its data"}, (), two, 50.0) == Answer(say=True)
-    assert stall.consider({3: "its mate"}, {}, (), two, 50.1) == Answer(over=pytest.approx(0.1))
-    assert stall.fresh == 50.1
-    assert stall.consider({3: "still late"}, {}, (), two, 61.0) == Answer(frozenset({3}))
-    stall = Stall(SETTINGS)
-    assert stall.consider({}, {2: "it waits for its data"}, (), two, 50.0) == Answer(say=True)
-    assert stall.consider({0: "of another replica"}, {}, (), two, 50.1).put_out == frozenset({0})
+    assert stall.consider({}, {2: "data"}, (), PAIRS, 50.0) == Answer(say=True)
+    assert stall.consider({0: "of another replica"}, {}, (), PAIRS, 50.1).put_out == frozenset({0})
 
 
 def test_who_waits_for_storage_is_told_of_and_not_put_out() -> None:
@@ -106,31 +98,6 @@ def test_who_waits_for_storage_is_told_of_and_not_put_out() -> None:
 
 
 # -- the state machines over a simulated network -----------------------------------------------------------------------
-
-
-def running(workers: int = 4, **more: object) -> World:
-    world = World(workers, settings=SETTINGS, **more)  # type: ignore[arg-type]
-    world.run_fairly(10)
-    assert world.commits
-    return world
-
-
-def fates(world: World) -> list[str]:
-    return [worker.fate.value for _, worker in sorted(world.coordinators[0].roster.workers.items())]
-
-
-def told(world: World, event: str) -> list[dict[str, object]]:
-    return [record for record in world.log if record["event"] == event]
-
-
-def freeze(world: World, *names: str) -> None:
-    world.frozen |= set(names)
-
-
-def goes_on(world: World) -> None:
-    before = max(world.commits)
-    world.run_fairly(20)
-    assert max(world.commits) > before
 
 
 @table("""
@@ -182,21 +149,20 @@ def test_half_of_them_or_fewer_are_put_out_as_fast_as_a_single_one(agents: int, 
 
 def test_who_did_not_run_holds_its_own_silence_against_nobody() -> None:
     """Neither workers nor launchers turn to another coordinator, though their clocks say that this one was silent."""
-    world = running(4, candidates=2, nodes=4)
-    frozen = [name for node in (1, 2, 3) for name in (f"node{node}", f"w{node}")]
-    freeze(world, *frozen)
-    for connection in world.connections.values():
-        connection.down.clear()
-    world.run_fairly(30)
-    for connection in world.connections.values():  # what was on the way comes later than the first look at the clock
-        connection.down.clear()
-    world.frozen.clear()
-    world.advance(0.1)
-    world.run_fairly(20)
-    goes_on(world)
-    assert fates(world) == ["live"] * 4
-    assert not told(world, "abandoned")
-    assert not told(world, "lead")[1:]
+    played = Script(SETTINGS)
+    played.world("4", "nodes=4", "runs=10")
+    played.freeze("node1", "w1", "node2", "w2", "node3", "w3")
+    for seconds in ("0", "30"):  # what was on the way comes later than the first look at the clock
+        played.run(seconds)
+        for connection in played.it.connections.values():
+            connection.down.clear()
+    played.wake()
+    played.it.advance(0.1)
+    played.run("20")
+    played.more_commits("20")
+    played.fates("live", "live", "live", "live")
+    played.no("abandoned")
+    played.led("0")
 
 
 # -- real processes and signals ----------------------------------------------------------------------------------------
@@ -204,38 +170,30 @@ def test_who_did_not_run_holds_its_own_silence_against_nobody() -> None:
 QUICK = {"heartbeat_interval": 0.2, "heartbeat_timeout": 3.0, "hang_timeout": 4.0, "start_timeout": 60.0}
 
 
-def stop(run: Cluster, *numbers: int) -> None:
-    for number in numbers:
-        run.workers[number].kill(signal.SIGSTOP)
-
-
-def cont(run: Cluster, *numbers: int) -> None:
-    for number in numbers:
-        run.workers[number].kill(signal.SIGCONT)
+def send(run: Cluster, number: int, *workers: int) -> None:
+    """A signal."""
+    for worker in workers:
+        run.workers[worker].kill(number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [True, False], ids=["launcher", "no launcher"])
 def test_three_of_four_processes_that_are_stopped_for_a_while_all_go_on(tmp_path: Path, launcher: bool) -> None:
     with cluster(tmp_path, **QUICK) as run:
-        run.start_coordinators(4)
-        if launcher:
-            run.start_node_agent()
-        run.start_workers(4)
-        stop(run, 0, 1, 2)
+        run.start(4, launcher=launcher)
+        run.all_commit()
+        send(run, signal.SIGSTOP, 0, 1, 2)
         run.wait_event("stalled")
-        cont(run, 0, 1, 2)
+        send(run, signal.SIGCONT, 0, 1, 2)
         run.wait_event("stall_over")
-        starts = [process.says() for process in run.workers.values()]
-        for process, start in zip(run.workers.values(), starts, strict=True):
-            process.event("commit", start=start)
-        assert not [event for event in run.events() if event["event"] == "fault"]
+        run.commit_again()
+        assert not run.logged("fault")
 
 
 @pytest.mark.slow
 def test_processes_that_stay_stopped_are_put_out_after_the_stall_timeout(tmp_path: Path) -> None:
     with cluster(tmp_path, workers=4, launcher=True, **QUICK, stall_timeout=4.0) as run:
-        stop(run, 0, 1, 2)
+        send(run, signal.SIGSTOP, 0, 1, 2)
         run.wait_event("stalled")
         run.go_on_without(0, 1, 2)
-        assert [run.workers[n].exit_code() for n in (0, 1, 2)] == [-9] * 3
+        assert run.exit_codes(0, 1, 2) == [-9] * 3

@@ -13,13 +13,12 @@ from simulation import SETTINGS, World, over_the_wire
 from test_protocol_properties import MOVES, Moves, play, world_of
 from test_wire import JSON
 
-from recover_megatron.membership.auth import Secret
 from recover_megatron.membership.coordinator import Coordinator
 from recover_megatron.membership.events import Close, Closed, Exit, Received, Send, Settle, State
 from recover_megatron.membership.roster import Fate
 from recover_megatron.membership.server import CoordinatorServer
 from recover_megatron.membership.view import LAST, MAX_OBSERVERS, MAX_ROWS, History, statuses_of
-from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, encode, parse
+from recover_megatron.membership.wire import MAX_TO_MEMBER, TO_MEMBER, Secret, encode, parse
 
 OBSERVE = {"type": "observe"}
 
@@ -35,11 +34,11 @@ def picture(coordinator: Coordinator, now: float) -> dict[str, Any]:
     return over_the_wire(coordinator.view(now), TO_MEMBER)
 
 
-def steady(workers: int = 3) -> World:
-    world = World(workers)
+def steady() -> tuple[World, Coordinator]:
+    world = World(3)
     world.run_fairly(4.0)
     assert world.coordinators[0].state is State.STEADY
-    return world
+    return world, world.coordinators[0]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -99,8 +98,7 @@ def test_an_observer_is_answered_by_a_candidate_that_does_not_lead_too() -> None
 
 
 def test_who_asks_without_a_pause_is_refused_and_told_no_more() -> None:
-    world = steady()
-    coordinator = world.coordinators[0]
+    world, coordinator = steady()
     assert asked(coordinator, 999, world.now)[0].message["type"] == "view"
     refusal, closing = asked(coordinator, 999, world.now + 0.01)
     assert refusal.message["type"] == "refused"
@@ -109,8 +107,7 @@ def test_who_asks_without_a_pause_is_refused_and_told_no_more() -> None:
 
 
 def test_an_observer_cannot_become_a_member() -> None:
-    world = steady()
-    coordinator = world.coordinators[0]
+    world, coordinator = steady()
     before = copy.deepcopy(picture(coordinator, world.now))
     attach = {"type": "attach", **world.worker(0)._attach_message()}
     done, end = {"type": "done", "epoch": 1, "iteration": 99}, {"type": "give_up", "code": 1, "reason": ""}
@@ -121,8 +118,7 @@ def test_an_observer_cannot_become_a_member() -> None:
 
 
 def test_the_newest_observer_finds_room_and_the_quietest_goes() -> None:
-    world = steady()
-    coordinator = world.coordinators[0]
+    world, coordinator = steady()
     for session in range(1000, 1000 + MAX_OBSERVERS):
         assert len(asked(coordinator, session, world.now)) == 1
     asked(coordinator, 1000, world.now + 1.0)  # is heard of again
@@ -132,8 +128,7 @@ def test_the_newest_observer_finds_room_and_the_quietest_goes() -> None:
 
 
 def test_observers_are_told_of_the_end_and_the_end_does_not_wait_for_them() -> None:
-    world = steady()
-    coordinator = world.coordinators[0]
+    world, coordinator = steady()
     asked(coordinator, 999, world.now)
     session = coordinator.roster.workers[0].session
     effects = coordinator.handle(Received(session, {"type": "give_up", "code": 42, "reason": "enough"}), world.now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -9,8 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, BinaryIO
 
@@ -18,25 +18,28 @@ import pytest
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken, EpochRevoked, PeerLost, await_key
-from recover_megatron.collectives.peers import PeerStoreClient
+from recover_megatron.collectives.peers import Fetcher, PeerStoreClient
 from recover_megatron.network import connection
 from recover_megatron.network import peer_store as store_module
 from recover_megatron.network.connection import Challenge
-from recover_megatron.network.peer_store import PeerStoreServer
+from recover_megatron.network.peer_store import MOST_BYTES, PeerStoreServer
 from tests.harness.patience import patient
-from tests.harness.waiting import DEADLINE
+from tests.harness.waiting import DEADLINE, eventually
 
 SECRET = b"what the workers of the test share"
 HOST = "127.0.0.1"
+Two = tuple[PeerStoreClient, PeerStoreClient]
 
 
 @pytest.fixture(scope="module")
 def peer_store() -> PeerStoreServer:
-    return PeerStoreServer(HOST, SECRET)
+    peer_store = PeerStoreServer(HOST, SECRET)
+    peer_store.source = give
+    return peer_store
 
 
 @pytest.fixture
-def two(peer_store: PeerStoreServer) -> Iterator[tuple[PeerStoreClient, PeerStoreClient]]:
+def two(peer_store: PeerStoreServer) -> Iterator[Two]:
     both = PeerStoreClient(peer_store.address, SECRET), PeerStoreClient(peer_store.address, SECRET)
     yield both
     for pinned in both:
@@ -44,7 +47,7 @@ def two(peer_store: PeerStoreServer) -> Iterator[tuple[PeerStoreClient, PeerStor
 
 
 def test_a_value_is_told_to_who_asked_before_and_to_who_asks_after(
-    two: tuple[PeerStoreClient, PeerStoreClient],
+    two: Two,
 ) -> None:
     one, other = two
     assert not other.check(["early"])
@@ -61,10 +64,7 @@ def test_what_belongs_to_epochs_is_forgotten_with_them_and_the_rest_is_kept() ->
     lasting.set("replica", "kept")
     peer_store.put("0", "mine", 0)
     for epoch in range(1, 50):
-        one, other = (
-            PeerStoreClient(peer_store.address, SECRET, epoch),
-            PeerStoreClient(peer_store.address, SECRET, epoch),
-        )
+        one, other = (PeerStoreClient(peer_store.address, SECRET, epoch) for _ in range(2))
         one.set(f"group/{epoch}", "port")
         assert not one.check([f"nobody/{epoch}"])  # a wait that ends with its epoch
         assert await_key(other, f"group/{epoch}", CancelToken(epoch), DEADLINE) == "port"
@@ -72,14 +72,11 @@ def test_what_belongs_to_epochs_is_forgotten_with_them_and_the_rest_is_kept() ->
         other.close()
     assert await_key(lasting, "replica", CancelToken(1), DEADLINE) == "kept"
     assert sorted(peer_store._values) == ["group/46", "group/47", "group/48", "group/49", "replica"]
-    eventually = time.monotonic() + DEADLINE
-    while peer_store._wanted and time.monotonic() < eventually:
-        time.sleep(0.01)  # the ends of the connections are on their way
-    assert not peer_store._wanted
+    eventually(lambda: not peer_store._wanted, "the ends of the connections have come")
     lasting.close()
 
 
-def test_torch_can_use_it_as_a_store(two: tuple[PeerStoreClient, PeerStoreClient]) -> None:
+def test_torch_can_use_it_as_a_store(two: Two) -> None:
     """As NCCL does, through a prefix, with bytes of any value."""
     one, other = (dist.PrefixStore("nccl", pinned) for pinned in two)
     value = bytes(range(256))
@@ -91,7 +88,7 @@ def test_torch_can_use_it_as_a_store(two: tuple[PeerStoreClient, PeerStoreClient
         two[1].wait(["never"], timedelta(milliseconds=10))
 
 
-def test_a_revocation_ends_the_wait(two: tuple[PeerStoreClient, PeerStoreClient]) -> None:
+def test_a_revocation_ends_the_wait(two: Two) -> None:
     cancel_token = CancelToken(3)
     threading.Timer(0.05, lambda: cancel_token.cancel("over")).start()
     with pytest.raises(EpochRevoked):
@@ -102,54 +99,54 @@ SERVES = """
 import sys, time
 from recover_megatron.network.peer_store import PeerStoreServer
 board = PeerStoreServer("127.0.0.1", sys.argv[1].encode())
+board.source = lambda what: b"here"
 print(board.address, flush=True)
 sys.stdin.read()
 """
 
 
-def other_process(secret: bytes) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVES, secret.decode()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+@contextlib.contextmanager
+def other_process(secret: bytes = SECRET) -> Iterator[tuple[int, str]]:
+    """One with a peer store that gives to all who ask: its pid, its address."""
+    argv = [sys.executable, "-c", SERVES, secret.decode()]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    return process, process.stdout.readline().strip()
+    try:
+        yield process.pid, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
-
-
-def test_the_death_of_its_worker_is_the_loss_of_a_peer() -> None:
-    process, address = other_process(SECRET)
-    pinned = PeerStoreClient(address, SECRET)
-    pinned.set("before", "x")
-    assert pinned.get("before") == b"x"
-    end(process)
-    with pytest.raises(PeerLost, match="out of reach"):
-        await_key(pinned, "after", CancelToken(1), DEADLINE)
-    with pytest.raises(PeerLost):
-        pinned.set("after", "y")
+def test_the_death_of_its_worker_is_the_loss_of_a_peer_at_once() -> None:
+    with other_process() as (pid, address):
+        pinned, fetcher = PeerStoreClient(address, SECRET), Fetcher(address, SECRET, for_long)
+        pinned.set("before", "x")
+        assert (pinned.get("before"), fetcher.fetch((0,))) == (b"x", b"here")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(PeerLost):
+            fetcher.fetch((0,))
+        with pytest.raises(PeerLost, match="out of reach"):
+            await_key(pinned, "after", CancelToken(1), DEADLINE)
+        with pytest.raises(PeerLost):
+            pinned.set("after", "y")
+        with pytest.raises(PeerLost):
+            Fetcher(address, SECRET, for_long)
 
 
 def test_a_board_that_has_gone_silent_blocks_nobody_and_the_revocation_ends_the_wait() -> None:
-    process, address = other_process(SECRET)
-    os.kill(process.pid, signal.SIGSTOP)
-    pinned = PeerStoreClient(address, SECRET)
-    pinned.set("mine", "x")  # at once
-    cancel_token = CancelToken(1)
-    threading.Timer(0.05, lambda: cancel_token.cancel("its host is silent")).start()
-    with pytest.raises(EpochRevoked):
-        await_key(pinned, "theirs", cancel_token, DEADLINE)
-    pinned.close()
-    end(process)
+    with other_process() as (pid, address), contextlib.closing(PeerStoreClient(address, SECRET)) as pinned:
+        os.kill(pid, signal.SIGSTOP)
+        pinned.set("mine", "x")  # at once
+        cancel_token = CancelToken(1)
+        threading.Timer(0.05, lambda: cancel_token.cancel("its host is silent")).start()
+        with pytest.raises(EpochRevoked):
+            await_key(pinned, "theirs", cancel_token, DEADLINE)
 
 
 def test_a_board_of_another_run_is_not_believed() -> None:
-    process, address = other_process(b"the secret of another run")
-    with pytest.raises(PeerLost):
+    with other_process(b"the secret of another run") as (_, address), pytest.raises(PeerLost):
         PeerStoreClient(address, SECRET).get("key")
-    end(process)
 
 
 def framed(body: bytes) -> bytes:
@@ -162,11 +159,8 @@ def next_frame(stream: BinaryIO) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("said", [b"{}", b"nonsense", b'{"nonce": "a", "mac": "b"}', b'["set"]', None])
-def test_a_stranger_is_sent_away_and_hurts_nobody(
-    peer_store: PeerStoreServer, two: tuple[PeerStoreClient, PeerStoreClient], said: bytes | None
-) -> None:
-    host, port = peer_store.address.split(" ")
-    with socket.create_connection((host, int(port))) as stranger, stranger.makefile("rb") as stream:
+def test_a_stranger_is_sent_away_and_hurts_nobody(peer_store: PeerStoreServer, two: Two, said: bytes | None) -> None:
+    with connect(peer_store) as stranger, stranger.makefile("rb") as stream:
         assert set(next_frame(stream)) == {"nonce"}
         stranger.sendall((b"" if said is None else framed(said)) + framed(b'{"set": "poison", "value": "x"}'))
         stranger.shutdown(socket.SHUT_WR)
@@ -198,12 +192,9 @@ def hung_up(sock: socket.socket) -> bool:
 
 
 def works(peer_store: PeerStoreServer) -> bool:
-    pinned = PeerStoreClient(peer_store.address, SECRET)
-    try:
+    with contextlib.closing(PeerStoreClient(peer_store.address, SECRET)) as pinned:
         pinned.set("key", "value")
         return await_key(pinned, "key", CancelToken(1), DEADLINE) == "value"
-    finally:
-        pinned.close()
 
 
 def test_silent_connections_are_dropped_the_oldest_first_and_after_a_while_all(
@@ -303,3 +294,104 @@ def test_a_board_without_descriptors_lets_go_of_strangers_and_serves_on() -> Non
         process.kill()
         for stranger in strangers:
             stranger.close()
+
+
+DATA = bytes(range(256)) * 100_000
+
+
+def give(what: Sequence[int]) -> bytes | None:
+    start, stop = what
+    return DATA[start:stop] if stop <= len(DATA) else None
+
+
+def for_long() -> None:
+    """Waits for as long as it takes."""
+
+
+def fetched(address: str, what: Sequence[int]) -> bytes | None:
+    """By a connection of its own."""
+    with contextlib.closing(Fetcher(address, SECRET, for_long)) as fetcher:
+        return fetcher.fetch(what)
+
+
+@pytest.fixture
+def fetcher(peer_store: PeerStoreServer) -> Iterator[Fetcher]:
+    fetcher = Fetcher(peer_store.address, SECRET, for_long)
+    yield fetcher
+    fetcher.close()
+
+
+def test_what_is_asked_for_comes_bit_for_bit_whatever_its_size(fetcher: Fetcher) -> None:
+    for start, stop in ((0, 1), (10, 266), (5, 5 + MOST_BYTES), (7, 7)):
+        assert fetcher.fetch((start, stop)) == DATA[start:stop]
+
+
+def test_what_the_other_one_does_not_have_is_none_and_the_next_question_is_answered(fetcher: Fetcher) -> None:
+    assert fetcher.fetch((0, len(DATA) + 1)) is None
+    assert fetcher.fetch((3, 9)) == DATA[3:9]
+
+
+def test_a_board_that_was_given_no_source_has_nothing() -> None:
+    assert fetched(PeerStoreServer(HOST, SECRET).address, (0, 1)) is None
+
+
+def test_a_fault_of_the_source_costs_the_connection_and_not_the_board(
+    peer_store: PeerStoreServer, fetcher: Fetcher
+) -> None:
+    with pytest.raises(PeerLost, match="closed the connection"):
+        fetcher.fetch((1, 2, 3))  # too many values to unpack: a ValueError
+    assert fetched(peer_store.address, (0, 3)) == DATA[:3]
+
+
+def test_a_board_still_tells_values_while_it_gives_bytes(peer_store: PeerStoreServer, fetcher: Fetcher) -> None:
+    with contextlib.closing(PeerStoreClient(peer_store.address, SECRET)) as pinned:
+        pinned.set("key", "value")
+        assert fetcher.fetch((0, MOST_BYTES)) == DATA[:MOST_BYTES]
+        assert pinned.get("key") == b"value"
+
+
+def test_who_does_not_know_the_secret_gets_nothing(peer_store: PeerStoreServer) -> None:
+    with pytest.raises(PeerLost):
+        Fetcher(peer_store.address, b"another secret", for_long)
+
+
+def test_an_answer_of_somebody_who_does_not_know_the_secret_is_not_taken() -> None:
+    """It is a peer store, but not one of this run: who asks checks, too."""
+    with socket.create_server((HOST, 0)) as stranger:
+
+        def pose() -> None:
+            sock, _ = stranger.accept()
+            with sock:
+                sock.sendall(connection.encode({"nonce": "n"}, 100))
+                sock.recv(1 << 16)
+                sock.sendall(connection.encode({"mac": "made up"}, 100))
+                assert hung_up(sock)
+
+        threading.Thread(target=pose, daemon=True).start()
+        with pytest.raises(PeerLost, match="does not know the run's secret"):
+            fetched(f"{HOST} {stranger.getsockname()[1]}", (0, 1))
+
+
+def test_an_announcement_over_the_limit_is_not_waited_for() -> None:
+    big = PeerStoreServer(HOST, SECRET)
+    big.source = lambda what: bytes(MOST_BYTES + 1)
+    with pytest.raises(PeerLost, match="the limit is"):
+        fetched(big.address, (0,))
+
+
+def test_a_process_that_is_stopped_is_waited_for_only_as_long_as_patience_lasts() -> None:
+    asked = 0
+
+    def impatient() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise PeerLost("it is gone")
+
+    with other_process() as (pid, address):
+        fetcher = Fetcher(address, SECRET, impatient)
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)  # until the last of its threads has stopped
+        with pytest.raises(PeerLost, match="it is gone"):
+            fetcher.fetch((0,))
+    assert asked == 2

@@ -32,9 +32,9 @@ from typing import Any
 
 import psutil
 
-from recover_megatron.membership.auth import Secret
-from recover_megatron.membership.observer import Observer
+from recover_megatron.membership.client import Observer
 from recover_megatron.membership.records import MembershipError
+from recover_megatron.membership.wire import Secret
 from recover_megatron.run_log.steps import read_steps, violations
 from recover_megatron.status.model import RunStatus
 from recover_megatron.status.view_reader import read

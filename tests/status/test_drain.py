@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from recover_megatron.membership.observer import NoAnswer
+from recover_megatron.membership.client import NoAnswer
 from recover_megatron.status import drain as command
 from recover_megatron.status.__main__ import main
 from recover_megatron.status.drain import DrainExit, drain

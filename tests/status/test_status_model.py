@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from simulation import World, over_the_wire
 
-from recover_megatron.membership.auth import Secret
-from recover_megatron.membership.observer import NoAnswer
-from recover_megatron.membership.wire import TO_MEMBER
+from recover_megatron.membership.client import NoAnswer
+from recover_megatron.membership.wire import TO_MEMBER, Secret
 from recover_megatron.status.headline import Headline, Level, headline, span
 from recover_megatron.status.model import Gone, RunStatus
 from recover_megatron.status.screen import render
