@@ -7,7 +7,7 @@
 A loader's process that dies is told to whoever reads next: torch raises it in whatever the main thread is doing, a
 checkpoint or a sum.
 
-Which samples microbatch j of the iteration is that starts at ``consumed`` samples says ``order``, as stock Megatron
+Which samples microbatch j of the iteration is that starts at ``consumed`` samples says `microbatches`, as stock Megatron
 deals them.  Samples carry their number with them (``TaggedDataset``), so what ``get`` returns is checked, not believed.
 """
 
@@ -30,7 +30,7 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.order import InOrder, InTurn, Order, Shuffled
+from recover_megatron.megatron_hooks.microbatches import InOrder, InTurn, Order, Shuffled
 
 SAMPLE = "recover_sample"
 """The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""

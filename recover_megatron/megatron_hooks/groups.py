@@ -41,7 +41,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import WORLD, Caller, Mode, Traffic
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch, writers
-from recover_megatron.megatron_hooks.fsdp import mesh
+from recover_megatron.megatron_hooks.fsdp.state import install_meshes
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
 
 
@@ -160,7 +160,7 @@ class Groups:
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
             if getattr(get_args(), "use_megatron_fsdp", False):
-                mesh.install(self)
+                install_meshes(self)
             return result
 
         return _initialize_distributed

@@ -7,7 +7,7 @@
     build_elsewhere  where a model for another position is wanted: Megatron is forgotten, pretrain() is called once
                      more, alone, and comes to ``come_back``
 
-Meanwhile the others train. They meet this worker at the boundary before a step (`between_steps`), give it its state
+Meanwhile the others train. They meet this worker at the boundary before a step (`training_parts`), give it its state
 while they compute that step (`state_exchange`), and need it from there on.
 The parts of ``leave``, ``wait`` and ``take_place`` that have no Megatron in them are `instep.orphan`.
 
@@ -45,7 +45,7 @@ from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.state_exchange import INTERRUPTED, StateExchange, first_iteration
-from recover_megatron.megatron_hooks.step_guard import StepGuard
+from recover_megatron.megatron_hooks.training_parts import StepGuard
 
 log = get_logger(__name__)
 

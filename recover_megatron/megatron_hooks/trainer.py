@@ -27,9 +27,8 @@ from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.data import Microbatches, source_of
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
-from recover_megatron.megatron_hooks.layer_sums import AttentionLogits, RouterSums
 from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds, grouped, has_gradient
-from recover_megatron.megatron_hooks.trackers import Trackers
+from recover_megatron.megatron_hooks.trackers import AttentionLogits, RouterSums, Trackers
 
 
 class NominalCount:

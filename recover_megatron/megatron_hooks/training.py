@@ -32,25 +32,27 @@ from recover_megatron.instep.traffic import Mode, Traffic
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import writers
-from recover_megatron.megatron_hooks.between_steps import rebalance
 from recover_megatron.megatron_hooks.buckets import Buckets, BucketSeams
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.data import sources_of
 from recover_megatron.megatron_hooks.evaluation import Evaluation, OverParameters
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds, install_random_states
+from recover_megatron.megatron_hooks.microbatches import (
+    Accumulated,
+    MicrobatchSeeds,
+    install_random_states,
+    install_skipping,
+)
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
-from recover_megatron.megatron_hooks.order import install_skipping
 from recover_megatron.megatron_hooks.records import Console, Records
 from recover_megatron.megatron_hooks.rejoin import Rejoin
 from recover_megatron.megatron_hooks.rollback import Rollback, kept
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.state_exchange import StateExchange
-from recover_megatron.megatron_hooks.step_guard import StepGuard
 from recover_megatron.megatron_hooks.trackers import TrackerSeam
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
-from recover_megatron.megatron_hooks.training_parts import StateCopies, TrainingParts, assemble
+from recover_megatron.megatron_hooks.training_parts import StateCopies, StepGuard, TrainingParts, assemble, rebalance
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 log = get_logger(__name__)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recover_megatron.megatron_hooks.data import LoaderKilled, Source, TaggedDataset, _reading
-from recover_megatron.megatron_hooks.order import InOrder
+from recover_megatron.megatron_hooks.microbatches import InOrder
 
 DEADLY = 6
 

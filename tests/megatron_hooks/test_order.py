@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recover_megatron.megatron_hooks.order import InOrder, InTurn, Shuffled
+from recover_megatron.megatron_hooks.microbatches import InOrder, InTurn, Shuffled
 
 
 def megatrons(total: int, size: int, ranks: int, *, sharded: bool, rounds: int, consumed: int = 0) -> list[list[int]]:

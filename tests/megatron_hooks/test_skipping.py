@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recover_megatron.megatron_hooks.order import skipped_before, with_skipped
+from recover_megatron.megatron_hooks.microbatches import skipped_before, with_skipped
 
 
 @pytest.mark.parametrize(

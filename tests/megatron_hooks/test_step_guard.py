@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from recover_megatron.megatron_hooks.step_guard import StepGuard
+from recover_megatron.megatron_hooks.training_parts import StepGuard
 
 
 class Event:

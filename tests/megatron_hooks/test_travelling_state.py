@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
-from recover_megatron.megatron_hooks import loop_counters, order, state, trackers
+from recover_megatron.megatron_hooks import loop_counters, microbatches, state, trackers
 from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
 from recover_megatron.megatron_hooks.state import TrainingState
 from tests.megatron_hooks.in_checkpoints import travels
@@ -94,7 +94,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
 
     def act_as(args: Any) -> None:
-        for module in (state, loop_counters, order):
+        for module in (state, loop_counters, microbatches):
             monkeypatch.setattr(module, "get_args", lambda: args)
 
     worker.act_as = lambda who: act_as(who.args)  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
     worker's shard of a buffer   |--------------- inner shard ---------------|    equal in its column of K workers
     main parameters, moments     |== unit 0 ==|== unit 1 ==| .. |= unit K-1 =|    each at its owner and its shadows
 
-Megatron is built as for ``no_shard`` (`mesh`): a shard group has all gradients and the model's parameters, as with
+Megatron is built as for ``no_shard`` (`state`): a shard group has all gradients and the model's parameters, as with
 ``optim``, too.  What it keeps of the state, main parameters and moments, is given up once the pieces
 (`optimizer.shard_fragments`) have memory of their own; for a checkpoint each worker has all that its column shares
 again, as long as it is written.  So what is saved is what Megatron saves with ``no_shard``.
@@ -22,8 +22,8 @@ import torch
 
 from recover_megatron.instep.shards import Column
 from recover_megatron.megatron_hooks import monkeypatch
+from recover_megatron.megatron_hooks.optimizer.keeping import Parts, Primaries
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
-from recover_megatron.megatron_hooks.optimizer.sharded_checkpoint import Parts, Primaries
 
 
 @dataclass(eq=False)

@@ -43,8 +43,7 @@ from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
 from recover_megatron.megatron_hooks.optimizer.norms import LossScales, UnitNorms, UnitSums
-from recover_megatron.megatron_hooks.optimizer.repartition import LayoutPieces, Repartition
-from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, ShadowCheck
+from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces, Repartition, ShadowCheck
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
 
 log = get_logger(__name__)
