@@ -305,7 +305,7 @@ def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> N
         return written
 
     own: SimpleQueue[Any] = SimpleQueue()
-    with monkeypatch.replaced(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write_and_look)):
+    with monkeypatch.replaced(FileSystemWriterAsync, write_preloaded_data=staticmethod(write_and_look)):
         try:
             save(rank, buckets, own)
         except AssertionError:

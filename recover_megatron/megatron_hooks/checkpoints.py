@@ -17,7 +17,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -136,7 +136,7 @@ class Checkpoints:
                 self._begin(recovery, iteration)
                 try:
                     # When workers are lost, others write what they wrote: it is planned anew each time.
-                    anew = monkeypatch.replaced(get_args(), "ckpt_assume_constant_structure", False)
+                    anew = monkeypatch.replaced(get_args(), ckpt_assume_constant_structure=False)
                     with self._groups.in_section(), anew, self._parts.told(recovery):
                         result = original(iteration, *args, **kwargs)
                     if not get_args().async_save:
@@ -377,9 +377,7 @@ def _counters() -> dict[str, Any]:
 
 def _with_counters(counters: dict[str, Any], run: Callable[[], Any]) -> Any:
     """Run it with Megatron's arguments as they were."""
-    with ExitStack() as replaced:
-        for name, value in counters.items():
-            replaced.enter_context(monkeypatch.replaced(get_args(), name, value))
+    with monkeypatch.replaced(get_args(), **counters):
         return run()
 
 

@@ -7,8 +7,8 @@
 A loader's process that dies is told to whoever reads next: torch raises it in whatever the main thread is doing, a
 checkpoint or a sum.
 
-Which samples microbatch j of the iteration is that starts at ``consumed`` samples says `microbatches`, as stock Megatron
-deals them.  Samples carry their number with them (``TaggedDataset``), so what ``get`` returns is checked, not believed.
+Which samples microbatch j of an iteration has says `microbatches`: those that stock Megatron deals.  Samples carry
+their number with them (``TaggedDataset``), so what ``get`` returns is checked, not believed.
 """
 
 from __future__ import annotations

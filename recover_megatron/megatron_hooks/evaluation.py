@@ -51,7 +51,7 @@ class Evaluation:
                 return original(*args, **kwargs)
             megatron_args.eval_iters = _steps(megatron_args)
             # Megatron would have it from rank 0 of the world, who may be lost before all have it.
-            with monkeypatch.replaced(megatron_args, "full_validation", False):
+            with monkeypatch.replaced(megatron_args, full_validation=False):
                 return original(*args, **kwargs)
 
         return evaluate_and_print_results

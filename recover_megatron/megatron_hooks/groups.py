@@ -148,7 +148,7 @@ class Groups:
                     # It carries messages inside a replica, too: those of an interleaved pipeline of two stages.
                     self.inside.make(lambda: make_default(*args, **kwargs))
 
-            with monkeypatch.replaced(dist, "init_process_group", init_process_group):
+            with monkeypatch.replaced(dist, init_process_group=init_process_group):
                 result = original(*args, **kwargs)
             if not self.alone:
                 default = dist.distributed_c10d._get_default_group()

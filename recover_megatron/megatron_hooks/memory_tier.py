@@ -212,7 +212,7 @@ class MemoryTier:
         if self._state.version != target.iteration:
             raise ValueError(f"it is of iteration {self._state.version}")
         if self._sharded is None:
-            return _nothing
+            return lambda: None
         told, workers = tree["own"]["shards"], tree["workers"]
         return restored(self._sharded, told, workers, mine.grid.size, lambda part: self._part(part, kept))
 
@@ -223,10 +223,6 @@ class MemoryTier:
         except PeerLost as error:
             mine.epoch_groups.fail(Failure(f"a snapshot could not be had: {error}"))
             raise EpochRevoked(mine.epoch_groups.number, str(error)) from error
-
-
-def _nothing() -> None:
-    pass
 
 
 def _nodes(decision: Decision) -> int:

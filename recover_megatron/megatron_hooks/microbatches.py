@@ -116,9 +116,10 @@ def grouped(model: Any, count: int) -> AbstractContextManager[None]:
     """
     if not isinstance(model, list) or len(model) < 2:
         return nullcontext()
-    config, name = get_model_config(model[0]), "microbatch_group_size_per_vp_stage"
-    stages, usual = config.pipeline_model_parallel_size, getattr(config, name)
-    return monkeypatch.replaced(config, name, group_size(count, stages, usual or stages))
+    config = get_model_config(model[0])
+    stages, usual = config.pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage
+    size = group_size(count, stages, usual or stages)
+    return monkeypatch.replaced(config, microbatch_group_size_per_vp_stage=size)
 
 
 _MASK = (1 << 64) - 1
@@ -147,7 +148,7 @@ def install_random_states(loop: Loop) -> None:
 def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_rng_state(*args: Any, **kwargs: Any) -> Any:
         # Megatron's list is to have room for those that are asked, also where they are more or fewer than launched.
-        with monkeypatch.replaced(parallel_state, "_MPU_DATA_PARALLEL_WORLD_SIZE", None):
+        with monkeypatch.replaced(parallel_state, _MPU_DATA_PARALLEL_WORLD_SIZE=None):
             found = original(*args, **kwargs)
         states = getattr(found, "data", found)  # in formats that say where they belong it is in an object
         if isinstance(states, dict):

@@ -15,8 +15,8 @@ were set aside there is nothing to load.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +93,7 @@ class Rollback:
                 if target.source == MEMORY:
                     take_up.append(self._memory.load(target))
                 else:
-                    with nullcontext(_nothing) if self._sharded is None else self._sharded.loading() as then:
+                    with nullcontext(lambda: None) if self._sharded is None else self._sharded.loading() as then:
                         operations = self._load(target, model, optimizer, scheduler)
                         self._state.loaded(target.iteration, operations, decision.timeline[0])
                     take_up.append(then)
@@ -129,7 +129,8 @@ class Rollback:
         # Of the random states there is one for each replica, where they are many; the run may have grown since.
         no_states = args.no_save_rng or getattr(args, "data_parallel_random_init", False)
         as_saved = {**AS_SAVED, "no_load_rng": no_states, "ckpt_step": target.iteration}
-        with self._groups.in_section(), _arguments(**as_saved):
+        known = {name: value for name, value in as_saved.items() if hasattr(args, name)}
+        with self._groups.in_section(), monkeypatch.replaced(args, **known):
             # Not training.load_checkpoint: a worker that was built alone has one that reads nothing.
             iteration, operations = checkpointing.load_checkpoint(
                 model, optimizer, scheduler, load_arg=target.source, strict=True
@@ -157,18 +158,3 @@ class Rollback:
         log.warning(f"{why}; the run goes back to one before it, if there is one")
         recovery.orphan.leave(why[:500])
         raise Orphaned(why) from error
-
-
-def _nothing() -> None:
-    pass
-
-
-@contextmanager
-def _arguments(**values: Any) -> Iterator[None]:
-    """Let Megatron's arguments have these values for a while; those that this Megatron does not know are left out."""
-    args = get_args()
-    with ExitStack() as replaced:
-        for name, value in values.items():
-            if hasattr(args, name):
-                replaced.enter_context(monkeypatch.replaced(args, name, value))
-        yield

@@ -121,7 +121,7 @@ class InShardGroups:
         """Without the gathering of parameters in the shard group, with which Megatron ends its step."""
         with ExitStack() as replaced:
             for chunk in self._chunks:
-                replaced.enter_context(monkeypatch.replaced(chunk, "start_param_sync", lambda *_, **__: None))
+                replaced.enter_context(monkeypatch.replaced(chunk, start_param_sync=lambda *_, **__: None))
             yield
 
     def gathered(self) -> None:

@@ -16,7 +16,7 @@ checkpoint (`rollback`) one by bucket is loaded into the pieces that workers are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -248,12 +248,13 @@ def loading_into(
             _copy(fragment, entry)
         fragments.install(held)
 
-    with ExitStack() as replaced:
-        for name in OTHER_FORMATS:
-            if hasattr(optimizer, name):
-                replaced.enter_context(monkeypatch.replaced(optimizer, name, _refuse))
-        replaced.enter_context(monkeypatch.replaced(optimizer, "sharded_param_state_dp_reshardable", wanted))
-        replaced.enter_context(monkeypatch.replaced(optimizer, "load_parameter_state_from_dp_reshardable", loaded))
+    others = dict.fromkeys((name for name in OTHER_FORMATS if hasattr(optimizer, name)), _refuse)
+    with monkeypatch.replaced(
+        optimizer,
+        sharded_param_state_dp_reshardable=wanted,
+        load_parameter_state_from_dp_reshardable=loaded,
+        **others,
+    ):
         yield
 
 

@@ -126,7 +126,7 @@ class LossScales:
             for one, fragments, column in self._every:
                 if _scaled(one):
                     divide = functools.partial(_divide, one, fragments, found=_overflowed(told, column))
-                    replaced.enter_context(monkeypatch.replaced(one, "_unscale_main_grads_and_check_for_nan", divide))
+                    replaced.enter_context(monkeypatch.replaced(one, _unscale_main_grads_and_check_for_nan=divide))
             yield
 
 

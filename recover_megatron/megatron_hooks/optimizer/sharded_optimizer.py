@@ -312,12 +312,12 @@ class ShardedOptimizer:
         zeros = math.fsum(its.zeros for its in told)
         if not self._scales.skips(told):
             self._aside.begin(norm, self._scales.now())
-        with ExitStack() as replaced:
-            replaced.enter_context(self._scales.dividing(told))
-            replaced.enter_context(monkeypatch.replaced(optimizer_module, "get_grad_norm_fp32", lambda *_, **__: norm))
-            replaced.enter_context(monkeypatch.replaced(top, "get_grad_norm", lambda: norm))
-            replaced.enter_context(monkeypatch.replaced(top, "count_zeros", lambda: zeros))
-            replaced.enter_context(self._keeping.updating())
+        with (
+            self._scales.dividing(told),
+            monkeypatch.replaced(optimizer_module, get_grad_norm_fp32=lambda *_, **__: norm),
+            monkeypatch.replaced(top, get_grad_norm=lambda: norm, count_zeros=lambda: zeros),
+            self._keeping.updating(),
+        ):
             return original()
 
     def _speak_for_the_lost(self) -> None:
