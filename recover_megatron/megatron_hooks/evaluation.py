@@ -34,15 +34,20 @@ from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedO
 
 
 class Evaluation:
-    """The evaluations of one worker."""
+    """The evaluations of one worker, and its part in what is computed from all parameters.
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
+    ``sharded``: the distributed optimizer, where there is one.
+    """
+
+    def __init__(self, groups: Groups, sharded: Callable[[], ShardedOptimizer | None]) -> None:
+        self._groups, self._sharded = groups, sharded
 
     def install(self, loop: Loop) -> None:
         """Wrap the seams; raises UserError if the loop's are not the ones we know."""
         loop.wrap("evaluate", self._evaluate)
         loop.wrap("evaluations", self._with_results)
+        loop.wrap("weight_hashes", self._hashes)
+        loop.wrap("parameters_norm", self._norm)
 
     def _with_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
@@ -107,6 +112,37 @@ class Evaluation:
             found = schedule(**{**call, **mine_only})
         return found if share or call.get("collect_non_loss_data") else _counting_nothing(found, args)
 
+    def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
+            if self._groups.traffic.mode is Mode.ALONE:
+                return True  # on its way to a place, with a state whose digest was checked; the others are in a step
+            return bool(self._section("weight hashes", lambda: original(model, cross_check)))
+
+        return check_param_hashes_across_dp_replicas
+
+    def _norm(self, original: Callable[..., float]) -> Callable[..., float]:
+        def calc_params_l2_norm(model: Any, *args: Any, **kwargs: Any) -> float:
+            def run() -> float:
+                sharded = self._sharded()
+                with main_parameters({} if sharded is None else spoken_for(sharded)):
+                    return original(model, *args, **kwargs)
+
+            return float(self._section("parameters' norm", run))
+
+        return calc_params_l2_norm
+
+    def _section(self, kind: str, run: Callable[[], Any]) -> Any:
+        recovery = self._groups.recovery
+        if recovery is None or self._groups.traffic.mode is not Mode.OPEN:
+            return run()
+
+        def inside() -> Any:
+            recovery.progress.mark(kind, waiting=True)
+            with self._groups.in_section():
+                return run()
+
+        return recovery.sections.run(kind, inside)
+
 
 def _borrowed(mine: Assignment, total: int) -> list[int]:
     """What a replica evaluates that has no share of so few microbatches (the run has grown): some of the others'.
@@ -137,51 +173,6 @@ def _steps(args: Any) -> Any:
     group, first = parallel_state.get_model_parallel_group(), parallel_state.get_model_parallel_src_rank()
     torch.distributed.broadcast(steps, first, group=group)
     return steps.tolist() if several else int(steps[0])
-
-
-class OverParameters:
-    """What one worker has a part in that is computed from all parameters."""
-
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self.sharded: ShardedOptimizer | None = None
-        """The distributed optimizer, where there is one."""
-
-    def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if the loop's are not the ones we know."""
-        loop.wrap("weight_hashes", self._hashes)
-        loop.wrap("parameters_norm", self._norm)
-
-    def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
-            if self._groups.traffic.mode is Mode.ALONE:
-                return True  # on its way to a place, with a state whose digest was checked; the others are in a step
-            return bool(self._section("weight hashes", lambda: original(model, cross_check)))
-
-        return check_param_hashes_across_dp_replicas
-
-    def _norm(self, original: Callable[..., float]) -> Callable[..., float]:
-        def calc_params_l2_norm(model: Any, *args: Any, **kwargs: Any) -> float:
-            def run() -> float:
-                parts = {} if self.sharded is None else spoken_for(self.sharded)
-                with main_parameters(parts):
-                    return original(model, *args, **kwargs)
-
-            return float(self._section("parameters' norm", run))
-
-        return calc_params_l2_norm
-
-    def _section(self, kind: str, run: Callable[[], Any]) -> Any:
-        recovery = self._groups.recovery
-        if recovery is None or self._groups.traffic.mode is not Mode.OPEN:
-            return run()
-
-        def inside() -> Any:
-            recovery.progress.mark(kind, waiting=True)
-            with self._groups.in_section():
-                return run()
-
-        return recovery.sections.run(kind, inside)
 
 
 def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch.Tensor]]:

@@ -22,7 +22,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d as c10d
 from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.decision import HELD, Decision
 from recover_megatron.instep.faults import Orphaned, check_device, is_communication
-from recover_megatron.instep.gradients import Column, alive
+from recover_megatron.instep.gradients import alive
 from recover_megatron.instep.no_place import UntakenPlaces
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
@@ -42,10 +42,8 @@ from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
-from recover_megatron.megatron_hooks.state import TrainingState
-from recover_megatron.megatron_hooks.state_exchange import INTERRUPTED, StateExchange, first_iteration
-from recover_megatron.megatron_hooks.training_parts import StepGuard
+from recover_megatron.megatron_hooks.state_exchange import INTERRUPTED, first_iteration
+from recover_megatron.megatron_hooks.training_parts import StepGuard, TrainingParts
 
 log = get_logger(__name__)
 
@@ -56,14 +54,10 @@ class Rejoin:
 
     _recovery: Recovery
     _groups: Groups
-    _state: TrainingState
-    _places: StateExchange
+    _parts: TrainingParts
     _checkpoints: Checkpoints
-    _sharded: ShardedOptimizer | None
     _blame: Blame
     _step_guard: StepGuard
-    _rings: Sequence[Column]
-    """The columns over which this worker sums in a step."""
     _untaken: UntakenPlaces = field(default_factory=UntakenPlaces, init=False)
 
     def leave(self, error: BaseException) -> None:
@@ -116,12 +110,12 @@ class Rejoin:
 
     def _wait(self) -> Decision:
         """Wait for the plan that has a place for this worker.  Raises a CUDA error where its device is broken."""
-        state = self._state
+        state, sharded = self._parts.state, self._parts.sharded
         check_device(self._recovery.comm_config.device)
         self._groups.inside.left()
         state.tidy()
-        if self._sharded is not None:  # what others have updated meanwhile is of no use
-            self._sharded.forget()
+        if sharded is not None:  # what others have updated meanwhile is of no use
+            sharded.forget()
             state.version = None
         if not self._step_guard.believed:
             state.version = None
@@ -141,22 +135,23 @@ class Rejoin:
         Raises what is in ``INTERRUPTED`` if this epoch ends first: this worker is then a spare with the state it had.
         """
         recovery, started, back_to = self._recovery, time.perf_counter(), decision.rollback
+        state = self._parts.state
         if back_to is not None and back_to.source == HELD:
-            self._state.timeline = decision.timeline[0]  # also if this plan is over before it has its place
+            state.timeline = decision.timeline[0]  # also if this plan is over before it has its place
         mine, progress, first = recovery.assignment, recovery.progress, first_iteration(decision)
         recovery.orphan.come_back(decision)
         progress.mark("regroup", waiting=True)
         self._groups.traffic.recovery = recovery
         # Now, beside the groups and the state: the others open theirs before they compute, and need this worker for it.
-        mine.epoch_groups.open_rings([alive(column, mine.live) for column in self._rings])
+        mine.epoch_groups.open_rings([alive(column, mine.live) for column in self._parts.buckets.rings])
         self._groups.regroup(mine, recovery.comm_config)
         progress.inject("regroup", first)
         grouped = time.perf_counter()
         size = 0
         if back_to is not None and back_to.source != HELD:
-            self._state.go_back(back_to.iteration)  # loaded with the others, when all are here (`rollback`)
+            state.go_back(back_to.iteration)  # loaded with the others, when all are here (`rollback`)
         else:
-            size = self._places.fetch_state(decision)
+            size = self._parts.places.fetch_state(decision)
         progress.inject("regroup", first)
         self._step_guard.reset()
         recovery.hooks.planned(decision)

@@ -31,10 +31,9 @@ from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.checkpoints import CHECKPOINT_SECONDS, Checkpoints
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.memory_tier import MemoryTier
-from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.records import Console, Records
 from recover_megatron.megatron_hooks.state import TrainingState
+from recover_megatron.megatron_hooks.training_parts import TrainingParts
 from recover_megatron.membership.records import MembershipError
 
 log = get_logger(__name__)
@@ -63,12 +62,10 @@ class Rollback:
 
     _recovery: Recovery
     _groups: Groups
-    _state: TrainingState
+    _parts: TrainingParts
     _checkpoints: Checkpoints
     _records: Records
     _console: Console
-    _sharded: ShardedOptimizer | None
-    _memory: MemoryTier
     _done: int = field(default=0, init=False)
     """The epoch of the last one that was carried out."""
 
@@ -78,7 +75,7 @@ class Rollback:
         Raises ``Orphaned`` when this worker has no place any more: also where it could not read the checkpoint.
         """
         recovery, decision = self._recovery, self._recovery.assignment.decision
-        target = decision.rollback
+        target, state, sharded = decision.rollback, self._parts.state, self._parts.sharded
         if target is None or decision.epoch == self._done:
             return
         began = time.monotonic()
@@ -86,16 +83,16 @@ class Rollback:
 
         def run() -> None:
             recovery.progress.mark("rollback", allow=CHECKPOINT_SECONDS)
-            self._state.go_back(target.iteration)
+            state.go_back(target.iteration)
             recovery.progress.inject("rollback")
             take_up.clear()
             try:
                 if target.source == MEMORY:
-                    take_up.append(self._memory.load(target))
+                    take_up.append(self._parts.memory.load(target))
                 else:
-                    with nullcontext(lambda: None) if self._sharded is None else self._sharded.loading() as then:
+                    with nullcontext(lambda: None) if sharded is None else sharded.loading() as then:
                         operations = self._load(target, model, optimizer, scheduler)
-                        self._state.loaded(target.iteration, operations, decision.timeline[0])
+                        state.loaded(target.iteration, operations, decision.timeline[0])
                     take_up.append(then)
             except BaseException as error:  # torch's CheckpointException is none of Exception
                 self._explain(error, target)

@@ -139,19 +139,12 @@ def _of_packing() -> list[_Sums]:
     return [_Sums(2, lambda: getattr(training, "_seqlen_stats_in_iteration", None), added=True)]
 
 
-class TrackerSeam:
-    """Where Megatron adds up what ``Trackers`` has added up already, once steps are ours: when it is ``active``."""
+def install(loop: Loop, active: Callable[[], bool]) -> None:
+    """Wrap the seam where Megatron adds up what ``Trackers`` has added up.  ``active``: whether steps are ours yet."""
 
-    def __init__(self) -> None:
-        self.active = False
-
-    def install(self, loop: Loop) -> None:
-        """Wrap the seam, where this loop has it."""
-        loop.wrap("sequence_lengths", self._not_added)
-
-    def _not_added(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def not_added(original: Callable[..., Any]) -> Callable[..., Any]:
         def consume_seqlen_stats_in_iteration() -> Any:
-            if not self.active or not training._seqlen_stats_active:
+            if not active() or not training._seqlen_stats_active:
                 return original()
             whole = training._seqlen_stats_in_iteration
             # The tail sums over context-parallel ranks, too, which have counted the same.
@@ -161,6 +154,8 @@ class TrackerSeam:
             return tokens, squares
 
         return consume_seqlen_stats_in_iteration
+
+    loop.wrap("sequence_lengths", not_added)
 
 
 INTERVAL = "interval-time"

@@ -1,5 +1,7 @@
 """What a worker trains with once Megatron has built its model, and what it does with that between two steps.
 
+Made as one when train() is entered, dropped as one.
+
 at_boundary         others are met if somebody comes or goes; states are compared, mended, given to fresh replicas; a
                     snapshot is taken where one is due
 before_checkpoint   each worker that writes has its parameters, and its part of the optimizer's state
@@ -11,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,16 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args
 
+from recover_megatron.arguments import RecoverConfig
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
-from recover_megatron.instep.traffic import Mode, Traffic
+from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate.loop import Services
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.fsdp.outer import InShardGroups
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp
+from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.layout import spreads_optimizer
 from recover_megatron.megatron_hooks.memory_tier import MemoryTier
 from recover_megatron.megatron_hooks.microbatches import Accumulated
@@ -62,15 +65,11 @@ class StepGuard:
         self._updating = False
         self._event: Any = None
         self._sealed = False
-        self._believed = True
+        self.believed = True
 
     @classmethod
     def of(cls, device: torch.device) -> StepGuard:
         return cls(torch.cuda.Event if device.type == "cuda" else None)
-
-    @property
-    def believed(self) -> bool:
-        return self._believed
 
     def begin(self) -> None:
         """The update of an iteration begins."""
@@ -78,7 +77,7 @@ class StepGuard:
             return
         with self._lock:
             self._updating = True
-            self._believed = self._believed and not self._sealed
+            self.believed = self.believed and not self._sealed
 
     def end(self) -> None:
         """All of it is in the device's queue."""
@@ -96,26 +95,70 @@ class StepGuard:
                 return
             self._sealed = True
             queued = self._event is not None and not self._event.query()
-            self._believed = self._believed and not self._updating and not queued
+            self.believed = self.believed and not self._updating and not queued
 
     def reset(self) -> None:
         """The state is one that others have told of, or was found to be theirs: the worker has a place."""
         with self._lock:
-            self._updating, self._event, self._sealed, self._believed = False, None, False, True
+            self._updating, self._event, self._sealed, self.believed = False, None, False, True
 
 
-@dataclass(eq=False)
-class BetweenSteps:
-    """What one worker does between two steps, with the model that it has; its main thread calls it."""
+class TrainingParts:
+    """The parts that belong to one model, made for what train() is entered with; the main thread calls it.
 
-    _recovery: Recovery
-    _traffic: Traffic
-    _finish_saves: Callable[[], None]
-    """Returns when no checkpoint is under way."""
-    _state: TrainingState
-    _places: StateExchange
-    _sharded: ShardedOptimizer | None
-    _memory: MemoryTier
+    ``accumulated``: counts the gradients that are added.  ``blank``: see ``TrainingState``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        validation: Any,
+        *,
+        groups: Groups,
+        accumulated: Accumulated,
+        services: Services,
+        config: RecoverConfig,
+        blank: bool,
+    ) -> None:
+        args, recovery = get_args(), groups.recovery
+        assert recovery is not None, "train has not been entered"
+        self._recovery, self._traffic, self._services = recovery, groups.traffic, services
+        self.buckets = _buckets(model, recovery, accumulated, config.shadow_shards)
+        self.trackers = Trackers(args, self.buckets.tail, recovery.assignment.grid)
+        self.routers = RouterSums(model)
+        self.logits = AttentionLogits(args, model)
+        self.beside = (self.routers, self.trackers, self.logits)
+        """What is added up beside the gradients, in the order in which it travels in a step's tail."""
+        self.sharded = _sharded(optimizer, self.buckets, recovery, config)
+        """None: every worker of a column has all of the optimizer's state."""
+        self.state = TrainingState(
+            model, optimizer, scheduler, validation, services.operations, blank=blank, sharded=self.sharded
+        )
+        self.places = StateExchange(recovery, self.state)
+        wanted = config.memory_tier != "off"
+        self.memory = MemoryTier(recovery, self.state, self.sharded, wanted=wanted, every=config.memory_interval)
+
+    def count_updates(self, optimizer: Any, step_guard: StepGuard) -> None:
+        """Know whether the parameters are those before or after the step under way, whatever interrupts it."""
+        step = optimizer.step
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.places.withdraw()
+            self.memory.before_update()
+            step_guard.begin()
+            if self.sharded is None:
+                result = step(*args, **kwargs)
+            else:
+                result = self.sharded.step(partial(step, *args, **kwargs))
+            self.state.stepped(bool(result[0]))
+            step_guard.end()
+            return result
+
+        optimizer.step = counted
+
+    # ---- between two steps
 
     def at_boundary(self) -> None:
         """New replicas come in, states are compared and given.
@@ -124,19 +167,19 @@ class BetweenSteps:
         """
         recovery = self._recovery
         self._traffic.mode = Mode.OPEN
-        self._state.begin()
+        self.state.begin()
         recovery.boundary.meet_if_wanted(self._before_meeting)
         if recovery.assignment.decision.transfers:
             self.complete()
-        self._places.at_boundary()
+        self.places.at_boundary()
         self._settle()
-        if self._sharded is not None and recovery.boundary.verifying and not recovery.boundary.joining_next:
-            self._sharded.verify()
+        if self.sharded is not None and recovery.boundary.verifying and not recovery.boundary.joining_next:
+            self.sharded.verify()
             self._settle()
-        self._memory.at_boundary()
+        self.memory.at_boundary()
 
     def _before_meeting(self) -> None:
-        self._finish_saves()  # by those who began it
+        self._services.finish_saves()  # by those who began it
         self.complete()
         if self._recovery.assignment.decision.leaving:
             self._settle()  # while those who leave are there to give what only they have
@@ -148,17 +191,33 @@ class BetweenSteps:
 
     def saving(self) -> AbstractContextManager[None]:
         """While a checkpoint is written."""
-        return nullcontext() if self._sharded is None else self._sharded.saving()
+        return nullcontext() if self.sharded is None else self.sharded.saving()
 
     def complete(self) -> None:
         """Wait for what a distributed optimizer does while the next step computes."""
-        if self._sharded is not None:
-            self._sharded.complete()
+        if self.sharded is not None:
+            self.sharded.complete()
 
     def _settle(self) -> None:
         """Where the optimizer's state is spread: spread it over those who are there now."""
-        if self._sharded is not None and self._sharded.due():
-            self._sharded.renew()
+        if self.sharded is not None and self.sharded.due():
+            self.sharded.renew()
+
+
+def _buckets(model: Any, recovery: Recovery, accumulated: Accumulated, shadows: int) -> Buckets | FsdpBuckets:
+    if is_fsdp(model[0]):
+        return FsdpBuckets(model, recovery.assignment, accumulated, shadows if spreads_optimizer(get_args()) else None)
+    return Buckets(model, recovery.assignment, shadows)
+
+
+def _sharded(
+    optimizer: Any, buckets: Buckets | FsdpBuckets, recovery: Recovery, config: RecoverConfig
+) -> ShardedOptimizer | None:
+    if buckets.shards is None:
+        return None
+    keeping = InBuckets(buckets) if isinstance(buckets, Buckets) else InShardGroups(buckets.outer)
+    aside = torch.device("cpu") if config.shadow_device == "cpu" else None
+    return ShardedOptimizer(optimizer, buckets, keeping, recovery, config.shadow_shards, aside)
 
 
 def rebalance(recovery: Recovery, outcome: Outcome, total: int) -> None:
@@ -192,92 +251,3 @@ def rebalance(recovery: Recovery, outcome: Outcome, total: int) -> None:
             quotas={str(replica): count for replica, count in wanted.items()},
             seconds_per_microbatch={str(replica): round(pace, 6) for replica, pace in paces.items()},
         )
-
-
-@dataclass(frozen=True)
-class StateCopies:
-    """The copies of the training's state that no step needs: as the flags want them."""
-
-    shadows: int = 1
-    """Of each part of a distributed optimizer's state, beside its owner's."""
-    shadow_device: torch.device | None = None
-    """Where they are; None: where the owner's is."""
-    memory_tier: str = "off"
-    memory_interval: int = 0
-    """Iterations between two snapshots; 0: by what they cost."""
-
-
-@dataclass(frozen=True)
-class TrainingParts:
-    """The parts that belong to one model."""
-
-    buckets: Buckets | FsdpBuckets
-    trackers: Trackers
-    routers: RouterSums
-    logits: AttentionLogits
-    sharded: ShardedOptimizer | None
-    """None: every worker of a column has all of the optimizer's state."""
-    state: TrainingState
-    places: StateExchange
-    memory: MemoryTier
-    between_steps: BetweenSteps
-
-    def count_updates(self, optimizer: Any, step_guard: StepGuard) -> None:
-        """Know whether the parameters are those before or after the step under way, whatever interrupts it."""
-        step = optimizer.step
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.places.withdraw()
-            self.memory.before_update()
-            step_guard.begin()
-            if self.sharded is None:
-                result = step(*args, **kwargs)
-            else:
-                result = self.sharded.step(partial(step, *args, **kwargs))
-            self.state.stepped(bool(result[0]))
-            step_guard.end()
-            return result
-
-        optimizer.step = counted
-
-
-def assemble(
-    model: Any,
-    optimizer: Any,
-    scheduler: Any,
-    validation: Any,
-    *,
-    recovery: Recovery,
-    traffic: Traffic,
-    accumulated: Accumulated,
-    copies: StateCopies,
-    services: Services,
-    blank: bool,
-) -> TrainingParts:
-    """Make the parts for what train() is entered with.  ``blank``: see ``TrainingState``."""
-    buckets = _buckets(model, recovery, accumulated, copies.shadows)
-    sharded = None
-    if buckets.shards is not None:
-        keeping = InBuckets(buckets) if isinstance(buckets, Buckets) else InShardGroups(buckets.outer)
-        sharded = ShardedOptimizer(optimizer, buckets, keeping, recovery, copies.shadows, copies.shadow_device)
-    state = TrainingState(model, optimizer, scheduler, validation, services.operations, blank=blank, sharded=sharded)
-    wanted = copies.memory_tier != "off"
-    places = StateExchange(recovery, state)
-    memory = MemoryTier(recovery, state, sharded, wanted=wanted, every=copies.memory_interval)
-    return TrainingParts(
-        buckets,
-        Trackers(get_args(), buckets.tail, recovery.assignment.grid),
-        RouterSums(model),
-        AttentionLogits(get_args(), model),
-        sharded,
-        state,
-        places,
-        memory,
-        BetweenSteps(recovery, traffic, services.finish_saves, state, places, sharded, memory),
-    )
-
-
-def _buckets(model: Any, recovery: Recovery, accumulated: Accumulated, shadows: int) -> Buckets | FsdpBuckets:
-    if is_fsdp(model[0]):
-        return FsdpBuckets(model, recovery.assignment, accumulated, shadows if spreads_optimizer(get_args()) else None)
-    return Buckets(model, recovery.assignment, shadows)

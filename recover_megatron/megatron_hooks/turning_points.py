@@ -51,14 +51,14 @@ class FaultInjection:
 
     def in_ring(self, boundary: str, hop: int) -> None:
         """At a boundary of a message of a ring: see ``collectives.ring.executor.Hook``."""
-        phase = self._training.recovery.progress.phase
+        phase, sharded = self._training.recovery.progress.phase, self._training.sharded
         if boundary == "gather":  # with --overlap-param-gather in the next iteration already
-            self.inject("param-gather", self._training.updated)
+            self.inject("param-gather", 0 if sharded is None else sharded.updated)
             return
         if phase in ("norm", "param-gather") or boundary not in HALVES:
             return
         self.inject(HALVES[boundary])
-        if boundary == "store" and self._training.sharded:
+        if boundary == "store" and sharded is not None:
             self.inject("shadow")
 
     def _striking_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,9 +166,7 @@ class TurningPoints(Hooks):
         return self._training.kept_checkpoints()
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
-        places = self._training.places
-        assert places is not None
-        return places.mirror(decision, epoch_groups)
+        return self._training.parts.places.mirror(decision, epoch_groups)
 
     def iteration(self) -> int:
         return self._training.iteration

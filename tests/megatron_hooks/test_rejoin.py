@@ -32,7 +32,7 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
         session=SimpleNamespace(note=notes.append),
         assignment=SimpleNamespace(me=4),
     )
-    rejoin = Rejoin(recovery, nothing, nothing, nothing, nothing, None, nothing, nothing, ())
+    rejoin = Rejoin(recovery, nothing, nothing, nothing, nothing, nothing)
     tries = iter(range(MOST))
     monkeypatch.setattr(rejoin, "_wait", lambda: (next(tries), BESIDE)[1])
     monkeypatch.setattr("time.sleep", slept.append)

@@ -96,7 +96,7 @@ def test_who_goes_back_reads_no_random_states_where_there_is_one_for_each_replic
     monkeypatch.setattr(rollback, "checkpointing", SimpleNamespace(load_checkpoint=load_checkpoint))
     unused: Any = None
     groups: Any = SimpleNamespace(in_section=nullcontext)
-    going_back = rollback.Rollback(unused, groups, unused, unused, unused, unused, unused, unused)
+    going_back = rollback.Rollback(unused, groups, unused, unused, unused, unused)
     for args.data_parallel_random_init in (True, False):
         going_back._load(Target(7, "load", 0), unused, unused, unused)
     assert (read, args.no_load_rng) == ([False, True], False)

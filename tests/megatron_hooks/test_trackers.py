@@ -102,9 +102,7 @@ def test_lengths_of_packed_sequences_are_those_of_the_whole_batch(
     monkeypatch.setattr(training, "_seqlen_stats_active", True)
     monkeypatch.setattr(training, "consume_seqlen_stats_in_iteration", training.consume_seqlen_stats_in_iteration)
     monkeypatch.setattr(module.parallel_state, "get_context_parallel_world_size", lambda: 2, raising=False)
-    seam = module.TrackerSeam()
-    seam.active = True
-    seam.install(MEGATRON_LM)
+    module.install(MEGATRON_LM, lambda: True)
     trackers.write(4 * trackers.read())
     assert training.consume_seqlen_stats_in_iteration() == (12.0, 40.0)  # two context-parallel ranks counted the same
     assert training.consume_seqlen_stats_in_iteration() == (None, None)

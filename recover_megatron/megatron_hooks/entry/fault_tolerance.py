@@ -71,7 +71,6 @@ from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rejoin import build_elsewhere, install_building_alone
 from recover_megatron.megatron_hooks.training import TrainingHooks
-from recover_megatron.megatron_hooks.training_parts import StateCopies
 from recover_megatron.megatron_hooks.turning_points import FaultInjection, TurningPoints
 from recover_megatron.membership.auth import find_secret
 from recover_megatron.membership.records import (
@@ -129,13 +128,7 @@ class FaultTolerance:
             self._make_recovery,
             self._records,
             self._device,
-            StateCopies(
-                shadows=config.shadow_shards,
-                shadow_device=torch.device("cpu") if config.shadow_device == "cpu" else None,
-                memory_tier=config.memory_tier,
-                memory_interval=config.memory_interval,
-            ),
-            balance=config.balance,
+            config,
         )
         breaks = partial(break_device, self._device) if self._device.type == "cuda" else None
         injector = Injector(parse_spec(config.inject) if config.inject else [], self._me, breaks)

@@ -106,7 +106,8 @@ class ShardedOptimizer:
         self._fragments = [keeping.fragments(one, _groups_of[one], shadow_device) for one in real]
         self._parameters = Parameters(buckets.parameters, self.shards)
         device = buckets.parameters[0][1].device
-        self._updated = 0
+        self.updated = 0
+        """The iteration of the last update."""
         self._shadows_elsewhere = shadow_device is not None and shadow_device.type != device.type
         self._repartition = Repartition(self._fragments, self._pieces, buckets, self.shards, recovery)
         self._shadow_check = ShadowCheck(self._fragments, self._pieces, self.shards, buckets.tail, recovery)
@@ -206,11 +207,6 @@ class ShardedOptimizer:
         if self._overlap is not None:
             self._overlap.complete_all()
 
-    @property
-    def updated(self) -> int:
-        """The iteration of the last update."""
-        return self._updated
-
     def due(self) -> bool:
         """Whether state must change hands before the next step: not yet where somebody takes a place with that step."""
         return self.shards.stale() and not self._recovery.boundary.joining_next
@@ -299,7 +295,7 @@ class ShardedOptimizer:
             begun = True
             parameters.gather(self._assignment.epoch_groups, self._assignment.live, again=again)
 
-        self._updated = recovery.hooks.iteration()
+        self.updated = recovery.hooks.iteration()
         recovery.sections.run("update", run)
         if overlap is not None:
             with self._progress.waiting("param-gather"):
