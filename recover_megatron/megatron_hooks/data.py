@@ -258,16 +258,25 @@ class Microbatches:
             return self._source.get(next(self._ids))
 
 
-def source_of(iterator: Any) -> Source | None:
-    """The source behind what Megatron hands to a schedule; None where this worker reads no data."""
+def _source_of(iterator: Any) -> Source | None:
     inner = getattr(iterator, "iterable", iterator)
     return inner if isinstance(inner, Source) else None
 
 
 def sources_of(iterators: Any) -> Sequence[Source]:
-    """The sources behind what Megatron hands to a schedule, one iterator or one for each chunk."""
+    """The sources behind what Megatron hands to a schedule, one iterator or one for each chunk; none without data."""
     several = iterators if isinstance(iterators, list) else [iterators]
-    return [source for source in map(source_of, several) if source is not None]
+    return [source for source in map(_source_of, several) if source is not None]
+
+
+def of_ids(iterators: Any, ids: Sequence[int], fetching: Callable[[], AbstractContextManager[None]]) -> Any:
+    """What a schedule gets in place of ``iterators``, one or one for each chunk: see ``Microbatches``."""
+
+    def one(iterator: Any) -> Microbatches | None:
+        source = _source_of(iterator)
+        return None if source is None else Microbatches(source, ids, fetching)
+
+    return list(map(one, iterators)) if isinstance(iterators, list) else one(iterators)
 
 
 def finish() -> None:

@@ -27,7 +27,7 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.data import Microbatches, source_of, sources_of
+from recover_megatron.megatron_hooks.data import of_ids, sources_of
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.microbatches import grouped
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
@@ -89,16 +89,9 @@ class Evaluation:
         total = call["num_microbatches"] * args.data_parallel_size
         share = mine.share(total)[mine.inner_rank]
         ids = share or _borrowed(mine, total)
-        chunks = call["data_iterator"] if isinstance(call["data_iterator"], list) else [call["data_iterator"]]
-        iterators: list[Any] = []
-        for chunk in chunks:
-            source = source_of(chunk)
-            if source is not None:
-                source.begin(source.position, ids, total)
-                source.position += total * source.size
-            iterators.append(
-                None if source is None else Microbatches(source, ids, lambda: progress.storage("eval-data"))
-            )
+        for source in sources_of(call["data_iterator"]):
+            source.begin(source.position, ids, total)
+            source.position += total * source.size
         progress.inject("eval")
         forward_step_func = call["forward_step_func"]
 
@@ -106,7 +99,7 @@ class Evaluation:
             progress.mark("eval")
             return forward_step_func(*args, **kwargs)
 
-        given = iterators if isinstance(call["data_iterator"], list) else iterators[0]
+        given = of_ids(call["data_iterator"], ids, lambda: progress.storage("eval-data"))
         mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(ids)}
         with grouped(call["model"], len(ids)):
             found = schedule(**{**call, **mine_only})

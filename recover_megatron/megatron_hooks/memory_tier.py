@@ -4,7 +4,7 @@
                    all have what was begun last?  --> that one is complete; K from what it has cost
                    the step goes on; meanwhile `instep.snapshots` copies the state to the host, and does the rest
     update     not before all is copied
-    rollback   the plan goes back to one: everybody loads its position's (`rollback`)
+    rollback   the plan goes back to one: everybody loads its position's (`rejoin`)
 
 The plan says who keeps what (``Decision.copies``, by ``workload.snapshots``), so nothing is asked.
 

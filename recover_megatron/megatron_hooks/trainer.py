@@ -24,7 +24,7 @@ from megatron.core.utils import get_model_config
 from recover_megatron.instep.gradients import Gradients
 from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.data import Microbatches, source_of
+from recover_megatron.megatron_hooks.data import of_ids
 from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds, grouped, has_gradient
 from recover_megatron.megatron_hooks.training_parts import TrainingParts
 
@@ -90,7 +90,7 @@ class MegatronTrainer:
                 **{
                     **self._call,
                     "forward_step_func": self._forward_step(ids, backward),
-                    "data_iterator": self._iterators(ids),
+                    "data_iterator": of_ids(self._call["data_iterator"], ids, lambda: self._progress.storage("data")),
                     "num_microbatches": len(ids),
                 }
             )
@@ -149,17 +149,6 @@ class MegatronTrainer:
         return [whole]
 
     # ---- inside
-
-    def _iterators(self, ids: Sequence[int]) -> Any:
-        given = self._call["data_iterator"]
-
-        def iterator(of: Any) -> Any:
-            source = source_of(of)
-            if source is None:
-                return None
-            return Microbatches(source, ids, lambda: self._progress.storage("data"))
-
-        return [iterator(one) for one in given] if isinstance(given, list) else iterator(given)
 
     def _forward_step(self, ids: Sequence[int], backward: list[int]) -> Callable[..., Any]:
         """The user's forward step; the k-th call on a chunk is microbatch ``ids[k]``.

@@ -47,8 +47,7 @@ from recover_megatron.megatron_hooks.microbatches import (
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.records import Console, Records
-from recover_megatron.megatron_hooks.rejoin import Rejoin
-from recover_megatron.megatron_hooks.rollback import Rollback, kept
+from recover_megatron.megatron_hooks.rejoin import Rejoin, Rollback, kept
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
 from recover_megatron.megatron_hooks.training_parts import StepGuard, TrainingParts, rebalance

@@ -26,8 +26,7 @@ from recover_megatron.instep.step import Outcome
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate.loop import Services
 from recover_megatron.megatron_hooks.buckets import Buckets
-from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
-from recover_megatron.megatron_hooks.fsdp.outer import InShardGroups
+from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets, InShardGroups
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.layout import spreads_optimizer

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from recover_megatron.instep.decision import Rollback as Target
-from recover_megatron.megatron_hooks import microbatches, rollback
+from recover_megatron.megatron_hooks import microbatches, rejoin
 
 
 class Tracker:
@@ -92,11 +92,11 @@ def test_who_goes_back_reads_no_random_states_where_there_is_one_for_each_replic
         read.append(not args.no_load_rng)
         return 7, 0
 
-    monkeypatch.setattr(rollback, "get_args", lambda: args)
-    monkeypatch.setattr(rollback, "checkpointing", SimpleNamespace(load_checkpoint=load_checkpoint))
+    monkeypatch.setattr(rejoin, "get_args", lambda: args)
+    monkeypatch.setattr(rejoin, "checkpointing", SimpleNamespace(load_checkpoint=load_checkpoint))
     unused: Any = None
     groups: Any = SimpleNamespace(in_section=nullcontext)
-    going_back = rollback.Rollback(unused, groups, unused, unused, unused, unused)
+    going_back = rejoin.Rollback(unused, groups, unused, unused, unused, unused)
     for args.data_parallel_random_init in (True, False):
         going_back._load(Target(7, "load", 0), unused, unused, unused)
     assert (read, args.no_load_rng) == ([False, True], False)

@@ -10,7 +10,7 @@ device_mesh._get_pg_from_name           our groups, as they were given to the me
 update_uneven_dtensor_chunk_metadata,   which part of a parameter each worker has is asked of its mates: not where the
 validate_uneven_dtensor                 model is built alone.  It is for checkpoints, which ask once more.
 sync_rng_states_across_tp_group         not there either: each microbatch brings its random numbers
-FullyShardedDataParallel.__init__       buffers as for no_shard, also with --outer-dp-sharding-strategy optim (`outer`)
+FullyShardedDataParallel.__init__       as for no_shard, also with --outer-dp-sharding-strategy optim (`buckets`)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where Megatron keeps a spread optimizer's state, and what it calls to update, to save and to load it.
 
 ``Keeping`` is what `sharded_optimizer` asks; ``InBuckets`` answers for the distributed optimizer, whose buckets lie in
-Megatron's DDP, and `fsdp.outer` for Megatron-FSDP, whose shard groups share their shards' state.
+Megatron's DDP, and `fsdp.buckets` for Megatron-FSDP, whose shard groups share their shards' state.
 
 Shards lie where deaths have left them; checkpoints of them are in Megatron's formats, all of them:
 
@@ -9,15 +9,16 @@ Shards lie where deaths have left them; checkpoints of them are in Megatron's fo
     by bucket (its default)      ``by_bucket``: each worker writes the parts that it speaks for, where they belong
 
 Either loads in stock Megatron at any data-parallel size: no format says who held what.  While the run goes back to a
-checkpoint (`rollback`) one by bucket is loaded into the pieces that workers are to hold, in place of the lost
+checkpoint (`rejoin`) one by bucket is loaded into the pieces that workers are to hold, in place of the lost
 (``loading_into``).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -273,40 +274,48 @@ def _refuse(*args: Any, **kwargs: Any) -> Sequence[Any]:
     raise ValueError("a distributed optimizer is loaded in place from Megatron's default format only, by bucket")
 
 
-class Keeping(Protocol):
+class Keeping(ABC):
     """Where the state of a spread optimizer lies, and how Megatron updates, saves and loads it.
 
     In all methods ``one`` is one of Megatron's optimizers, and ``fragments`` what this worker holds of its state.
     """
 
-    has_all: bool
+    has_all = False
     """Whether at launch, and for a checkpoint, each worker has the state of all that its column shares."""
 
     @property
+    @abstractmethod
     def tells_norms(self) -> Column:
         """The column whose members tell each other the norms of their units: each unit is held by some of them."""
 
+    @abstractmethod
     def norm_group(self) -> Any:
         """Megatron's group over which a unit's norm is added up: all of one replica that hold a part of it."""
 
+    @abstractmethod
     def fragments(self, one: Any, groups: dict[Any, int], shadow_device: torch.device | None) -> ShardFragments:
         """What is held of ``one``: nothing yet.  ``groups``: its parameters -> number of their group."""
 
     def connect(self, one: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
         """Have Megatron update the pieces, and save them.  ``primaries``, ``parts``: what this worker speaks for."""
+        one._copy_model_grads_to_main_grads = fragments.begin_update
+        one._copy_main_params_to_model_params = fragments.end_update
 
+    @abstractmethod
     def adopt(self, fragments: ShardFragments, unit: int, parts: dict[int, Sequence[tuple[int, int]]]) -> None:
         """At launch: take over what Megatron has made, or read."""
 
-    def adopted(self) -> None:
+    def adopted(self) -> None:  # noqa: B027  nothing is to be given up
         """The pieces have memory of their own, or are of no use: what Megatron has made is not needed any more."""
 
     def updating(self) -> AbstractContextManager[None]:
         """While Megatron's step makes the update, before the parameters are gathered."""
+        return nullcontext()
 
-    def gathered(self) -> None:
+    def gathered(self) -> None:  # noqa: B027  Megatron gathers none
         """The model's parameters are those of the update."""
 
+    @abstractmethod
     def loading(
         self, one: Any, fragments: ShardFragments, held: dict[int, list[ShardFragment]]
     ) -> AbstractContextManager[None]:
@@ -317,15 +326,15 @@ class Keeping(Protocol):
 
         In one order at all members.  Empty where Megatron saves the pieces as they are.
         """
+        return []
 
     def show(self, fragments: ShardFragments) -> AbstractContextManager[None]:
         """While a checkpoint is written: Megatron finds what was lent, which is complete, where it looks for it."""
+        return nullcontext()
 
 
-class InBuckets:
+class InBuckets(Keeping):
     """Of the distributed optimizer."""
-
-    has_all = False
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
@@ -344,8 +353,7 @@ class InBuckets:
         return ShardFragments(one, buckets, groups, shadow_device)
 
     def connect(self, one: Any, fragments: ShardFragments, primaries: Primaries, parts: Parts) -> None:
-        one._copy_model_grads_to_main_grads = fragments.begin_update
-        one._copy_main_params_to_model_params = fragments.end_update
+        super().connect(one, fragments, primaries, parts)
         # Those who are left write; which instance a worker was in does not matter.
         one.data_parallel_group, one.distributed_optimizer_instance_id = self._buckets.whole(one), 0
         saved = self._saved[id(one)] = ShardedCheckpoint(one, fragments, primaries, parts)
@@ -356,22 +364,7 @@ class InBuckets:
     def adopt(self, fragments: ShardFragments, unit: int, parts: dict[int, Sequence[tuple[int, int]]]) -> None:
         fragments.adopt(unit, parts)
 
-    def adopted(self) -> None:
-        pass
-
-    def updating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def gathered(self) -> None:
-        pass
-
     def loading(
         self, one: Any, fragments: ShardFragments, held: dict[int, list[ShardFragment]]
     ) -> AbstractContextManager[None]:
         return loading_into(one, fragments, self._saved[id(one)], held)
-
-    def lend(self, fragments: ShardFragments) -> list[tuple[Column, torch.Tensor]]:
-        return []
-
-    def show(self, fragments: ShardFragments) -> AbstractContextManager[None]:
-        return nullcontext()

@@ -17,12 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.gradients import alive
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.buckets import Buckets
-from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
+from recover_megatron.megatron_hooks.optimizer.shadows import LayoutPieces
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragments
 
 
@@ -44,17 +42,15 @@ class UnitNorms:
     def __init__(
         self,
         fragments: Sequence[ShardFragments],
-        buckets: Buckets | FsdpBuckets,
+        pieces: LayoutPieces,
         keeping: Keeping,
-        assignment: Assignment,
         width: int,
         *,
         zeros: bool,
     ) -> None:
-        assert buckets.shards is not None
-        self._fragments, self._buckets, self._shards, self._keeping = fragments, buckets, buckets.shards, keeping
-        self._assignment, self._width, self._zeros = assignment, width, zeros
-        self._device = buckets.parameters[0][1].device
+        self._fragments, self._pieces, self._keeping = fragments, pieces, keeping
+        self._shards, self._width, self._zeros = pieces.shards, width, zeros
+        self._device = pieces.buckets.parameters[0][1].device
 
     def measure(self) -> torch.Tensor:
         """[column, place in what I hold of it, (sum of squares, zeros)] over the replica's model-parallel ranks."""
@@ -63,7 +59,7 @@ class UnitNorms:
         for at, column in enumerate(columns):
             for place, unit in enumerate(self._shards.held(column)):
                 for fragments in self._fragments:
-                    if unit in fragments.held and self._buckets.part(next(iter(fragments.buckets)))[0] == column:
+                    if unit in fragments.held and self._pieces.column(fragments) == column:
                         sums[at, place] += fragments.sums(unit, zeros=self._zeros)
         group = self._keeping.norm_group()
         if group.size() > 1:
@@ -83,8 +79,9 @@ class UnitNorms:
                 unit = held[place] if place < len(held) else -1
                 speaks = unit >= 0 and shards.speaks_for(column, unit)
                 row += [float(unit), float(speaks), *sums[at, place].tolist()]
-        column = alive(self._keeping.tells_norms, self._assignment.live)
-        rows = self._assignment.epoch_groups.ring(column).exchange_doubles(row)
+        assignment = self._pieces.assignment
+        column = alive(self._keeping.tells_norms, assignment.live)
+        rows = assignment.epoch_groups.ring(column).exchange_doubles(row)
         found = [
             UnitSums(at // (4 * self._width), *its[at + 3 : at + 5])
             for its in rows

@@ -55,21 +55,21 @@ REPARTITION_SECONDS = 600.0
 class LayoutPieces:
     """Which pieces of the optimizer's state one worker is to hold by a layout of it, with the model that it has."""
 
-    _buckets: Buckets | FsdpBuckets
-    _shards: Shards
-    _assignment: Assignment
+    buckets: Buckets | FsdpBuckets
+    shards: Shards
+    assignment: Assignment
 
     def wanted(self) -> dict[Column, Any]:
         """The layouts for who is there now."""
-        return {column: self._shards.wanted(column) for column in self._shards.columns}
+        return {column: self.shards.wanted(column) for column in self.shards.columns}
 
     def column(self, fragments: ShardFragments) -> Column:
         """The column that shares ``fragments``."""
-        return self._buckets.part(next(iter(fragments.buckets)))[0]
+        return self.buckets.part(next(iter(fragments.buckets)))[0]
 
     def make(self, fragments: ShardFragments, layouts: Layouts) -> Held:
         """New pieces of all that this worker is to hold, without a state."""
-        held = layouts[self.column(fragments)].held(self._assignment.me)
+        held = layouts[self.column(fragments)].held(self.assignment.me)
         return {
             unit: fragments.make(self.parts(fragments, unit, layouts), shadow=place > 0)
             for place, unit in enumerate(held)
@@ -79,8 +79,8 @@ class LayoutPieces:
         """What a unit owns of each bucket that these pieces are of; where ``layouts`` has none, by what is held now."""
         found = {}
         for number in fragments.buckets:
-            column, numel = self._buckets.part(number)
-            layout = layouts[column] if column in layouts else self._shards.layout(column)
+            column, numel = self.buckets.part(number)
+            layout = layouts[column] if column in layouts else self.shards.layout(column)
             found[number] = layout.parts(unit, numel)
         return found
 
@@ -92,8 +92,6 @@ class Repartition:
     _fragments: Sequence[ShardFragments]
     """Those of each of Megatron's optimizers."""
     _pieces: LayoutPieces
-    _buckets: Buckets | FsdpBuckets
-    _shards: Shards
     _recovery: Recovery
 
     def run(self) -> None:
@@ -113,7 +111,7 @@ class Repartition:
             layouts.clear()
             layouts.update(self._pieces.wanted())
             held[:] = [self._pieces.make(fragments, layouts) for fragments in self._fragments]
-            came = self._shards.exchange(
+            came = self._pieces.shards.exchange(
                 recovery.assignment.epoch_groups,
                 self._element_ranges(layouts),
                 self._give,
@@ -125,7 +123,7 @@ class Repartition:
         recovery.sections.run("repartition", run)
         for fragments, its in zip(self._fragments, held, strict=True):
             fragments.install(its)
-        self._shards.take_up(layouts)
+        self._pieces.shards.take_up(layouts)
         seconds, epoch = round(time.monotonic() - began, 6), recovery.assignment.decision.epoch
         recovery.hooks.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
 
@@ -134,8 +132,8 @@ class Repartition:
         element_ranges: dict[tuple[int, int], list[ElementRange]] = {}
         for fragments in self._fragments:
             for number in fragments.buckets:
-                column, numel = self._buckets.part(number)
-                for move in self._shards.moves(column, layouts[column], numel):
+                column, numel = self._pieces.buckets.part(number)
+                for move in self._pieces.shards.moves(column, layouts[column], numel):
                     element_range = ElementRange(number, move.start, move.stop)
                     element_ranges.setdefault((move.source, move.target), []).append(element_range)
         return element_ranges
@@ -239,9 +237,6 @@ class ShadowCheck:
 
     _fragments: Sequence[ShardFragments]
     _pieces: LayoutPieces
-    _shards: Shards
-    _tail: Column
-    """Its members tell each other what they hold."""
     _recovery: Recovery
 
     def run(self) -> None:
@@ -251,7 +246,7 @@ class ShadowCheck:
 
         def run() -> tuple[list[int], bool]:
             recovery.progress.mark("verify", waiting=True)
-            ring = mine.epoch_groups.ring(alive(self._tail, mine.live))
+            ring = mine.epoch_groups.ring(alive(self._pieces.buckets.tail, mine.live))
             found = differing_units(ring.exchange(held))
             return found, mine.epoch_groups.any(bool(found), tuple(sorted(mine.live)))
 
@@ -260,14 +255,14 @@ class ShadowCheck:
             recovery.hooks.log("shadows differ", units=different)
             log.info(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
         if anywhere:
-            self._shards.distrust_shadows()
+            self._pieces.shards.distrust_shadows()
 
     def _digests(self) -> list[int]:
         """What this worker holds: a row for ``differing_units``."""
         row = []
         for optimizer, fragments in enumerate(self._fragments):
             column = self._pieces.column(fragments)
-            for unit in self._shards.held(column):
+            for unit in self._pieces.shards.held(column):
                 row += [optimizer, min(column), unit, fragments.digest(unit).value]
         return row
 

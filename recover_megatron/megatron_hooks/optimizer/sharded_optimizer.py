@@ -109,8 +109,8 @@ class ShardedOptimizer:
         self.updated = 0
         """The iteration of the last update."""
         self._shadows_elsewhere = shadow_device is not None and shadow_device.type != device.type
-        self._repartition = Repartition(self._fragments, self._pieces, buckets, self.shards, recovery)
-        self._shadow_check = ShadowCheck(self._fragments, self._pieces, self.shards, buckets.tail, recovery)
+        self._repartition = Repartition(self._fragments, self._pieces, recovery)
+        self._shadow_check = ShadowCheck(self._fragments, self._pieces, recovery)
         self._aside = HostShadows(self._fragments, float(optimizer.config.clip_grad))
         self._overlap: Overlap | None = None
         if self._fragments and buckets.overlaps and shadow_device is None:
@@ -118,7 +118,7 @@ class ShardedOptimizer:
         buckets.overlap = self._overlap
         self._optimizers = real
         zeros = bool(optimizer.config.log_num_zeros_in_grad)
-        self._norms = UnitNorms(self._fragments, buckets, keeping, recovery.assignment, shadows + 1, zeros=zeros)
+        self._norms = UnitNorms(self._fragments, self._pieces, keeping, shadows + 1, zeros=zeros)
         places = [self.shards.columns.index(self._pieces.column(fragments)) for fragments in self._fragments]
         self._scales = LossScales(real, self._fragments, places)
         for one, fragments in zip(real, self._fragments, strict=True):
