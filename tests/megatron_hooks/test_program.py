@@ -1,65 +1,65 @@
-"""What the entry script refuses, how it says so, and what it touches of Megatron."""
+"""What the entry script refuses, how it says so, what it touches of Megatron, and what an exit of Megatron's means."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
+import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.training import global_vars, training
+from megatron.training.utils import common_utils
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError, refuse
+from recover_megatron.integrate import Loop, Seam
 from recover_megatron.megatron_hooks.entry import flags as flag_checks
+from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
+from recover_megatron.megatron_hooks.entry.program import HANDLERS, EndedEarly
+from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.waiting import DEADLINE
 from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 
 GOOD = [*MODEL, *SCHEDULE, *MOCK]
-MONKEYPATCH = [
-    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.close",
-    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.is_current_async_call_done",
-    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.schedule_async_call",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.get_save_function_and_args",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.retrieve_write_results",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
-    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",
-    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync",
-    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_param_sync",
-    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync",
-    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync",
-    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.__init__",
-    "megatron.core.parallel_state.create_group",
-    "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
-    "megatron.training.checkpointing.get_checkpoint_name",
-    "megatron.training.checkpointing.get_checkpoint_tracker_filename",
-    "megatron.training.checkpointing.get_rng_state",
-    "megatron.training.checkpointing.schedule_async_save",
-    "megatron.training.datasets.fim_dataset.GPTFIMDataset._query_document_sample_shuffle_indices",
-    "megatron.training.initialize._initialize_distributed",
-    "megatron.training.training.append_to_progress_log",
-    "megatron.training.training.build_pretraining_data_loader",
-    "megatron.training.training.build_train_valid_test_data_loaders",
-    "megatron.training.training.calc_params_l2_norm",
-    "megatron.training.training.check_param_hashes_across_dp_replicas",
-    "megatron.training.training.consume_seqlen_stats_in_iteration",
-    "megatron.training.training.cyclic_iter",
-    "megatron.training.training.dummy_train_step",
-    "megatron.training.training.evaluate",
-    "megatron.training.training.evaluate_and_print_results",
-    "megatron.training.training.get_forward_backward_func",
-    "megatron.training.training.load_checkpoint",
-    "megatron.training.training.maybe_finalize_async_save",
-    "megatron.training.training.save_checkpoint",
-    "megatron.training.training.train",
-    "megatron.training.training.train_step",
-    "megatron.training.training.training_log",
-    "megatron.training.utils.log_utils.safe_get_world_size",
-    "megatron.training.wandb_utils.on_save_checkpoint_success",
-]
+MONKEYPATCH = {
+    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller": (
+        "close is_current_async_call_done schedule_async_call"
+    ),
+    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync": (
+        "get_save_function_and_args retrieve_write_results"
+    ),
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": "get_write_results_queue",
+    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel": "_make_backward_post_hook",
+    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup": (
+        "finish_grad_sync finish_param_sync start_grad_sync start_param_sync"
+    ),
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": "__init__",
+    "megatron.core.parallel_state": "create_group",
+    "megatron.core.pipeline_parallel.schedules": "forward_step_calc_loss",
+    "megatron.training.checkpointing": (
+        "get_checkpoint_name get_checkpoint_tracker_filename get_rng_state schedule_async_save"
+    ),
+    "megatron.training.datasets.fim_dataset.GPTFIMDataset": "_query_document_sample_shuffle_indices",
+    "megatron.training.initialize": "_initialize_distributed",
+    "megatron.training.training": (
+        "append_to_progress_log build_pretraining_data_loader build_train_valid_test_data_loaders "
+        "calc_params_l2_norm check_param_hashes_across_dp_replicas consume_seqlen_stats_in_iteration "
+        "cyclic_iter dummy_train_step evaluate evaluate_and_print_results get_forward_backward_func "
+        "load_checkpoint maybe_finalize_async_save save_checkpoint train train_step training_log"
+    ),
+    "megatron.training.utils.log_utils": "safe_get_world_size",
+    "megatron.training.wandb_utils": "on_save_checkpoint_success",
+}
+"""What is wrapped with --recover: module, or class -> functions."""
 
 
 def refusal(forkserver: ForkServer, out: Path, argv: list[str], workers: int = 1) -> str:
@@ -283,7 +283,8 @@ def test_without_recover_every_function_of_megatron_is_its_own(forkserver: ForkS
 
 
 def test_with_recover_only_the_documented_seams_are_wrapped(forkserver: ForkServer, tmp_path: Path) -> None:
-    assert changed_functions(forkserver, tmp_path, "--recover") == MONKEYPATCH
+    documented = [f"{owner}.{name}" for owner, names in MONKEYPATCH.items() for name in names.split()]
+    assert changed_functions(forkserver, tmp_path, "--recover") == sorted(documented)
 
 
 def test_help_shows_the_group_recover(forkserver: ForkServer, tmp_path: Path) -> None:
@@ -353,3 +354,66 @@ def test_a_missing_megatron_is_told_with_the_command_that_installs_it(tmp_path: 
     assert done.returncode == 2
     assert "pip install megatron-core==0.19.2" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def train(then: Callable[[], Any] = sys.exit) -> None:
+    """A loop's."""
+    then()
+
+
+def read_metadata(tracker_filename: str, rank: int = 0) -> None:
+    sys.exit(rank)
+
+
+MINE = Loop("mine", "", {"train": [Seam(__name__, "train")]}, None)  # type: ignore[arg-type]
+
+
+def ended(call: Callable[[], Any], *, begun: bool = True) -> None:
+    """What becomes of a worker whose pretrain() is ``call``."""
+    worker = FaultTolerance.__new__(FaultTolerance)
+    worker.__dict__.update(_newcomer=False, _loop=MINE, _training=SimpleNamespace(begun=begun))
+    worker._train_wherever_wanted(call, lambda: None)
+
+
+def test_a_loop_that_exits_has_been_asked_to_also_where_it_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = train
+    monkeypatch.setattr(sys.modules[__name__], "train", functools.wraps(original)(lambda: original()))
+    ended(train)
+
+
+def test_an_exit_that_nobody_asked_for_is_an_error_that_says_where_and_of_what() -> None:
+    told = rf"by read_metadata\(tracker_filename='/x/latest.txt'\), {__name__} line \d+"
+    for at in (lambda: read_metadata("/x/latest.txt"), lambda: train(lambda: read_metadata("/x/latest.txt"))):
+        with pytest.raises(EndedEarly, match=told):
+            ended(at)
+
+
+def test_an_exit_with_a_code_keeps_it() -> None:
+    with pytest.raises(SystemExit, match="3"):
+        ended(lambda: read_metadata("", rank=3))
+
+
+def test_a_training_without_data_is_no_training() -> None:
+    ended(lambda: None)
+    with pytest.raises(EndedEarly, match="no data to train with"):
+        ended(lambda: None, begun=False)
+
+
+def test_megatron_ends_its_training_as_is_assumed() -> None:
+    """Its train() calls sys.exit() itself, and so do its handlers, which are where they are looked for."""
+    (seam,) = MEGATRON_LM.seams["train"]
+    assert exits(getattr(seam.owner(), seam.name))
+    for name in HANDLERS:
+        modules = (global_vars, common_utils, training)
+        (handler,) = {getattr(module, name) for module in modules if hasattr(module, name)}
+        assert exits(handler)
+        for how in ("sys.exit(0)", "exit()"):
+            namespace: dict[str, Any] = {"__name__": handler.__module__}
+            exec(f"import sys\ndef {name}():\n    {how}", namespace)
+            ended(namespace[name], begun=False)
+
+
+def exits(function: Callable[..., Any]) -> bool:
+    """Whether it calls sys.exit() itself."""
+    tree = ast.parse(inspect.getsource(inspect.unwrap(function)))
+    return any(isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "exit") for node in ast.walk(tree))

@@ -1,17 +1,21 @@
-"""A worker that is put aside: `Rejoin`, with places that cannot be taken."""
+"""A worker's way back: who is put aside, which update of an orphan counts, and ranks that modules keep."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.faults import RunOver
 from recover_megatron.instep.no_place import MOST, PAUSE_SECONDS
+from recover_megatron.megatron_hooks.groups import renew_rank_copies
 from recover_megatron.megatron_hooks.rejoin import Rejoin
+from recover_megatron.megatron_hooks.training_parts import StepGuard
 
 BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
 
@@ -48,3 +52,96 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
     assert left[-1] == told, "in recover-status"
     assert slept == [0.0, PAUSE_SECONDS]
     assert offers == [{"position": None, "ready": False}], "it is offered for no place any more"
+
+
+class Event:
+    """Of a device that is done when it is told so."""
+
+    done = False
+
+    def record(self) -> None:
+        """Into a stream."""
+
+    def query(self) -> bool:
+        return self.done
+
+
+def between_updates(guard: StepGuard, event: Event) -> None:
+    guard.seal()
+
+
+def after_one_that_is_done(guard: StepGuard, event: Event) -> None:
+    guard.begin()
+    guard.end()
+    event.done = True
+    guard.seal()
+
+
+def while_one_is_queued(guard: StepGuard, event: Event) -> None:
+    guard.begin()
+    guard.end()
+    guard.seal()
+    event.done = True  # with garbage
+
+
+def while_one_is_made(guard: StepGuard, event: Event) -> None:
+    guard.begin()
+    guard.seal()
+    guard.end()
+    event.done = True
+
+
+def before_one(guard: StepGuard, event: Event) -> None:
+    guard.seal()
+    guard.begin()
+    guard.end()
+    event.done = True
+
+
+@pytest.mark.parametrize(
+    ("broken", "believed"),
+    [
+        (between_updates, True),
+        (after_one_that_is_done, True),
+        (while_one_is_queued, False),
+        (while_one_is_made, False),
+        (before_one, False),
+    ],
+)
+def test_only_an_update_that_was_carried_out_before_the_abort_counts(
+    broken: Callable[[StepGuard, Event], None], believed: bool
+) -> None:
+    event = Event()
+    guard = StepGuard(lambda: event)
+    broken(guard, event)
+    assert guard.believed is believed
+    guard.seal()
+    assert guard.believed is believed, "the first abort counts"
+    guard.reset()
+    assert guard.believed
+
+
+def test_on_the_cpu_an_update_counts_when_it_has_returned() -> None:
+    guard = StepGuard.of(torch.device("cpu"))
+    guard.begin()
+    guard.end()
+    guard.seal()
+    assert guard.believed
+
+
+class Attention(torch.nn.Module):
+    """As Transformer Engine's: with the ranks that it was made with; None: without context parallelism."""
+
+    def __init__(self, ranks: list[int] | None) -> None:
+        super().__init__()
+        self.cp_global_ranks = ranks
+
+
+def test_every_attention_with_context_parallelism_gets_the_present_ranks_and_no_other_module() -> None:
+    layers = [Attention([4, 5]), Attention([4, 5]), Attention(None)]
+    chunks = [torch.nn.Sequential(layers[0], torch.nn.Sequential(layers[1])), torch.nn.Sequential(layers[2])]
+    assert renew_rank_copies(chunks, (2, 3)) == 2
+    assert [layer.cp_global_ranks for layer in layers] == [[2, 3], [2, 3], None]
+    assert not hasattr(chunks[0], "cp_global_ranks")
+    layers[0].cp_global_ranks.append(9)  # type: ignore[union-attr]
+    assert layers[1].cp_global_ranks == [2, 3], "each has a list of its own"

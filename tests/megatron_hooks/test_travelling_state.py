@@ -12,12 +12,15 @@ import megatron.training
 import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
 from recover_megatron.megatron_hooks import loop_counters, microbatches, state, trackers
 from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
-from recover_megatron.megatron_hooks.state import TrainingState
+from recover_megatron.megatron_hooks.state import TrainingState, load_groups, plain_groups
+from recover_megatron.megatron_hooks.trackers import LogTotals
 from tests.megatron_hooks.in_checkpoints import travels
 
 BATCH = 10
@@ -188,3 +191,42 @@ def test_all_have_one_weight_decay_after_going_back_whether_they_knew_the_schedu
 
 def test_all_that_this_megatron_keeps_in_a_checkpoint_and_sets_from_one_travels() -> None:
     travels(Path(megatron.training.__file__).parents[1], {*CONSUMED, *LAUNCH})
+
+
+def stepped(optimizer: FusedAdam, parameter: torch.nn.Parameter, times: int) -> None:
+    for _ in range(times):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+def test_a_step_count_in_the_groups_is_that_of_the_older_state() -> None:
+    """Adam of apex and of Transformer Engine counts there; before its first step there is no count."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = FusedAdam([parameter], lr=0.5)
+    before = plain_groups(optimizer.param_groups)
+    stepped(optimizer, parameter, 3)
+    after = plain_groups(optimizer.param_groups)
+    assert optimizer.param_groups[0]["step"] == 3
+    load_groups(optimizer.param_groups, before)
+    assert "step" not in optimizer.param_groups[0]
+    assert optimizer.param_groups[0]["params"] == [parameter]
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    load_groups(optimizer.param_groups, after)
+    assert optimizer.param_groups[0]["step"] == 3
+
+
+@pytest.fixture
+def tracker(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What Megatron's log of multi-token prediction counts in."""
+    its: dict[str, Any] = {"values": torch.zeros(1)}
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", its)
+    monkeypatch.setattr(trackers, "get_timers", lambda: SimpleNamespace(_timers={}))
+    return its
+
+
+def test_what_the_log_counts_from_the_start_of_the_run_leaves_out_what_is_run_again(tracker: dict[str, Any]) -> None:
+    log = LogTotals()
+    at_the_start = log.tree()
+    tracker["cumulative_correct_values"], tracker["cumulative_total_values"] = torch.ones(1), torch.ones(1)
+    log.load(at_the_start)
+    assert set(tracker) == {"values"}, "Megatron begins to count anew"

@@ -1,7 +1,9 @@
-"""The wheels of the Megatrons that have a patch, from the package index."""
+"""Megatrons to patch, the script that patches them, and the wheels of those that have a patch, from the package index."""
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 
 WHEELS = {"0.18.2": "core_v0.18.2", "0.19.0": "core_v0.19.0", "0.19.2": "core_v0.19.0"}
@@ -28,3 +31,31 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(out / "tree")
     return version, out / "tree"
+
+
+SCRIPT = REPOSITORY / "scripts" / "apply_patches.sh"
+FILES = ("megatron/core/__init__.py", "megatron/training/arguments.py", "megatron/training/training.py")
+"""What a patch changes."""
+
+
+def apply(*arguments: str | Path, **options: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run scripts/apply_patches.sh; ``options``: those of subprocess.run."""
+    command = ["bash", str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=patient(60), **options)  # type: ignore[call-overload]
+
+
+def copy_of(tree: Path, out: Path) -> Path:
+    """A copy of the tree, without what takes no part in training, and without bytecode that is older than a patch."""
+    shutil.copytree(
+        tree, out, ignore=shutil.ignore_patterns("__pycache__", ".git", "tests", "docs", "examples", "tools")
+    )
+    return out
+
+
+def contents(tree: Path) -> dict[str, str]:
+    """Path -> digest and mode of every file in the tree."""
+    return {
+        str(path.relative_to(tree)): f"{hashlib.sha256(path.read_bytes()).hexdigest()} {path.stat().st_mode:o}"
+        for path in sorted(tree.rglob("*"))
+        if path.is_file()
+    }

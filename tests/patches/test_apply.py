@@ -10,8 +10,7 @@ import pytest
 
 from recover_megatron.megatron_hooks.monkeypatch import NEWEST, OLDEST, parse_release
 from tests.harness import REPOSITORY
-from tests.patches.conftest import WHEELS
-from tests.patches.trees import FILES, apply, contents, copy_of
+from tests.patches.conftest import FILES, WHEELS, apply, contents, copy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheels")]
 

@@ -28,7 +28,7 @@ from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.instep.runs import GRAD_NORM, LAYOUTS, LOSS, MODEL, NO_EVALUATION
 from tests.megatron_hooks.tiny import NO_DROPOUT, OURS
-from tests.patches.trees import apply, copy_of
+from tests.patches.conftest import apply, copy_of
 
 CHECKOUTS = [Path(path) for path in os.environ.get("MEGATRON_LM_CHECKOUTS", "").split(":") if path]
 WHY_NOT = "NOT TESTED: MEGATRON_LM_CHECKOUTS names no Megatron-LM checkout"

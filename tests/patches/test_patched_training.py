@@ -22,7 +22,7 @@ from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE, losses
-from tests.patches.trees import apply, copy_of
+from tests.patches.conftest import apply, copy_of
 
 pytestmark = pytest.mark.xdist_group("fork server")
 

@@ -20,8 +20,7 @@ from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.megatron_hooks.in_checkpoints import travels
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
-from tests.patches.conftest import WHEELS
-from tests.patches.trees import apply, copy_of
+from tests.patches.conftest import WHEELS, apply, copy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheels")]
 
@@ -49,6 +48,7 @@ def test_a_step_in_which_a_worker_is_killed_is_that_of_the_undisturbed_run(
             reason = done.stderr.strip().splitlines()[-1:]
             pytest.skip(f"NOT TESTED: Megatron {version}: pip could not install PyYAML: {reason}")
         shutil.copy(Path(__file__).with_name("small_gpt.py"), tree / "pretrain_gpt.py")
+        shutil.copy(REPOSITORY / "tests" / "megatron_hooks" / "reference_gpt.py", tree)
     if way == "patch":
         done = apply(tree)
         assert done.returncode == 0, done.stderr

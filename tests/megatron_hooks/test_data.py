@@ -1,0 +1,217 @@
+"""Data by the number of its microbatch: orders, loaders, and what is left out."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.training.datasets.fim_dataset import GPTFIMDataset
+
+from recover_megatron.megatron_hooks import data
+from recover_megatron.megatron_hooks.data import LoaderKilled, Source, TaggedDataset, _reading
+from recover_megatron.megatron_hooks.microbatches import InOrder, InTurn, Shuffled, skipped_before, with_skipped
+
+
+def megatrons(total: int, size: int, ranks: int, *, sharded: bool, rounds: int, consumed: int = 0) -> list[list[int]]:
+    """The samples of the microbatches of ``rounds`` rounds, one of each rank in turn."""
+    from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
+
+    def of(rank: int) -> list[list[int]]:
+        sampler = MegatronPretrainingRandomSampler(None, total, consumed, size, rank, ranks, sharded)
+        endless = itertools.chain.from_iterable(itertools.repeat(sampler))
+        return list(itertools.islice(endless, rounds))
+
+    return [batch for each in zip(*map(of, range(ranks)), strict=True) for batch in each]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("total", "size", "ranks"), [(24, 2, 3), (26, 2, 3), (13, 1, 4), (15, 1, 4), (22, 2, 4), (100, 3, 2)]
+)
+def test_shuffled_is_megatrons_order_over_several_epochs(total: int, size: int, ranks: int, sharded: bool) -> None:
+    order = Shuffled(total, size, ranks, sharded=sharded)
+    rounds = 3 * order.epoch // order.round
+    ours = [order.samples(first) for first in range(0, rounds * order.round, size)]
+    assert ours == megatrons(total, size, ranks, sharded=sharded, rounds=rounds)
+    later = order.epoch + order.round
+    again = megatrons(total, size, ranks, sharded=sharded, rounds=1, consumed=later)
+    assert [order.samples(later + rank * size) for rank in range(ranks)] == again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("total", "ranks"), [(12, 3), (13, 3), (14, 3), (5, 5), (9, 1)])
+def test_in_turn_is_megatrons_order_of_full_validation_over_several_evaluations(total: int, ranks: int) -> None:
+    from megatron.training.datasets.data_samplers import MegatronFullValidationSampler
+
+    samplers = [MegatronFullValidationSampler(total, rank, ranks) for rank in range(ranks)]
+    order = InTurn(total, ranks)
+    assert order.rounds == max(map(len, samplers))
+    endless = [itertools.chain.from_iterable(itertools.repeat(sampler)) for sampler in samplers]
+    expected = [next(endless[first % ranks]) for first in range(4 * total)]
+    assert [order.samples(first) for first in range(4 * total)] == expected
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 60), st.booleans())
+def test_an_epoch_has_no_sample_twice(size: int, ranks: int, more: int, sharded: bool) -> None:
+    total = size * ranks + more
+    order = Shuffled(total, size, ranks, sharded=sharded)
+    seen = [sample for first in range(0, order.epoch, size) for sample in order.samples(first) or []]
+    assert len(seen) == order.epoch == len(set(seen))
+    assert max(seen) < total
+
+
+def test_in_order_ends_with_the_data_set() -> None:
+    order = InOrder(7, 3)
+    assert [order.samples(first) for first in (0, 3, 6)] == [[0, 1, 2], [3, 4, 5], None]
+
+
+def test_a_data_set_of_less_than_one_round_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 samples are not enough for one microbatch of 2 on each of 2 ranks"):
+        Shuffled(3, 2, 2, sharded=True)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "skipped", "done"), [(0, (1,), 1), (3, (4, 5, 7), 5), (5, (4, 5), 5), (6, (4, 5), 6), (2, (), 2)]
+)
+def test_what_is_left_out_right_after_an_iteration_is_over_with_it(
+    iteration: int, skipped: tuple[int, ...], done: int
+) -> None:
+    assert with_skipped(iteration, skipped) == done
+    assert with_skipped(done, skipped) == done
+
+
+@pytest.mark.parametrize(
+    ("iteration", "begun", "found"), [(6, 0, 2), (6, 3, 2), (6, 4, 1), (6, 5, 0), (4, 0, 0), (2, 0, 1), (2, 1, 0)]
+)
+def test_a_line_tells_how_many_were_left_out_before_it_since_the_run_began(
+    iteration: int, begun: int, found: int
+) -> None:
+    assert skipped_before(iteration, begun, (1, 4, 5)) == found
+
+
+DEADLY = 6
+
+
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The last of them ends by ``number`` whoever reads it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __len__(self) -> int:
+        return DEADLY + 1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == DEADLY:
+            os.kill(os.getpid(), self._number)
+        return {"text": torch.tensor([index])}
+
+
+def source(number: int = signal.SIGKILL) -> Source:
+    loader = torch.utils.data.DataLoader(TaggedDataset(Samples(number)), num_workers=1)
+    found = Source(loader, 1, 0, InOrder(DEADLY + 1, 1))
+    found.begin(0, range(DEADLY + 1), DEADLY + 1)
+    return found
+
+
+def end(reads: Source) -> None:
+    """Of its processes: they would hold our pipes, the one to the fork server, too."""
+    with suppress(AttributeError):
+        reads._batches._shutdown_workers()  # type: ignore[union-attr]
+
+
+def test_a_killed_one_is_told_to_who_reads_and_not_to_what_else_the_main_thread_does() -> None:
+    reads = source()
+    assert reads.get(0)["text"].item() == 0
+    (process,) = reads._batches._workers  # type: ignore[union-attr]
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # join() would hide it from torch
+    assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(LoaderKilled, match="was killed by signal 9"):
+        reads.get(1)
+    end(reads)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGKILL, LoaderKilled), (signal.SIGTERM, LoaderKilled), (signal.SIGSEGV, RuntimeError)]
+)
+def test_whose_fault_it_is_says_the_signal(number: int, kind: type[Exception]) -> None:
+    """A sample that ends whoever reads it is none of the host."""
+    reads = source(number)
+    with pytest.raises((LoaderKilled, RuntimeError)) as raised:
+        list(map(reads.get, range(DEADLY + 1)))
+    assert type(raised.value) is kind
+    assert f"was killed by signal {int(number)}" in str(raised.value)
+    end(reads)
+
+
+class Ending:
+    """A process whose descriptors are closed, and whose exit code is known once it has been waited for."""
+
+    pid, exitcode = 7, None
+
+    def __init__(self) -> None:
+        self.sentinel, write = os.pipe()
+        os.close(write)
+
+    def join(self) -> None:
+        self.exitcode = -signal.SIGKILL
+
+
+def test_a_connection_that_closes_before_the_exit_code_is_known_is_told_as_the_end_of_the_process() -> None:
+    process = Ending()
+    with pytest.raises(LoaderKilled, match=r"process 7, .* was killed by signal 9"), _reading([process]):
+        raise ConnectionResetError(104, "Connection reset by peer")
+    os.close(process.sentinel)
+
+
+WORDS = 40
+
+
+class Tokenizer:
+    """A letter is a token."""
+
+    def ids_to_text(self, ids: Any, **_: Any) -> str:
+        return "".join(map(chr, ids))
+
+    def text_to_ids(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+
+def dataset() -> Any:
+    """Of documents of letters, each sample one, without what reads files."""
+    made = object.__new__(GPTFIMDataset)
+    made.config = SimpleNamespace(random_seed=1234, tokenizer=SimpleNamespace(_tokenizer=Tokenizer()))
+    made.np_rng = numpy.random.RandomState(1234)
+    made.shuffle_index, made.document_index = numpy.arange(8), numpy.arange(9)
+    made.sample_index = numpy.array([(n, 0) for n in range(9)])
+    made.dataset = SimpleNamespace(get=lambda document, **_: numpy.arange(65, 65 + WORDS) + document % 3)
+    made.fim_rate, made.fim_spm_rate, made.fragment_fim_rate = 0.9, 0.5, None
+    made.fim_split_sample = made.no_fim_prefix = None
+    made.prefix_tok_id, made.middle_tok_id, made.suffix_tok_id, made.pad_tok_id, made.eod_tok_id = range(1, 6)
+    return made
+
+
+def test_a_sample_for_infilling_is_the_same_whatever_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = GPTFIMDataset._query_document_sample_shuffle_indices
+    forward, backward = dataset(), dataset()
+    by_itself = [stock(forward, index)[0].tolist() for index in range(8)]
+    assert [stock(backward, index)[0].tolist() for index in reversed(range(8))] != by_itself[::-1]
+    monkeypatch.setattr(GPTFIMDataset, "_query_document_sample_shuffle_indices", data._by_index(stock))
+    forward, backward = dataset(), dataset()
+    read = [forward._query_document_sample_shuffle_indices(index)[0].tolist() for index in range(8)]
+    again = [backward._query_document_sample_shuffle_indices(index)[0].tolist() for index in reversed(range(8))]
+    assert again[::-1] == read
+    assert any(1 in sample for sample in read), "nothing was permuted"
+    assert len(set(map(tuple, read))) > 3
