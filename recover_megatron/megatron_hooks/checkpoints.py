@@ -133,7 +133,10 @@ class Checkpoints:
                     self._abandon(recovery)
                 self._settle(recovery)
                 begun = True
-                self._begin(recovery, iteration)
+                epoch = recovery.assignment.decision.epoch
+                self._attempt = Attempt(iteration, recovery.session.term, epoch, recovery.progress.at)
+                self._folders = {}
+                self._told.clear()
                 try:
                     # When workers are lost, others write what they wrote: it is planned anew each time.
                     anew = monkeypatch.replaced(get_args(), ckpt_assume_constant_structure=False)
@@ -236,13 +239,6 @@ class Checkpoints:
 
     # ---- attempts
 
-    def _begin(self, recovery: Recovery, iteration: int) -> None:
-        self._attempt = Attempt(
-            iteration, recovery.session.term, recovery.assignment.decision.epoch, recovery.progress.at
-        )
-        self._folders = {}
-        self._told.clear()
-
     def _name(self, original: Callable[..., str]) -> Callable[..., str]:
         def get_checkpoint_name(
             checkpoints_path: str, iteration: int, release: bool = False, *args: Any, **kwargs: Any
@@ -256,7 +252,8 @@ class Checkpoints:
             if folder not in self._folders:
                 self._folders[folder] = final
                 if dist.get_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # disks may be each host's own
-                    self._in_touch()
+                    if (recovery := self._groups.recovery) is not None:
+                        recovery.session.be_in_touch()
                     clean(checkpoints_path, attempt, [other.attempt for other in self._under_way])
             return folder + name[len(final) :]
 
@@ -301,10 +298,6 @@ class Checkpoints:
             elif os.path.isdir(folder):
                 with suppress(FileNotFoundError):  # a shared file system may show for a while what is gone
                     publish(folder, final)
-
-    def _in_touch(self) -> None:
-        if (recovery := self._groups.recovery) is not None:
-            recovery.session.be_in_touch()
 
     def _tell(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def on_save_checkpoint_success(checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:

@@ -102,13 +102,15 @@ class Groups:
     """
 
     def __init__(self, slot: int, ports: Collection[int], *, alone: bool = False, most: int = 0) -> None:
-        self.traffic = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known)
-        self.alone = alone
         self._most = most
         self._ports = ports
-        self.inside = ModelParallelGroups(ports)
         self.recovery: Recovery | None = None
         """None as long as the training has not begun: then evaluations, checkpoints and the like are Megatron's own."""
+        self._begin(slot, alone=alone)
+
+    def _begin(self, slot: int, *, alone: bool) -> None:
+        self.traffic, self.alone = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known), alone
+        self.inside = ModelParallelGroups(self._ports)
         self._grid: LaunchGrid | None = None
         self.model: Sequence[torch.nn.Module] = ()
         """What is trained, once there is one: parts of it keep global ranks."""
@@ -132,10 +134,7 @@ class Groups:
 
     def again(self, slot: int) -> None:
         """Everything is built once more, for another slot, alone: forget the groups that there are."""
-        self.traffic, self.alone = Traffic(slot, Mode.ALONE, is_known), True
-        self.inside = ModelParallelGroups(self._ports)
-        self._grid, self._replica, self.model = None, -1, ()
-        self._own, self._mates, self._lists = [], None, {}
+        self._begin(slot, alone=True)
 
     def _initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +142,8 @@ class Groups:
 
             def init_process_group(*args: Any, **kwargs: Any) -> None:
                 if self.alone:
-                    self._make_default_alone(str(kwargs["backend"]))
+                    everyone = self._world(None)
+                    register_new(everyone, everyone.workers, str(kwargs["backend"]), default=True)
                 else:
                     # It carries messages inside a replica, too: those of an interleaved pipeline of two stages.
                     self.inside.make(lambda: make_default(*args, **kwargs))
@@ -160,14 +160,10 @@ class Groups:
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
             if getattr(get_args(), "use_megatron_fsdp", False):
-                install_meshes(self)
+                install_meshes(lambda: self.traffic.mode is Mode.ALONE)
             return result
 
         return _initialize_distributed
-
-    def _make_default_alone(self, backend: str) -> None:
-        everyone = self._world(None)
-        register_new(everyone, everyone.workers, backend, default=True)
 
     def _world(self, original: Any) -> EpochGroup:
         world = int(os.environ["WORLD_SIZE"])

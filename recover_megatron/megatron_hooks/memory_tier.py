@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, Kept, Rollback
@@ -33,7 +31,7 @@ from recover_megatron.instep.snapshot_parts import available_memory
 from recover_megatron.instep.snapshots import Spoiled, Taking
 from recover_megatron.instep.state_holder import flatten
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, part_of_state
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.workload.shards import owned, primary
@@ -289,10 +287,5 @@ def _take(its: dict[str, Any], fragments: Sequence[ShardFragment], left: dict[in
 
 
 def _cut(its: dict[str, Any], part: slice) -> dict[str, Any]:
-    return {
-        "master": None if its["master"] is None else its["master"][part],
-        "state": {
-            name: value[part] if isinstance(value, torch.Tensor) and value.dim() else value
-            for name, value in its["state"].items()
-        },
-    }
+    master = None if its["master"] is None else its["master"][part]
+    return {"master": master, "state": part_of_state(its["state"], part)}

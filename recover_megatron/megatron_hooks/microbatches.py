@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -136,12 +136,14 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
-def install_random_states(loop: Loop) -> None:
-    """Wrap the seam by which the states of random numbers come into a checkpoint.
+def install(loop: Loop) -> None:
+    """Wrap the seams where Megatron reads the batch of an iteration that it leaves out, for which nobody asks here, and
+    by which the states of random numbers come into a checkpoint.
 
     It does not matter which it has, see ``MicrobatchSeeds``; but with ``--data-parallel-random-init`` a start reads one
     of each replica of the launch, and those of the lost are made up.
     """
+    loop.wrap("skipped_step", _unread)
     loop.wrap("random_states", _as_many_as_launched)
 
 
@@ -206,13 +208,6 @@ class MicrobatchSeeds:
             torch.cuda.manual_seed(base)
 
 
-class Order(Protocol):
-    """The samples of a microbatch."""
-
-    def samples(self, first: int) -> list[int] | None:
-        """Of the microbatch that begins at ``first``; None: the data set has no more."""
-
-
 class InOrder:
     """The samples of a data set of ``total`` as they lie; ``size``: of a microbatch."""
 
@@ -221,7 +216,7 @@ class InOrder:
         self._size = size
 
     def samples(self, first: int) -> list[int] | None:
-        """See ``Order``."""
+        """Of the microbatch that begins at ``first``; None: the data set has no more."""
         return list(range(first, first + self._size)) if first + self._size <= self._total else None
 
 
@@ -243,8 +238,8 @@ class InTurn:
         """After how many microbatches all ranks are through with theirs."""
         return -(-self._total // self._ranks)
 
-    def samples(self, first: int) -> list[int] | None:
-        """See ``Order``."""
+    def samples(self, first: int) -> list[int]:
+        """Of the microbatch that begins at ``first``."""
         turn, rank = divmod(first, self._ranks)
         its = -(-(self._total - rank) // self._ranks)
         return [turn % its * self._ranks + rank]
@@ -277,8 +272,8 @@ class Shuffled:
         self._bucket = self.epoch // ranks if sharded else total // size * size
         self._shuffled = lru_cache(maxsize=2)(self._shuffle)
 
-    def samples(self, first: int) -> list[int] | None:
-        """See ``Order``."""
+    def samples(self, first: int) -> list[int]:
+        """Of the microbatch that begins at ``first``."""
         epoch, at = divmod(first, self.epoch)
         begins, rank = at // self.round * self.round, at % self.round // self._size
         shuffled = self._shuffled(epoch)
@@ -321,12 +316,7 @@ def skipped_before(iteration: int, begun: int, skipped: Iterable[int]) -> int:
     return found
 
 
-def install_skipping(loop: Loop) -> None:
-    """Wrap the seam where Megatron reads the batch of an iteration that it leaves out.
-
-    Microbatches are read by number (`data`): nobody asks for these.
-    """
-    loop.wrap("skipped_step", _unread)
+Order = InOrder | InTurn | Shuffled
 
 
 def _unread(original: Callable[..., Any]) -> Callable[..., Any]:

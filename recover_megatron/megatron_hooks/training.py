@@ -32,18 +32,13 @@ from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import buckets, trackers, writers
+from recover_megatron.megatron_hooks import buckets, microbatches, trackers, writers
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.data import sources_of
 from recover_megatron.megatron_hooks.evaluation import Evaluation
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.microbatches import (
-    Accumulated,
-    MicrobatchSeeds,
-    install_random_states,
-    install_skipping,
-)
+from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.records import Console, Records
@@ -162,8 +157,7 @@ class TrainingHooks:
         buckets.install(self._buckets)
         sharded_optimizer.install()
         trackers.install(loop, lambda: self._parts is not None)
-        install_skipping(loop)
-        install_random_states(loop)
+        microbatches.install(loop)
         loop.wrap("train", self._train)
         loop.wrap("train_step", self._train_step)
         loop.wrap("log", self._training_log)

@@ -1,4 +1,4 @@
-"""Megatrons to patch, the script that patches them, and the wheels of those that have a patch, from the package index."""
+"""Megatrons to patch, the script that patches them, and the wheels of those that have a patch, from the index."""
 
 from __future__ import annotations
 

@@ -223,12 +223,9 @@ class FaultTolerance:
     def _ended_by(self, error: BaseException) -> NoReturn:
         recovery = self._training.recovery if self._training.begun else None
         started = recovery is not None and recovery.assignment.started
-        if isinstance(error, NoReplica):
-            self._end(EXIT_NO_REPLICA, f"the run ends: {error}")
-        if isinstance(error, StateLost):
-            self._end(EXIT_STATE_LOST, f"the run ends: {error}")
-        if isinstance(error, UnknownOperation):
-            self._end(1, f"the run ends: {error}")
+        for kind, code in ((NoReplica, EXIT_NO_REPLICA), (StateLost, EXIT_STATE_LOST), (UnknownOperation, 1)):
+            if isinstance(error, kind):
+                self._end(code, f"the run ends: {error}")
         if isinstance(error, Drained):
             self._end(0, f"worker {self._me} ends, and the run goes on: {error}")
         if isinstance(error, RunOver) and error.code == EXIT_REFUSED:

@@ -16,7 +16,7 @@ FullyShardedDataParallel.__init__       as for no_shard, also with --outer-dp-sh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
 from recover_megatron.errors import UserError
 from recover_megatron.instep.process_group import EpochGroup
-from recover_megatron.instep.traffic import Mode, Traffic
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.layout import spreads_optimizer
 
@@ -122,14 +121,11 @@ def _forget_coalesced(group: Any) -> None:
     dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)
 
 
-class HasTraffic(Protocol):
-    """``groups.Groups``, whose ``traffic`` is another object where a model is built again."""
+def install_meshes(alone: Callable[[], bool]) -> None:
+    """Wrap the seams, once a process; raises UserError for a torch or Megatron that has not the ones we know.
 
-    traffic: Traffic
-
-
-def install_meshes(groups: HasTraffic) -> None:
-    """Wrap the seams, once a process; raises UserError for a torch or Megatron that has not the ones we know."""
+    ``alone``: whether the model is built alone.
+    """
     if not hasattr(device_mesh, "_get_pg_from_name"):
         raise UserError(
             f"--use-megatron-fsdp with --recover needs torch 2.11 or later, whose device meshes find a group that is "
@@ -140,7 +136,7 @@ def install_meshes(groups: HasTraffic) -> None:
 
     def not_alone(original: Callable[..., None]) -> Callable[..., None]:
         def ask(of: Any) -> None:
-            if groups.traffic.mode is not Mode.ALONE:
+            if not alone():
                 original(of)
 
         return ask

@@ -139,13 +139,13 @@ class Repartition:
         return element_ranges
 
     def _give(self, element_ranges: Sequence[ElementRange]) -> list[Any]:
-        return [self._fragments_of(element_range).give([element_range]) for element_range in element_ranges]
+        return [self._fragments_of(element_range).give(element_range) for element_range in element_ranges]
 
     def _take(self, element_ranges: Sequence[ElementRange], tree: list[Any], held: list[Held]) -> None:
         for element_range, its in zip(element_ranges, tree, strict=True):
             for fragments, units in zip(self._fragments, held, strict=True):
                 if element_range.bucket in fragments.buckets:
-                    fragments.take([element_range], its, [fragment for unit in units.values() for fragment in unit])
+                    fragments.take(element_range, its, [fragment for unit in units.values() for fragment in unit])
 
     def _fragments_of(self, element_range: ElementRange) -> ShardFragments:
         return next(fragments for fragments in self._fragments if element_range.bucket in fragments.buckets)

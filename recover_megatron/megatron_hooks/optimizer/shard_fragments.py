@@ -71,10 +71,7 @@ class ShardFragment:
         part = slice(start - self.start, stop - self.start)
         return {
             "master": self.tensor[part] if self.tensor.dtype != self.model.dtype else None,
-            "state": {
-                name: value[part] if isinstance(value, torch.Tensor) and value.dim() else value
-                for name, value in self.state.items()
-            },
+            "state": part_of_state(self.state, part),
         }
 
     def take(self, start: int, stop: int, its: dict[str, Any]) -> None:
@@ -91,6 +88,13 @@ class ShardFragment:
                 if name not in self.state:
                     self.state[name] = torch.zeros(self.tensor.shape, dtype=value.dtype, device=self.tensor.device)
                 self.state[name][part].copy_(value)
+
+
+def part_of_state(state: dict[str, Any], part: slice) -> dict[str, Any]:
+    """Of some elements, the state of an optimizer by its names; what is one for all elements stays."""
+    return {
+        name: value[part] if isinstance(value, torch.Tensor) and value.dim() else value for name, value in state.items()
+    }
 
 
 class ShardFragments:
@@ -297,24 +301,15 @@ class ShardFragments:
 
     # ---- changing hands
 
-    def give(self, element_ranges: Sequence[ElementRange]) -> list[Any]:
+    def give(self, element_range: ElementRange) -> list[Any]:
         """The tree of some elements that this worker holds; see ``take``."""
-        return [
-            self._holder(element_range.bucket, a, b).give(a, b)
-            for element_range in element_ranges
-            for a, b in self._within(element_range)
-        ]
+        return [self._holder(element_range.bucket, a, b).give(a, b) for a, b in self._within(element_range)]
 
-    def take(
-        self, element_ranges: Sequence[ElementRange], tree: Sequence[Any], fragments: Sequence[ShardFragment]
-    ) -> None:
-        """Give ``fragments`` what another worker's ``give`` of the same portions gave."""
-        ranges = [
-            (element_range.bucket, a, b) for element_range in element_ranges for a, b in self._within(element_range)
-        ]
-        for (bucket, a, b), its in zip(ranges, tree, strict=True):
+    def take(self, element_range: ElementRange, tree: Sequence[Any], fragments: Sequence[ShardFragment]) -> None:
+        """Give ``fragments`` what another worker's ``give`` of the same elements gave."""
+        for (a, b), its in zip(self._within(element_range), tree, strict=True):
             for fragment in fragments:
-                if fragment.bucket == bucket and fragment.start <= a and b <= fragment.stop:
+                if fragment.bucket == element_range.bucket and fragment.start <= a and b <= fragment.stop:
                     fragment.take(a, b, its)
 
     def _within(self, element_range: ElementRange) -> Iterator[tuple[int, int]]:
