@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from recover_megatron.hostdevice.apex_stub import FusedAdam
-from recover_megatron.megatron_hooks.optimizer.norms import LossScales, UnitSums
 from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, differing_units
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment
+from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import LossScales, UnitSums
 from tests.harness.waiting import DEADLINE
 
 CLIP = 0.5
