@@ -11,10 +11,6 @@ nothing to do   Megatron gives it nothing where this worker has no part in a che
                 the number of replicas.  Here it is given something that is done at once
 
 What was written is told through a process, too (a manager), of any checkpoint: one that is gone is made anew.
-
-Where a part cannot be written, of any checkpoint, Megatron tells all that somebody's is missing, whose it is the worker
-that plans, and the reason nobody.  Here all are told both (``Parts``).  Where others have written theirs, those who
-could not end, and the others write again without them.
 """
 
 from __future__ import annotations
@@ -231,7 +227,12 @@ class PartFailed(Exception):
 
 
 class Parts:
-    """What is told of the parts of checkpoints, as one worker knows it."""
+    """What is told of the parts of checkpoints, as one worker knows it.
+
+    Where a part cannot be written Megatron tells all that somebody's is missing, whose it is the worker that plans, and
+    the reason nobody.  Here all are told both.  Where others have written theirs, those who could not end, and the
+    others write again without them.
+    """
 
     def __init__(self) -> None:
         self._idle = False

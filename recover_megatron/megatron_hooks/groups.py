@@ -11,10 +11,6 @@ a place in a replica with other workers  the groups of one replica are made anew
 
 A worker that builds its model while the others train (``alone``) makes no group of torch's at all: what it builds gets
 groups in which it is alone until it has a place.
-
-``KNOWN`` has what Megatron does over replicas inside a training step and the recovery knows of.  What is not in there
-ends the run (``UnknownOperation``): made by each replica alone, it would let the replicas drift apart, or count what
-has been counted.
 """
 
 from __future__ import annotations
@@ -48,9 +44,8 @@ from recover_megatron.megatron_hooks.layout import inner_ranks_of
 def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[int]) -> int:
     """Give every module that keeps the global ranks of its context-parallel group the present ones, ``context_ranks``.
 
-    torch's own map from global ranks to group ranks is kept up to date, and Megatron asks it; but Transformer Engine's
-    attention is handed a list when the model is built, by which it sends keys and values round.  With an old one it
-    would send to nobody, or to the worker of another replica.  Returns how many such modules there are.
+    Transformer Engine's attention is handed a list when the model is built, by which it sends keys and values round.
+    Returns how many such modules there are.
     """
     found = 0
     for chunk in model:
@@ -81,11 +76,14 @@ KNOWN = {
         "before a time is taken (--timing-log-level 1 and 2): nothing is computed"),
     ("megatron.core.timers", "stop", "barrier"): "the same, after it",
 }  # fmt: skip
-"""What the step has done already: (module, function, operation) -> why nothing is sent."""
+"""What Megatron does over replicas and the step has done: (module, function, operation) -> why nothing is sent.
+
+Anything else ends the run (``UnknownOperation``): made by each replica alone, it would let the replicas drift apart, or
+count what has been counted."""
 
 
 def is_known(caller: Caller) -> bool:
-    """Whether the step has done already what this operation is for: it is in ``KNOWN``."""
+    """Whether it is in ``KNOWN``."""
     return (caller.module, caller.function, caller.operation) in KNOWN
 
 

@@ -109,10 +109,9 @@ def has_gradient(output: Any) -> bool:
 def grouped(model: Any, count: int) -> AbstractContextManager[None]:
     """Let Megatron's schedule run ``count`` microbatches through ``model`` (chunks, or one model) while it is entered.
 
-    The groups of an interleaved pipeline get a size that allows it.  The schedules read that from the model's
-    configuration when a pass begins, and nothing else does (CUDA graphs, which were captured for one size, are off with
-    --recover).  Microbatches go through a chunk of layers in the same order whatever the size, so the gradients are the
-    same to the last bit.  Raises ValueError for fewer than an interleaved pipeline of so many stages can run.
+    The groups of an interleaved pipeline get a size that allows it: the schedules alone read it, when a pass begins.
+    Microbatches go through a chunk of layers in the same order whatever the size, so the gradients are the same to the
+    last bit.  Raises ValueError for fewer than an interleaved pipeline of so many stages can run.
     """
     if not isinstance(model, list) or len(model) < 2:
         return nullcontext()
@@ -165,10 +164,9 @@ def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
 class MicrobatchSeeds:
     """Sets the states of random numbers before a forward pass.  ``device``: that of the model's.
 
-    Megatron draws them from streams that go on from microbatch to microbatch; with uneven quotas those would part.
-    Here each forward pass starts from states of its own: the default stream is the same on all tensor-parallel ranks of
-    a stage, as in Megatron, and so is every tracked one but those whose purpose it is to differ (they hold the tensor
-    and expert ranks in their seed).  Activation recomputation saves and restores states by itself.
+    The default stream is the same on all tensor-parallel ranks of a stage, as in Megatron, and so is every tracked one
+    but those whose purpose it is to differ (they hold the tensor and expert ranks in their seed).  Activation
+    recomputation saves and restores states by itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -246,17 +244,12 @@ class InTurn:
 
 
 class Shuffled:
-    """The samples of a data set, shuffled anew in each epoch.
+    """The ``total`` samples of a data set, shuffled anew in each epoch, for the ``ranks`` of the launch.
 
-    An epoch has as many microbatches for each of the ``ranks`` of the launch, and some samples may be left over.  Where
-    all ranks shuffle the whole, Megatron's sampler gives them to its first ranks, if they are enough, in place of what
-    would be theirs at the beginning of the next epoch.
-
-    Args:
-        total: samples of the data set.
-        size: of a microbatch.
-        ranks: data-parallel ones of the launch.
-        sharded: whether each rank shuffles a part of its own (Megatron's default) or all shuffle the whole.
+    An epoch has as many microbatches, of ``size`` samples, for each rank, and some samples may be left over.
+    ``sharded``: whether each rank shuffles a part of its own (Megatron's default).  Where all shuffle the whole,
+    Megatron's sampler gives what is left over to its first ranks, if that is enough, in place of what would be theirs
+    at the beginning of the next epoch.
     """
 
     def __init__(self, total: int, size: int, ranks: int, *, sharded: bool) -> None:

@@ -287,14 +287,11 @@ LOGIT_FLAGS = ("qk_clip", "log_max_attention_logit")
 class AttentionLogits:
     """The largest logits of one worker's layers.  ``args``: Megatron's; without one of ``LOGIT_FLAGS`` there are none.
 
-    By them Megatron scales down, after the update, the weights of queries and keys of a head whose largest logit is
-    above a threshold, or logs the largest one of all.  It keeps a maximum per head over the microbatches that a worker
-    has run, and takes that over all workers when the update is made (``clip_qk``).  Then it is too late here: of what a
-    lost replica ran, and a committed step has counted, nobody would know it.
-
-    The tail is a sum, of which parts may be final before others are summed again, by other workers; so each microbatch
-    has numbers of its own: each is added by the worker that ran it, and is the same on all.  When the step is committed
-    each attention is given the maximum over all of the batch.
+    Megatron keeps a maximum per head over the microbatches that a worker has run, and takes that over all workers when
+    the update is made (``clip_qk``).  Then it is too late here: of what a lost replica ran, and a committed step has
+    counted, nobody would know it.  The tail is a sum, of which parts may be final before others are summed again, by
+    other workers; so each microbatch has numbers of its own: each is added by the worker that ran it, and is the same
+    on all.  When the step is committed each attention is given the maximum over all of the batch.
 
     What else passes through the layers counts for nothing: an evaluation (which in Megatron counts for the next step),
     a layer that is computed again in the backward pass, an attempt that was given up.

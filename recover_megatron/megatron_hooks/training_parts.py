@@ -224,10 +224,9 @@ def rebalance(recovery: Recovery, outcome: Outcome, total: int) -> None:
 
     How long a replica took per microbatch is summed with the gradients (``Tail``), so every worker of a column knows
     the same numbers when a step is committed.  Columns measure different ones (stages wait for each other differently),
-    so the first rank of each model-parallel group, all of which stand in one column, decides for its group.  What one
-    worker may have heard and another not must not part them, so a new plan begins with the paces that its members have
-    told.  A worker that learnt of the commit from a plan changes nothing, nor do those whom the plan found further on;
-    and no worker does after a step that fresh replicas began late: they ran little of it.
+    so the first rank of each model-parallel group, all of which stand in one column, decides for its group.  A worker
+    that learnt of the commit from a plan changes nothing, nor do those whom the plan found further on; and no worker
+    does after a step that fresh replicas began late: they ran little of it.
     """
     shares = recovery.assignment.shares
     if outcome.by_plan or shares.easing:

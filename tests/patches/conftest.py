@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,24 @@ def apply(*arguments: str | Path, **options: str | Path) -> subprocess.Completed
     """Run scripts/apply_patches.sh; ``options``: those of subprocess.run."""
     command = ["bash", str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=patient(60), **options)  # type: ignore[call-overload]
+
+
+def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Python with the tree's Megatron first on its path."""
+    path = ":".join([str(tree), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=patient(600)
+    )
+
+
+def launch(tree: Path, workers: int, out: Path, *command: str) -> str:
+    """Train to the end, with the tree's Megatron; what recover-run said.  Its logs are in ``out``."""
+    started = ("-m", "recover_megatron.launch", "--nproc-per-node", str(workers), "--log-dir", str(out))
+    done = run(tree, *started, *command)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-5000:]
+    return said
 
 
 def copy_of(tree: Path, out: Path) -> Path:

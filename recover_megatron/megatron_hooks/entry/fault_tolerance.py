@@ -1,7 +1,5 @@
 """--recover, put together: what is installed before Megatron starts, and how a worker's part in the run ends.
 
-survive()   both of these, in a row
-
 install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
 run(call)   calls Megatron's pretrain(), and decides what its end means:
 

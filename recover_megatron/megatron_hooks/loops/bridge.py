@@ -17,6 +17,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
@@ -321,55 +322,47 @@ def _with_new_ranks(wrapper: Wrapper) -> Wrapper:
     return adapted
 
 
-def _without_state(wrapper: Wrapper) -> Wrapper:
+def _adapting(call: Callable[..., Any]) -> Callable[[Wrapper], Wrapper]:
+    """What translates by ``call(wrapper, original, ...)`` in place of each call of ``original(...)``."""
+
+    def adapt(wrapper: Wrapper) -> Wrapper:
+        return lambda original: partial(call, wrapper, original)
+
+    return adapt
+
+
+@_adapting
+def _without_state(wrapper: Wrapper, original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
     """A wrapper of ``f(state, ...)`` from one of ``f(...)``."""
-
-    def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def function(state: Any, *args: Any, **kwargs: Any) -> Any:
-            return wrapper(lambda *given, **named: original(state, *given, **named))(*args, **kwargs)
-
-        return function
-
-    return adapted
+    return wrapper(partial(original, state))(*args, **kwargs)
 
 
-def _with_iteration(wrapper: Wrapper) -> Wrapper:
+@_adapting
+def _with_iteration(wrapper: Wrapper, original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
     """A wrapper of ``f(state, ...)`` from one of ``f(iteration, ...)``."""
 
-    def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(state: Any, *args: Any, **kwargs: Any) -> Any:
-            def as_role(iteration: int, *given: Any, **named: Any) -> Any:
-                return original(state, *given, **named)
+    def as_role(iteration: int, *given: Any, **named: Any) -> Any:
+        return original(state, *given, **named)
 
-            return wrapper(as_role)(int(state.train_state.step), *args, **kwargs)
-
-        return save_checkpoint
-
-    return adapted
+    return wrapper(as_role)(int(state.train_state.step), *args, **kwargs)
 
 
-def _without_parts(wrapper: Wrapper) -> Wrapper:
+@_adapting
+def _without_parts(wrapper: Wrapper, original: Callable[..., str], *args: Any, **kwargs: Any) -> Any:
     """A wrapper of a function whose folders have no parts, so that it takes no ``return_base_dir``."""
 
-    def adapted(original: Callable[..., str]) -> Callable[..., str]:
-        def as_role(*args: Any, return_base_dir: bool = True, **kwargs: Any) -> str:
-            return original(*args, **kwargs)
+    def as_role(*given: Any, return_base_dir: bool = True, **named: Any) -> str:
+        return original(*given, **named)
 
-        return wrapper(as_role)
-
-    return adapted
+    return wrapper(as_role)(*args, **kwargs)
 
 
-def _third_first(wrapper: Wrapper) -> Wrapper:
+@_adapting
+def _third_first(
+    wrapper: Wrapper, original: Callable[..., Any], first: Any, second: Any, path: str, *args: Any, **kwargs: Any
+) -> Any:
     """A wrapper of ``f(a, b, path)`` from one of ``f(path)``."""
-
-    def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def function(first: Any, second: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-            return wrapper(lambda final: original(first, second, final, *args, **kwargs))(path)
-
-        return function
-
-    return adapted
+    return wrapper(lambda final: original(first, second, final, *args, **kwargs))(path)
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
