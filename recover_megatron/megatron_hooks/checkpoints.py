@@ -17,7 +17,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from recover_megatron.megatron_hooks import checkpoint_writers, monkeypatch
 from recover_megatron.megatron_hooks.checkpoint_writers import PartFailed, Parts
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Records
+from recover_megatron.megatron_hooks.training_parts import TrainingParts
 from recover_megatron.membership.records import MembershipError
 
 CHECKPOINT_SECONDS = 3600.0
@@ -72,21 +73,12 @@ class UnderWay:
 
 
 class Checkpoints:
-    """The checkpoints of one worker.  ``before``: called before a checkpoint is begun, outside of its section.
+    """The checkpoints of one worker.  ``trained``: the parts of the model that is trained; None: there is none."""
 
-    ``saving``: entered around the section, so once however often it runs.
-    """
-
-    def __init__(
-        self,
-        groups: Groups,
-        records: Records,
-        before: Callable[[], None],
-        saving: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._before, self._saving = before, saving
+    def __init__(self, groups: Groups, records: Records, trained: Callable[[], TrainingParts | None]) -> None:
         self._groups = groups
         self._records = records
+        self._trained = trained
         self._parts = Parts()
         self._attempt: Attempt | None = None
         self._folders: dict[str, str] = {}
@@ -151,8 +143,9 @@ class Checkpoints:
                 finally:
                     self._attempt = None
 
-            self._before()
-            with self._saving():
+            if (trained := self._trained()) is not None:
+                trained.before_checkpoint()
+            with nullcontext() if trained is None else trained.saving():
                 result = recovery.sections.run("checkpoint", run)
             if get_args().async_save:
                 again = partial(_with_counters, _counters(), partial(save_checkpoint, iteration, *args, **kwargs))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -94,7 +93,7 @@ class TrainingHooks:
         self._accumulated = Accumulated()
         self._outcome: Outcome | None = None
         self._evaluation = Evaluation(groups, lambda: self.sharded)
-        self._checkpoints = Checkpoints(groups, records, self._before_checkpoint, self._saving)
+        self._checkpoints = Checkpoints(groups, records, lambda: self._parts)
         self._parts: TrainingParts | None = None
         """None before ``train`` has been entered."""
 
@@ -258,13 +257,6 @@ class TrainingHooks:
             return original(losses, total, rate, iteration, *args, **kwargs)
 
         return training_log
-
-    def _before_checkpoint(self) -> None:
-        if self._parts is not None:
-            self._parts.before_checkpoint()
-
-    def _saving(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._parts is None else self._parts.saving()
 
     # ---- one pass of the schedule
 

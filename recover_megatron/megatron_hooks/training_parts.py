@@ -184,12 +184,12 @@ class TrainingParts:
             self._settle()  # while those who leave are there to give what only they have
 
     def before_checkpoint(self) -> None:
-        """What a checkpoint is written of is all there."""
+        """What a checkpoint is written of is all there; called outside of its section."""
         self.complete()
         self._settle()
 
     def saving(self) -> AbstractContextManager[None]:
-        """While a checkpoint is written."""
+        """While a checkpoint is written; entered around its section, so once however often that runs."""
         return nullcontext() if self.sharded is None else self.sharded.saving()
 
     def complete(self) -> None:

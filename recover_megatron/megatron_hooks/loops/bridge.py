@@ -124,13 +124,13 @@ class BridgeRun:
             "initialize": [Seam(INITIALIZE, "_initialize_distributed", ("model_config", "dist_config"))],
             "loader": [Seam(LOADERS, "build_pretraining_data_loader", ("dataset", "consumed_samples"))],
             "endless": [Seam(LOADERS, "cyclic_iter", ("iter",))],
-            "train": [Seam(PRETRAIN, "train", (*LOOP_PARAMETERS, *data), adapt=self._around_train)],
-            "train_step": [Seam(TRAIN, "train_step", STEP_PARAMETERS, adapt=self._around_step)],
+            "train": [Seam(PRETRAIN, "train", (*LOOP_PARAMETERS, *data), adapt=_adapting(self._train))],
+            "train_step": [Seam(TRAIN, "train_step", STEP_PARAMETERS, adapt=_adapting(self._step))],
             "schedule": [
                 Seam(TRAIN, "get_forward_backward_func", adapt=_with_new_ranks),
                 Seam(EVAL, "get_forward_backward_func", adapt=self._schedule_of_evaluation),
             ],
-            "log": [Seam(TRAIN, "training_log", LOG_PARAMETERS, ("global_state",), self._around_log)],
+            "log": [Seam(TRAIN, "training_log", LOG_PARAMETERS, ("global_state",), _adapting(self._log))],
             "evaluate": [Seam(EVAL, "evaluate", EVAL_PARAMETERS, adapt=_without_state)],
             "save": [Seam(CHECKPOINTING, "save_checkpoint", ("state", "model", "optimizer"), adapt=_with_iteration)],
             "checkpoint_folder": [Seam(CHECKPOINTING, "get_checkpoint_name", FOLDER_PARAMETERS, adapt=_without_parts)],
@@ -162,49 +162,33 @@ class BridgeRun:
 
         return setup
 
-    def _around_train(self, wrapper: Wrapper) -> Wrapper:
-        def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def enter(*args: Any, **kwargs: Any) -> Any:
-                self.arguments.entered()
-                self._consumed = None
-                call = inspect.signature(original).bind(*args, **kwargs)
-                self._groups = call.arguments["pg_collection"]
-                # Bridge counts samples by the replicas that there are when its loop is entered, perhaps once more.
-                if self._groups.dp.size() != (launched := self.arguments.data_parallel_size):
-                    call.arguments["pg_collection"] = as_launched = copy.copy(self._groups)
-                    as_launched.dp = _AsLaunched(self._groups.dp, launched)
-                return original(*call.args, **call.kwargs)
+    def _train(self, wrapper: Wrapper, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            self.arguments.entered()
+            self._consumed = None
+            call = inspect.signature(original).bind(*args, **kwargs)
+            self._groups = call.arguments["pg_collection"]
+            # Bridge counts samples by the replicas that there are when its loop is entered, perhaps once more.
+            if self._groups.dp.size() != (launched := self.arguments.data_parallel_size):
+                call.arguments["pg_collection"] = as_launched = copy.copy(self._groups)
+                as_launched.dp = _AsLaunched(self._groups.dp, launched)
+            return original(*call.args, **call.kwargs)
 
-            inner = wrapper(enter)
+        if not self._begun:
+            self._begun = True
+            self.arguments.loaded()
+        return wrapper(enter)(*args, **kwargs)
 
-            def train(*args: Any, **kwargs: Any) -> Any:
-                if not self._begun:
-                    self._begun = True
-                    self.arguments.loaded()
-                return inner(*args, **kwargs)
-
-            return train
-
-        return adapted
-
-    def _around_step(self, wrapper: Wrapper) -> Wrapper:
-        def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-            inner = wrapper(original)
-
-            def train_step(*args: Any, **kwargs: Any) -> Any:
-                self._count()
-                call = inspect.signature(original).bind(*args, **kwargs)
-                call.arguments["pg_collection"] = self._groups
-                result = inner(*call.args, **call.kwargs)
-                state = call.arguments["global_state"]
-                if not getattr(state, "_flops_requires_global_reduce", False):
-                    # Counted over the microbatches that ran here, however many; without them Bridge takes the batch's.
-                    state._flops_seqlen_sum = state._flops_seqlen_sq_sum = 0
-                return result
-
-            return train_step
-
-        return adapted
+    def _step(self, wrapper: Wrapper, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._count()
+        call = inspect.signature(original).bind(*args, **kwargs)
+        call.arguments["pg_collection"] = self._groups
+        result = wrapper(original)(*call.args, **call.kwargs)
+        state = call.arguments["global_state"]
+        if not getattr(state, "_flops_requires_global_reduce", False):
+            # Counted over the microbatches that ran here, however many; without them Bridge takes the batch's.
+            state._flops_seqlen_sum = state._flops_seqlen_sq_sum = 0
+        return result
 
     def _count(self) -> None:
         """An iteration begins.  Raises Disagreement where Bridge has counted other samples than those of a batch.
@@ -217,21 +201,16 @@ class BridgeRun:
             raise Disagreement(f"Bridge counts {consumed} samples before this iteration, they are {self._consumed}")
         self._consumed = consumed + get_current_running_global_batch_size()
 
-    def _around_log(self, wrapper: Wrapper) -> Wrapper:
-        def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def as_role(losses: Any, totals: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
-                return original(losses, totals, rate, *args, **kwargs)
+    def _log(
+        self, wrapper: Wrapper, original: Callable[..., Any], losses: Any, totals: Any, rate: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        def as_role(losses: Any, totals: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+            return original(losses, totals, rate, *args, **kwargs)
 
-            inner = wrapper(as_role)
-
-            def training_log(losses: Any, totals: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
-                if "pg_collection" in kwargs:
-                    kwargs["pg_collection"] = self._groups
-                return inner(losses, totals, rate, self.arguments.step, *args, **kwargs)
-
-            return training_log
-
-        return adapted
+        if "pg_collection" in kwargs:
+            kwargs["pg_collection"] = self._groups
+        return wrapper(as_role)(losses, totals, rate, self.arguments.step, *args, **kwargs)
 
     def _schedule_of_evaluation(self, wrapper: Wrapper) -> Wrapper:
         """Bridge divides the batch of an evaluation by the replicas that are left; the launch's share is asked for."""
