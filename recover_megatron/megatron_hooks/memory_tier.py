@@ -127,7 +127,7 @@ class MemoryTier:
         found: dict[int, Any] = {}
         if self._sharded is not None:
             self._sharded.complete()
-            found[self._shards_of(me, decision)] = pieces(self._sharded)
+            found[part_of(me, decision.workers, self._recovery.assignment.grid.size)] = pieces(self._sharded)
         if me in decision.copies[position]:
             found[position] = {**self._state.tree(), "workers": decision.workers}
         return dict(sorted(found.items()))
@@ -140,9 +140,6 @@ class MemoryTier:
             for part, (giver, keeper) in decision.copies.items()
             if keeper == me and part != position
         }
-
-    def _shards_of(self, worker: int, decision: Decision) -> int:
-        return part_of(worker, decision.workers, self._recovery.assignment.grid.size)
 
     def before_update(self) -> None:
         """The state is about to change: not before it is copied."""

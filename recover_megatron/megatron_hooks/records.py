@@ -87,7 +87,8 @@ class Records:
             self._write(recovery)
             if outcome.seconds:
                 reran = {str(replica): ids for replica, ids in outcome.reran.items()}
-                phases, aside = _rounded(outcome.seconds), outcome.aside_bytes
+                phases = {name: round(value, 6) for name, value in outcome.seconds.items()}
+                aside = outcome.aside_bytes
                 self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=phases, aside_bytes=aside)
         self._first = False
 
@@ -218,10 +219,6 @@ def _to_megatrons_writers(recovery: Recovery, outcome: Outcome) -> None:
             board.add_scalar(name, value, iteration)
     if wandb := get_wandb_writer():
         wandb.log(scalars, iteration)
-
-
-def _rounded(seconds: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 6) for name, value in seconds.items()}
 
 
 class Console:

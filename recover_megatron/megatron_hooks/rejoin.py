@@ -8,12 +8,9 @@
                      more, alone, and comes to ``come_back``
 
 Meanwhile the others train. They meet this worker at the boundary before a step (`training_parts`), give it its state
-while they compute that step (`state_exchange`), and need it from there on.
-The parts of ``leave``, ``wait`` and ``take_place`` that have no Megatron in them are `instep.orphan`.
-
-Where a worker builds alone, pretrain() runs as at launch, with the rank of the new position, up to train(): its groups
-hold nobody else (see `groups`), so nothing is sent and nothing is waited for.  What it would learn from others there
-comes with the state later.
+while they compute that step (`state_exchange`), and need it from there on.  What has no Megatron in it is
+`instep.orphan`.  Where a worker builds alone, its groups hold nobody else (see `groups`): nothing is sent and nothing
+is waited for, and what it would learn from others comes with the state later.
 
 Where the state is lost all go back to one checkpoint, in place (``Rollback``).
 """

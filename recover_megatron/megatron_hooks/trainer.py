@@ -29,11 +29,11 @@ from recover_megatron.megatron_hooks.microbatches import Accumulated, Microbatch
 from recover_megatron.megatron_hooks.training_parts import TrainingParts
 
 
+@dataclass(eq=False)
 class NominalCount:
     """While ``count`` is set, every loss is divided by it instead of by the number of microbatches of the pass."""
 
-    def __init__(self) -> None:
-        self.count: int | None = None
+    count: int | None = None
 
     def install(self) -> None:
         parameters = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import megatron.core
@@ -29,15 +30,13 @@ SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint
 """Kinds of sections -> the phase of a fault specification."""
 
 
+@dataclass(eq=False)
 class FaultInjection:
-    """The faults of one worker (--recover-inject): the phases of ``chaos.spec``, by their places in Megatron's work.
+    """The faults of one worker (--recover-inject): the phases of ``chaos.spec``, by their places in Megatron's work."""
 
-    ``training`` tells where it is.
-    """
-
-    def __init__(self, injector: Injector, training: TrainingHooks) -> None:
-        self._injector = injector
-        self._training = training
+    _injector: Injector
+    _training: TrainingHooks
+    """Tells where it is."""
 
     def install(self) -> None:
         """Wrap the seam; raises UserError if this Megatron's is not the one we know."""
@@ -69,26 +68,17 @@ class FaultInjection:
         return backward_step
 
 
+@dataclass(eq=False)
 class TurningPoints(Hooks):
-    """The hooks of one worker; see ``Hooks`` for its methods.
+    """The hooks of one worker; see ``Hooks`` for its methods."""
 
-    ``faults``: None where none is to be injected.  ``newcomer``: this worker was not launched with the run.
-    """
-
-    def __init__(
-        self,
-        groups: Groups,
-        training: TrainingHooks,
-        records: Records,
-        faults: FaultInjection | None,
-        *,
-        newcomer: bool,
-    ) -> None:
-        self._groups = groups
-        self._training = training
-        self._records = records
-        self._faults = faults
-        self._first_plan = not newcomer
+    _groups: Groups
+    _training: TrainingHooks
+    _records: Records
+    _faults: FaultInjection | None
+    """None where none is to be injected."""
+    _first_plan: bool
+    """Whether it was launched with the run, and has had no plan yet."""
 
     def abort_replica(self) -> None:
         self._training.replica_ends()

@@ -132,7 +132,7 @@ class FaultTolerance:
         injector = Injector(parse_spec(config.inject) if config.inject else [], self._me, breaks)
         self._faults = FaultInjection(injector, self._training) if injector.active else None
         self._turning_points = TurningPoints(
-            self._groups, self._training, self._records, self._faults, newcomer=self._newcomer
+            self._groups, self._training, self._records, self._faults, not self._newcomer
         )
         self._session = self._connect()
 
@@ -319,6 +319,7 @@ class FaultTolerance:
             hook=None if self._faults is None else self._faults.in_ring,
         )
         node = os.environ.get(NODE_NAME_VARIABLE) or os.environ.get(NODE_VARIABLE) or socket.gethostname()
+        spread, instances = spreads_optimizer(args), optimizer_instances(args)
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
         return Recovery(
             self._session,
@@ -334,12 +335,13 @@ class FaultTolerance:
                 args.pipeline_model_parallel_size if interleaved else 1,
                 config.allow_cross_node_tp,
                 strict=config.verify_interval > 0,
-                spread=spreads_optimizer(args),
+                spread=spread,
                 replaced=REPLACED_VARIABLE in os.environ,
                 min_replicas=config.min_replicas,
-                shards=_shards(args, grid),
-                holders=1 + config.shadow_shards if optimizer_instances(args) == 1 else optimizer_instances(args),
-                placed=optimizer_instances(args) == 1,
+                # In how many Megatron cuts the optimizer's state, where its instances are the copies.
+                shards=grid.launched // instances if spread and instances > 1 else 0,
+                holders=1 + config.shadow_shards if instances == 1 else instances,
+                placed=instances == 1,
                 memory=config.memory_tier,
                 memory_interval=config.memory_interval,
                 spares=config.spares,
@@ -348,12 +350,6 @@ class FaultTolerance:
             verify_interval=config.verify_interval,
             flags=script_flags.flags_of(sys.argv[1:], config.may_differ.split(",")),
         )
-
-
-def _shards(args: Any, grid: LaunchGrid) -> int:
-    """In how many Megatron cuts the optimizer's state, where its instances are the copies; 0: they are not."""
-    instances = optimizer_instances(args)
-    return grid.launched // instances if spreads_optimizer(args) and instances > 1 else 0
 
 
 def _device() -> torch.device:

@@ -1,8 +1,7 @@
 """What is refused before any process group is made: all reasons at once, each with its remedy.
 
-Megatron checks flags too, by assertions deep inside: one at a time, as tracebacks, on every worker.  ``parse`` turns
-those into the same kind of message.  The checks here are those whose failure would come late (missing data), unclear
-(world size) or not at all (what --recover cannot keep exact).
+Here is checked what would fail late (missing data), unclear (world size) or not at all (what --recover cannot keep
+exact); what Megatron itself asserts is told in the same way (``in_plain_words``).
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ def _tidy_reductions(pipeline: Any, groups: Any) -> None:
     pipeline.grad_reduce_queue.clear()
     for number, status in list(pipeline.bucket_status.items()):
         buffer = pipeline.get_fsdp_buffer(number)
-        _forget_coalesced(buffer.data_parallel_group)
+        # Torch keeps the operations of a batch that an exception has ended, and would refuse the next batch.
+        dist.distributed_c10d._world.pg_coalesce_state.pop(buffer.data_parallel_group, None)
         abandon(buffer)
         buffer.reset_param_main_grad()
         pipeline.bucket_status[number] = type(status).EMPTY
@@ -114,11 +115,6 @@ def abandon(buffer: Any) -> None:
     holds its tensors; but Megatron frees a bucket by shrinking its storage to nothing, whoever holds it.
     """
     buffer.temporary_bucket_allocator.buckets.pop(buffer.bucket_index.bucket_id, None)
-
-
-def _forget_coalesced(group: Any) -> None:
-    """Torch keeps the operations of a batch that an exception has ended, and would refuse the next batch."""
-    dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)
 
 
 def install_meshes(alone: Callable[[], bool]) -> None:

@@ -1,11 +1,8 @@
-"""Megatron-Bridge's training loop, ``megatron.bridge.training``: the second user of ``recover_megatron.integrate``.
+"""Megatron-Bridge's training loop, ``megatron.bridge.training`` (docs/integrate.md).
 
-    from recover_megatron.megatron_hooks.loops import bridge
-    bridge.pretrain(config, forward_step)          # in place of megatron.bridge.training.pretrain.pretrain
-
-started with ``recover-run ... script.py --recover``.  What Bridge's functions take otherwise than Megatron-LM's is
-translated here (the ``adapt`` of a seam); its configuration and counters are seen through ``BridgeArguments``, which
-stands where ``megatron.training.get_args()`` looks.  What is refused: ``bridge_arguments.problems``.
+What Bridge's functions take otherwise than Megatron-LM's is translated here (the ``adapt`` of a seam); its
+configuration and counters are seen through ``BridgeArguments``, which stands where ``megatron.training.get_args()``
+looks.  What is refused: ``bridge_arguments.problems``.
 
 The seams are those of the releases that ``SUPPORTED`` names; ``scripts/bridge_seams.py`` compares them with sources.
 """

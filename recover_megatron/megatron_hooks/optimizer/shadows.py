@@ -1,8 +1,8 @@
 """The copies of the optimizer's state: how it changes hands, and how shadows are compared and, on the host, updated.
 
-Before a step whose members are not those of the layout that the state is held by (``Repartition``)::
+Before a step whose members are not those of the layout that the state is held by (``change_hands``)::
 
-    section    the layout for who is there now; pieces for what this worker is to hold by it (``LayoutPieces``); what
+    section    the layout for who is there now; pieces for what this worker is to hold by it (``make``); what
        |       these lack is fetched from the workers that hold it (``instep.shards``).  A worker is lost: again, with
        v       who is left
     the new pieces are those of the optimizer, and the layout is what is held
@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import ElementRange, Shards
@@ -53,11 +52,13 @@ REPARTITION_SECONDS = 600.0
 
 @dataclass(eq=False)
 class LayoutPieces:
-    """Which pieces of the optimizer's state one worker is to hold by a layout of it, with the model that it has."""
+    """The pieces of the optimizer's state that one worker holds, and is to hold by a layout."""
 
+    fragments: Sequence[ShardFragments]
+    """Those of each of Megatron's optimizers."""
     buckets: Buckets | FsdpBuckets
     shards: Shards
-    assignment: Assignment
+    recovery: Recovery
 
     def wanted(self) -> dict[Column, Any]:
         """The layouts for who is there now."""
@@ -69,7 +70,7 @@ class LayoutPieces:
 
     def make(self, fragments: ShardFragments, layouts: Layouts) -> Held:
         """New pieces of all that this worker is to hold, without a state."""
-        held = layouts[self.column(fragments)].held(self.assignment.me)
+        held = layouts[self.column(fragments)].held(self.recovery.assignment.me)
         return {
             unit: fragments.make(self.parts(fragments, unit, layouts), shadow=place > 0)
             for place, unit in enumerate(held)
@@ -84,19 +85,9 @@ class LayoutPieces:
             found[number] = layout.parts(unit, numel)
         return found
 
-
-@dataclass(eq=False)
-class Repartition:
-    """Has the state of one worker change hands."""
-
-    _fragments: Sequence[ShardFragments]
-    """Those of each of Megatron's optimizers."""
-    _pieces: LayoutPieces
-    _recovery: Recovery
-
-    def run(self) -> None:
-        """Have it change hands, for who is there now; a section: all or nobody."""
-        recovery, progress = self._recovery, self._recovery.progress
+    def change_hands(self) -> None:
+        """Have the state change hands, for who is there now; a section: all or nobody."""
+        recovery, progress = self.recovery, self.recovery.progress
         layouts: dict[Column, Any] = {}
         held: list[Held] = []
         began, came = time.monotonic(), 0
@@ -109,9 +100,9 @@ class Repartition:
             progress.inject("repartition")
             mark()
             layouts.clear()
-            layouts.update(self._pieces.wanted())
-            held[:] = [self._pieces.make(fragments, layouts) for fragments in self._fragments]
-            came = self._pieces.shards.exchange(
+            layouts.update(self.wanted())
+            held[:] = [self.make(fragments, layouts) for fragments in self.fragments]
+            came = self.shards.exchange(
                 recovery.assignment.epoch_groups,
                 self._element_ranges(layouts),
                 self._give,
@@ -121,19 +112,19 @@ class Repartition:
             progress.inject("repartition")
 
         recovery.sections.run("repartition", run)
-        for fragments, its in zip(self._fragments, held, strict=True):
+        for fragments, its in zip(self.fragments, held, strict=True):
             fragments.install(its)
-        self._pieces.shards.take_up(layouts)
+        self.shards.take_up(layouts)
         seconds, epoch = round(time.monotonic() - began, 6), recovery.assignment.decision.epoch
         recovery.hooks.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
 
     def _element_ranges(self, layouts: Layouts) -> dict[tuple[int, int], list[ElementRange]]:
         """(who gives, who gets) -> what."""
         element_ranges: dict[tuple[int, int], list[ElementRange]] = {}
-        for fragments in self._fragments:
+        for fragments in self.fragments:
             for number in fragments.buckets:
-                column, numel = self._pieces.buckets.part(number)
-                for move in self._pieces.shards.moves(column, layouts[column], numel):
+                column, numel = self.buckets.part(number)
+                for move in self.shards.moves(column, layouts[column], numel):
                     element_range = ElementRange(number, move.start, move.stop)
                     element_ranges.setdefault((move.source, move.target), []).append(element_range)
         return element_ranges
@@ -143,12 +134,42 @@ class Repartition:
 
     def _take(self, element_ranges: Sequence[ElementRange], tree: list[Any], held: list[Held]) -> None:
         for element_range, its in zip(element_ranges, tree, strict=True):
-            for fragments, units in zip(self._fragments, held, strict=True):
+            for fragments, units in zip(self.fragments, held, strict=True):
                 if element_range.bucket in fragments.buckets:
                     fragments.take(element_range, its, [fragment for unit in units.values() for fragment in unit])
 
     def _fragments_of(self, element_range: ElementRange) -> ShardFragments:
-        return next(fragments for fragments in self._fragments if element_range.bucket in fragments.buckets)
+        return next(fragments for fragments in self.fragments if element_range.bucket in fragments.buckets)
+
+    def compare(self) -> None:
+        """Compare the shadows with what they are shadows of, by the digests of all holders; in a section.
+
+        Where one differs, all are made anew with the next repartition, by all workers.
+        """
+        recovery, mine = self.recovery, self.recovery.assignment
+        held = self._digests()
+
+        def run() -> tuple[list[int], bool]:
+            recovery.progress.mark("verify", waiting=True)
+            ring = mine.epoch_groups.ring(alive(self.buckets.tail, mine.live))
+            found = differing_units(ring.exchange(held))
+            return found, mine.epoch_groups.any(bool(found), tuple(sorted(mine.live)))
+
+        different, anywhere = recovery.sections.run("verify shadows", run)
+        if different:
+            recovery.hooks.log("shadows differ", units=different)
+            log.info(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
+        if anywhere:
+            self.shards.distrust_shadows()
+
+    def _digests(self) -> list[int]:
+        """What this worker holds: a row for ``differing_units``."""
+        row = []
+        for optimizer, fragments in enumerate(self.fragments):
+            column = self.column(fragments)
+            for unit in self.shards.held(column):
+                row += [optimizer, min(column), unit, fragments.digest(unit).value]
+        return row
 
 
 @dataclass(eq=False)
@@ -229,42 +250,6 @@ def _update(
     for fragment in shadows:
         fragment.tensor.grad = None
         fragment.state = twin.state[fragment.tensor]
-
-
-@dataclass(eq=False)
-class ShadowCheck:
-    """Compares the shadows with what they are shadows of, by the digests of all holders."""
-
-    _fragments: Sequence[ShardFragments]
-    _pieces: LayoutPieces
-    _recovery: Recovery
-
-    def run(self) -> None:
-        """Compare, in a section; where one differs, all are made anew with the next repartition, by all workers."""
-        recovery, mine = self._recovery, self._recovery.assignment
-        held = self._digests()
-
-        def run() -> tuple[list[int], bool]:
-            recovery.progress.mark("verify", waiting=True)
-            ring = mine.epoch_groups.ring(alive(self._pieces.buckets.tail, mine.live))
-            found = differing_units(ring.exchange(held))
-            return found, mine.epoch_groups.any(bool(found), tuple(sorted(mine.live)))
-
-        different, anywhere = recovery.sections.run("verify shadows", run)
-        if different:
-            recovery.hooks.log("shadows differ", units=different)
-            log.info(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
-        if anywhere:
-            self._pieces.shards.distrust_shadows()
-
-    def _digests(self) -> list[int]:
-        """What this worker holds: a row for ``differing_units``."""
-        row = []
-        for optimizer, fragments in enumerate(self._fragments):
-            column = self._pieces.column(fragments)
-            for unit in self._pieces.shards.held(column):
-                row += [optimizer, min(column), unit, fragments.digest(unit).value]
-        return row
 
 
 def differing_units(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -44,7 +44,7 @@ from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
-from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces, Repartition, ShadowCheck
+from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
 
 _OVERRIDDEN = ("_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params", "get_parameter_state_dp_zero",
@@ -99,17 +99,15 @@ class ShardedOptimizer:
         self._buckets, self._keeping = buckets, keeping
         self.shards = buckets.shards
         self._recovery, self._progress = recovery, recovery.progress
-        self._pieces = LayoutPieces(buckets, self.shards, recovery.assignment)
         chained = getattr(optimizer, "chained_optimizers", [optimizer])
         real = [one for one in chained if not one.is_stub_optimizer]
         self._fragments = [keeping.fragments(one, _groups_of[one], shadow_device) for one in real]
+        self._pieces = LayoutPieces(self._fragments, buckets, self.shards, recovery)
         self._parameters = Parameters(buckets.parameters, self.shards)
         device = buckets.parameters[0][1].device
         self.updated = 0
         """The iteration of the last update."""
         self._shadows_elsewhere = shadow_device is not None and shadow_device.type != device.type
-        self._repartition = Repartition(self._fragments, self._pieces, recovery)
-        self._shadow_check = ShadowCheck(self._fragments, self._pieces, recovery)
         self._aside = HostShadows(self._fragments, float(optimizer.config.clip_grad))
         self._overlap: Overlap | None = None
         if self._fragments and buckets.overlaps and shadow_device is None:
@@ -117,7 +115,7 @@ class ShardedOptimizer:
         buckets.overlap = self._overlap
         self._optimizers = real
         zeros = bool(optimizer.config.log_num_zeros_in_grad)
-        self._norms = UnitNorms(self._fragments, self._pieces, keeping, shadows + 1, zeros)
+        self._norms = UnitNorms(self._pieces, keeping, shadows + 1, zeros)
         places = [self.shards.columns.index(self._pieces.column(fragments)) for fragments in self._fragments]
         self._scales = LossScales(real, self._fragments, places)
         for one, fragments in zip(real, self._fragments, strict=True):
@@ -213,14 +211,14 @@ class ShardedOptimizer:
     def renew(self) -> None:
         """Have the state change hands, for who is there now; a section: all or nobody."""
         self.complete()
-        self._repartition.run()
+        self._pieces.change_hands()
         self.check()
 
     def verify(self) -> None:
         """Compare the shadows with what they are shadows of; where one differs, all are made anew, by all workers."""
         self._aside.join()
         if not self._shadows_elsewhere:  # another kind of processor rounds otherwise: they differ from the start
-            self._shadow_check.run()
+            self._pieces.compare()
 
     def _primary_fragments(self, fragments: ShardFragments) -> Iterator[ShardFragment]:
         column = self._pieces.column(fragments)
@@ -339,8 +337,6 @@ class UnitSums:
 class UnitNorms:
     """The norm of gradients whose sums lie at the holders of the units that they update."""
 
-    _fragments: Sequence[ShardFragments]
-    """What one worker holds of each of Megatron's optimizers."""
     _pieces: LayoutPieces
     _keeping: Keeping
     _width: int
@@ -354,7 +350,7 @@ class UnitNorms:
         sums = torch.zeros(len(shards.columns), self._width, 2, dtype=torch.float64, device=device)
         for at, column in enumerate(shards.columns):
             for place, unit in enumerate(shards.held(column)):
-                for fragments in self._fragments:
+                for fragments in self._pieces.fragments:
                     if unit in fragments.held and self._pieces.column(fragments) == column:
                         sums[at, place] += fragments.sums(unit, zeros=self._zeros)
         group = self._keeping.norm_group()
@@ -367,7 +363,7 @@ class UnitNorms:
 
         A row has for each held unit: the unit, whether this worker speaks for it, and its sums.
         """
-        shards, assignment = self._pieces.shards, self._pieces.assignment
+        shards, assignment = self._pieces.shards, self._pieces.recovery.assignment
         row = [float(begun)]
         for at, column in enumerate(shards.columns):
             held = shards.held(column)
