@@ -63,7 +63,7 @@ class StateExchange:
             self._offer = groups.offer("state", tree, shared_tensors(tree))
 
     def withdraw(self) -> None:
-        """The state is about to change: what is still being fetched of it, by nobody who is counted on, is not believed."""
+        """The state is about to change: what is still fetched of it, by nobody who is counted on, is not believed."""
         if self._offer is not None:
             self._offer.withdraw()
             self._offer = None

@@ -78,15 +78,6 @@ def test_gradients_travel_by_the_ring_on_the_cpu_and_over_nccl_on_gpus(
     assert all(flag in reason for flag, reason in zip(told, found, strict=True))
 
 
-def test_muon_that_asks_its_tensor_ranks_in_the_update_is_refused() -> None:
-    muon = ("--optimizer", "muon", "--tensor-model-parallel-size", "2")
-    config = RecoverConfig(enabled=True)
-    assert cannot_recover(parsed(True, *muon), config) == []
-    (reason,) = cannot_recover(parsed(True, *muon, "--muon-tp-mode", "duplicated"), config)
-    assert "--muon-tp-mode duplicated" in reason
-    assert cannot_recover(parsed(True, *muon[:2], "--muon-tp-mode", "duplicated"), config) == []
-
-
 @pytest.mark.parametrize("optimizer", ["muon", "dist_muon", "lion"])
 def test_a_package_that_an_optimizer_needs_and_that_is_not_here_is_named(
     monkeypatch: pytest.MonkeyPatch, optimizer: str
@@ -111,31 +102,29 @@ def test_a_flag_that_was_not_given_is_not_touched() -> None:
     assert {name for name in without if with_recover[name] != without[name]} <= {"rerun_mode"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ("--bf16", None),
-        ("--fp16 --tensor-model-parallel-size 2 --multi-latent-attention", None),
-        ("", "--qk-clip needs --bf16 or --fp16"),
-        ("--bf16 --tensor-model-parallel-size 2", "--qk-clip with --tensor-model-parallel-size 2 needs --multi-latent"),
-    ],
-)
-def test_clipping_by_attention_logits_is_refused_where_megatron_itself_ends(flags: str, reason: str | None) -> None:
-    args = parsed(True, "--qk-clip", *flags.split())
-    found = [its for its in cannot_recover(args, RecoverConfig(enabled=True)) if "--qk-clip" in its]
-    assert [its.startswith(reason) for its in found] == [True] if reason else found == []
-
-
 @pytest.mark.parametrize(("flags", "taken"), [("--bf16", True), ("", False), ("--bf16 --use-megatron-fsdp", False)])
 def test_the_largest_attention_logit_is_logged_where_megatron_finds_it(flags: str, taken: bool) -> None:
     assert parsed(True, "--log-max-attention-logit", *flags.split()).log_max_attention_logit is taken
 
 
-@pytest.mark.parametrize("other", ["--main-params-dtype fp16", "--exp-avg-sq-dtype fp8", "--optimizer-cpu-offload"])
-def test_a_precision_aware_optimizer_with_other_types_than_float32_is_refused_since_it_trains_otherwise(
-    other: str,
+AWARE = "--use-precision-aware-optimizer --use-distributed-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [("--qk-clip --bf16", None), ("--qk-clip", "--qk-clip needs --bf16 or --fp16"),
+     ("--qk-clip --fp16 --tensor-model-parallel-size 2 --multi-latent-attention", None),
+     ("--qk-clip --bf16 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 needs --multi-latent"),
+     ("--optimizer muon --tensor-model-parallel-size 2", None),
+     ("--optimizer muon --muon-tp-mode duplicated", None),
+     ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode duplicated", "--muon-tp-mode duplicated"),
+     (f"{AWARE} --main-params-dtype fp16", "with --use-precision-aware-optimizer yet"),
+     (f"{AWARE} --exp-avg-sq-dtype fp8", "with --use-precision-aware-optimizer yet"),
+     (f"{AWARE} --optimizer-cpu-offload", "with --use-precision-aware-optimizer yet")],
+)  # fmt: skip
+def test_what_trains_otherwise_or_asks_others_in_the_update_or_ends_megatron_itself_is_refused(
+    flags: str, reason: str | None
 ) -> None:
-    args = parsed(True, "--use-precision-aware-optimizer", "--use-distributed-optimizer", *other.split())
-    assert args.use_precision_aware_optimizer
-    refusals = cannot_shard(args, RecoverConfig(enabled=True))
-    assert any("with --use-precision-aware-optimizer yet" in refusal for refusal in refusals)
+    args, config = parsed(True, *flags.split()), RecoverConfig(enabled=True)
+    found = [*cannot_recover(args, config), *cannot_shard(args, config)]
+    assert any(reason in its for its in found) if reason else found == []

@@ -150,20 +150,16 @@ def test_an_orphan_of_the_first_iteration_after_a_checkpoint_goes_on_as_the_othe
 
 
 @pytest.mark.parametrize(
-    ("change", "value"), [("lr", 0.123), ("weight_decay", 0.5), ("betas", (0.5, 0.5)), ("eps", 1e-3)]
-)
+    ("change", "value"),
+    [("lr", 0.123), ("weight_decay", 0.5), ("betas", (0.5, 0.5)), ("eps", 1e-3), ("num_steps", 77), ("max_lr", 77),
+     ("lr_decay_steps", 77), ("end_wd", 77), ("wd_incr_style", "constant")],
+)  # fmt: skip
 def test_what_steers_the_update_is_compared_where_states_are(make: Any, change: str, value: Any) -> None:
+    """Of the optimizer's groups, and of the schedule."""
     one = make(loaded=True)
     digest = one.state.digest()
-    one.inner.param_groups[0][change] = value
-    assert one.state.digest() != digest
-
-
-@pytest.mark.parametrize("name", ["num_steps", "max_lr", "lr_decay_steps", "end_wd", "wd_incr_style"])
-def test_the_schedule_is_compared_where_states_are(make: Any, name: str) -> None:
-    one = make(loaded=True)
-    digest = one.state.digest()
-    setattr(one.scheduler, name, "constant" if name == "wd_incr_style" else 77)
+    group = one.inner.param_groups[0]
+    (group if change in group else vars(one.scheduler))[change] = value
     assert one.state.digest() != digest
 
 
