@@ -312,18 +312,17 @@ def _with_sources(build: Callable[..., Any]) -> Callable[..., Any]:
         if dataset is None:
             return build(dataset, consumed_samples, *args, **kwargs)
         loader = build(TaggedDataset(dataset), consumed_samples, *args, **kwargs)
-        sampler = loader.batch_sampler
-        size = sampler.micro_batch_size
-        if type(sampler).__name__ == "MegatronFullValidationSampler":
-            return Source(loader, size, consumed_samples, InTurn(len(dataset), get_args().data_parallel_size))
-        return Source(loader, size, consumed_samples, _order_of(dataset, sampler, consumed_samples))
+        order = _order_of(dataset, loader.batch_sampler, consumed_samples)
+        return Source(loader, loader.batch_sampler.micro_batch_size, consumed_samples, order)
 
     return build_pretraining_data_loader
 
 
 def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order:
-    args, size = get_args(), sampler.micro_batch_size
-    if type(sampler).__name__ != "MegatronPretrainingRandomSampler":
+    args, size, kind = get_args(), sampler.micro_batch_size, type(sampler).__name__
+    if kind == "MegatronFullValidationSampler":
+        return InTurn(len(dataset), args.data_parallel_size)
+    if kind != "MegatronPretrainingRandomSampler":
         return InOrder(len(dataset), size)
     if type(dataset).__name__ == "RandomSeedDataset":
         raise UserError(

@@ -221,8 +221,7 @@ class InOrder:
 class InTurn:
     """The samples of a data set of ``total``, one for each of the ``ranks`` of the launch in turn: microbatches of one.
 
-    A rank that is through with its own begins with them again, at once: at the end of the data set others may still
-    have one.
+    A rank that is through with its own begins with them again, at once.
     """
 
     def __init__(self, total: int, ranks: int) -> None:

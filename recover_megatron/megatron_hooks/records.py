@@ -95,7 +95,7 @@ class Records:
     def planned(self, recovery: Recovery) -> None:
         """A new epoch: a worker that has become the writer adds what the lost one left out: no other step may come."""
         self._follow(recovery.assignment.decision.timeline)
-        if not (self._candidate(recovery) and self._writes(recovery)):
+        if not self._writes(recovery):
             if self._file is not None:
                 self._file.give_up()
             self._file = None  # somebody else writes on; should it be this worker's turn again, it looks how far
@@ -115,12 +115,7 @@ class Records:
 
     def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
         """Add an event, if this worker is the writer."""
-        if (
-            self._folder is None
-            or not recovery.assignment.started
-            or not self._candidate(recovery)
-            or not self._writes(recovery)
-        ):
+        if self._folder is None or not recovery.assignment.started or not self._writes(recovery):
             return
         if self._events is None:
             self._events = EventsFile(self._folder / EVENTS_FILE)
@@ -154,9 +149,8 @@ class Records:
     def _writes(self, recovery: Recovery) -> bool:
         # Not a fresh replica, if there is another: it does not know what was committed before.
         decision = recovery.assignment.decision
-        return recovery.assignment.replica == next(
-            (r for r in decision.replicas if r not in decision.fresh), decision.replicas[0]
-        )
+        first = next((r for r in decision.replicas if r not in decision.fresh), decision.replicas[0])
+        return recovery.assignment.replica == first and self._candidate(recovery)
 
     def close(self) -> None:
         """This worker ends: write what is left, as long as the disk takes it."""

@@ -167,9 +167,8 @@ CUMULATIVE = ("cumulative_correct_values", "cumulative_total_values")
 class LogTotals:
     """What one worker's log has added up since its last row, and over which seconds: a part of its state.
 
-    train() keeps it in a variable of its own, which is empty when train() is entered.  A worker that comes into the
-    run, or comes back, in the middle of an interval gets what its column has added up, so its row is that of the whole
-    interval.
+    train() keeps it in a variable of its own, which is empty when train() is entered: a worker that comes in the middle
+    of an interval gets what its column has added up, so its row is that of the whole interval.
     """
 
     def __init__(self) -> None:

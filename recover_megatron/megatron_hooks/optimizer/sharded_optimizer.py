@@ -50,8 +50,7 @@ from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragm
 _OVERRIDDEN = ("_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params", "get_parameter_state_dp_zero",
                "sharded_param_state_dp_reshardable", "sharded_param_state_fully_reshardable")  # fmt: skip
 _groups_of: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
-"""Optimizer -> model parameter -> number of its group: only while it is made does Megatron know of all.  Gone with the
-optimizer: a worker that builds another model has no room for the parameters of the one before."""
+"""Optimizer -> model parameter -> number of its group: only while it is made does Megatron know of all."""
 
 
 def install() -> None:
@@ -383,12 +382,11 @@ class UnitNorms:
 
 
 class LossScales:
-    """The loss scales (--fp16) of ``optimizers`` whose gradients are spread over workers, each of which has a part.
+    """The loss scales (--fp16) of ``optimizers``, that of experts, too, whose gradients are spread over workers.
 
-    Each of Megatron's optimizers, that of experts, too, has a scale of its own, which falls when its gradients
-    overflow; then the step is skipped.  Stock Megatron asks all workers for that inside the step.  Here it follows from
-    the sums of squares that all tell each other for the norm, so all skip a step, or none.  ``fragments``: what is held
-    of each optimizer; ``columns``: the place of its column among all.
+    Stock Megatron asks all workers inside the step whether gradients have overflowed, so that it is skipped.  Here that
+    follows from the sums of squares that all tell each other for the norm: all skip a step, or none.  ``fragments``:
+    what is held of each optimizer; ``columns``: the place of its column among all.
     """
 
     def __init__(self, optimizers: Sequence[Any], fragments: Sequence[ShardFragments], columns: Sequence[int]) -> None:
