@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.instep.blame import Blame
-from recover_megatron.instep.decision import HELD, MEMORY, Checkpoint, Decision
+from recover_megatron.instep.decision import HELD, MEMORY, Decision
 from recover_megatron.instep.decision import Rollback as Target
 from recover_megatron.instep.faults import (
     InStepError,
@@ -54,7 +54,6 @@ from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.checkpoints import CHECKPOINT_SECONDS, Checkpoints
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Console, Records
-from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.state_exchange import INTERRUPTED, first_iteration
 from recover_megatron.megatron_hooks.training_parts import StepGuard, TrainingParts
 from recover_megatron.membership.records import MembershipError
@@ -248,14 +247,6 @@ AS_SAVED = {
     "ckpt_assume_constant_structure": False,  # who reads what was planned for other workers
 }
 """Megatron's arguments by which the launch may have begun with a part of a checkpoint: a rollback takes all of it."""
-
-
-def kept(checkpoints: Checkpoints, state: TrainingState) -> list[Checkpoint]:
-    """The complete checkpoints that this worker's run can go back to.  From any thread."""
-    if not state.rolls_back:
-        return []
-    found = [(iteration, "save") for iteration in checkpoints.complete]
-    return [*found, (state.loaded_at_launch, "load")] if state.loaded_at_launch else found
 
 
 @dataclass(eq=False)

@@ -41,7 +41,7 @@ from recover_megatron.megatron_hooks.microbatches import Accumulated, Microbatch
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 from recover_megatron.megatron_hooks.records import Console, Records
-from recover_megatron.megatron_hooks.rejoin import Rejoin, Rollback, kept
+from recover_megatron.megatron_hooks.rejoin import Rejoin, Rollback
 from recover_megatron.megatron_hooks.state import TrainingState
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
 from recover_megatron.megatron_hooks.training_parts import StepGuard, TrainingParts, rebalance
@@ -139,9 +139,15 @@ class TrainingHooks:
             self.sharded.check()
 
     def kept_checkpoints(self) -> tuple[list[Checkpoint], set[int]]:
-        """The complete checkpoints that the run could go back to, and those that this worker has failed to load."""
-        state = self.state
-        return ([] if state is None else kept(self._checkpoints, state)), self._checkpoints.unreadable
+        """The complete checkpoints that the run could go back to, and those that this worker has failed to load.
+
+        From any thread.
+        """
+        state, found = self.state, list[Checkpoint]()
+        if state is not None and state.rolls_back:
+            found += [(iteration, "save") for iteration in self._checkpoints.complete]
+            found += [(state.loaded_at_launch, "load")] if state.loaded_at_launch else []
+        return found, self._checkpoints.unreadable
 
     @property
     def begun(self) -> bool:

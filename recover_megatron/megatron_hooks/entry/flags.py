@@ -21,7 +21,6 @@ from recover_megatron import arguments, hostdevice
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError, traceback_wanted
-from recover_megatron.megatron_hooks.entry.settled import not_settled, say, settle
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
 from recover_megatron.megatron_hooks.refused import (
     EMERGING,
@@ -29,6 +28,9 @@ from recover_megatron.megatron_hooks.refused import (
     cannot_recover,
     cannot_shard,
     cannot_shard_model,
+    not_settled,
+    say,
+    settle,
 )
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -42,7 +44,7 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
 
     It also changes defaults of Megatron's where they could not run: on the host device the fused kernels, and with
     --recover the rerun machine, which replays whole steps.  A flag that the user gives wins, but for what --recover
-    does in another way (`settled`); it is refused if it can't.
+    does in another way (`refused`); it is refused if it can't.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from recover_megatron.arguments import RecoverConfig
-from recover_megatron.megatron_hooks.entry.settled import SETTLED
-from recover_megatron.megatron_hooks.refused import cannot_recover, cannot_shard
+from recover_megatron.megatron_hooks.refused import SETTLED, cannot_recover, cannot_shard
 from recover_megatron.megatron_hooks.trackers import LOGIT_FLAGS
 
 SECTIONS = (

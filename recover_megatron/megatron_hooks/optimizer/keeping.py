@@ -178,6 +178,44 @@ class ShardedCheckpoint:
                 found.append(_entry(key, at, size, instance, empty, padding=True))
         return found
 
+    @contextmanager
+    def loading_into(self, held: dict[int, list[ShardFragment]]) -> Iterator[None]:
+        """Have the optimizer load a checkpoint into the pieces of ``held``, which it then updates.
+
+        Megatron's own loading knows one layout, that of the launch: a shard for each rank, and no shadow.  Here it asks
+        for the pieces of another one, and gets them; what else it loads (groups, steps, the scaler) it loads as ever.
+        The state of the pieces is made here, and of no use before the checkpoint is loaded.  Raises ValueError for a
+        checkpoint of another format.
+        """
+        optimizer, fragments = self._optimizer, self._fragments
+        every = [fragment for its in held.values() for fragment in its]
+        if any(fragment.aside for fragment in every):
+            raise ValueError("the state of shadows on the host cannot be loaded in place (--recover-shadow-device cpu)")
+        fragments.install(held)
+        optimizer._init_optimizer_states_with_dummy_values()  # an update by zeros: all is read from the checkpoint
+        inner = fragments.inner
+
+        def wanted(model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
+            # Not before: Megatron has loaded the groups, and torch has made new dicts of the state.
+            for fragment in every:
+                fragment.state = inner.state[fragment.tensor]
+            return self.wanted(every)
+
+        def loaded(state: Any) -> None:
+            for fragment, entry in zip(every, self.found(state, every), strict=True):
+                fragment.state = dict(inner.state[fragment.tensor])
+                _copy(fragment, entry)
+            fragments.install(held)
+
+        others = dict.fromkeys((name for name in OTHER_FORMATS if hasattr(optimizer, name)), _refuse)
+        with monkeypatch.replaced(
+            optimizer,
+            sharded_param_state_dp_reshardable=wanted,
+            load_parameter_state_from_dp_reshardable=loaded,
+            **others,
+        ):
+            yield
+
 
 def _lists(state: Any) -> Iterator[tuple[tuple[int, Any, int], list[dict[str, Any]]]]:
     for number, types in state.items():
@@ -218,45 +256,6 @@ OTHER_FORMATS = (
     "sharded_param_state_fs_model_space",
 )
 """Methods by which a distributed optimizer asks for a checkpoint of another format."""
-
-
-@contextmanager
-def loading_into(
-    optimizer: Any, fragments: ShardFragments, saved: ShardedCheckpoint, held: dict[int, list[ShardFragment]]
-) -> Iterator[None]:
-    """Have ``optimizer`` load a checkpoint into the pieces of ``held``, which it then updates.
-
-    Megatron's own loading knows one layout, that of the launch: a shard for each rank, and no shadow.  Here it asks for
-    the pieces of another one, and gets them; what else it loads (groups, steps, the scaler) it loads as ever.  The
-    state of the pieces is made here, and of no use before the checkpoint is loaded.  Raises ValueError for a checkpoint
-    of another format.
-    """
-    every = [fragment for its in held.values() for fragment in its]
-    if any(fragment.aside for fragment in every):
-        raise ValueError("the state of shadows on the host cannot be loaded in place (--recover-shadow-device cpu)")
-    fragments.install(held)
-    optimizer._init_optimizer_states_with_dummy_values()  # an update by zeros: all is read from the checkpoint
-    inner = fragments.inner
-
-    def wanted(model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None) -> Any:
-        for fragment in every:  # not before: Megatron has loaded the groups, and torch has made new dicts of the state
-            fragment.state = inner.state[fragment.tensor]
-        return saved.wanted(every)
-
-    def loaded(state: Any) -> None:
-        for fragment, entry in zip(every, saved.found(state, every), strict=True):
-            fragment.state = dict(inner.state[fragment.tensor])
-            _copy(fragment, entry)
-        fragments.install(held)
-
-    others = dict.fromkeys((name for name in OTHER_FORMATS if hasattr(optimizer, name)), _refuse)
-    with monkeypatch.replaced(
-        optimizer,
-        sharded_param_state_dp_reshardable=wanted,
-        load_parameter_state_from_dp_reshardable=loaded,
-        **others,
-    ):
-        yield
 
 
 def _copy(fragment: ShardFragment, entry: dict[str, Any]) -> None:
@@ -367,4 +366,4 @@ class InBuckets(Keeping):
     def loading(
         self, one: Any, fragments: ShardFragments, held: dict[int, list[ShardFragment]]
     ) -> AbstractContextManager[None]:
-        return loading_into(one, fragments, self._saved[id(one)], held)
+        return self._saved[id(one)].loading_into(held)
