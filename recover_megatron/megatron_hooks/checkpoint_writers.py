@@ -111,8 +111,10 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def install() -> None:
-    """Wrap Megatron-Core's caller of the writing process; raises UserError if it is not the one we know."""
+def install(parts: Parts) -> None:
+    """Wrap Megatron-Core's writer and the caller of its process; raises UserError if they are not the ones we know."""
+    monkeypatch.wrap(FileSystemWriterAsync, "get_save_function_and_args", ("self",), _telling)
+    monkeypatch.wrap(FileSystemWriterAsync, "retrieve_write_results", ("self",), parts.noting_results)
     monkeypatch.wrap(PersistentAsyncCaller, "schedule_async_call", ("self", "async_req"), _schedule)
     monkeypatch.wrap(PersistentAsyncCaller, "is_current_async_call_done", ("self", "blocking", "no_dist"), _is_done)
     monkeypatch.wrap(PersistentAsyncCaller, "close", ("self", "abort"), _close)
@@ -238,12 +240,7 @@ class Parts:
         self._idle = False
         """Whether the last part was empty: then nothing is known of whether this worker could write one."""
 
-    def install(self) -> None:
-        """Wrap Megatron-Core's writer; raises UserError if it is not the one we know."""
-        monkeypatch.wrap(FileSystemWriterAsync, "get_save_function_and_args", ("self",), _telling)
-        monkeypatch.wrap(FileSystemWriterAsync, "retrieve_write_results", ("self",), self._results)
-
-    def _results(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def noting_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def retrieve_write_results(self_: Any) -> Any:
             watch.wait()
             results = original(self_)

@@ -106,8 +106,7 @@ class Checkpoints:
         loop.wrap("written", self._written)
         loop.wrap("schedule_save", self._schedule)
         loop.wrap("saved", self._tell)
-        checkpoint_writers.install()
-        self._parts.install()
+        checkpoint_writers.install(self._parts)
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:

@@ -8,8 +8,7 @@ check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas
 calc_params_l2_norm()                     --log-params-norm: with the distributed optimizer each worker adds up the
                                           main parameters for which it speaks, owned or as a shadow of somebody lost
 
-A section is run again from the start by those who are left when a worker is lost, so that it neither waits for the dead
-nor leaves out what they held.
+A section is run again from the start by those who are left when a worker is lost.
 """
 
 from __future__ import annotations

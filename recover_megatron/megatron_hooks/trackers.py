@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class Trackers:
         self._experts = _names_of_experts(args)
         self._layers = args.num_layers + (getattr(args, "mtp_num_layers", None) or 0)
         experts = [_Sums(self._layers, _expert_sums(name)) for name in self._experts]
-        self._every = [*experts, *_of_prediction(args), *_of_indexer(args), *_of_packing()]
+        packing = _Sums(2, lambda: getattr(training, "_seqlen_stats_in_iteration", None), added=True)
+        self._every = [*experts, *_of_prediction(args), *_of_indexer(args), packing]
 
     @property
     def size(self) -> int:
@@ -122,21 +124,14 @@ def _expert_sums(name: str) -> Callable[[], torch.Tensor | None]:
 def _of_prediction(args: Any) -> list[_Sums]:
     depth = getattr(args, "mtp_num_layers", None) or 0
     names = {"loss_values": False, "values": False, "correct_values": True, "total_values": True}  # "values": 0.18
-    return [_Sums(depth, _held(MTPLossLoggingHelper.tracker, name), added) for name, added in names.items() if depth]
+    tracker = MTPLossLoggingHelper.tracker
+    return [_Sums(depth, partial(tracker.get, name), added) for name, added in names.items() if depth]
 
 
 def _of_indexer(args: Any) -> list[_Sums]:
     if not getattr(args, "dsa_indexer_loss_coeff", None):
         return []
-    return [_Sums(args.num_layers, _held(DSAIndexerLossLoggingHelper.tracker, "values"))]
-
-
-def _held(tracker: dict[str, Any], name: str) -> Callable[[], torch.Tensor | None]:
-    return lambda: tracker.get(name)
-
-
-def _of_packing() -> list[_Sums]:
-    return [_Sums(2, lambda: getattr(training, "_seqlen_stats_in_iteration", None), added=True)]
+    return [_Sums(args.num_layers, partial(DSAIndexerLossLoggingHelper.tracker.get, "values"))]
 
 
 def install(loop: Loop, active: Callable[[], bool]) -> None:

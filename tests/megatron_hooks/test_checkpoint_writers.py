@@ -72,15 +72,19 @@ class Queue:
 @pytest.fixture
 def caller(monkeypatch: pytest.MonkeyPatch) -> PersistentAsyncCaller:
     """Megatron's own, as the hooks wrap it, that has a process of ours."""
-    for name in ("schedule_async_call", "is_current_async_call_done", "close"):
-        monkeypatch.setattr(PersistentAsyncCaller, name, getattr(PersistentAsyncCaller, name))
+    wrapped = {
+        PersistentAsyncCaller: ("schedule_async_call", "is_current_async_call_done", "close"),
+        FileSystemWriterAsync: ("get_save_function_and_args", "retrieve_write_results"),
+    }
+    for owner, name in [(owner, name) for owner, names in wrapped.items() for name in names]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(filesystem_async, "get_write_results_queue", filesystem_async.get_write_results_queue)
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_queue", Queue())
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_preload_q", Queue())
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_comp_q", queue.Queue())
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_process", None)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    checkpoint_writers.install()
+    checkpoint_writers.install(Parts())
     return PersistentAsyncCaller()
 
 
