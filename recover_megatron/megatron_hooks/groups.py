@@ -41,19 +41,15 @@ from recover_megatron.megatron_hooks.fsdp.state import install_meshes
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
 
 
-def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[int]) -> int:
+def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[int]) -> None:
     """Give every module that keeps the global ranks of its context-parallel group the present ones, ``context_ranks``.
 
     Transformer Engine's attention is handed a list when the model is built, by which it sends keys and values round.
-    Returns how many such modules there are.
     """
-    found = 0
     for chunk in model:
         for module in chunk.modules():
             if getattr(module, "cp_global_ranks", None):
                 module.cp_global_ranks = list(context_ranks)
-                found += 1
-    return found
 
 
 KNOWN = {

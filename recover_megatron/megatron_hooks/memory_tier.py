@@ -135,11 +135,8 @@ class MemoryTier:
     def _others(self, decision: Decision) -> dict[int, tuple[int, str]]:
         """The parts that this worker is to keep and gets from others: who gives them, and where."""
         me, position = self._recovery.assignment.me, self._recovery.assignment.position
-        return {
-            part: (giver, decision.peer_stores[giver])
-            for part, (giver, keeper) in decision.copies.items()
-            if keeper == me and part != position
-        }
+        mine = {part: giver for part, (giver, keeper) in decision.copies.items() if keeper == me and part != position}
+        return {part: (giver, decision.peer_stores[giver]) for part, giver in mine.items()}
 
     def before_update(self) -> None:
         """The state is about to change: not before it is copied."""

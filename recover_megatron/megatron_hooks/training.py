@@ -87,7 +87,7 @@ class TrainingHooks:
         self.console = Console()
         self._device = device
         self._blame = Blame()
-        self._step_guard = StepGuard.of(device)
+        self.step_guard = StepGuard.of(device)
         self._seeds = MicrobatchSeeds(device)
         self._nominal = NominalCount()
         self._accumulated = Accumulated()
@@ -127,10 +127,6 @@ class TrainingHooks:
     def forget(self) -> None:
         """Drop all that belongs to the model: one for another position is to be built."""
         self._parts = self._outcome = None
-
-    def replica_ends(self) -> None:
-        """The groups inside the replica are about to be aborted.  Called in any thread."""
-        self._step_guard.seal()
 
     def planned(self) -> None:
         """A new epoch.  Raises ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
@@ -186,7 +182,7 @@ class TrainingHooks:
             if not late:
                 self._groups.recovery = self._make_recovery()
             parts = self._take_up(model, optimizer, scheduler, validation, late=late)
-            rejoin = Rejoin(self.recovery, self._groups, parts, self._checkpoints, self._blame, self._step_guard)
+            rejoin = Rejoin(self.recovery, self._groups, parts, self._checkpoints, self._blame, self.step_guard)
             rollback = Rollback(self.recovery, self._groups, parts, self._checkpoints, self._records, self.console)
             if late:
                 rejoin.come_back()
@@ -221,7 +217,7 @@ class TrainingHooks:
             blank=late,
         )
         writers.stand_in()
-        parts.count_updates(optimizer, self._step_guard)
+        parts.count_updates(optimizer, self.step_guard)
         return parts
 
     def _start(self) -> None:

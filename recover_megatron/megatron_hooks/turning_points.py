@@ -81,7 +81,7 @@ class TurningPoints(Hooks):
     """Whether it was launched with the run, and has had no plan yet."""
 
     def abort_replica(self) -> None:
-        self._training.replica_ends()
+        self._training.step_guard.seal()
         self._groups.inside.end()
 
     def planned(self, decision: Decision) -> None:

@@ -44,6 +44,7 @@ class ShardedCheckpoint:
         self._parts = parts
         self._numbers = {id(bucket): number for number, bucket in fragments.buckets.items()}
         self._padded = False
+        self._prefix = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}"
         # Before 0.19 there was no other optimizer than Adam.
         self._keys = ("param", *getattr(optimizer, "optimizer_state_keys", ("exp_avg", "exp_avg_sq")))
 
@@ -129,10 +130,6 @@ class ShardedCheckpoint:
                 if self._numbers[id(its)] == bucket:
                     return (number, dtype, at), f"{self._buffer(number, dtype)}{at}", its.numel_unpadded
         raise KeyError(bucket)
-
-    @property
-    def _prefix(self) -> str:
-        return f"optimizer.distributed.dp_group_idx_{self._optimizer.data_parallel_group_idx}"
 
     def _buffer(self, number: int, dtype: Any) -> str:
         return f"{self._prefix}.gbuf_idx_{number}.dtype_{dtype}.bucket_idx_"

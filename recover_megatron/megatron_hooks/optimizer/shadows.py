@@ -46,8 +46,7 @@ Held = dict[int, list[ShardFragment]]
 """The pieces of one of Megatron's optimizers, by unit."""
 
 REPARTITION_SECONDS = 600.0
-"""How long the state may take to change hands, beyond the hang timeout, before a worker without a mark counts as hung.
-"""
+"""How long the state may take to change hands, beyond the hang timeout, before a worker counts as hung."""
 
 
 @dataclass(eq=False)

@@ -124,13 +124,13 @@ class ShardFragments:
         ):
             for model_group, master_group in zip(models, masters, strict=True):
                 made.update(zip(model_group, master_group, strict=True))
-        self.held = {unit: []}
+        found = []
         for number, start, stop, parameter_range in self._cut(parts):
             master = made[parameter_range.parameter]
             fragment = self._fragment(number, start, stop, parameter_range, shadow=False, tensor=master.detach())
             fragment.state = dict(inner.state.get(master, {}))
-            self.held[unit].append(fragment)
-        self.install()
+            found.append(fragment)
+        self.install({unit: found})
 
     def make(self, parts: dict[int, Sequence[tuple[int, int]]], *, shadow: bool) -> list[ShardFragment]:
         """Pieces for ``parts`` of a unit, by bucket; their state is still to come, but where it is held already.
@@ -158,9 +158,9 @@ class ShardFragments:
         fragment.state, fragment.borrowed = state, True
         self.held.setdefault(unit, []).append(fragment)
 
-    def install(self, held: dict[int, list[ShardFragment]] | None = None) -> None:
+    def install(self, held: dict[int, list[ShardFragment]]) -> None:
         """From now on the inner optimizer updates the pieces of ``held``, those of each unit together."""
-        self.held = self.held if held is None else held
+        self.held = held
         optimizer, inner = self._optimizer, self.inner
         for number, group in enumerate(inner.param_groups):
             group["params"] = [fragment.tensor for fragment in self._updated if fragment.group == number]
