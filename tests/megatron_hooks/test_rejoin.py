@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,54 +65,24 @@ class Event:
         return self.done
 
 
-def between_updates(guard: StepGuard, event: Event) -> None:
-    guard.seal()
-
-
-def after_one_that_is_done(guard: StepGuard, event: Event) -> None:
-    guard.begin()
-    guard.end()
-    event.done = True
-    guard.seal()
-
-
-def while_one_is_queued(guard: StepGuard, event: Event) -> None:
-    guard.begin()
-    guard.end()
-    guard.seal()
-    event.done = True  # with garbage
-
-
-def while_one_is_made(guard: StepGuard, event: Event) -> None:
-    guard.begin()
-    guard.seal()
-    guard.end()
-    event.done = True
-
-
-def before_one(guard: StepGuard, event: Event) -> None:
-    guard.seal()
-    guard.begin()
-    guard.end()
-    event.done = True
-
-
 @pytest.mark.parametrize(
-    ("broken", "believed"),
+    ("order", "believed"),
     [
-        (between_updates, True),
-        (after_one_that_is_done, True),
-        (while_one_is_queued, False),
-        (while_one_is_made, False),
-        (before_one, False),
+        pytest.param("seal", True, id="between_updates-True"),
+        pytest.param("begin end done seal", True, id="after_one_that_is_done-True"),
+        pytest.param("begin end seal done", False, id="while_one_is_queued-False"),  # done with garbage
+        pytest.param("begin seal end done", False, id="while_one_is_made-False"),
+        pytest.param("seal begin end done", False, id="before_one-False"),
     ],
 )
-def test_only_an_update_that_was_carried_out_before_the_abort_counts(
-    broken: Callable[[StepGuard, Event], None], believed: bool
-) -> None:
+def test_only_an_update_that_was_carried_out_before_the_abort_counts(order: str, believed: bool) -> None:
     event = Event()
     guard = StepGuard(lambda: event)
-    broken(guard, event)
+    for what in order.split():
+        if what == "done":
+            event.done = True
+        else:
+            getattr(guard, what)()
     assert guard.believed is believed
     guard.seal()
     assert guard.believed is believed, "the first abort counts"
