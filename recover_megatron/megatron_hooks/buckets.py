@@ -16,6 +16,7 @@ way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.gradients import Column, Gradients
 from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.shards import Shards, ring_order
+from recover_megatron.integrate import Wrapper
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.groups import column_of, launched_of
 
@@ -157,64 +159,44 @@ class Buckets:
         group.grad_reduce_finished = True
 
 
-class BucketSeams:
-    """What Megatron calls on its bucket groups, of which those of ``buckets`` are ours; None: none are yet."""
+def install(known: Callable[[], Buckets | None]) -> None:
+    """Wrap what Megatron calls on its bucket groups; raises UserError if this Megatron's are not the ones we know.
 
-    def __init__(self) -> None:
-        self.buckets: Buckets | None = None
+    ``known``: the model's buckets, whose groups are ours; None: none are yet.
+    """
 
-    def install(self) -> None:
-        """Wrap the methods; raises UserError if this Megatron's are not the ones we know."""
-        monkeypatch.wrap(_ParamAndGradBucketGroup, "start_param_sync", ("self", "force_sync"), self._start_gathering)
-        waits = ("self", "skip_next_bucket_dispatch")
-        monkeypatch.wrap(_ParamAndGradBucketGroup, "finish_param_sync", waits, self._finish_gathering)
-        monkeypatch.wrap(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), self._start)
-        monkeypatch.wrap(_ParamAndGradBucketGroup, "finish_grad_sync", ("self", "force_all_reduce"), self._finish)
+    def start_grad_sync(buckets: Buckets, group: Any, *unused: Any, **unused_too: Any) -> None:
+        if not buckets.committed:
+            buckets.ready(group)
 
-    def _start(self, original: Callable[..., None]) -> Callable[..., None]:
-        ours = self
+    def finish_grad_sync(buckets: Buckets, group: Any, *unused: Any, **unused_too: Any) -> None:
+        if buckets.committed:
+            buckets.finish(group)
 
-        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            buckets = ours.buckets
-            if buckets is None or not buckets.knows(self):
-                original(self, *args, **kwargs)
-            elif not buckets.committed:
-                buckets.ready(self)
+    def start_param_sync(buckets: Buckets, group: Any, force_sync: bool = False, *unused: Any, **too: Any) -> None:
+        if force_sync:
+            buckets.need(group)
 
-        return start_grad_sync
+    def finish_param_sync(buckets: Buckets, group: Any, *unused: Any, **unused_too: Any) -> None:
+        buckets.need(group)
 
-    def _finish(self, original: Callable[..., None]) -> Callable[..., None]:
-        ours = self
+    def of_ours(act: Callable[..., None], *, gathers: bool = False) -> Wrapper:
+        """``act`` for a group of ours; with ``gathers`` of a distributed optimizer's alone."""
 
-        def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            buckets = ours.buckets
-            if buckets is None or not buckets.knows(self):
-                original(self, *args, **kwargs)
-            elif buckets.committed:
-                buckets.finish(self)
+        def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+            def method(self: Any, *args: Any, **kwargs: Any) -> None:
+                buckets = known()
+                if buckets is None or not buckets.knows(self) or (gathers and buckets.shards is None):
+                    original(self, *args, **kwargs)
+                else:
+                    act(buckets, self, *args, **kwargs)
 
-        return finish_grad_sync
+            return method
 
-    def _start_gathering(self, original: Callable[..., None]) -> Callable[..., None]:
-        ours = self
+        return wrapper
 
-        def start_param_sync(self: Any, force_sync: bool = False, *args: Any, **kwargs: Any) -> None:
-            buckets = ours.buckets
-            if buckets is None or buckets.shards is None or not buckets.knows(self):
-                original(self, force_sync, *args, **kwargs)
-            elif force_sync:
-                buckets.need(self)
-
-        return start_param_sync
-
-    def _finish_gathering(self, original: Callable[..., None]) -> Callable[..., None]:
-        ours = self
-
-        def finish_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            buckets = ours.buckets
-            if buckets is None or buckets.shards is None or not buckets.knows(self):
-                original(self, *args, **kwargs)
-            else:
-                buckets.need(self)
-
-        return finish_param_sync
+    wrap = partial(monkeypatch.wrap, _ParamAndGradBucketGroup)
+    wrap("start_param_sync", ("self", "force_sync"), of_ours(start_param_sync, gathers=True))
+    wrap("finish_param_sync", ("self", "skip_next_bucket_dispatch"), of_ours(finish_param_sync, gathers=True))
+    wrap("start_grad_sync", ("self", "force_all_reduce"), of_ours(start_grad_sync))
+    wrap("finish_grad_sync", ("self", "force_all_reduce"), of_ours(finish_grad_sync))

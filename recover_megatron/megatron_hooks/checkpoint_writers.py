@@ -11,10 +11,6 @@ nothing to do   Megatron gives it nothing where this worker has no part in a che
                 the number of replicas.  Here it is given something that is done at once
 
 What was written is told through a process, too (a manager), of any checkpoint: one that is gone is made anew.
-
-Where a part cannot be written, of any checkpoint, Megatron tells all that somebody's is missing, whose it is the worker
-that plans, and the reason nobody.  Here all are told both (``Parts``).  Where others have written theirs, those who
-could not end, and the others write again without them.
 """
 
 from __future__ import annotations
@@ -115,8 +111,10 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def install() -> None:
-    """Wrap Megatron-Core's caller of the writing process; raises UserError if it is not the one we know."""
+def install(parts: Parts) -> None:
+    """Wrap Megatron-Core's writer and the caller of its process; raises UserError if they are not the ones we know."""
+    monkeypatch.wrap(FileSystemWriterAsync, "get_save_function_and_args", ("self",), _telling)
+    monkeypatch.wrap(FileSystemWriterAsync, "retrieve_write_results", ("self",), parts.noting_results)
     monkeypatch.wrap(PersistentAsyncCaller, "schedule_async_call", ("self", "async_req"), _schedule)
     monkeypatch.wrap(PersistentAsyncCaller, "is_current_async_call_done", ("self", "blocking", "no_dist"), _is_done)
     monkeypatch.wrap(PersistentAsyncCaller, "close", ("self", "abort"), _close)
@@ -231,18 +229,18 @@ class PartFailed(Exception):
 
 
 class Parts:
-    """What is told of the parts of checkpoints, as one worker knows it."""
+    """What is told of the parts of checkpoints, as one worker knows it.
+
+    Where a part cannot be written Megatron tells all that somebody's is missing, whose it is the worker that plans, and
+    the reason nobody.  Here all are told both.  Where others have written theirs, those who could not end, and the
+    others write again without them.
+    """
 
     def __init__(self) -> None:
         self._idle = False
         """Whether the last part was empty: then nothing is known of whether this worker could write one."""
 
-    def install(self) -> None:
-        """Wrap Megatron-Core's writer; raises UserError if it is not the one we know."""
-        monkeypatch.wrap(FileSystemWriterAsync, "get_save_function_and_args", ("self",), _telling)
-        monkeypatch.wrap(FileSystemWriterAsync, "retrieve_write_results", ("self",), self._results)
-
-    def _results(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def noting_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def retrieve_write_results(self_: Any) -> Any:
             watch.wait()
             results = original(self_)
@@ -305,7 +303,7 @@ def write(save: Callable[..., None], rank: int, buckets: Any, results: Any) -> N
         return written
 
     own: SimpleQueue[Any] = SimpleQueue()
-    with monkeypatch.replaced(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write_and_look)):
+    with monkeypatch.replaced(FileSystemWriterAsync, write_preloaded_data=staticmethod(write_and_look)):
         try:
             save(rank, buckets, own)
         except AssertionError:

@@ -17,7 +17,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from recover_megatron.megatron_hooks import checkpoint_writers, monkeypatch
 from recover_megatron.megatron_hooks.checkpoint_writers import PartFailed, Parts
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.records import Records
+from recover_megatron.megatron_hooks.training_parts import TrainingParts
 from recover_megatron.membership.records import MembershipError
 
 CHECKPOINT_SECONDS = 3600.0
@@ -72,21 +73,12 @@ class UnderWay:
 
 
 class Checkpoints:
-    """The checkpoints of one worker.  ``before``: called before a checkpoint is begun, outside of its section.
+    """The checkpoints of one worker.  ``trained``: the parts of the model that is trained; None: there is none."""
 
-    ``saving``: entered around the section, so once however often it runs.
-    """
-
-    def __init__(
-        self,
-        groups: Groups,
-        records: Records,
-        before: Callable[[], None],
-        saving: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._before, self._saving = before, saving
+    def __init__(self, groups: Groups, records: Records, trained: Callable[[], TrainingParts | None]) -> None:
         self._groups = groups
         self._records = records
+        self._trained = trained
         self._parts = Parts()
         self._attempt: Attempt | None = None
         self._folders: dict[str, str] = {}
@@ -114,8 +106,7 @@ class Checkpoints:
         loop.wrap("written", self._written)
         loop.wrap("schedule_save", self._schedule)
         loop.wrap("saved", self._tell)
-        checkpoint_writers.install()
-        self._parts.install()
+        checkpoint_writers.install(self._parts)
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -133,10 +124,13 @@ class Checkpoints:
                     self._abandon(recovery)
                 self._settle(recovery)
                 begun = True
-                self._begin(recovery, iteration)
+                epoch = recovery.assignment.decision.epoch
+                self._attempt = Attempt(iteration, recovery.session.term, epoch, recovery.progress.at)
+                self._folders = {}
+                self._told.clear()
                 try:
                     # When workers are lost, others write what they wrote: it is planned anew each time.
-                    anew = monkeypatch.replaced(get_args(), "ckpt_assume_constant_structure", False)
+                    anew = monkeypatch.replaced(get_args(), ckpt_assume_constant_structure=False)
                     with self._groups.in_section(), anew, self._parts.told(recovery):
                         result = original(iteration, *args, **kwargs)
                     if not get_args().async_save:
@@ -148,8 +142,9 @@ class Checkpoints:
                 finally:
                     self._attempt = None
 
-            self._before()
-            with self._saving():
+            if (trained := self._trained()) is not None:
+                trained.before_checkpoint()
+            with nullcontext() if trained is None else trained.saving():
                 result = recovery.sections.run("checkpoint", run)
             if get_args().async_save:
                 again = partial(_with_counters, _counters(), partial(save_checkpoint, iteration, *args, **kwargs))
@@ -236,13 +231,6 @@ class Checkpoints:
 
     # ---- attempts
 
-    def _begin(self, recovery: Recovery, iteration: int) -> None:
-        self._attempt = Attempt(
-            iteration, recovery.session.term, recovery.assignment.decision.epoch, recovery.progress.at
-        )
-        self._folders = {}
-        self._told.clear()
-
     def _name(self, original: Callable[..., str]) -> Callable[..., str]:
         def get_checkpoint_name(
             checkpoints_path: str, iteration: int, release: bool = False, *args: Any, **kwargs: Any
@@ -256,7 +244,8 @@ class Checkpoints:
             if folder not in self._folders:
                 self._folders[folder] = final
                 if dist.get_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # disks may be each host's own
-                    self._in_touch()
+                    if (recovery := self._groups.recovery) is not None:
+                        recovery.session.be_in_touch()
                     clean(checkpoints_path, attempt, [other.attempt for other in self._under_way])
             return folder + name[len(final) :]
 
@@ -301,10 +290,6 @@ class Checkpoints:
             elif os.path.isdir(folder):
                 with suppress(FileNotFoundError):  # a shared file system may show for a while what is gone
                     publish(folder, final)
-
-    def _in_touch(self) -> None:
-        if (recovery := self._groups.recovery) is not None:
-            recovery.session.be_in_touch()
 
     def _tell(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def on_save_checkpoint_success(checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
@@ -377,9 +362,7 @@ def _counters() -> dict[str, Any]:
 
 def _with_counters(counters: dict[str, Any], run: Callable[[], Any]) -> Any:
     """Run it with Megatron's arguments as they were."""
-    with ExitStack() as replaced:
-        for name, value in counters.items():
-            replaced.enter_context(monkeypatch.replaced(get_args(), name, value))
+    with monkeypatch.replaced(get_args(), **counters):
         return run()
 
 

@@ -7,8 +7,8 @@
 A loader's process that dies is told to whoever reads next: torch raises it in whatever the main thread is doing, a
 checkpoint or a sum.
 
-Which samples microbatch j of the iteration is that starts at ``consumed`` samples says ``order``, as stock Megatron
-deals them.  Samples carry their number with them (``TaggedDataset``), so what ``get`` returns is checked, not believed.
+Which samples microbatch j of an iteration has says `microbatches`: those that stock Megatron deals.  Samples carry
+their number with them (``TaggedDataset``), so what ``get`` returns is checked, not believed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.order import InOrder, InTurn, Order, Shuffled
+from recover_megatron.megatron_hooks.microbatches import InOrder, InTurn, Order, Shuffled
 
 SAMPLE = "recover_sample"
 """The field that carries a sample's number through the loader; no dataset of Megatron uses this name."""
@@ -258,16 +258,25 @@ class Microbatches:
             return self._source.get(next(self._ids))
 
 
-def source_of(iterator: Any) -> Source | None:
-    """The source behind what Megatron hands to a schedule; None where this worker reads no data."""
+def _source_of(iterator: Any) -> Source | None:
     inner = getattr(iterator, "iterable", iterator)
     return inner if isinstance(inner, Source) else None
 
 
 def sources_of(iterators: Any) -> Sequence[Source]:
-    """The sources behind what Megatron hands to a schedule, one iterator or one for each chunk."""
+    """The sources behind what Megatron hands to a schedule, one iterator or one for each chunk; none without data."""
     several = iterators if isinstance(iterators, list) else [iterators]
-    return [source for source in map(source_of, several) if source is not None]
+    return [source for source in map(_source_of, several) if source is not None]
+
+
+def of_ids(iterators: Any, ids: Sequence[int], fetching: Callable[[], AbstractContextManager[None]]) -> Any:
+    """What a schedule gets in place of ``iterators``, one or one for each chunk: see ``Microbatches``."""
+
+    def one(iterator: Any) -> Microbatches | None:
+        source = _source_of(iterator)
+        return None if source is None else Microbatches(source, ids, fetching)
+
+    return list(map(one, iterators)) if isinstance(iterators, list) else one(iterators)
 
 
 def finish() -> None:
@@ -303,18 +312,17 @@ def _with_sources(build: Callable[..., Any]) -> Callable[..., Any]:
         if dataset is None:
             return build(dataset, consumed_samples, *args, **kwargs)
         loader = build(TaggedDataset(dataset), consumed_samples, *args, **kwargs)
-        sampler = loader.batch_sampler
-        size = sampler.micro_batch_size
-        if type(sampler).__name__ == "MegatronFullValidationSampler":
-            return Source(loader, size, consumed_samples, InTurn(len(dataset), get_args().data_parallel_size))
-        return Source(loader, size, consumed_samples, _order_of(dataset, sampler, consumed_samples))
+        order = _order_of(dataset, loader.batch_sampler, consumed_samples)
+        return Source(loader, loader.batch_sampler.micro_batch_size, consumed_samples, order)
 
     return build_pretraining_data_loader
 
 
 def _order_of(dataset: Any, sampler: Any, consumed: int) -> Order:
-    args, size = get_args(), sampler.micro_batch_size
-    if type(sampler).__name__ != "MegatronPretrainingRandomSampler":
+    args, size, kind = get_args(), sampler.micro_batch_size, type(sampler).__name__
+    if kind == "MegatronFullValidationSampler":
+        return InTurn(len(dataset), args.data_parallel_size)
+    if kind != "MegatronPretrainingRandomSampler":
         return InOrder(len(dataset), size)
     if type(dataset).__name__ == "RandomSeedDataset":
         raise UserError(

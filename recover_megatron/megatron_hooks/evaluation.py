@@ -8,8 +8,7 @@ check_param_hashes_across_dp_replicas()   --check-weight-hash-across-dp-replicas
 calc_params_l2_norm()                     --log-params-norm: with the distributed optimizer each worker adds up the
                                           main parameters for which it speaks, owned or as a shadow of somebody lost
 
-A section is run again from the start by those who are left when a worker is lost, so that it neither waits for the dead
-nor leaves out what they held.
+A section is run again from the start by those who are left when a worker is lost.
 """
 
 from __future__ import annotations
@@ -27,22 +26,27 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.data import Microbatches, source_of, sources_of
+from recover_megatron.megatron_hooks.data import of_ids, sources_of
 from recover_megatron.megatron_hooks.groups import Groups
 from recover_megatron.megatron_hooks.microbatches import grouped
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
 
 
 class Evaluation:
-    """The evaluations of one worker."""
+    """The evaluations of one worker, and its part in what is computed from all parameters.
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
+    ``sharded``: the distributed optimizer, where there is one.
+    """
+
+    def __init__(self, groups: Groups, sharded: Callable[[], ShardedOptimizer | None]) -> None:
+        self._groups, self._sharded = groups, sharded
 
     def install(self, loop: Loop) -> None:
         """Wrap the seams; raises UserError if the loop's are not the ones we know."""
         loop.wrap("evaluate", self._evaluate)
         loop.wrap("evaluations", self._with_results)
+        loop.wrap("weight_hashes", self._hashes)
+        loop.wrap("parameters_norm", self._norm)
 
     def _with_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +55,7 @@ class Evaluation:
                 return original(*args, **kwargs)
             megatron_args.eval_iters = _steps(megatron_args)
             # Megatron would have it from rank 0 of the world, who may be lost before all have it.
-            with monkeypatch.replaced(megatron_args, "full_validation", False):
+            with monkeypatch.replaced(megatron_args, full_validation=False):
                 return original(*args, **kwargs)
 
         return evaluate_and_print_results
@@ -84,16 +88,9 @@ class Evaluation:
         total = call["num_microbatches"] * args.data_parallel_size
         share = mine.share(total)[mine.inner_rank]
         ids = share or _borrowed(mine, total)
-        chunks = call["data_iterator"] if isinstance(call["data_iterator"], list) else [call["data_iterator"]]
-        iterators: list[Any] = []
-        for chunk in chunks:
-            source = source_of(chunk)
-            if source is not None:
-                source.begin(source.position, ids, total)
-                source.position += total * source.size
-            iterators.append(
-                None if source is None else Microbatches(source, ids, lambda: progress.storage("eval-data"))
-            )
+        for source in sources_of(call["data_iterator"]):
+            source.begin(source.position, ids, total)
+            source.position += total * source.size
         progress.inject("eval")
         forward_step_func = call["forward_step_func"]
 
@@ -101,11 +98,42 @@ class Evaluation:
             progress.mark("eval")
             return forward_step_func(*args, **kwargs)
 
-        given = iterators if isinstance(call["data_iterator"], list) else iterators[0]
+        given = of_ids(call["data_iterator"], ids, lambda: progress.storage("eval-data"))
         mine_only = {"forward_step_func": forward_step, "data_iterator": given, "num_microbatches": len(ids)}
         with grouped(call["model"], len(ids)):
             found = schedule(**{**call, **mine_only})
         return found if share or call.get("collect_non_loss_data") else _counting_nothing(found, args)
+
+    def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
+            if self._groups.traffic.mode is Mode.ALONE:
+                return True  # on its way to a place, with a state whose digest was checked; the others are in a step
+            return bool(self._section("weight hashes", lambda: original(model, cross_check)))
+
+        return check_param_hashes_across_dp_replicas
+
+    def _norm(self, original: Callable[..., float]) -> Callable[..., float]:
+        def calc_params_l2_norm(model: Any, *args: Any, **kwargs: Any) -> float:
+            def run() -> float:
+                sharded = self._sharded()
+                with main_parameters({} if sharded is None else spoken_for(sharded)):
+                    return original(model, *args, **kwargs)
+
+            return float(self._section("parameters' norm", run))
+
+        return calc_params_l2_norm
+
+    def _section(self, kind: str, run: Callable[[], Any]) -> Any:
+        recovery = self._groups.recovery
+        if recovery is None or self._groups.traffic.mode is not Mode.OPEN:
+            return run()
+
+        def inside() -> Any:
+            recovery.progress.mark(kind, waiting=True)
+            with self._groups.in_section():
+                return run()
+
+        return recovery.sections.run(kind, inside)
 
 
 def _borrowed(mine: Assignment, total: int) -> list[int]:
@@ -137,51 +165,6 @@ def _steps(args: Any) -> Any:
     group, first = parallel_state.get_model_parallel_group(), parallel_state.get_model_parallel_src_rank()
     torch.distributed.broadcast(steps, first, group=group)
     return steps.tolist() if several else int(steps[0])
-
-
-class OverParameters:
-    """What one worker has a part in that is computed from all parameters."""
-
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self.sharded: ShardedOptimizer | None = None
-        """The distributed optimizer, where there is one."""
-
-    def install(self, loop: Loop) -> None:
-        """Wrap the seams; raises UserError if the loop's are not the ones we know."""
-        loop.wrap("weight_hashes", self._hashes)
-        loop.wrap("parameters_norm", self._norm)
-
-    def _hashes(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        def check_param_hashes_across_dp_replicas(model: list[Any], cross_check: bool = False) -> bool:
-            if self._groups.traffic.mode is Mode.ALONE:
-                return True  # on its way to a place, with a state whose digest was checked; the others are in a step
-            return bool(self._section("weight hashes", lambda: original(model, cross_check)))
-
-        return check_param_hashes_across_dp_replicas
-
-    def _norm(self, original: Callable[..., float]) -> Callable[..., float]:
-        def calc_params_l2_norm(model: Any, *args: Any, **kwargs: Any) -> float:
-            def run() -> float:
-                parts = {} if self.sharded is None else spoken_for(self.sharded)
-                with main_parameters(parts):
-                    return original(model, *args, **kwargs)
-
-            return float(self._section("parameters' norm", run))
-
-        return calc_params_l2_norm
-
-    def _section(self, kind: str, run: Callable[[], Any]) -> Any:
-        recovery = self._groups.recovery
-        if recovery is None or self._groups.traffic.mode is not Mode.OPEN:
-            return run()
-
-        def inside() -> Any:
-            recovery.progress.mark(kind, waiting=True)
-            with self._groups.in_section():
-                return run()
-
-        return recovery.sections.run(kind, inside)
 
 
 def spoken_for(sharded: ShardedOptimizer) -> dict[torch.nn.Parameter, list[torch.Tensor]]:

@@ -11,10 +11,6 @@ a place in a replica with other workers  the groups of one replica are made anew
 
 A worker that builds its model while the others train (``alone``) makes no group of torch's at all: what it builds gets
 groups in which it is alone until it has a place.
-
-``KNOWN`` has what Megatron does over replicas inside a training step and the recovery knows of.  What is not in there
-ends the run (``UnknownOperation``): made by each replica alone, it would let the replicas drift apart, or count what
-has been counted.
 """
 
 from __future__ import annotations
@@ -41,24 +37,19 @@ from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.traffic import WORLD, Caller, Mode, Traffic
 from recover_megatron.integrate import Loop
 from recover_megatron.megatron_hooks import monkeypatch, writers
-from recover_megatron.megatron_hooks.fsdp import mesh
+from recover_megatron.megatron_hooks.fsdp.state import install_meshes
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
 
 
-def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[int]) -> int:
+def renew_rank_copies(model: Iterable[torch.nn.Module], context_ranks: Sequence[int]) -> None:
     """Give every module that keeps the global ranks of its context-parallel group the present ones, ``context_ranks``.
 
-    torch's own map from global ranks to group ranks is kept up to date, and Megatron asks it; but Transformer Engine's
-    attention is handed a list when the model is built, by which it sends keys and values round.  With an old one it
-    would send to nobody, or to the worker of another replica.  Returns how many such modules there are.
+    Transformer Engine's attention is handed a list when the model is built, by which it sends keys and values round.
     """
-    found = 0
     for chunk in model:
         for module in chunk.modules():
             if getattr(module, "cp_global_ranks", None):
                 module.cp_global_ranks = list(context_ranks)
-                found += 1
-    return found
 
 
 KNOWN = {
@@ -81,11 +72,14 @@ KNOWN = {
         "before a time is taken (--timing-log-level 1 and 2): nothing is computed"),
     ("megatron.core.timers", "stop", "barrier"): "the same, after it",
 }  # fmt: skip
-"""What the step has done already: (module, function, operation) -> why nothing is sent."""
+"""What Megatron does over replicas and the step has done: (module, function, operation) -> why nothing is sent.
+
+Anything else ends the run (``UnknownOperation``): made by each replica alone, it would let the replicas drift apart, or
+count what has been counted."""
 
 
 def is_known(caller: Caller) -> bool:
-    """Whether the step has done already what this operation is for: it is in ``KNOWN``."""
+    """Whether it is in ``KNOWN``."""
     return (caller.module, caller.function, caller.operation) in KNOWN
 
 
@@ -102,13 +96,15 @@ class Groups:
     """
 
     def __init__(self, slot: int, ports: Collection[int], *, alone: bool = False, most: int = 0) -> None:
-        self.traffic = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known)
-        self.alone = alone
         self._most = most
         self._ports = ports
-        self.inside = ModelParallelGroups(ports)
         self.recovery: Recovery | None = None
         """None as long as the training has not begun: then evaluations, checkpoints and the like are Megatron's own."""
+        self._begin(slot, alone=alone)
+
+    def _begin(self, slot: int, *, alone: bool) -> None:
+        self.traffic, self.alone = Traffic(slot, Mode.ALONE if alone else Mode.STARTING, is_known), alone
+        self.inside = ModelParallelGroups(self._ports)
         self._grid: LaunchGrid | None = None
         self.model: Sequence[torch.nn.Module] = ()
         """What is trained, once there is one: parts of it keep global ranks."""
@@ -132,10 +128,7 @@ class Groups:
 
     def again(self, slot: int) -> None:
         """Everything is built once more, for another slot, alone: forget the groups that there are."""
-        self.traffic, self.alone = Traffic(slot, Mode.ALONE, is_known), True
-        self.inside = ModelParallelGroups(self._ports)
-        self._grid, self._replica, self.model = None, -1, ()
-        self._own, self._mates, self._lists = [], None, {}
+        self._begin(slot, alone=True)
 
     def _initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _initialize_distributed(*args: Any, **kwargs: Any) -> Any:
@@ -143,12 +136,13 @@ class Groups:
 
             def init_process_group(*args: Any, **kwargs: Any) -> None:
                 if self.alone:
-                    self._make_default_alone(str(kwargs["backend"]))
+                    everyone = self._world(None)
+                    register_new(everyone, everyone.workers, str(kwargs["backend"]), default=True)
                 else:
                     # It carries messages inside a replica, too: those of an interleaved pipeline of two stages.
                     self.inside.make(lambda: make_default(*args, **kwargs))
 
-            with monkeypatch.replaced(dist, "init_process_group", init_process_group):
+            with monkeypatch.replaced(dist, init_process_group=init_process_group):
                 result = original(*args, **kwargs)
             if not self.alone:
                 default = dist.distributed_c10d._get_default_group()
@@ -160,14 +154,10 @@ class Groups:
             parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
             self._lists = {name: getattr(parallel_state, name) for name in RANK_LISTS}
             if getattr(get_args(), "use_megatron_fsdp", False):
-                mesh.install(self)
+                install_meshes(lambda: self.traffic.mode is Mode.ALONE)
             return result
 
         return _initialize_distributed
-
-    def _make_default_alone(self, backend: str) -> None:
-        everyone = self._world(None)
-        register_new(everyone, everyone.workers, backend, default=True)
 
     def _world(self, original: Any) -> EpochGroup:
         world = int(os.environ["WORLD_SIZE"])

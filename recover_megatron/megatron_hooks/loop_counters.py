@@ -17,7 +17,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.training import get_args
 
 from recover_megatron.megatron_hooks.data import sources_of
-from recover_megatron.megatron_hooks.order import to_skip, with_skipped
+from recover_megatron.megatron_hooks.microbatches import to_skip, with_skipped
 
 CONSUMED = (
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "do_valid", "do_test", "finetune",

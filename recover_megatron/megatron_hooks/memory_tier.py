@@ -4,16 +4,20 @@
                    all have what was begun last?  --> that one is complete; K from what it has cost
                    the step goes on; meanwhile `instep.snapshots` copies the state to the host, and does the rest
     update     not before all is copied
-    rollback   the plan goes back to one: everybody loads its position's (`rollback`)
+    rollback   the plan goes back to one: everybody loads its position's (`rejoin`)
 
 The plan says who keeps what (``Decision.copies``, by ``workload.snapshots``), so nothing is asked.
+
+With a distributed optimizer each worker gives the pieces for which it speaks, as a part of its own (``pieces``).  When
+the run goes back each is to hold its shard and its shadows by the layout for who is there now: the parts in which these
+elements were, by the layout of then, are fetched, and the elements taken (``restored``).
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +25,16 @@ from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, Kept, Rollback
 from recover_megatron.instep.epoch_groups import Failure
+from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.snapshot_parts import available_memory
 from recover_megatron.instep.snapshots import Spoiled, Taking
 from recover_megatron.instep.state_holder import flatten
 from recover_megatron.logger import get_logger
+from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, part_of_state
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
-from recover_megatron.megatron_hooks.optimizer.sharded_snapshot import pieces, restored
 from recover_megatron.megatron_hooks.state import TrainingState
+from recover_megatron.workload.shards import owned, primary
 from recover_megatron.workload.snapshots import interval, needed, part_of
 
 log = get_logger(__name__)
@@ -121,7 +127,7 @@ class MemoryTier:
         found: dict[int, Any] = {}
         if self._sharded is not None:
             self._sharded.complete()
-            found[self._shards_of(me, decision)] = pieces(self._sharded)
+            found[part_of(me, decision.workers, self._recovery.assignment.grid.size)] = pieces(self._sharded)
         if me in decision.copies[position]:
             found[position] = {**self._state.tree(), "workers": decision.workers}
         return dict(sorted(found.items()))
@@ -129,14 +135,8 @@ class MemoryTier:
     def _others(self, decision: Decision) -> dict[int, tuple[int, str]]:
         """The parts that this worker is to keep and gets from others: who gives them, and where."""
         me, position = self._recovery.assignment.me, self._recovery.assignment.position
-        return {
-            part: (giver, decision.peer_stores[giver])
-            for part, (giver, keeper) in decision.copies.items()
-            if keeper == me and part != position
-        }
-
-    def _shards_of(self, worker: int, decision: Decision) -> int:
-        return part_of(worker, decision.workers, self._recovery.assignment.grid.size)
+        mine = {part: giver for part, (giver, keeper) in decision.copies.items() if keeper == me and part != position}
+        return {part: (giver, decision.peer_stores[giver]) for part, giver in mine.items()}
 
     def before_update(self) -> None:
         """The state is about to change: not before it is copied."""
@@ -204,7 +204,7 @@ class MemoryTier:
         if self._state.version != target.iteration:
             raise ValueError(f"it is of iteration {self._state.version}")
         if self._sharded is None:
-            return _nothing
+            return lambda: None
         told, workers = tree["own"]["shards"], tree["workers"]
         return restored(self._sharded, told, workers, mine.grid.size, lambda part: self._part(part, kept))
 
@@ -217,10 +217,69 @@ class MemoryTier:
             raise EpochRevoked(mine.epoch_groups.number, str(error)) from error
 
 
-def _nothing() -> None:
-    pass
-
-
 def _nodes(decision: Decision) -> int:
     """On how many the replicas are."""
     return len({name for its in decision.touched.values() for name in its if name.startswith("node ")})
+
+
+def pieces(sharded: ShardedOptimizer) -> list[dict[str, Any]]:
+    """The state for which this worker speaks, as a tree; its tensors are the living ones.
+
+    The last update must be over (``ShardedOptimizer.complete``).
+    """
+    return [
+        {"bucket": its.bucket, "start": its.start, "stop": its.stop, **its.give(its.start, its.stop)}
+        for _, fragments in sharded.primaries()
+        for its in fragments
+    ]
+
+
+def restored(
+    sharded: ShardedOptimizer, told: Any, workers: Sequence[int], positions: int, load: Callable[[int], Any]
+) -> Callable[[], None]:
+    """Hold what those who are there now are to hold, as it was when a snapshot was taken.
+
+    ``told``: what ``Shards.to_json`` said then to this worker's columns.  ``workers``: all that took it.  ``load``: the
+    tree of a part, as ``pieces`` gave it.  The function is to be called when all have it: see
+    ``ShardedOptimizer.made_anew``.
+    """
+    layouts, gone = sharded.shards.read(told)
+
+    def fill(held: list[list[ShardFragment]]) -> None:
+        wanted: dict[int, list[ShardFragment]] = {}
+        for fragment in (fragment for its in held for fragment in its):
+            wanted.setdefault(fragment.bucket, []).append(fragment)
+        parts: dict[int, set[int]] = {}
+        for bucket, fragments in wanted.items():
+            column, numel = sharded.bucket(bucket)
+            layout = layouts[column]
+            live = frozenset(layout.workers) - gone
+            elements = sorted((fragment.start, fragment.stop) for fragment in fragments)
+            for unit in owned(layout, elements, numel):
+                speaker = primary(layout, unit, live)
+                if speaker is None:
+                    raise Disagreement(f"nobody had the state of unit {unit} when the snapshot was taken")
+                parts.setdefault(part_of(speaker, workers, positions), set()).add(bucket)
+        left = {id(fragment): fragment.stop - fragment.start for its in wanted.values() for fragment in its}
+        for part, buckets in sorted(parts.items()):
+            for its in load(part):
+                if its["bucket"] in buckets:
+                    _take(its, wanted[its["bucket"]], left)
+        if any(left.values()):
+            raise Disagreement(f"{sum(left.values())} elements of the optimizer's state are in no part of a snapshot")
+
+    return sharded.made_anew(fill)
+
+
+def _take(its: dict[str, Any], fragments: Sequence[ShardFragment], left: dict[int, int]) -> None:
+    """Give all of ``fragments`` what a piece of a part, in the same bucket, has of them."""
+    for fragment in fragments:
+        start, stop = max(its["start"], fragment.start), min(its["stop"], fragment.stop)
+        if start < stop:
+            fragment.take(start, stop, _cut(its, slice(start - its["start"], stop - its["start"])))
+            left[id(fragment)] -= stop - start
+
+
+def _cut(its: dict[str, Any], part: slice) -> dict[str, Any]:
+    master = None if its["master"] is None else its["master"][part]
+    return {"master": master, "state": part_of_state(its["state"], part)}

@@ -1,4 +1,15 @@
-"""Each microbatch on its own: its random numbers, that it is counted once, and pipelines that run any number of them.
+"""Each microbatch on its own, by its number: its samples, its random numbers, and that it is counted once.
+
+Microbatch j of the iteration that starts at ``consumed`` samples begins at consumed + j * size, and its samples are:
+
+    InOrder    --dataloader-type single: the samples from there on
+    Shuffled   --dataloader-type cyclic: those that Megatron's shuffling sampler gives the data-parallel rank j % ranks,
+               epoch after epoch
+    InTurn     --full-validation: one sample for each rank in turn, each rank's again and again
+
+The samples of iterations that are left out (--iterations-to-skip) count as consumed, and nobody reads them.  A state's
+version counts such iterations with the one before them, of which they change nothing: a worker that begins anew begins
+after them.  steps.jsonl has no line of them, and the line that follows says how many they are.
 
 Random numbers are a function of (seed, iteration, microbatch, position), never of who runs the microbatch
 (``MicrobatchSeeds``); the gradients are counted where they are added to the buffer (``Accumulated``).
@@ -6,14 +17,16 @@ Random numbers are a function of (seed, iteration, microbatch, position), never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
@@ -96,16 +109,16 @@ def has_gradient(output: Any) -> bool:
 def grouped(model: Any, count: int) -> AbstractContextManager[None]:
     """Let Megatron's schedule run ``count`` microbatches through ``model`` (chunks, or one model) while it is entered.
 
-    The groups of an interleaved pipeline get a size that allows it.  The schedules read that from the model's
-    configuration when a pass begins, and nothing else does (CUDA graphs, which were captured for one size, are off with
-    --recover).  Microbatches go through a chunk of layers in the same order whatever the size, so the gradients are the
-    same to the last bit.  Raises ValueError for fewer than an interleaved pipeline of so many stages can run.
+    The groups of an interleaved pipeline get a size that allows it: the schedules alone read it, when a pass begins.
+    Microbatches go through a chunk of layers in the same order whatever the size, so the gradients are the same to the
+    last bit.  Raises ValueError for fewer than an interleaved pipeline of so many stages can run.
     """
     if not isinstance(model, list) or len(model) < 2:
         return nullcontext()
-    config, name = get_model_config(model[0]), "microbatch_group_size_per_vp_stage"
-    stages, usual = config.pipeline_model_parallel_size, getattr(config, name)
-    return monkeypatch.replaced(config, name, group_size(count, stages, usual or stages))
+    config = get_model_config(model[0])
+    stages, usual = config.pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage
+    size = group_size(count, stages, usual or stages)
+    return monkeypatch.replaced(config, microbatch_group_size_per_vp_stage=size)
 
 
 _MASK = (1 << 64) - 1
@@ -122,19 +135,21 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
-def install_random_states(loop: Loop) -> None:
-    """Wrap the seam by which the states of random numbers come into a checkpoint.
+def install(loop: Loop) -> None:
+    """Wrap the seams where Megatron reads the batch of an iteration that it leaves out, for which nobody asks here, and
+    by which the states of random numbers come into a checkpoint.
 
     It does not matter which it has, see ``MicrobatchSeeds``; but with ``--data-parallel-random-init`` a start reads one
     of each replica of the launch, and those of the lost are made up.
     """
+    loop.wrap("skipped_step", _unread)
     loop.wrap("random_states", _as_many_as_launched)
 
 
 def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_rng_state(*args: Any, **kwargs: Any) -> Any:
         # Megatron's list is to have room for those that are asked, also where they are more or fewer than launched.
-        with monkeypatch.replaced(parallel_state, "_MPU_DATA_PARALLEL_WORLD_SIZE", None):
+        with monkeypatch.replaced(parallel_state, _MPU_DATA_PARALLEL_WORLD_SIZE=None):
             found = original(*args, **kwargs)
         states = getattr(found, "data", found)  # in formats that say where they belong it is in an object
         if isinstance(states, dict):
@@ -149,10 +164,9 @@ def _as_many_as_launched(original: Callable[..., Any]) -> Callable[..., Any]:
 class MicrobatchSeeds:
     """Sets the states of random numbers before a forward pass.  ``device``: that of the model's.
 
-    Megatron draws them from streams that go on from microbatch to microbatch; with uneven quotas those would part.
-    Here each forward pass starts from states of its own: the default stream is the same on all tensor-parallel ranks of
-    a stage, as in Megatron, and so is every tracked one but those whose purpose it is to differ (they hold the tensor
-    and expert ranks in their seed).  Activation recomputation saves and restores states by itself.
+    The default stream is the same on all tensor-parallel ranks of a stage, as in Megatron, and so is every tracked one
+    but those whose purpose it is to differ (they hold the tensor and expert ranks in their seed).  Activation
+    recomputation saves and restores states by itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -190,3 +204,115 @@ class MicrobatchSeeds:
         torch.default_generator.manual_seed(base)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(base)
+
+
+class InOrder:
+    """The samples of a data set of ``total`` as they lie; ``size``: of a microbatch."""
+
+    def __init__(self, total: int, size: int) -> None:
+        self._total = total
+        self._size = size
+
+    def samples(self, first: int) -> list[int] | None:
+        """Of the microbatch that begins at ``first``; None: the data set has no more."""
+        return list(range(first, first + self._size)) if first + self._size <= self._total else None
+
+
+class InTurn:
+    """The samples of a data set of ``total``, one for each of the ``ranks`` of the launch in turn: microbatches of one.
+
+    A rank that is through with its own begins with them again, at once.
+    """
+
+    def __init__(self, total: int, ranks: int) -> None:
+        if total < ranks:
+            raise ValueError(f"{total} samples are not one for each of {ranks} ranks")
+        self._total = total
+        self._ranks = ranks
+
+    @property
+    def rounds(self) -> int:
+        """After how many microbatches all ranks are through with theirs."""
+        return -(-self._total // self._ranks)
+
+    def samples(self, first: int) -> list[int]:
+        """Of the microbatch that begins at ``first``."""
+        turn, rank = divmod(first, self._ranks)
+        its = -(-(self._total - rank) // self._ranks)
+        return [turn % its * self._ranks + rank]
+
+
+class Shuffled:
+    """The ``total`` samples of a data set, shuffled anew in each epoch, for the ``ranks`` of the launch.
+
+    An epoch has as many microbatches, of ``size`` samples, for each rank, and some samples may be left over.
+    ``sharded``: whether each rank shuffles a part of its own (Megatron's default).  Where all shuffle the whole,
+    Megatron's sampler gives what is left over to its first ranks, if that is enough, in place of what would be theirs
+    at the beginning of the next epoch.
+    """
+
+    def __init__(self, total: int, size: int, ranks: int, *, sharded: bool) -> None:
+        self._size = size
+        self._ranks = ranks
+        self._sharded = sharded
+        self.round = size * ranks
+        """Samples that all ranks together have with one microbatch each."""
+        self.epoch = total // self.round * self.round
+        """Samples of an epoch."""
+        if not self.epoch:
+            raise ValueError(f"{total} samples are not enough for one microbatch of {size} on each of {ranks} ranks")
+        self._bucket = self.epoch // ranks if sharded else total // size * size
+        self._shuffled = lru_cache(maxsize=2)(self._shuffle)
+
+    def samples(self, first: int) -> list[int]:
+        """Of the microbatch that begins at ``first``."""
+        epoch, at = divmod(first, self.epoch)
+        begins, rank = at // self.round * self.round, at % self.round // self._size
+        shuffled = self._shuffled(epoch)
+        if self._sharded:
+            place = begins // self._ranks
+            return [rank * self._bucket + sample for sample in shuffled[place : place + self._size].tolist()]
+        place = begins + rank
+        if not begins and epoch:
+            left = self._shuffled(epoch - 1)[self.epoch + rank :: self._ranks].tolist()
+            if len(left) >= self._size:
+                return list(left[: self._size])
+        return list(shuffled[place : begins + self.round : self._ranks].tolist())
+
+    def _shuffle(self, epoch: int) -> torch.Tensor:
+        generator = torch.Generator()
+        generator.manual_seed(epoch)
+        return torch.randperm(self._bucket, generator=generator)
+
+
+def to_skip() -> frozenset[int]:
+    """The iterations, from 1, that this run leaves out."""
+    args = get_args()
+    return frozenset(iteration for iteration in args.iterations_to_skip or () if iteration <= args.train_iters)
+
+
+def with_skipped(iteration: int, skipped: Iterable[int]) -> int:
+    """How many iterations are over once ``iteration`` of them are: with those that are left out right after them."""
+    left_out = frozenset(skipped)
+    while iteration + 1 in left_out:
+        iteration += 1
+    return iteration
+
+
+def skipped_before(iteration: int, begun: int, skipped: Iterable[int]) -> int:
+    """How many iterations are left out right before ``iteration``, of a run that began after iteration ``begun``."""
+    left_out = frozenset(skipped)
+    found = 0
+    while iteration - found - 1 > begun and iteration - found - 1 in left_out:
+        found += 1
+    return found
+
+
+Order = InOrder | InTurn | Shuffled
+
+
+def _unread(original: Callable[..., Any]) -> Callable[..., Any]:
+    def dummy_train_step(data_iterator: Any) -> None:
+        get_rerun_state_machine().current_iteration += 1  # by which Megatron names an iteration in its messages
+
+    return dummy_train_step

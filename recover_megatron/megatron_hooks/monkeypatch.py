@@ -119,11 +119,13 @@ wrap = partial(seams.wrap, supported=SUPPORTED)
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let ``owner.name`` be ``value`` for a while."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
+def replaced(owner: Any, /, **values: Any) -> Iterator[None]:
+    """Let these attributes of ``owner``, which has them all, be ``values`` for a while."""
+    originals = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        setattr(owner, name, original)
+        for name, original in originals.items():
+            setattr(owner, name, original)

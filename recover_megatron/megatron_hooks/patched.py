@@ -1,19 +1,12 @@
-"""What a patched Megatron calls: the stock pretrain_gpt.py of a checkout, made fault-tolerant by three inserted lines.
-
-scripts/apply_patches.sh inserts into three files of Megatron the same few lines.  They do something in a process with
-``--recover`` among its arguments, and import nothing of ours in any other::
+"""What a patched Megatron calls (docs/patches.md), in a process with ``--recover`` among its arguments.
 
     megatron/core/__init__.py         before_megatron()                  at its top: the version, the device
     megatron/training/arguments.py    parse_args = parsing(parse_args)   our flags join Megatron's; what cannot run is
                                                                          refused, before anything was started
     megatron/training/training.py     pretrain = surviving(pretrain)     the hooks are installed; deaths are survived
 
-So flags, model, data and loss are those of whichever script calls Megatron's pretrain(), and it does so as always.  The
-rest is what pretrain_gpt_recover.py does (`program`): the same checks, the same hooks.  Under that script a patched
-Megatron does nothing of its own.
-
-A worker that is wanted in another position calls pretrain() once more.  The script parses the flags and makes a
-configuration of them before: ``_Call`` keeps copies of both, as they were when the script handed them over.
+The checks and hooks are those of pretrain_gpt_recover.py (`program`), under which a patched Megatron does nothing of
+its own.
 """
 
 from __future__ import annotations
@@ -82,7 +75,10 @@ def surviving(pretrain: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Call:
-    """The script's call of pretrain(), to be made as often as this worker builds Megatron."""
+    """The script's call of pretrain(), to be made as often as this worker builds Megatron.
+
+    The script parses the flags and makes a configuration of them before: copies of both are kept.
+    """
 
     def __init__(self, pretrain: Callable[..., None], bound: inspect.BoundArguments) -> None:
         self._pretrain = pretrain

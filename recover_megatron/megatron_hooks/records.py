@@ -28,7 +28,7 @@ from recover_megatron.instep.losses import Failure
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.order import skipped_before, to_skip
+from recover_megatron.megatron_hooks.microbatches import skipped_before, to_skip
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 from recover_megatron.run_log.events import EVENTS_FILE, EventsFile
 from recover_megatron.run_log.steps import STEPS_FILE, StepRecord, StepsFile
@@ -87,14 +87,15 @@ class Records:
             self._write(recovery)
             if outcome.seconds:
                 reran = {str(replica): ids for replica, ids in outcome.reran.items()}
-                phases, aside = _rounded(outcome.seconds), outcome.aside_bytes
+                phases = {name: round(value, 6) for name, value in outcome.seconds.items()}
+                aside = outcome.aside_bytes
                 self.log(recovery, "recovery", epoch=step.epoch, reran=reran, seconds=phases, aside_bytes=aside)
         self._first = False
 
     def planned(self, recovery: Recovery) -> None:
         """A new epoch: a worker that has become the writer adds what the lost one left out: no other step may come."""
         self._follow(recovery.assignment.decision.timeline)
-        if not (self._candidate(recovery) and self._writes(recovery)):
+        if not self._writes(recovery):
             if self._file is not None:
                 self._file.give_up()
             self._file = None  # somebody else writes on; should it be this worker's turn again, it looks how far
@@ -114,12 +115,7 @@ class Records:
 
     def log(self, recovery: Recovery, event: str, **fields: Any) -> None:
         """Add an event, if this worker is the writer."""
-        if (
-            self._folder is None
-            or not recovery.assignment.started
-            or not self._candidate(recovery)
-            or not self._writes(recovery)
-        ):
+        if self._folder is None or not recovery.assignment.started or not self._writes(recovery):
             return
         if self._events is None:
             self._events = EventsFile(self._folder / EVENTS_FILE)
@@ -153,9 +149,8 @@ class Records:
     def _writes(self, recovery: Recovery) -> bool:
         # Not a fresh replica, if there is another: it does not know what was committed before.
         decision = recovery.assignment.decision
-        return recovery.assignment.replica == next(
-            (r for r in decision.replicas if r not in decision.fresh), decision.replicas[0]
-        )
+        first = next((r for r in decision.replicas if r not in decision.fresh), decision.replicas[0])
+        return recovery.assignment.replica == first and self._candidate(recovery)
 
     def close(self) -> None:
         """This worker ends: write what is left, as long as the disk takes it."""
@@ -218,10 +213,6 @@ def _to_megatrons_writers(recovery: Recovery, outcome: Outcome) -> None:
             board.add_scalar(name, value, iteration)
     if wandb := get_wandb_writer():
         wandb.log(scalars, iteration)
-
-
-def _rounded(seconds: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 6) for name, value in seconds.items()}
 
 
 class Console:

@@ -30,12 +30,11 @@ from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import Path, at, flatten, new_memory
 from recover_megatron.instep.state_receiver import Place
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
-from recover_megatron.megatron_hooks.layer_sums import biases
 from recover_megatron.megatron_hooks.layout import rolls_back
 from recover_megatron.megatron_hooks.loop_counters import LoopCounters
+from recover_megatron.megatron_hooks.microbatches import to_skip, with_skipped
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer, groups_with_parameters
-from recover_megatron.megatron_hooks.order import to_skip, with_skipped
-from recover_megatron.megatron_hooks.trackers import LogTotals
+from recover_megatron.megatron_hooks.trackers import LogTotals, biases
 
 
 class TrainingState:

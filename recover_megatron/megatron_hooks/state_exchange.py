@@ -63,11 +63,7 @@ class StateExchange:
             self._offer = groups.offer("state", tree, shared_tensors(tree))
 
     def withdraw(self) -> None:
-        """The state is about to change: what is still being fetched of it is not believed.
-
-        Nobody who is counted on is fetching then: a step is committed only when all have reported it, who is fresh,
-        too.
-        """
+        """The state is about to change: what is still fetched of it, by nobody who is counted on, is not believed."""
         if self._offer is not None:
             self._offer.withdraw()
             self._offer = None

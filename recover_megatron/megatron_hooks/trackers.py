@@ -1,26 +1,28 @@
-"""What Megatron adds up for its log alone, beside the losses that a forward step returns.
+"""What layers and Megatron's log add up over the microbatches of a step, beside the losses that a forward step returns.
 
-Over the microbatches of a step (``Trackers``):
+    ``Trackers``          MoE: load balancing losses, z-loss; per layer
+                          MTP: loss, correct and all predictions; per depth of multi-token prediction
+                          DSA: loss of the sparse attention's indexer; per layer
+                          THD: tokens of packed sequences, squares of their lengths, by which operations are counted
+    ``RouterSums``        --moe-router-enable-expert-bias: tokens per expert
+                          --moe-router-load-balancing-type quantile_balancing: quantiles, and of how many microbatches
+    ``AttentionLogits``   --qk-clip, --log-max-attention-logit: the largest logit per head
 
-    MoE     per layer: load balancing losses, z-loss
-    MTP     per depth of multi-token prediction: loss, correct and all predictions
-    DSA     per layer: loss of the sparse attention's indexer
-    THD     of packed sequences: tokens, squares of their lengths, of which floating-point operations are counted
-
-Each worker has sums over the microbatches that it ran, and Megatron's log averages or adds these over the workers.
-After a death that is wrong: sums of the dead are missing, and who is left ran more than its share.  So they travel in
-the step's tail, where every microbatch is counted once (``read``); when the step is committed each worker is given what
-it would have if all of the launch had run equal shares of them (``write``): their average, however many it is taken
-over.  What Megatron would add over the workers it is given as a whole.  Nothing is left to be asked of other replicas,
-so no such operation is made for it, by all stages of a pipeline or by some.
+Each worker has sums over the microbatches that it ran, and Megatron adds or averages these over the workers.  After a
+death that is wrong: sums of the dead are missing, and who is left ran more than its share.  So they travel in the
+step's tail, where every microbatch is counted once (``read``); when the step is committed each worker is given what it
+would have of the whole batch (``write``).  Nothing is left to be asked of other replicas: no such operation is made, or
+it is known to be done already (``groups.KNOWN``).
 
 Since the log's last row: ``LogTotals``, which go with the state of a worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +62,8 @@ class Trackers:
         self._experts = _names_of_experts(args)
         self._layers = args.num_layers + (getattr(args, "mtp_num_layers", None) or 0)
         experts = [_Sums(self._layers, _expert_sums(name)) for name in self._experts]
-        self._every = [*experts, *_of_prediction(args), *_of_indexer(args), *_of_packing()]
+        packing = _Sums(2, lambda: getattr(training, "_seqlen_stats_in_iteration", None), added=True)
+        self._every = [*experts, *_of_prediction(args), *_of_indexer(args), packing]
 
     @property
     def size(self) -> int:
@@ -121,36 +124,22 @@ def _expert_sums(name: str) -> Callable[[], torch.Tensor | None]:
 def _of_prediction(args: Any) -> list[_Sums]:
     depth = getattr(args, "mtp_num_layers", None) or 0
     names = {"loss_values": False, "values": False, "correct_values": True, "total_values": True}  # "values": 0.18
-    return [_Sums(depth, _held(MTPLossLoggingHelper.tracker, name), added) for name, added in names.items() if depth]
+    tracker = MTPLossLoggingHelper.tracker
+    return [_Sums(depth, partial(tracker.get, name), added) for name, added in names.items() if depth]
 
 
 def _of_indexer(args: Any) -> list[_Sums]:
     if not getattr(args, "dsa_indexer_loss_coeff", None):
         return []
-    return [_Sums(args.num_layers, _held(DSAIndexerLossLoggingHelper.tracker, "values"))]
+    return [_Sums(args.num_layers, partial(DSAIndexerLossLoggingHelper.tracker.get, "values"))]
 
 
-def _held(tracker: dict[str, Any], name: str) -> Callable[[], torch.Tensor | None]:
-    return lambda: tracker.get(name)
+def install(loop: Loop, active: Callable[[], bool]) -> None:
+    """Wrap the seam where Megatron adds up what ``Trackers`` has added up.  ``active``: whether steps are ours yet."""
 
-
-def _of_packing() -> list[_Sums]:
-    return [_Sums(2, lambda: getattr(training, "_seqlen_stats_in_iteration", None), added=True)]
-
-
-class TrackerSeam:
-    """Where Megatron adds up what ``Trackers`` has added up already, once steps are ours: when it is ``active``."""
-
-    def __init__(self) -> None:
-        self.active = False
-
-    def install(self, loop: Loop) -> None:
-        """Wrap the seam, where this loop has it."""
-        loop.wrap("sequence_lengths", self._not_added)
-
-    def _not_added(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def not_added(original: Callable[..., Any]) -> Callable[..., Any]:
         def consume_seqlen_stats_in_iteration() -> Any:
-            if not self.active or not training._seqlen_stats_active:
+            if not active() or not training._seqlen_stats_active:
                 return original()
             whole = training._seqlen_stats_in_iteration
             # The tail sums over context-parallel ranks, too, which have counted the same.
@@ -160,6 +149,8 @@ class TrackerSeam:
             return tokens, squares
 
         return consume_seqlen_stats_in_iteration
+
+    loop.wrap("sequence_lengths", not_added)
 
 
 INTERVAL = "interval-time"
@@ -171,9 +162,8 @@ CUMULATIVE = ("cumulative_correct_values", "cumulative_total_values")
 class LogTotals:
     """What one worker's log has added up since its last row, and over which seconds: a part of its state.
 
-    train() keeps it in a variable of its own, which is empty when train() is entered.  A worker that comes into the
-    run, or comes back, in the middle of an interval gets what its column has added up, so its row is that of the whole
-    interval.
+    train() keeps it in a variable of its own, which is empty when train() is entered: a worker that comes in the middle
+    of an interval gets what its column has added up, so its row is that of the whole interval.
     """
 
     def __init__(self) -> None:
@@ -221,3 +211,153 @@ def _copies(values: dict[str, Any]) -> dict[str, Any]:
 def _on_device(values: dict[str, Any]) -> dict[str, Any]:
     # Clones: what has arrived is a part of the memory of the whole state.
     return {key: value.clone().cuda() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
+SUMS = ("local_tokens_per_expert", "qb_beta_accum", "qb_beta_count")
+BIASES = ("expert_bias", "qb_beta")
+
+
+def biases(model: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """The living biases of all routers, in one order."""
+    return [tensor.data for tensor in _buffers(model, BIASES)]
+
+
+class RouterSums:
+    """The sums of the routers of one worker's layers, by which Megatron moves their biases once a step.
+
+    Megatron sums these over all workers in finalize_model_grads: before it runs each router is given the sum.  The
+    biases go with the parameters: an orphan that has made no step takes back what they were (`state`).
+    """
+
+    def __init__(self, model: Iterable[torch.nn.Module]) -> None:
+        for module in (module for chunk in model for module in chunk.modules()):
+            if (maintain := getattr(module, "_maintain_float32_expert_bias", None)) is not None:
+                maintain()  # as each forward pass does: a state that arrives before the first one would be rounded
+        self._every = list(_buffers(model, SUMS))
+        self._types = [tensor.dtype for tensor in self._every]
+
+    @property
+    def size(self) -> int:
+        """How many numbers ``read`` gives: the same for all of a column."""
+        return sum(tensor.numel() for tensor in self._every)
+
+    def begin(self) -> None:
+        """A step begins: what was left of one that this worker did not finish is dropped."""
+        for tensor in self._every:
+            # Float16Module makes them 16-bit, in which a count is rounded by how many one replica has added up.
+            tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
+            tensor.zero_()
+
+    def read(self) -> torch.Tensor:
+        """What this worker's microbatches of the step have added up; float64, flat, on the host."""
+        parts = [tensor.detach().double().flatten() for tensor in self._every]
+        return torch.cat(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64)
+
+    def write(self, whole: torch.Tensor) -> None:
+        """``whole``: the sum of what a column has read.  Tensor ranks may have other tokens: theirs are added here."""
+        if not self._every:
+            return
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            whole = whole.to(self._every[0].device)
+            torch.distributed.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
+        at = 0
+        for tensor, dtype in zip(self._every, self._types, strict=True):
+            # By a 16-bit sum Megatron moves a bias by a step that is rounded to 16 bits, too.
+            tensor.data = whole[at : at + tensor.numel()].view_as(tensor).to(device=tensor.device, dtype=dtype)
+            at += tensor.numel()
+
+
+def _buffers(model: Iterable[torch.nn.Module], names: Iterable[str]) -> Iterator[torch.Tensor]:
+    for chunk in model:
+        for module in chunk.modules():
+            found = (getattr(module, name, None) for name in names)
+            yield from (tensor for tensor in found if isinstance(tensor, torch.Tensor))
+
+
+LOGIT_FLAGS = ("qk_clip", "log_max_attention_logit")
+"""Attributes of Megatron's arguments: each has it keep these maxima."""
+
+
+class AttentionLogits:
+    """The largest logits of one worker's layers.  ``args``: Megatron's; without one of ``LOGIT_FLAGS`` there are none.
+
+    Megatron keeps a maximum per head over the microbatches that a worker has run, and takes that over all workers when
+    the update is made (``clip_qk``).  Then it is too late here: of what a lost replica ran, and a committed step has
+    counted, nobody would know it.  The tail is a sum, of which parts may be final before others are summed again, by
+    other workers; so each microbatch has numbers of its own: each is added by the worker that ran it, and is the same
+    on all.  When the step is committed each attention is given the maximum over all of the batch.
+
+    What else passes through the layers counts for nothing: an evaluation (which in Megatron counts for the next step),
+    a layer that is computed again in the backward pass, an attempt that was given up.
+    """
+
+    def __init__(self, args: Any, model: Iterable[torch.nn.Module]) -> None:
+        self._chunks: list[list[tuple[Any, slice]]] = []
+        self._heads = 0
+        self._total = 0
+        self._rows: dict[int, torch.Tensor] = {}
+        wanted = any(getattr(args, name, False) for name in LOGIT_FLAGS)
+        for chunk in model:
+            self._chunks.append([])
+            for module in chunk.modules() if wanted else ():
+                attention = getattr(module, "core_attention", None)
+                if hasattr(module, "clip_qk") and hasattr(attention, "current_max_attn_logits"):
+                    at, self._heads = self._heads, self._heads + module.num_attention_heads_per_partition
+                    self._chunks[-1].append((attention, slice(at, self._heads)))
+
+    @property
+    def size(self) -> int:
+        """How many numbers ``read`` gives in this step: the same for all of a column."""
+        return self._total * self._heads
+
+    def begin(self, total: int) -> None:
+        """A step of ``total`` microbatches, over all replicas, begins: what was left of another one is dropped."""
+        self._total = total
+        self._rows = {}
+
+    @contextmanager
+    def microbatch(self, chunk: int, j: int) -> Iterator[None]:
+        """Chunk ``chunk`` of the model runs its forward pass of microbatch ``j`` meanwhile."""
+        for attention, _ in self._chunks[chunk]:
+            attention.current_max_attn_logits = None
+        yield
+        for attention, heads in self._chunks[chunk]:
+            largest = attention.current_max_attn_logits
+            if largest is not None:
+                if j not in self._rows:
+                    self._rows[j] = largest.new_full((self._heads,), -torch.inf, dtype=torch.float32)
+                self._rows[j][heads] = largest.detach().float()
+
+    def ran(self, ids: Sequence[int]) -> None:
+        """The microbatches ``ids`` were run.  All context-parallel ranks call it together.
+
+        Each has seen a part of a sequence; the first one tells what all have seen.
+        """
+        if not self._rows or parallel_state.get_context_parallel_world_size() == 1:
+            return
+        whole = torch.stack([self._rows.pop(j) for j in ids])
+        torch.distributed.all_reduce(
+            whole, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_context_parallel_group()
+        )
+        if parallel_state.get_context_parallel_rank() == 0:
+            self._rows.update(zip(ids, whole, strict=True))
+
+    def read(self) -> torch.Tensor:
+        """The largest logits by microbatch and head, zero for microbatches of which this worker does not tell.
+
+        float64, flat (microbatch * heads + head), on the host.
+        """
+        flat = torch.zeros(self._total, self._heads, dtype=torch.float64)
+        if self._rows:
+            flat[list(self._rows)] = torch.stack(list(self._rows.values())).double().cpu()
+        return flat.flatten()
+
+    def write(self, whole: torch.Tensor) -> None:
+        """``whole``: the sum of what a column has read."""
+        if not self._heads:
+            return
+        largest = whole.view(self._total, self._heads).amax(dim=0).float()
+        for attention, heads in (its for chunk in self._chunks for its in chunk):
+            its = largest[heads]
+            # A layer that has told of none is passed over by Megatron, too.
+            attention.current_max_attn_logits = None if bool((its == -torch.inf).all()) else its.to("cuda")

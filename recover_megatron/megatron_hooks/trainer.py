@@ -24,19 +24,16 @@ from megatron.core.utils import get_model_config
 from recover_megatron.instep.gradients import Gradients
 from recover_megatron.instep.hooks import ProgressReports
 from recover_megatron.megatron_hooks import monkeypatch
-from recover_megatron.megatron_hooks.buckets import Buckets
-from recover_megatron.megatron_hooks.data import Microbatches, source_of
-from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
-from recover_megatron.megatron_hooks.layer_sums import AttentionLogits, RouterSums
+from recover_megatron.megatron_hooks.data import of_ids
 from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds, grouped, has_gradient
-from recover_megatron.megatron_hooks.trackers import Trackers
+from recover_megatron.megatron_hooks.training_parts import TrainingParts
 
 
+@dataclass(eq=False)
 class NominalCount:
     """While ``count`` is set, every loss is divided by it instead of by the number of microbatches of the pass."""
 
-    def __init__(self) -> None:
-        self.count: int | None = None
+    count: int | None = None
 
     def install(self) -> None:
         parameters = (
@@ -65,13 +62,10 @@ class MegatronTrainer:
     _schedule: Callable[..., Any]
     _call: dict[str, Any]
     """The keyword arguments with which Megatron called the schedule."""
-    _buckets: Buckets | FsdpBuckets
+    _parts: TrainingParts
     _progress: ProgressReports
     _seeds: MicrobatchSeeds
     _accumulated: Accumulated
-    _routers: RouterSums
-    _trackers: Trackers
-    _logits: AttentionLogits
     _iteration: int
     _losses: list[dict[str, torch.Tensor]] = field(default_factory=list, init=False)
     _tokens: int = field(default=0, init=False)
@@ -84,11 +78,11 @@ class MegatronTrainer:
 
     @property
     def gradients(self) -> Gradients:
-        return self._buckets.gradients
+        return self._parts.buckets.gradients
 
     def compute(self, ids: Sequence[int], *, again: bool) -> None:
         """See ``instep.step.Trainer``."""
-        self._buckets.new_pass(again=again)
+        self._parts.buckets.new_pass(again=again)
         before = self._accumulated.counts(self._model)
         backward = [0 for _ in self._model]
         with self._finalize_held(), grouped(self._call["model"], len(ids)):
@@ -96,77 +90,65 @@ class MegatronTrainer:
                 **{
                     **self._call,
                     "forward_step_func": self._forward_step(ids, backward),
-                    "data_iterator": self._iterators(ids),
+                    "data_iterator": of_ids(self._call["data_iterator"], ids, lambda: self._progress.storage("data")),
                     "num_microbatches": len(ids),
                 }
             )
         self._accumulated.check(self._model, before, backward)
-        self._logits.ran(ids)
+        self._parts.logits.ran(ids)
         self._losses += losses or []
         # The step needs the losses next, so it would wait for the device there.  Waited for here, that counts as
         # computing: to whoever looks for a hang, and in the seconds of a microbatch, by which shares are balanced.
         torch.cuda.current_stream().synchronize()
 
     def settle(self) -> None:
-        if self._buckets.overlap is not None:
-            self._buckets.overlap.complete_all()  # whoever makes the next update may rely on it, also if we ran nothing
-        self._buckets.settle()
+        buckets = self._parts.buckets
+        if buckets.overlap is not None:
+            buckets.overlap.complete_all()  # whoever makes the next update may rely on it, also if we ran nothing
+        buckets.settle()
 
     def extras(self) -> torch.Tensor:
         """See the module's docstring: float64, flat, on the host.  The last stage alone has losses."""
-        numbers = [float(self._tokens)]
+        losses: list[float] = []
         for key in self._losses[0] if self._losses else ():
             values = torch.stack([loss[key].detach().double().view(-1) for loss in self._losses])
             sums = values.sum(dim=0).tolist()
             # One number is a mean over a microbatch, two are a sum over tokens and their count.
-            numbers += sums if len(sums) == 2 else [sums[0], float(len(values))]
-        tokens, losses = numbers[:1], numbers[1:]
-        double = torch.float64
-        counted = [self._routers.read(), self._trackers.read(), self._logits.read()]
-        return torch.cat([torch.tensor(tokens, dtype=double), *counted, torch.tensor(losses, dtype=double)])
+            losses += sums if len(sums) == 2 else [sums[0], float(len(values))]
+        tokens, double = float(self._tokens), torch.float64
+        counted = [its.read() for its in self._parts.beside]
+        return torch.cat([torch.tensor([tokens], dtype=double), *counted, torch.tensor(losses, dtype=double)])
 
     def finish(self, extras: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """Let Megatron finish the gradients; returns the losses of the whole batch as one microbatch's.
 
         ``extras``: those of the whole batch.
         """
+        parts = self._parts
+        sizes = [1, *(its.size for its in parts.beside)]
+        tokens, routers, trackers, logits, losses = extras.split([*sizes, len(extras) - sum(sizes)])
         config = get_model_config(self._model[0])
         call = dict(self._finalize_call)
         if call.get("num_tokens") is not None:
-            call["num_tokens"] = torch.full_like(call["num_tokens"], round(float(extras[0])))
-        at = 1 + self._routers.size
-        self._routers.write(extras[1:at])
-        self._buckets.committed = True
+            call["num_tokens"] = torch.full_like(call["num_tokens"], round(float(tokens)))
+        parts.routers.write(routers)
+        parts.buckets.committed = True
         try:
             config.finalize_model_grads_func(**call)
         finally:
-            self._buckets.committed = False
-        self._trackers.write(extras[at : at + self._trackers.size])
-        at += self._trackers.size
-        self._logits.write(extras[at : at + self._logits.size])
-        at += self._logits.size
+            parts.buckets.committed = False
+        parts.trackers.write(trackers)
+        parts.logits.write(logits)
         if not self._losses:
             return []
         whole = {}
-        for key, like in self._losses[0].items():
-            total, count = extras[at], extras[at + 1]
-            at += 2
+        for number, (key, like) in enumerate(self._losses[0].items()):
+            total, count = losses[2 * number], losses[2 * number + 1]
             value = torch.stack([total, count]) if like.numel() == 2 else (total / count).view(1)
             whole[key] = value.to(device=like.device, dtype=torch.float32)
         return [whole]
 
     # ---- inside
-
-    def _iterators(self, ids: Sequence[int]) -> Any:
-        given = self._call["data_iterator"]
-
-        def iterator(of: Any) -> Any:
-            source = source_of(of)
-            if source is None:
-                return None
-            return Microbatches(source, ids, lambda: self._progress.storage("data"))
-
-        return [iterator(one) for one in given] if isinstance(given, list) else iterator(given)
 
     def _forward_step(self, ids: Sequence[int], backward: list[int]) -> Callable[..., Any]:
         """The user's forward step; the k-th call on a chunk is microbatch ``ids[k]``.
@@ -183,7 +165,7 @@ class MegatronTrainer:
             self._progress.mark("forward", microbatch=j)
             self._progress.inject("forward")
             self._seeds.seed(self._iteration, j, chunks[id(model)])
-            with self._logits.microbatch(chunks[id(model)], j):
+            with self._parts.logits.microbatch(chunks[id(model)], j):
                 output, loss_func = original(data_iterator, model, *args, **kwargs)
             backward[chunks[id(model)]] += has_gradient(output)
             return output, loss_func

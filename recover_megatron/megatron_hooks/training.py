@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
+from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
 from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.decision import Checkpoint
@@ -28,29 +28,23 @@ from recover_megatron.instep.faults import NoReplica, OtherPosition, RunOver, St
 from recover_megatron.instep.gradients import EXTRAS, Tail
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.step import Outcome, Step
-from recover_megatron.instep.traffic import Mode, Traffic
+from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks import writers
-from recover_megatron.megatron_hooks.between_steps import rebalance
-from recover_megatron.megatron_hooks.buckets import Buckets, BucketSeams
+from recover_megatron.megatron_hooks import buckets, microbatches, trackers, writers
+from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.checkpoints import Checkpoints
 from recover_megatron.megatron_hooks.data import sources_of
-from recover_megatron.megatron_hooks.evaluation import Evaluation, OverParameters
+from recover_megatron.megatron_hooks.evaluation import Evaluation
 from recover_megatron.megatron_hooks.groups import Groups
-from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds, install_random_states
+from recover_megatron.megatron_hooks.microbatches import Accumulated, MicrobatchSeeds
 from recover_megatron.megatron_hooks.optimizer import sharded_optimizer
 from recover_megatron.megatron_hooks.optimizer.sharded_optimizer import ShardedOptimizer
-from recover_megatron.megatron_hooks.order import install_skipping
 from recover_megatron.megatron_hooks.records import Console, Records
-from recover_megatron.megatron_hooks.rejoin import Rejoin
-from recover_megatron.megatron_hooks.rollback import Rollback, kept
+from recover_megatron.megatron_hooks.rejoin import Rejoin, Rollback
 from recover_megatron.megatron_hooks.state import TrainingState
-from recover_megatron.megatron_hooks.state_exchange import StateExchange
-from recover_megatron.megatron_hooks.step_guard import StepGuard
-from recover_megatron.megatron_hooks.trackers import TrackerSeam
 from recover_megatron.megatron_hooks.trainer import MegatronTrainer, NominalCount
-from recover_megatron.megatron_hooks.training_parts import StateCopies, TrainingParts, assemble
+from recover_megatron.megatron_hooks.training_parts import StepGuard, TrainingParts, rebalance
 from recover_megatron.membership.records import CoordinatorLost, Fenced
 
 log = get_logger(__name__)
@@ -83,35 +77,31 @@ class TrainingHooks:
         make_recovery: Callable[[], Recovery],
         records: Records,
         device: torch.device,
-        copies: StateCopies,
-        *,
-        balance: bool = False,
+        config: RecoverConfig,
     ) -> None:
         self.loop = loop
         self._groups = groups
-        self._balance = balance
-        self._copies = copies
+        self._config = config
         self._make_recovery = make_recovery
         self._records = records
         self.console = Console()
         self._device = device
         self._blame = Blame()
-        self._step_guard = StepGuard.of(device)
+        self.step_guard = StepGuard.of(device)
         self._seeds = MicrobatchSeeds(device)
         self._nominal = NominalCount()
         self._accumulated = Accumulated()
-        self._bucket_seams = BucketSeams()
-        self._tracker_seam = TrackerSeam()
         self._outcome: Outcome | None = None
-        self._evaluation = Evaluation(groups)
-        self._checkpoints = Checkpoints(groups, records, self._before_checkpoint, self._saving)
-        self._over_parameters = OverParameters(groups)
+        self._evaluation = Evaluation(groups, lambda: self.sharded)
+        self._checkpoints = Checkpoints(groups, records, lambda: self._parts)
         self._parts: TrainingParts | None = None
         """None before ``train`` has been entered."""
 
     @property
-    def _traffic(self) -> Traffic:
-        return self._groups.traffic
+    def parts(self) -> TrainingParts:
+        """Those of the model that is trained."""
+        assert self._parts is not None, "train has not been entered"
+        return self._parts
 
     @property
     def state(self) -> TrainingState | None:
@@ -120,17 +110,8 @@ class TrainingHooks:
         return None if parts is None else parts.state
 
     @property
-    def places(self) -> StateExchange | None:
-        """None before ``train`` has been entered."""
-        return None if self._parts is None else self._parts.places
-
-    @property
-    def _in_training(self) -> TrainingParts:
-        assert self._parts is not None, "train has not been entered"
-        return self._parts
-
-    @property
-    def _sharded(self) -> ShardedOptimizer | None:
+    def sharded(self) -> ShardedOptimizer | None:
+        """The optimizer, where its state is spread over the replicas."""
         return None if self._parts is None else self._parts.sharded
 
     @property
@@ -145,34 +126,24 @@ class TrainingHooks:
 
     def forget(self) -> None:
         """Drop all that belongs to the model: one for another position is to be built."""
-        self._bucket_seams.buckets = self._over_parameters.sharded = None
-        self._tracker_seam.active = False
         self._parts = self._outcome = None
-
-    def replica_ends(self) -> None:
-        """The groups inside the replica are about to be aborted.  Called in any thread."""
-        self._step_guard.seal()
 
     def planned(self) -> None:
         """A new epoch.  Raises ``StateLost``, for all, where nobody has a part of the optimizer's state any more."""
-        if self._sharded is not None and self._sharded.shards.known:
-            self._sharded.shards.planned()
-            self._sharded.check()
+        if self.sharded is not None and self.sharded.shards.known:
+            self.sharded.shards.planned()
+            self.sharded.check()
 
     def kept_checkpoints(self) -> tuple[list[Checkpoint], set[int]]:
-        """The complete checkpoints that the run could go back to, and those that this worker has failed to load."""
-        state = self.state
-        return ([] if state is None else kept(self._checkpoints, state)), self._checkpoints.unreadable
+        """The complete checkpoints that the run could go back to, and those that this worker has failed to load.
 
-    @property
-    def sharded(self) -> bool:
-        """Whether the optimizer's state is spread over the replicas."""
-        return self._sharded is not None
-
-    @property
-    def updated(self) -> int:
-        """Where it is spread: the iteration of the optimizer's last update; else 0."""
-        return 0 if self._sharded is None else self._sharded.updated
+        From any thread.
+        """
+        state, found = self.state, list[Checkpoint]()
+        if state is not None and state.rolls_back:
+            found += [(iteration, "save") for iteration in self._checkpoints.complete]
+            found += [(state.loaded_at_launch, "load")] if state.loaded_at_launch else []
+        return found, self._checkpoints.unreadable
 
     @property
     def begun(self) -> bool:
@@ -184,18 +155,21 @@ class TrainingHooks:
         loop = self.loop
         self._nominal.install()
         self._accumulated.install()
-        self._bucket_seams.install()
+        buckets.install(self._buckets)
         sharded_optimizer.install()
-        self._tracker_seam.install(loop)
-        install_skipping(loop)
-        install_random_states(loop)
+        trackers.install(loop, lambda: self._parts is not None)
+        microbatches.install(loop)
         loop.wrap("train", self._train)
         loop.wrap("train_step", self._train_step)
         loop.wrap("log", self._training_log)
         loop.wrap("schedule", self._schedule)
         self._evaluation.install(loop)
         self._checkpoints.install(loop)
-        self._over_parameters.install(loop)
+
+    def _buckets(self) -> Buckets | None:
+        """Those in Megatron's DDP, once there are any."""
+        found = None if self._parts is None else self._parts.buckets
+        return found if isinstance(found, Buckets) else None
 
     # ---- the loop
 
@@ -208,7 +182,8 @@ class TrainingHooks:
             if not late:
                 self._groups.recovery = self._make_recovery()
             parts = self._take_up(model, optimizer, scheduler, validation, late=late)
-            rejoin, rollback = self._rejoin(parts), self._rollback(parts)
+            rejoin = Rejoin(self.recovery, self._groups, parts, self._checkpoints, self._blame, self.step_guard)
+            rollback = Rollback(self.recovery, self._groups, parts, self._checkpoints, self._records, self.console)
             if late:
                 rejoin.come_back()
             else:
@@ -217,7 +192,7 @@ class TrainingHooks:
                 try:
                     rollback.carry_out(model, optimizer, scheduler)
                     done = original(forward_step_func, model, optimizer, scheduler, data, validation, *rest, **kwargs)
-                    parts.between_steps.complete()
+                    parts.complete()
                     return done
                 except BaseException as error:
                     if isinstance(error, FINAL) or not self.replica_broken(error):
@@ -230,57 +205,28 @@ class TrainingHooks:
     def _take_up(self, model: Any, optimizer: Any, scheduler: Any, validation: Any, *, late: bool) -> TrainingParts:
         """Make the parts for the model and optimizer that train() was entered with, and tell the seams of them."""
         self._groups.model = model
-        parts = self._parts = assemble(
+        parts = self._parts = TrainingParts(
             model,
             optimizer,
             scheduler,
             validation,
-            recovery=self.recovery,
-            traffic=self._traffic,
+            groups=self._groups,
             accumulated=self._accumulated,
-            copies=self._copies,
             services=self.loop.services,
+            config=self._config,
             blank=late,
         )
-        self._bucket_seams.buckets = parts.buckets if isinstance(parts.buckets, Buckets) else None
-        self._over_parameters.sharded = parts.sharded
-        self._tracker_seam.active = True
         writers.stand_in()
-        parts.count_updates(optimizer, self._step_guard)
+        parts.count_updates(optimizer, self.step_guard)
         return parts
 
     def _start(self) -> None:
         """Join the first epoch, with everybody who was launched."""
         self.recovery.rendezvous.start()
-        self._traffic.recovery = self.recovery
-        self._traffic.mode = Mode.OPEN
-        if self._sharded is not None:
-            self._sharded.adopt()
-
-    def _rejoin(self, parts: TrainingParts) -> Rejoin:
-        return Rejoin(
-            self.recovery,
-            self._groups,
-            parts.state,
-            parts.places,
-            self._checkpoints,
-            parts.sharded,
-            self._blame,
-            self._step_guard,
-            parts.buckets.rings,
-        )
-
-    def _rollback(self, parts: TrainingParts) -> Rollback:
-        return Rollback(
-            self.recovery,
-            self._groups,
-            parts.state,
-            self._checkpoints,
-            self._records,
-            self.console,
-            parts.sharded,
-            parts.memory,
-        )
+        self._groups.traffic.recovery = self.recovery
+        self._groups.traffic.mode = Mode.OPEN
+        if self.sharded is not None:
+            self.sharded.adopt()
 
     def replica_broken(self, error: BaseException) -> bool:
         """Whether ``error`` comes from a mate's loss: this worker becomes a spare then, instead of ending by it."""
@@ -290,9 +236,9 @@ class TrainingHooks:
         def train_step(
             forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            self._in_training.between_steps.at_boundary()
+            self.parts.at_boundary()
             started = time.perf_counter()
-            with self._traffic.during(Mode.STEP):
+            with self._groups.traffic.during(Mode.STEP):
                 result = original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
             self.recovery.progress.inject("optimizer")
             assert self._outcome is not None
@@ -304,7 +250,7 @@ class TrainingHooks:
 
     def _training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def training_log(losses: Any, total: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
-            state = self._in_training.state
+            state = self.parts.state
             state.totals.take_up(total)
             if "is_first_iteration" in kwargs:
                 # Megatron logs the first iteration of train(), with a barrier, and whoever came back has entered
@@ -313,13 +259,6 @@ class TrainingHooks:
             return original(losses, total, rate, iteration, *args, **kwargs)
 
         return training_log
-
-    def _before_checkpoint(self) -> None:
-        if self._parts is not None:
-            self._parts.between_steps.before_checkpoint()
-
-    def _saving(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._parts is None else self._parts.between_steps.saving()
 
     # ---- one pass of the schedule
 
@@ -341,7 +280,7 @@ class TrainingHooks:
     def _step(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
         """One step to its commit (`instep.step`), then what Megatron does once at its end; the losses for the log."""
         args, recovery = get_args(), self.recovery
-        mine, progress, parts = recovery.assignment, recovery.progress, self._in_training
+        mine, progress, parts = recovery.assignment, recovery.progress, self.parts
         nominal = get_num_microbatches()
         total = nominal * args.data_parallel_size
         mine.show(total)
@@ -353,18 +292,9 @@ class TrainingHooks:
         parts.routers.begin()
         parts.logits.begin(total)
         trainer = MegatronTrainer(
-            schedule,
-            call,
-            parts.buckets,
-            progress,
-            self._seeds,
-            self._accumulated,
-            parts.routers,
-            parts.trackers,
-            parts.logits,
-            args.curr_iteration + 1,
+            schedule, call, parts, progress, self._seeds, self._accumulated, args.curr_iteration + 1
         )
-        room = EXTRAS + parts.routers.size + parts.trackers.size + parts.logits.size
+        room = EXTRAS + sum(its.size for its in parts.beside)
         tail = Tail(column, total, len(mine.grid.replicas), self._device, room=room)
         self._nominal.count = nominal
         parts.state.last_step = args.curr_iteration + 1, progress.at + 1
@@ -373,7 +303,7 @@ class TrainingHooks:
         finally:
             self._nominal.count = None
         self._outcome = outcome
-        if self._balance:
+        if self._config.balance:
             rebalance(recovery, outcome, total)
         losses = trainer.finish(outcome.extras)
         progress.mark("optimizer")

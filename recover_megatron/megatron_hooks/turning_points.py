@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import megatron.core
@@ -29,15 +30,13 @@ SECTIONS = {"eval": "eval", "checkpoint": "checkpoint", "asynchronous checkpoint
 """Kinds of sections -> the phase of a fault specification."""
 
 
+@dataclass(eq=False)
 class FaultInjection:
-    """The faults of one worker (--recover-inject): the phases of ``chaos.spec``, by their places in Megatron's work.
+    """The faults of one worker (--recover-inject): the phases of ``chaos.spec``, by their places in Megatron's work."""
 
-    ``training`` tells where it is.
-    """
-
-    def __init__(self, injector: Injector, training: TrainingHooks) -> None:
-        self._injector = injector
-        self._training = training
+    _injector: Injector
+    _training: TrainingHooks
+    """Tells where it is."""
 
     def install(self) -> None:
         """Wrap the seam; raises UserError if this Megatron's is not the one we know."""
@@ -51,14 +50,14 @@ class FaultInjection:
 
     def in_ring(self, boundary: str, hop: int) -> None:
         """At a boundary of a message of a ring: see ``collectives.ring.executor.Hook``."""
-        phase = self._training.recovery.progress.phase
+        phase, sharded = self._training.recovery.progress.phase, self._training.sharded
         if boundary == "gather":  # with --overlap-param-gather in the next iteration already
-            self.inject("param-gather", self._training.updated)
+            self.inject("param-gather", 0 if sharded is None else sharded.updated)
             return
         if phase in ("norm", "param-gather") or boundary not in HALVES:
             return
         self.inject(HALVES[boundary])
-        if boundary == "store" and self._training.sharded:
+        if boundary == "store" and sharded is not None:
             self.inject("shadow")
 
     def _striking_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,29 +68,20 @@ class FaultInjection:
         return backward_step
 
 
+@dataclass(eq=False)
 class TurningPoints(Hooks):
-    """The hooks of one worker; see ``Hooks`` for its methods.
+    """The hooks of one worker; see ``Hooks`` for its methods."""
 
-    ``faults``: None where none is to be injected.  ``newcomer``: this worker was not launched with the run.
-    """
-
-    def __init__(
-        self,
-        groups: Groups,
-        training: TrainingHooks,
-        records: Records,
-        faults: FaultInjection | None,
-        *,
-        newcomer: bool,
-    ) -> None:
-        self._groups = groups
-        self._training = training
-        self._records = records
-        self._faults = faults
-        self._first_plan = not newcomer
+    _groups: Groups
+    _training: TrainingHooks
+    _records: Records
+    _faults: FaultInjection | None
+    """None where none is to be injected."""
+    _first_plan: bool
+    """Whether it was launched with the run, and has had no plan yet."""
 
     def abort_replica(self) -> None:
-        self._training.replica_ends()
+        self._training.step_guard.seal()
         self._groups.inside.end()
 
     def planned(self, decision: Decision) -> None:
@@ -166,9 +156,7 @@ class TurningPoints(Hooks):
         return self._training.kept_checkpoints()
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
-        places = self._training.places
-        assert places is not None
-        return places.mirror(decision, epoch_groups)
+        return self._training.parts.places.mirror(decision, epoch_groups)
 
     def iteration(self) -> int:
         return self._training.iteration

@@ -5,10 +5,8 @@ Megatron gives its writers to the last rank.  Every worker that may become it ha
     Remembering --begin()--> Writing     opens a writer of its own and tells it what the lost one may not have written
          '------- rest() ------'
 
-A writer that was killed takes with it what waited in its queues: TensorBoard's is written out after two minutes.  So
-what a new one tells may be there twice, at the same step with the same value.
-
-A thread tells the writers, so that no disk and no server holds up the training (``log_writer``).
+A writer that was killed takes with it what waited in its queues: what a new one tells may be there twice, at the same
+step with the same value.  A thread tells the writers, so that no disk and no server holds up the training.
 """
 
 from __future__ import annotations
@@ -36,10 +34,11 @@ KEPT_CALLS = 100_000
 CALL_BYTES = 256
 """What a call that waits takes, about."""
 
-SETTERS = {"_GLOBAL_TENSORBOARD_WRITER": "_set_tensorboard_writer", "_GLOBAL_WANDB_WRITER": "_set_wandb_writer"}
-"""Megatron's writers -> what opens them."""
-WANTED = {"_GLOBAL_TENSORBOARD_WRITER": "tensorboard_dir", "_GLOBAL_WANDB_WRITER": "wandb_project"}
-"""Megatron's writers -> the argument that asks for them."""
+WRITERS = {
+    "_GLOBAL_TENSORBOARD_WRITER": ("TensorBoard", "_set_tensorboard_writer", "tensorboard_dir"),
+    "_GLOBAL_WANDB_WRITER": ("W&B", "_set_wandb_writer", "wandb_project"),
+}
+"""Megatron's writers -> their names, what opens them, the argument that asks for them."""
 
 
 class Stub:
@@ -151,40 +150,39 @@ def stand_in() -> None:
     args = get_args()
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return
-    for name, asked in WANTED.items():
-        writer = getattr(global_vars, name, None)
+    for variable, (name, setter, asked) in WRITERS.items():
+        writer = getattr(global_vars, variable, None)
         if getattr(args, asked, None) and not isinstance(writer, Stub):
-            told = "TensorBoard" if "TENSORBOARD" in name else "W&B"
-            setattr(global_vars, name, Stub(told, writer, _opener(name), _iteration))
+            setattr(global_vars, variable, Stub(name, writer, _opener(variable, setter), _iteration))
 
 
 def _iteration() -> int:
     return getattr(get_args(), "curr_iteration", None) or 0
 
 
-def _opener(name: str) -> Callable[[], Any]:
+def _opener(variable: str, setter: str) -> Callable[[], Any]:
     def open_() -> Any:
         args = get_args()
         last = argparse.Namespace(**{**vars(args), "rank": args.world_size - 1})  # whom Megatron lets open it
         # Not among Megatron's own variables, where the stand-in is in use meanwhile.
-        variables = {**vars(global_vars), name: None}
-        FunctionType(getattr(global_vars, SETTERS[name]).__code__, variables)(last)
-        return variables[name]
+        variables = {**vars(global_vars), variable: None}
+        FunctionType(getattr(global_vars, setter).__code__, variables)(last)
+        return variables[variable]
 
     return open_
 
 
+def _stubs() -> list[Stub]:
+    return [its for variable in WRITERS if isinstance(its := getattr(global_vars, variable, None), Stub)]
+
+
 def take_turns(last: bool) -> None:
     """A new plan: whether this worker is the last rank now."""
-    for name in SETTERS:
-        writer = getattr(global_vars, name, None)
-        if isinstance(writer, Stub):
-            writer.begin() if last else writer.rest()
+    for writer in _stubs():
+        writer.begin() if last else writer.rest()
 
 
 def finish() -> None:
     """The training is over and this worker's process ends: what was told is on the disk, within a bounded time."""
-    for name in SETTERS:
-        writer = getattr(global_vars, name, None)
-        if isinstance(writer, Stub):
-            writer.flush()
+    for writer in _stubs():
+        writer.flush()

@@ -14,8 +14,8 @@ import pytest
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
-from recover_megatron.megatron_hooks.fsdp import mesh
-from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
+from recover_megatron.megatron_hooks.fsdp import state
+from recover_megatron.megatron_hooks.refused import cannot_shard_model
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.instep.cells import PHASES
@@ -162,9 +162,9 @@ def flags(**changed: object) -> argparse.Namespace:
 
 def test_a_torch_whose_meshes_take_no_groups_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.10, with which all else works."""
-    monkeypatch.delattr(mesh.device_mesh, "_get_pg_from_name")
+    monkeypatch.delattr(state.device_mesh, "_get_pg_from_name")
     with pytest.raises(UserError, match=r"--use-megatron-fsdp with --recover needs torch 2\.11 or later"):
-        mesh.install(argparse.Namespace())
+        state.install_meshes(lambda: False)
 
 
 def test_what_was_tried_with_megatron_fsdp_is_taken() -> None:

@@ -13,7 +13,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -60,6 +59,8 @@ def forward_step(iterator, model):
 
 
 if __name__ == "__main__":
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
     args = parse_and_validate_args()
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)

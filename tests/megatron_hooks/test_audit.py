@@ -1,4 +1,4 @@
-"""The audit says what was accumulated: it must tell when that is not what should have been."""
+"""The audit says what was accumulated: it must tell when that is not what should have been; and --recover-balance."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from recover_megatron.run_log.events import read_events
 from recover_megatron.run_log.steps import audit_problem, read_steps
+from recover_megatron.workload.balance import CONFIRM
 from recover_megatron.workload.domains import data_parallel_ranks_per_replica
 from tests.harness.forkserver import ForkServer, Run
-from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
+from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 pytestmark = pytest.mark.slow
 
 GOOD = [*MODEL, *SCHEDULE, *MOCK, "--train-iters", "4", "--recover"]
+SABOTAGE = str(Path(__file__).parent / "sabotage.py")
 
 
-def sabotaged(forkserver: ForkServer, out: Path, what: str) -> Run:
-    script = str(Path(__file__).parent / "sabotage.py")
-    return forkserver.run(2, [script, what, *GOOD, "--recover-log-dir", str(out)], out, timeout=120)
+def sabotaged(forkserver: ForkServer, out: Path, what: str, *flags: str, workers: int = 2) -> Run:
+    argv = [SABOTAGE, what, *GOOD, *flags, "--recover-log-dir", str(out)]
+    return forkserver.run(workers, argv, out, timeout=240)
 
 
 def test_a_worker_that_left_out_a_backward_pass_is_put_down_and_its_microbatches_are_run_by_others(
@@ -79,3 +82,49 @@ def test_a_resumed_run_audits_against_its_own_samples(forkserver: ForkServer, tm
 )
 def test_a_replica_is_closed_under_its_dense_and_its_expert_groups(sizes: dict[str, int], ranks: int) -> None:
     assert data_parallel_ranks_per_replica(**sizes) == ranks
+
+
+ITERATIONS = 9
+SLOW = [*NO_DROPOUT, "--train-iters", str(ITERATIONS)]
+LATER = 2
+"""Iterations that a busy host may add until it is sure of a pace; the exact number: tests/workload/test_balance.py."""
+
+
+def losses(run: Run, out: Path) -> list[float]:
+    """Of the run with a slow worker, whose audit is whole."""
+    steps = list(read_steps(out / "steps.jsonl"))
+    assert [audit_problem(step) for step in steps] == [None] * ITERATIONS, run.tail()
+    return [step.loss for step in steps if step.loss is not None]
+
+
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2"])
+def test_a_slow_replica_gets_fewer_microbatches_and_the_losses_stay(
+    forkserver: ForkServer, tmp_path: Path, flags: str
+) -> None:
+    even, balanced = tmp_path / "even", tmp_path / "balanced"
+    undisturbed = sabotaged(forkserver, even, "slow", *SLOW, *flags.split(), workers=4)
+    run = sabotaged(forkserver, balanced, "slow", *SLOW, *flags.split(), "--recover-balance", workers=4)
+    assert undisturbed.ok, undisturbed.tail()
+    assert run.ok, run.tail()
+    assert losses(run, balanced) == pytest.approx(losses(undisturbed, even), rel=1e-6)
+    slow = 0 if flags else 1  # rank 1 is in replica 0 where two ranks make one
+    steps = list(read_steps(balanced / "steps.jsonl"))
+    shares = [len(step.microbatches[slow]) for step in steps]
+    even_share = 8 // len(steps[0].microbatches)
+    assert shares[:CONFIRM] == [even_share] * CONFIRM
+    assert all(share < even_share for share in shares[CONFIRM + LATER :]), shares
+    assert any(event["event"] == "quotas" for event in read_events(balanced / "events.jsonl"))
+    for step in read_steps(even / "steps.jsonl"):
+        assert len({len(ids) for ids in step.microbatches.values()}) == 1
+
+
+def test_after_a_death_a_slow_replica_still_gets_fewer_microbatches(forkserver: ForkServer, tmp_path: Path) -> None:
+    even, hit = tmp_path / "even", tmp_path / "hit"
+    undisturbed = sabotaged(forkserver, even, "slow", *SLOW, workers=4)
+    assert undisturbed.ok, undisturbed.tail()
+    death = "--recover-balance", "--recover-inject", "3@7:backward:kill"
+    run = sabotaged(forkserver, hit, "slow", *SLOW, *death, workers=4)
+    assert [code for code in run.codes if code] == [-9], run.tail()
+    assert losses(run, hit) == pytest.approx(losses(undisturbed, even), rel=1e-6)
+    for step in list(read_steps(hit / "steps.jsonl"))[7:]:  # with even quotas it would run two or three of the eight
+        assert len(step.microbatches[1]) == 1, step.microbatches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import queue
@@ -34,6 +35,7 @@ from recover_megatron.megatron_hooks.checkpoint_writers import (
     nothing,
     write,
 )
+from recover_megatron.megatron_hooks.checkpoints import _reason
 from tests.harness.waiting import eventually
 
 KILLED, FAILED = -9, 1
@@ -70,15 +72,19 @@ class Queue:
 @pytest.fixture
 def caller(monkeypatch: pytest.MonkeyPatch) -> PersistentAsyncCaller:
     """Megatron's own, as the hooks wrap it, that has a process of ours."""
-    for name in ("schedule_async_call", "is_current_async_call_done", "close"):
-        monkeypatch.setattr(PersistentAsyncCaller, name, getattr(PersistentAsyncCaller, name))
+    wrapped = {
+        PersistentAsyncCaller: ("schedule_async_call", "is_current_async_call_done", "close"),
+        FileSystemWriterAsync: ("get_save_function_and_args", "retrieve_write_results"),
+    }
+    for owner, name in [(owner, name) for owner, names in wrapped.items() for name in names]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(filesystem_async, "get_write_results_queue", filesystem_async.get_write_results_queue)
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_queue", Queue())
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_preload_q", Queue())
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_comp_q", queue.Queue())
     monkeypatch.setattr(PersistentAsyncCaller, "_persistent_process", None)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    checkpoint_writers.install()
+    checkpoint_writers.install(Parts())
     return PersistentAsyncCaller()
 
 
@@ -274,3 +280,30 @@ def test_a_manager_that_is_gone_is_made_anew(monkeypatch: pytest.MonkeyPatch) ->
     second.put("written")
     assert second.get() == "written"
     second._manager.shutdown()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.EDQUOT, errno.ENOSPC])
+def test_what_the_file_system_says_is_everybodys_whatever_it_means_elsewhere(tmp_path: Path, number: int) -> None:
+    """A worker's own would cost one replica after the other."""
+    words = os.strerror(number)
+    folder = str(tmp_path / "attempt_4")
+    why, own = _reason(OSError(number, words, folder, None, str(tmp_path / "iter_4")), str(tmp_path))
+    assert words in why
+    assert not own
+
+
+def test_a_full_table_of_descriptors_is_a_workers_own() -> None:
+    assert _reason(OSError(errno.EMFILE, "Too many open files"), "/nowhere")[1]
+
+
+@pytest.mark.parametrize("others_can", [True, False])
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [("Input/output error", False), ("Disk quota exceeded", True), ("No space left on device", True)],
+)
+def test_a_part_that_others_can_write_is_the_workers_own_if_there_is_space(
+    text: str, full: bool, others_can: bool
+) -> None:
+    why, own = _reason(PartFailed(f"worker 2: OSError: {text}", own=others_can), "/nowhere")
+    assert text in why
+    assert own is (others_can and not full)

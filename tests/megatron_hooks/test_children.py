@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recover_megatron.megatron_hooks import data
-from recover_megatron.megatron_hooks.order import InOrder
+from recover_megatron.megatron_hooks.microbatches import InOrder
 from tests.harness.waiting import DEADLINE
 
 PROGRAM = """

@@ -1,65 +1,72 @@
-"""What the entry script refuses, how it says so, and what it touches of Megatron."""
+"""What the entry script refuses, does in another way and says, what it touches of Megatron, what an exit means."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
+import inspect
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.training import global_vars, training
+from megatron.training.arguments import add_megatron_arguments
+from megatron.training.utils import common_utils
 
+from recover_megatron import hostdevice
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError, refuse
+from recover_megatron.integrate import Loop, Seam
+from recover_megatron.megatron_hooks import refused
+from recover_megatron.megatron_hooks.entry import flags
 from recover_megatron.megatron_hooks.entry import flags as flag_checks
+from recover_megatron.megatron_hooks.entry.fault_tolerance import FaultTolerance
+from recover_megatron.megatron_hooks.entry.flags import arguments_provider
+from recover_megatron.megatron_hooks.entry.program import HANDLERS, EndedEarly
+from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
+from recover_megatron.megatron_hooks.refused import cannot_recover, cannot_shard
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.harness.waiting import DEADLINE
 from tests.megatron_hooks.tiny import MOCK, MODEL, OURS, SCHEDULE
 
 GOOD = [*MODEL, *SCHEDULE, *MOCK]
-MONKEYPATCH = [
-    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.close",
-    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.is_current_async_call_done",
-    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.schedule_async_call",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.get_save_function_and_args",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.retrieve_write_results",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
-    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel._make_backward_post_hook",
-    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync",
-    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_param_sync",
-    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync",
-    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync",
-    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.__init__",
-    "megatron.core.parallel_state.create_group",
-    "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
-    "megatron.training.checkpointing.get_checkpoint_name",
-    "megatron.training.checkpointing.get_checkpoint_tracker_filename",
-    "megatron.training.checkpointing.get_rng_state",
-    "megatron.training.checkpointing.schedule_async_save",
-    "megatron.training.datasets.fim_dataset.GPTFIMDataset._query_document_sample_shuffle_indices",
-    "megatron.training.initialize._initialize_distributed",
-    "megatron.training.training.append_to_progress_log",
-    "megatron.training.training.build_pretraining_data_loader",
-    "megatron.training.training.build_train_valid_test_data_loaders",
-    "megatron.training.training.calc_params_l2_norm",
-    "megatron.training.training.check_param_hashes_across_dp_replicas",
-    "megatron.training.training.consume_seqlen_stats_in_iteration",
-    "megatron.training.training.cyclic_iter",
-    "megatron.training.training.dummy_train_step",
-    "megatron.training.training.evaluate",
-    "megatron.training.training.evaluate_and_print_results",
-    "megatron.training.training.get_forward_backward_func",
-    "megatron.training.training.load_checkpoint",
-    "megatron.training.training.maybe_finalize_async_save",
-    "megatron.training.training.save_checkpoint",
-    "megatron.training.training.train",
-    "megatron.training.training.train_step",
-    "megatron.training.training.training_log",
-    "megatron.training.utils.log_utils.safe_get_world_size",
-    "megatron.training.wandb_utils.on_save_checkpoint_success",
-]
+MONKEYPATCH = {
+    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller": (
+        "close is_current_async_call_done schedule_async_call"
+    ),
+    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync": (
+        "get_save_function_and_args retrieve_write_results"
+    ),
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": "get_write_results_queue",
+    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel": "_make_backward_post_hook",
+    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup": (
+        "finish_grad_sync finish_param_sync start_grad_sync start_param_sync"
+    ),
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": "__init__",
+    "megatron.core.parallel_state": "create_group",
+    "megatron.core.pipeline_parallel.schedules": "forward_step_calc_loss",
+    "megatron.training.checkpointing": (
+        "get_checkpoint_name get_checkpoint_tracker_filename get_rng_state schedule_async_save"
+    ),
+    "megatron.training.datasets.fim_dataset.GPTFIMDataset": "_query_document_sample_shuffle_indices",
+    "megatron.training.initialize": "_initialize_distributed",
+    "megatron.training.training": (
+        "append_to_progress_log build_pretraining_data_loader build_train_valid_test_data_loaders "
+        "calc_params_l2_norm check_param_hashes_across_dp_replicas consume_seqlen_stats_in_iteration "
+        "cyclic_iter dummy_train_step evaluate evaluate_and_print_results get_forward_backward_func "
+        "load_checkpoint maybe_finalize_async_save save_checkpoint train train_step training_log"
+    ),
+    "megatron.training.utils.log_utils": "safe_get_world_size",
+    "megatron.training.wandb_utils": "on_save_checkpoint_success",
+}
+"""What is wrapped with --recover: module, or class -> functions."""
 
 
 def refusal(forkserver: ForkServer, out: Path, argv: list[str], workers: int = 1) -> str:
@@ -91,83 +98,57 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(forkserver: ForkSe
     assert "--recover-log-dir" in refusal(forkserver, tmp_path, [*GOOD, "--recover-logdir", "x"])
 
 
-@pytest.mark.parametrize(
-    ("argv", "reason"),
-    [
-        ([*MODEL, *SCHEDULE], "no training data: give --data-path PREFIX"),
-        ([*MODEL, *SCHEDULE, "--data-path", "/nowhere/corpus"], "no /nowhere/corpus.bin and /nowhere/corpus.idx here"),
-        ([*MODEL, *SCHEDULE, "--data-path", "0.3", "/nowhere/a", "0.7", "/nowhere/b"], "--data-path /nowhere/b: no"),
-        ([*GOOD, "--vocab-file", "/nowhere/vocab.json"], "--vocab-file /nowhere/vocab.json: no such file"),
-        ([*GOOD, "--recover-device", "tpu"], "argument --recover-device: invalid choice: 'tpu'"),
-        ([*GOOD, "--global-batch-size", "15"], "global batch size 15 is not a multiple of micro batch size 2 x 1"),
-        ([*GOOD, "--num-layers", "four"], "argument --num-layers: invalid int value: 'four'"),
-        ([*GOOD, "--hidden-size", "33"], "Megatron refuses these flags"),
-        ([*GOOD, "--recover", "--dataloader-type", "external"], "--recover needs --dataloader-type single or cyclic"),
-        ([*GOOD, "--recover", "--recover-log-dir", "/proc/nowhere"], "--recover-log-dir /proc/nowhere: "),
-        ([*GOOD, "--recover", "--recover-min-replicas", "0"], "--recover-min-replicas 0: give 1 or more"),
-        ([*GOOD, "--wandb-project", "mine"], "--wandb-project mine needs the Python package wandb, which is not"),
-        (
-            [*GOOD, "--tokenizer-type", "TikTokenizer"],
-            "--tokenizer-type TikTokenizer needs the Python package tiktoken",
-        ),
-        (
-            [*GOOD, "--recover", "--recover-collective", "native"],
-            "--recover-collective native needs GPUs: it is NCCL's own collectives; on the CPU take ring",
-        ),
-        ([*GOOD, "--recover", "--skip-train"], "--recover has nothing to keep in a run that trains nothing"),
-        ([*GOOD, "--recover", "--train-iters", "0"], "--recover has nothing to keep in a run that trains nothing"),
-        ([*GOOD, "--recover", "--recover-min-replicas", "5"], "--recover-min-replicas 5: this run has 1 at its launch"),
-        ([*GOOD, "--recover-inject", "0@3:backward"], "--recover-inject needs --recover: without it nothing is inj"),
-        (
-            [*GOOD, "--recover", "--recover-grace", "5", "--use-distributed-optimizer", "--recover-shadow-shards", "0"],
-            "--recover-grace with --use-distributed-optimizer needs --recover-shadow-shards 1 or 2",
-        ),
-        (
-            [*GOOD, "--recover", "--qk-clip"],
-            "--qk-clip needs --bf16 or --fp16: without them Megatron itself does not find the attention",
-        ),
-        (
-            [*GOOD, "--recover", "--bf16", "--qk-clip", "--use-distributed-optimizer"],
-            "--recover with --use-distributed-optimizer cannot be combined with --qk-clip yet: it scales whole weights",
-        ),
-        (
-            [*GOOD, "--recover", "--tensor-parallel-num-weight-shards", "2"],
-            "--recover cannot be combined with --tensor-parallel-num-weight-shards 2 yet: weights would be spread",
-        ),
-        (
-            [*GOOD, "--recover", "--expert-tensor-parallel-num-weight-shards", "2"],
-            "--recover cannot be combined with --expert-tensor-parallel-num-weight-shards 2 yet: weights",
-        ),
-        (
-            [*GOOD, "--recover", "--fp8-format", "hybrid"],
-            "--recover cannot be combined with delayed FP8 scaling yet: its scales are a history",
-        ),
-        (
-            [*GOOD, "--recover", "--use-megatron-fsdp", "--num-distributed-optimizer-instances", "2"],
-            "--use-megatron-fsdp with --num-distributed-optimizer-instances 2 needs --overlap-grad-reduce: without it",
-        ),
-        (
-            [*GOOD, "--recover", "--rerun-mode", "report_stats"],
-            "--recover cannot be combined with --rerun-mode report_stats: Megatron 0.18 to 0.19 does not start with it",
-        ),
-        (
-            [*GOOD, "--recover", "--te-rng-tracker"],
-            "--recover takes --te-rng-tracker only with --recover-untested: ",
-        ),
-        (
-            [*GOOD, "--recover", "--inprocess-restart"],
-            "--recover cannot be combined with --inprocess-restart yet: when",
-        ),
-        (
-            [*GOOD, "--recover", "--enable-ft-package"],
-            "--recover cannot be combined with --enable-ft-package yet: its",
-        ),
-        ([*GOOD, "--transformer-impl", "transformer_engine"], "needs TransformerEngine's GPU kernels"),
-        ([*GOOD, "--context-parallel-size", "1", "--data-path", "/no where/a"], "no /no where/a.bin"),
-    ],
-)
-def test_bad_input_is_one_clear_message(forkserver: ForkServer, tmp_path: Path, argv: list[str], reason: str) -> None:
-    assert reason in refusal(forkserver, tmp_path, argv)
+NO_DATA = [*MODEL, *SCHEDULE]
+BAD = [
+    (NO_DATA, "", "no training data: give --data-path PREFIX"),
+    (NO_DATA, "--data-path /nowhere/corpus", "no /nowhere/corpus.bin and /nowhere/corpus.idx here"),
+    (NO_DATA, "--data-path 0.3 /nowhere/a 0.7 /nowhere/b", "--data-path /nowhere/b: no"),
+    (GOOD, "--vocab-file /nowhere/vocab.json", "--vocab-file /nowhere/vocab.json: no such file"),
+    (GOOD, "--recover-device tpu", "argument --recover-device: invalid choice: 'tpu'"),
+    (GOOD, "--global-batch-size 15", "global batch size 15 is not a multiple of micro batch size 2 x 1"),
+    (GOOD, "--num-layers four", "argument --num-layers: invalid int value: 'four'"),
+    (GOOD, "--hidden-size 33", "Megatron refuses these flags"),
+    (GOOD, "--recover --dataloader-type external", "--recover needs --dataloader-type single or cyclic"),
+    (GOOD, "--recover --recover-log-dir /proc/nowhere", "--recover-log-dir /proc/nowhere: "),
+    (GOOD, "--recover --recover-min-replicas 0", "--recover-min-replicas 0: give 1 or more"),
+    (GOOD, "--wandb-project mine", "--wandb-project mine needs the Python package wandb, which is not"),
+    (GOOD, "--tokenizer-type TikTokenizer", "--tokenizer-type TikTokenizer needs the Python package tiktoken"),
+    (GOOD, "--recover --recover-collective native",
+     "--recover-collective native needs GPUs: it is NCCL's own collectives; on the CPU take ring"),
+    (GOOD, "--recover --skip-train", "--recover has nothing to keep in a run that trains nothing"),
+    (GOOD, "--recover --train-iters 0", "--recover has nothing to keep in a run that trains nothing"),
+    (GOOD, "--recover --recover-min-replicas 5", "--recover-min-replicas 5: this run has 1 at its launch"),
+    (GOOD, "--recover-inject 0@3:backward", "--recover-inject needs --recover: without it nothing is inj"),
+    (GOOD, "--recover --recover-grace 5 --use-distributed-optimizer --recover-shadow-shards 0",
+     "--recover-grace with --use-distributed-optimizer needs --recover-shadow-shards 1 or 2"),
+    (GOOD, "--recover --qk-clip",
+     "--qk-clip needs --bf16 or --fp16: without them Megatron itself does not find the attention"),
+    (GOOD, "--recover --bf16 --qk-clip --use-distributed-optimizer",
+     "--recover with --use-distributed-optimizer cannot be combined with --qk-clip yet: it scales whole weights"),
+    (GOOD, "--recover --tensor-parallel-num-weight-shards 2",
+     "--recover cannot be combined with --tensor-parallel-num-weight-shards 2 yet: weights would be spread"),
+    (GOOD, "--recover --expert-tensor-parallel-num-weight-shards 2",
+     "--recover cannot be combined with --expert-tensor-parallel-num-weight-shards 2 yet: weights"),
+    (GOOD, "--recover --fp8-format hybrid",
+     "--recover cannot be combined with delayed FP8 scaling yet: its scales are a history"),
+    (GOOD, "--recover --use-megatron-fsdp --num-distributed-optimizer-instances 2",
+     "--use-megatron-fsdp with --num-distributed-optimizer-instances 2 needs --overlap-grad-reduce: without it"),
+    (GOOD, "--recover --rerun-mode report_stats",
+     "--recover cannot be combined with --rerun-mode report_stats: Megatron 0.18 to 0.19 does not start with it"),
+    (GOOD, "--recover --te-rng-tracker", "--recover takes --te-rng-tracker only with --recover-untested: "),
+    (GOOD, "--recover --inprocess-restart", "--recover cannot be combined with --inprocess-restart yet: when"),
+    (GOOD, "--recover --enable-ft-package", "--recover cannot be combined with --enable-ft-package yet: its"),
+    (GOOD, "--transformer-impl transformer_engine", "needs TransformerEngine's GPU kernels"),
+    (GOOD, "--context-parallel-size 1 --data-path '/no where/a'", "no /no where/a.bin"),
+]  # fmt: skip
+"""Flags, what comes after them, and what is said."""
+
+
+@pytest.mark.parametrize(("base", "flags", "reason"), BAD)
+def test_bad_input_is_one_clear_message(
+    forkserver: ForkServer, tmp_path: Path, base: list[str], flags: str, reason: str
+) -> None:
+    assert reason in refusal(forkserver, tmp_path, [*base, *shlex.split(flags)])
 
 
 def test_without_recover_instances_that_megatron_would_never_sum_are_warned_of_once(
@@ -283,7 +264,8 @@ def test_without_recover_every_function_of_megatron_is_its_own(forkserver: ForkS
 
 
 def test_with_recover_only_the_documented_seams_are_wrapped(forkserver: ForkServer, tmp_path: Path) -> None:
-    assert changed_functions(forkserver, tmp_path, "--recover") == MONKEYPATCH
+    documented = [f"{owner}.{name}" for owner, names in MONKEYPATCH.items() for name in names.split()]
+    assert changed_functions(forkserver, tmp_path, "--recover") == sorted(documented)
 
 
 def test_help_shows_the_group_recover(forkserver: ForkServer, tmp_path: Path) -> None:
@@ -353,3 +335,183 @@ def test_a_missing_megatron_is_told_with_the_command_that_installs_it(tmp_path: 
     assert done.returncode == 2
     assert "pip install megatron-core==0.19.2" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def train(then: Callable[[], Any] = sys.exit) -> None:
+    """A loop's."""
+    then()
+
+
+def read_metadata(tracker_filename: str, rank: int = 0) -> None:
+    sys.exit(rank)
+
+
+MINE = Loop("mine", "", {"train": [Seam(__name__, "train")]}, None)  # type: ignore[arg-type]
+
+
+def ended(call: Callable[[], Any], *, begun: bool = True) -> None:
+    """What becomes of a worker whose pretrain() is ``call``."""
+    worker = FaultTolerance.__new__(FaultTolerance)
+    worker.__dict__.update(_newcomer=False, _loop=MINE, _training=SimpleNamespace(begun=begun))
+    worker._train_wherever_wanted(call, lambda: None)
+
+
+def test_a_loop_that_exits_has_been_asked_to_also_where_it_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = train
+    monkeypatch.setattr(sys.modules[__name__], "train", functools.wraps(original)(lambda: original()))
+    ended(train)
+
+
+def test_an_exit_that_nobody_asked_for_is_an_error_that_says_where_and_of_what() -> None:
+    told = rf"by read_metadata\(tracker_filename='/x/latest.txt'\), {__name__} line \d+"
+    for at in (lambda: read_metadata("/x/latest.txt"), lambda: train(lambda: read_metadata("/x/latest.txt"))):
+        with pytest.raises(EndedEarly, match=told):
+            ended(at)
+
+
+def test_an_exit_with_a_code_keeps_it() -> None:
+    with pytest.raises(SystemExit, match="3"):
+        ended(lambda: read_metadata("", rank=3))
+
+
+def test_a_training_without_data_is_no_training() -> None:
+    ended(lambda: None)
+    with pytest.raises(EndedEarly, match="no data to train with"):
+        ended(lambda: None, begun=False)
+
+
+def test_megatron_ends_its_training_as_is_assumed() -> None:
+    """Its train() calls sys.exit() itself, and so do its handlers, which are where they are looked for."""
+    (seam,) = MEGATRON_LM.seams["train"]
+    assert exits(getattr(seam.owner(), seam.name))
+    for name in HANDLERS:
+        modules = (global_vars, common_utils, training)
+        (handler,) = {getattr(module, name) for module in modules if hasattr(module, name)}
+        assert exits(handler)
+        for how in ("sys.exit(0)", "exit()"):
+            namespace: dict[str, Any] = {"__name__": handler.__module__}
+            exec(f"import sys\ndef {name}():\n    {how}", namespace)
+            ended(namespace[name], begun=False)
+
+
+def exits(function: Callable[..., Any]) -> bool:
+    """Whether it calls sys.exit() itself."""
+    tree = ast.parse(inspect.getsource(inspect.unwrap(function)))
+    return any(isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "exit") for node in ast.walk(tree))
+
+
+FLAGS = (
+    "--rerun-mode validate_results --fp16 --moe-token-dispatcher-type flex --cuda-graph-impl transformer_engine "
+    "--tp-comm-overlap --overlap-moe-expert-parallel-comm --delay-wgrad-compute --use-sharp --use-nccl-ub "
+    "--overlap-param-gather-with-optimizer-step --log-straggler --log-max-attention-logit --error-injection-rate 9 "
+    "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --optimizer muon --use-distributed-optimizer "
+    "--use-megatron-fsdp --fsdp-double-buffer --use-precision-aware-optimizer"
+).split()
+SETTLED = [its for its in refused.SETTLED if its.flag != "--optimizer dist_muon"]
+"""Each of these by one of the flags."""
+
+
+def parsed(enabled: bool, *flags: str) -> argparse.Namespace:
+    config = RecoverConfig(enabled=enabled)
+    parser = arguments_provider(config)(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    return parser.parse_args(list(flags))
+
+
+def test_every_flag_that_is_done_in_another_way_is_set_so_and_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused.say.cache_clear()
+    said: list[str] = []
+    monkeypatch.setattr(refused.log, "info", said.append)
+    args = parsed(True, *FLAGS)
+    assert all(not its.given(args) for its in refused.SETTLED)
+    assert (args.moe_token_dispatcher_type, args.cuda_graph_impl) == ("alltoall", "none")
+    assert (args.optimizer, args.use_distributed_optimizer, args.fp8_param_gather) == ("muon", False, False)
+    assert (args.num_distributed_optimizer_instances, args.error_injection_rate) == (2, 0)
+    assert (args.rerun_mode, args.accumulate_allreduce_grads_in_fp32) == ("disabled", True)
+    parsed(True, *FLAGS)
+    assert said == [f"with --recover {its}" for its in SETTLED]
+    config = RecoverConfig(enabled=True)
+    assert [*cannot_recover(args, config), *cannot_shard(args, config)] == []
+
+
+def test_without_recover_every_flag_is_as_megatron_has_it() -> None:
+    args = parsed(False, *FLAGS)
+    assert all(its.given(args) for its in SETTLED)
+
+
+def test_the_old_name_of_spread_muon_is_muon_that_is_not_spread() -> None:
+    args = parsed(True, "--optimizer", "dist_muon", "--overlap-param-gather")
+    assert (args.optimizer, args.use_distributed_optimizer, args.overlap_param_gather) == ("muon", False, False)
+    assert refused.not_settled(args) == []
+
+
+@pytest.mark.parametrize(
+    ("on_host", "backend", "collective", "told"),
+    [
+        (True, "gloo", "ring", []),
+        (False, "nccl", "native", []),
+        (True, "gloo", "native", ["--recover-collective native"]),
+        (False, "gloo", "auto", ["--distributed-backend gloo"]),
+    ],
+)
+def test_gradients_travel_by_the_ring_on_the_cpu_and_over_nccl_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, on_host: bool, backend: str, collective: str, told: list[str]
+) -> None:
+    args = parsed(True, "--distributed-backend", backend)
+    monkeypatch.setattr(hostdevice, "is_active", lambda: on_host)
+    found = cannot_recover(args, RecoverConfig(enabled=True, collective=collective))
+    assert len(found) == len(told)
+    assert all(flag in reason for flag, reason in zip(told, found, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "dist_muon", "lion"])
+def test_a_package_that_an_optimizer_needs_and_that_is_not_here_is_named(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    monkeypatch.setattr(flags, "_installed", lambda module: module != "emerging_optimizers")
+    reasons = flags.problems(parsed(True, "--optimizer", optimizer), RecoverConfig(enabled=True))
+    wanted = "--optimizer {} needs the Python package emerging-optimizers, which is not installed"
+    assert any(wanted.format(optimizer.removeprefix("dist_")) in reason for reason in reasons)
+
+
+def test_what_comes_past_the_parser_is_refused_and_not_run_as_it_is() -> None:
+    args = parsed(False, *FLAGS)
+    assert len(refused.not_settled(args)) == len(SETTLED)
+    assert refused.not_settled(parsed(True, *FLAGS)) == []
+    args.yaml_cfg = "model.yaml"
+    reasons = flags.problems(args, RecoverConfig(enabled=True))
+    assert any("--moe-token-dispatcher-type flex from a file of --yaml-cfg" in reason for reason in reasons)
+
+
+def test_a_flag_that_was_not_given_is_not_touched() -> None:
+    with_recover, without = vars(parsed(True)), vars(parsed(False))
+    assert {name for name in without if with_recover[name] != without[name]} <= {"rerun_mode"}
+
+
+@pytest.mark.parametrize(("flags", "taken"), [("--bf16", True), ("", False), ("--bf16 --use-megatron-fsdp", False)])
+def test_the_largest_attention_logit_is_logged_where_megatron_finds_it(flags: str, taken: bool) -> None:
+    assert parsed(True, "--log-max-attention-logit", *flags.split()).log_max_attention_logit is taken
+
+
+AWARE = "--use-precision-aware-optimizer --use-distributed-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [("--qk-clip --bf16", None), ("--qk-clip", "--qk-clip needs --bf16 or --fp16"),
+     ("--qk-clip --fp16 --tensor-model-parallel-size 2 --multi-latent-attention", None),
+     ("--qk-clip --bf16 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 needs --multi-latent"),
+     ("--optimizer muon --tensor-model-parallel-size 2", None),
+     ("--optimizer muon --muon-tp-mode duplicated", None),
+     ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode duplicated", "--muon-tp-mode duplicated"),
+     (f"{AWARE} --main-params-dtype fp16", "with --use-precision-aware-optimizer yet"),
+     (f"{AWARE} --exp-avg-sq-dtype fp8", "with --use-precision-aware-optimizer yet"),
+     (f"{AWARE} --optimizer-cpu-offload", "with --use-precision-aware-optimizer yet")],
+)  # fmt: skip
+def test_what_trains_otherwise_or_asks_others_in_the_update_or_ends_megatron_itself_is_refused(
+    flags: str, reason: str | None
+) -> None:
+    args, config = parsed(True, *flags.split()), RecoverConfig(enabled=True)
+    found = [*cannot_recover(args, config), *cannot_shard(args, config)]
+    assert any(reason in its for its in found) if reason else found == []

@@ -1,17 +1,28 @@
-"""A worker that is put aside: `Rejoin`, with places that cannot be taken."""
+"""A worker's way back: who is put aside, which update of an orphan counts, ranks; and when snapshots are taken."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from recover_megatron.collectives.epoch import PeerLost
-from recover_megatron.instep.decision import Decision
+from recover_megatron.errors import UserError
+from recover_megatron.instep.decision import Decision, JoinStatus, Rules
 from recover_megatron.instep.faults import RunOver
+from recover_megatron.instep.grid import launch_grid
 from recover_megatron.instep.no_place import MOST, PAUSE_SECONDS
+from recover_megatron.instep.plan import decide
+from recover_megatron.instep.snapshots import Taking
+from recover_megatron.megatron_hooks import memory_tier
+from recover_megatron.megatron_hooks.groups import renew_rank_copies
+from recover_megatron.megatron_hooks.memory_tier import MemoryTier
 from recover_megatron.megatron_hooks.rejoin import Rejoin
+from recover_megatron.megatron_hooks.training_parts import StepGuard
 
 BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
 
@@ -32,7 +43,7 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
         session=SimpleNamespace(note=notes.append),
         assignment=SimpleNamespace(me=4),
     )
-    rejoin = Rejoin(recovery, nothing, nothing, nothing, nothing, None, nothing, nothing, ())
+    rejoin = Rejoin(recovery, nothing, nothing, nothing, nothing, nothing)
     tries = iter(range(MOST))
     monkeypatch.setattr(rejoin, "_wait", lambda: (next(tries), BESIDE)[1])
     monkeypatch.setattr("time.sleep", slept.append)
@@ -48,3 +59,157 @@ def test_who_is_put_aside_says_so_to_people_and_waits_for_the_end(monkeypatch: p
     assert left[-1] == told, "in recover-status"
     assert slept == [0.0, PAUSE_SECONDS]
     assert offers == [{"position": None, "ready": False}], "it is offered for no place any more"
+
+
+class Event:
+    """Of a device that is done when it is told so."""
+
+    done = False
+
+    def record(self) -> None:
+        """Into a stream."""
+
+    def query(self) -> bool:
+        return self.done
+
+
+@pytest.mark.parametrize(
+    ("order", "believed"),
+    [
+        pytest.param("seal", True, id="between_updates-True"),
+        pytest.param("begin end done seal", True, id="after_one_that_is_done-True"),
+        pytest.param("begin end seal done", False, id="while_one_is_queued-False"),  # done with garbage
+        pytest.param("begin seal end done", False, id="while_one_is_made-False"),
+        pytest.param("seal begin end done", False, id="before_one-False"),
+    ],
+)
+def test_only_an_update_that_was_carried_out_before_the_abort_counts(order: str, believed: bool) -> None:
+    event = Event()
+    guard = StepGuard(lambda: event)
+    for what in order.split():
+        if what == "done":
+            event.done = True
+        else:
+            getattr(guard, what)()
+    assert guard.believed is believed
+    guard.seal()
+    assert guard.believed is believed, "the first abort counts"
+    guard.reset()
+    assert guard.believed
+
+
+def test_on_the_cpu_an_update_counts_when_it_has_returned() -> None:
+    guard = StepGuard.of(torch.device("cpu"))
+    guard.begin()
+    guard.end()
+    guard.seal()
+    assert guard.believed
+
+
+class Attention(torch.nn.Module):
+    """As Transformer Engine's: with the ranks that it was made with; None: without context parallelism."""
+
+    def __init__(self, ranks: list[int] | None) -> None:
+        super().__init__()
+        self.cp_global_ranks = ranks
+
+
+def test_every_attention_with_context_parallelism_gets_the_present_ranks_and_no_other_module() -> None:
+    layers = [Attention([4, 5]), Attention([4, 5]), Attention(None)]
+    chunks = [torch.nn.Sequential(layers[0], torch.nn.Sequential(layers[1])), torch.nn.Sequential(layers[2])]
+    renew_rank_copies(chunks, (2, 3))
+    assert [layer.cp_global_ranks for layer in layers] == [[2, 3], [2, 3], None]
+    assert not hasattr(chunks[0], "cp_global_ranks")
+    layers[0].cp_global_ranks.append(9)  # type: ignore[union-attr]
+    assert layers[1].cp_global_ranks == [2, 3], "each has a list of its own"
+
+
+GRID = launch_grid(4, tensor=1, context=1, pipeline=2, inner_ranks=1)
+"""Two replicas: workers 0 and 2, 1 and 3."""
+NODES = ("a", "b", "a", "b")
+RULES = Rules(memory="always", spread=True, holders=2)
+
+
+class Store:
+    """What is begun."""
+
+    interval, size, newest, wanted = 2, 0, None, True
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Taking, set[int], set[int]]] = []
+
+    def finish(self, epoch: int, stay: Any) -> tuple[bool, float]:
+        return False, 0.0
+
+    def begin(self, taking: Taking, own: Mapping[int, Any], others: Mapping[int, Any]) -> None:
+        self.begun.append((taking, set(own), set(others)))
+
+
+def in_section(worker: int) -> JoinStatus:
+    """All have begun decision 9, a snapshot, after iteration 2."""
+    replica, position = GRID.place(worker)
+    domains = (f"node {NODES[worker]}",)
+    return JoinStatus(
+        replica, position, at=9, iteration=3, version=2, node=NODES[worker], domains=domains, peer_store=f"at {worker}"
+    )
+
+
+STATUSES = {worker: in_section(worker) for worker in range(4)}
+
+
+def tier(me: int, decision: Decision, *, version: int = 2, sharded: bool = True) -> tuple[MemoryTier, Store]:
+    """That of worker ``me`` in a section of the epoch of ``decision``."""
+    store = Store()
+    groups = SimpleNamespace(check=lambda: None, most=lambda values, slots: list(values))
+    mine = SimpleNamespace(
+        me=me, position=GRID.place(me)[1], grid=GRID, decision=decision, epoch_groups=groups, live=frozenset(range(4))
+    )
+    recovery: Any = SimpleNamespace(
+        assignment=mine,
+        snapshots=store,
+        progress=SimpleNamespace(mark=lambda *_, **__: None),
+        hooks=SimpleNamespace(log=lambda *_, **__: None),
+        boundary=SimpleNamespace(joining_next=False, in_section_of_others=True),
+        sections=SimpleNamespace(run=lambda kind, run: run()),
+    )
+    state: Any = SimpleNamespace(version=version, first=1, tree=lambda: {"column": [torch.zeros(100)]})
+    shards: Any = SimpleNamespace(complete=lambda: None, primaries=list) if sharded else None
+    return MemoryTier(recovery, state, shards, wanted=True, every=2), store
+
+
+def test_the_parts_of_all_who_take_a_snapshot_are_those_that_the_plan_wants() -> None:
+    decision = decide(5, STATUSES, GRID, RULES)
+    for me in range(4):
+        memory, store = tier(me, decision)
+        memory.at_boundary()
+        ((taking, own, others),) = store.begun
+        assert own | others == {part for part, its in decision.copies.items() if me in its}
+        assert taking == Taking(5, 2, len(decision.copies), together=True)
+
+
+def test_no_snapshot_with_shards_is_taken_of_those_who_are_about_to_leave() -> None:
+    """Node a is drained while all are in the section of a snapshot.  What its workers have of the optimizer's state
+    changes hands at the next boundary; the plan has parts for those only who stay."""
+    decision = decide(6, STATUSES, GRID, RULES, drain=("a",))
+    assert decision.leaving == {0}
+    assert len(decision.copies) == GRID.size + 2
+    for me in range(4):
+        memory, store = tier(me, decision)
+        memory.at_boundary()
+        assert store.begun == []
+    memory, store = tier(3, decision, sharded=False)
+    memory.at_boundary()
+    assert len(store.begun) == 1, "without shards a part is a position's, of which those who stay have the state"
+
+
+def test_after_the_run_went_back_to_its_start_a_host_without_the_memory_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_tier, "available_memory", lambda: 1)
+    decision = decide(5, STATUSES, GRID, RULES)
+    memory, store = tier(0, decision, version=0)
+    with pytest.raises(UserError, match="the hosts do not have the memory for it"):
+        memory.at_boundary()
+    memory, store = tier(0, replace(decision, timeline=(5, 0)), version=0)
+    memory.at_boundary()
+    assert store.begun == [], "it is said, and none is taken"

@@ -12,12 +12,15 @@ import megatron.training
 import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from recover_megatron.hostdevice.apex_stub import FusedAdam
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import flatten, new_memory, unflatten
-from recover_megatron.megatron_hooks import loop_counters, order, state, trackers
+from recover_megatron.megatron_hooks import loop_counters, microbatches, state, trackers
 from recover_megatron.megatron_hooks.loop_counters import CONSUMED, LAUNCH
-from recover_megatron.megatron_hooks.state import TrainingState
+from recover_megatron.megatron_hooks.state import TrainingState, load_groups, plain_groups
+from recover_megatron.megatron_hooks.trackers import LogTotals
 from tests.megatron_hooks.in_checkpoints import travels
 
 BATCH = 10
@@ -94,7 +97,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
 
     def act_as(args: Any) -> None:
-        for module in (state, loop_counters, order):
+        for module in (state, loop_counters, microbatches):
             monkeypatch.setattr(module, "get_args", lambda: args)
 
     worker.act_as = lambda who: act_as(who.args)  # type: ignore[attr-defined]
@@ -147,20 +150,16 @@ def test_an_orphan_of_the_first_iteration_after_a_checkpoint_goes_on_as_the_othe
 
 
 @pytest.mark.parametrize(
-    ("change", "value"), [("lr", 0.123), ("weight_decay", 0.5), ("betas", (0.5, 0.5)), ("eps", 1e-3)]
-)
+    ("change", "value"),
+    [("lr", 0.123), ("weight_decay", 0.5), ("betas", (0.5, 0.5)), ("eps", 1e-3), ("num_steps", 77), ("max_lr", 77),
+     ("lr_decay_steps", 77), ("end_wd", 77), ("wd_incr_style", "constant")],
+)  # fmt: skip
 def test_what_steers_the_update_is_compared_where_states_are(make: Any, change: str, value: Any) -> None:
+    """Of the optimizer's groups, and of the schedule."""
     one = make(loaded=True)
     digest = one.state.digest()
-    one.inner.param_groups[0][change] = value
-    assert one.state.digest() != digest
-
-
-@pytest.mark.parametrize("name", ["num_steps", "max_lr", "lr_decay_steps", "end_wd", "wd_incr_style"])
-def test_the_schedule_is_compared_where_states_are(make: Any, name: str) -> None:
-    one = make(loaded=True)
-    digest = one.state.digest()
-    setattr(one.scheduler, name, "constant" if name == "wd_incr_style" else 77)
+    group = one.inner.param_groups[0]
+    (group if change in group else vars(one.scheduler))[change] = value
     assert one.state.digest() != digest
 
 
@@ -188,3 +187,42 @@ def test_all_have_one_weight_decay_after_going_back_whether_they_knew_the_schedu
 
 def test_all_that_this_megatron_keeps_in_a_checkpoint_and_sets_from_one_travels() -> None:
     travels(Path(megatron.training.__file__).parents[1], {*CONSUMED, *LAUNCH})
+
+
+def stepped(optimizer: FusedAdam, parameter: torch.nn.Parameter, times: int) -> None:
+    for _ in range(times):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+def test_a_step_count_in_the_groups_is_that_of_the_older_state() -> None:
+    """Adam of apex and of Transformer Engine counts there; before its first step there is no count."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = FusedAdam([parameter], lr=0.5)
+    before = plain_groups(optimizer.param_groups)
+    stepped(optimizer, parameter, 3)
+    after = plain_groups(optimizer.param_groups)
+    assert optimizer.param_groups[0]["step"] == 3
+    load_groups(optimizer.param_groups, before)
+    assert "step" not in optimizer.param_groups[0]
+    assert optimizer.param_groups[0]["params"] == [parameter]
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    load_groups(optimizer.param_groups, after)
+    assert optimizer.param_groups[0]["step"] == 3
+
+
+@pytest.fixture
+def tracker(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What Megatron's log of multi-token prediction counts in."""
+    its: dict[str, Any] = {"values": torch.zeros(1)}
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", its)
+    monkeypatch.setattr(trackers, "get_timers", lambda: SimpleNamespace(_timers={}))
+    return its
+
+
+def test_what_the_log_counts_from_the_start_of_the_run_leaves_out_what_is_run_again(tracker: dict[str, Any]) -> None:
+    log = LogTotals()
+    at_the_start = log.tree()
+    tracker["cumulative_correct_values"], tracker["cumulative_total_values"] = torch.ones(1), torch.ones(1)
+    log.load(at_the_start)
+    assert set(tracker) == {"values"}, "Megatron begins to count anew"

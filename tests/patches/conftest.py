@@ -1,7 +1,10 @@
-"""The wheels of the Megatrons that have a patch, from the package index."""
+"""Megatrons to patch, the script that patches them, and the wheels of those that have a patch, from the index."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 
 WHEELS = {"0.18.2": "core_v0.18.2", "0.19.0": "core_v0.19.0", "0.19.2": "core_v0.19.0"}
@@ -28,3 +32,49 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(out / "tree")
     return version, out / "tree"
+
+
+SCRIPT = REPOSITORY / "scripts" / "apply_patches.sh"
+FILES = ("megatron/core/__init__.py", "megatron/training/arguments.py", "megatron/training/training.py")
+"""What a patch changes."""
+
+
+def apply(*arguments: str | Path, **options: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run scripts/apply_patches.sh; ``options``: those of subprocess.run."""
+    command = ["bash", str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=patient(60), **options)  # type: ignore[call-overload]
+
+
+def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Python with the tree's Megatron first on its path."""
+    path = ":".join([str(tree), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=patient(600)
+    )
+
+
+def launch(tree: Path, workers: int, out: Path, *command: str) -> str:
+    """Train to the end, with the tree's Megatron; what recover-run said.  Its logs are in ``out``."""
+    started = ("-m", "recover_megatron.launch", "--nproc-per-node", str(workers), "--log-dir", str(out))
+    done = run(tree, *started, *command)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-5000:]
+    return said
+
+
+def copy_of(tree: Path, out: Path) -> Path:
+    """A copy of the tree, without what takes no part in training, and without bytecode that is older than a patch."""
+    shutil.copytree(
+        tree, out, ignore=shutil.ignore_patterns("__pycache__", ".git", "tests", "docs", "examples", "tools")
+    )
+    return out
+
+
+def contents(tree: Path) -> dict[str, str]:
+    """Path -> digest and mode of every file in the tree."""
+    return {
+        str(path.relative_to(tree)): f"{hashlib.sha256(path.read_bytes()).hexdigest()} {path.stat().st_mode:o}"
+        for path in sorted(tree.rglob("*"))
+        if path.is_file()
+    }

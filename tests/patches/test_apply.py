@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from recover_megatron.megatron_hooks.monkeypatch import NEWEST, OLDEST, parse_release
 from tests.harness import REPOSITORY
-from tests.patches.conftest import WHEELS
-from tests.patches.trees import FILES, apply, contents, copy_of
+from tests.patches.conftest import FILES, WHEELS, apply, contents, copy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheels")]
 
@@ -80,19 +80,23 @@ def test_a_file_that_was_changed_elsewhere_is_patched_and_keeps_the_change(tree:
     assert contents(tree) == before
 
 
+def assert_refused(tree: Path, ways: Iterable[list[str]], *words: str) -> None:
+    """And left as it is."""
+    before = contents(tree)
+    for arguments in ways:
+        done = apply(*arguments, tree)
+        assert done.returncode == 1
+        assert all(each in done.stderr for each in words)
+    assert contents(tree) == before
+
+
 @pytest.mark.parametrize("path", FILES)
 def test_files_that_were_changed_at_the_seam_are_refused_and_left_as_they_are(tree: Path, path: str) -> None:
     beside = dict(zip(FILES, ("import torch", "    return args", "    one_logger_utils.finish()"), strict=True))[path]
     text = (tree / path).read_text()
     assert f"{beside}\n" in text
     (tree / path).write_text(text.replace(f"{beside}\n", f"{beside}  # theirs\n"))
-    before = contents(tree)
-    for arguments in ([], ["--check"]):
-        done = apply(*arguments, tree)
-        assert done.returncode == 1
-        assert f"{path}: patch does not apply" in done.stderr
-        assert "nothing was changed" in done.stderr
-    assert contents(tree) == before
+    assert_refused(tree, ([], ["--check"]), f"{path}: patch does not apply", "nothing was changed")
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -100,12 +104,7 @@ def test_a_tree_of_which_one_file_is_not_patched_is_refused_either_way(tree: Pat
     original = (tree / path).read_bytes()
     assert apply(tree).returncode == 0
     (tree / path).write_bytes(original)
-    before = contents(tree)
-    for arguments in ([], ["--reverse"]):
-        done = apply(*arguments, tree)
-        assert done.returncode == 1
-        assert "a part of it is in them already" in done.stderr
-    assert contents(tree) == before
+    assert_refused(tree, ([], ["--reverse"]), "a part of it is in them already")
 
 
 def test_a_checkout_of_git_is_patched_wherever_the_command_is_run(tree: Path, tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +22,9 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.run_log.steps import audit_problem, read_steps
-from tests.harness import REPOSITORY
-from tests.harness.patience import patient
 from tests.instep.runs import GRAD_NORM, LAYOUTS, LOSS, MODEL, NO_EVALUATION
 from tests.megatron_hooks.tiny import NO_DROPOUT, OURS
-from tests.patches.trees import apply, copy_of
+from tests.patches.conftest import apply, copy_of, launch
 
 CHECKOUTS = [Path(path) for path in os.environ.get("MEGATRON_LM_CHECKOUTS", "").split(":") if path]
 WHY_NOT = "NOT TESTED: MEGATRON_LM_CHECKOUTS names no Megatron-LM checkout"
@@ -62,17 +58,9 @@ class Megatron:
         return (self.plain, OURS) if way == "hooks" else (self.patched, str(self.patched / "pretrain_gpt.py"))
 
 
-def launch(tree: Path, out: Path, options: Sequence[str], script: str, *flags: str) -> str:
+def train(tree: Path, out: Path, options: Sequence[str], script: str, *flags: str) -> str:
     """Train to the end; returns what recover-run said."""
-    path = ":".join([str(tree), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", str(LAYOUT.grid.world)]
-    done = subprocess.run(
-        [*command, "--log-dir", str(out), *options, script, *FLAGS, *flags],
-        env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=patient(600),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-5000:]
-    return done.stdout
+    return launch(tree, LAYOUT.grid.world, out, *options, script, *FLAGS, *flags)
 
 
 @pytest.fixture(scope="module", params=CHECKOUTS, ids=lambda path: path.name)
@@ -81,7 +69,7 @@ def megatron(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     plain, patched = (copy_of(request.param, folder / name) for name in ("plain", "patched"))
     done = apply(patched)
     assert done.returncode == 0, done.stderr
-    launch(plain, folder / "stock", (), OURS)
+    train(plain, folder / "stock", (), OURS)
     log = (folder / "stock" / f"worker-{LAYOUT.grid.world - 1}.log").read_text()
     rows = [found.groups() for found in map(LOGGED.search, log.splitlines()) if found]
     assert [int(iteration) for iteration, _, _ in rows] == list(range(1, ITERATIONS + 1))
@@ -112,7 +100,7 @@ def test_a_step_in_which_a_worker_is_killed_is_the_stock_one_and_another_worker_
 ) -> None:
     tree, script = megatron.command(way)
     faults = ("--recover", "--recover-inject", "3@3:backward#2")
-    said = launch(tree, tmp_path, ["--max-restarts", "1"], script, *faults)
+    said = train(tree, tmp_path, ["--max-restarts", "1"], script, *faults)
     assert "worker 3 killed by SIGKILL" in said
     replicas = check(megatron, tmp_path)
     assert replicas[:3] == [3, 3, 2]
@@ -125,7 +113,7 @@ def test_of_two_orphans_of_one_position_one_builds_the_model_of_the_other(
     megatron: Megatron, tmp_path: Path, way: str
 ) -> None:
     tree, script = megatron.command(way)
-    launch(tree, tmp_path, (), script, "--recover", "--recover-inject", "3@3:backward,5@3:forward")
+    train(tree, tmp_path, (), script, "--recover", "--recover-inject", "3@3:backward,5@3:forward")
     replicas = check(megatron, tmp_path)
     assert replicas[:3] == [3, 3, 1]
     assert replicas[-1] == 2, replicas

@@ -7,8 +7,6 @@ the same with checkouts and their own pretrain_gpt.py.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -20,9 +18,8 @@ from recover_megatron.megatron_hooks.entry import program
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
-from tests.harness.patience import patient
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE, losses
-from tests.patches.trees import apply, copy_of
+from tests.patches.conftest import apply, copy_of, launch, run
 
 pytestmark = pytest.mark.xdist_group("fork server")
 
@@ -42,25 +39,14 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Python with the tree's Megatron first on its path."""
-    environment = os.environ | {"PYTHONPATH": f"{tree}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=patient(300)
-    )
-
-
 @pytest.mark.slow
 def test_a_step_in_which_a_worker_is_killed_is_that_of_the_stock_run(
     forkserver: ForkServer, tree: Path, tmp_path: Path
 ) -> None:
     stock = forkserver.run(4, [SCRIPT, *FLAGS], tmp_path / "stock", losses=tmp_path / "stock.jsonl", documents=100_000)
     assert stock.ok, stock.tail()
-    out, launch = tmp_path / "killed", ("-m", "recover_megatron.launch", "--nproc-per-node", "4")
-    faults = ("--recover", "--recover-inject", "1@3:backward#2")
-    done = run(tree, *launch, "--log-dir", str(out), SCRIPT, *FLAGS, *faults)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "worker 1 killed by SIGKILL" in done.stdout + done.stderr
+    out, faults = tmp_path / "killed", ("--recover", "--recover-inject", "1@3:backward#2")
+    assert "worker 1 killed by SIGKILL" in launch(tree, 4, out, SCRIPT, *FLAGS, *faults)
     steps = list(read_steps(out / "steps.jsonl"))
     assert [step.replicas for step in steps] == [4, 4, 3, 3, 3, 3]
     assert [audit_problem(step) for step in steps] == [None] * 6

@@ -6,7 +6,6 @@ Megatron of all other tests.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -20,8 +19,7 @@ from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.megatron_hooks.in_checkpoints import travels
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
-from tests.patches.conftest import WHEELS
-from tests.patches.trees import apply, copy_of
+from tests.patches.conftest import WHEELS, apply, copy_of, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheels")]
 
@@ -49,6 +47,7 @@ def test_a_step_in_which_a_worker_is_killed_is_that_of_the_undisturbed_run(
             reason = done.stderr.strip().splitlines()[-1:]
             pytest.skip(f"NOT TESTED: Megatron {version}: pip could not install PyYAML: {reason}")
         shutil.copy(Path(__file__).with_name("small_gpt.py"), tree / "pretrain_gpt.py")
+        shutil.copy(REPOSITORY / "tests" / "megatron_hooks" / "reference_gpt.py", tree)
     if way == "patch":
         done = apply(tree)
         assert done.returncode == 0, done.stderr
@@ -64,10 +63,5 @@ def test_a_step_in_which_a_worker_is_killed_is_that_of_the_undisturbed_run(
 
 def train(tree: Path, out: Path, script: str, *flags: str) -> list[StepRecord]:
     """Two replicas, with the tree's Megatron."""
-    command = [sys.executable, "-m", "recover_megatron.launch", "--nproc-per-node", "2", "--log-dir", str(out)]
-    environment = os.environ | {"PYTHONPATH": f"{tree}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, script, *FLAGS, *flags], env=environment, capture_output=True, text=True, timeout=patient(400)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch(tree, 2, out, script, *FLAGS, *flags)
     return list(read_steps(out / "steps.jsonl"))

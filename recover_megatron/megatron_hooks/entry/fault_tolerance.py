@@ -1,7 +1,5 @@
 """--recover, put together: what is installed before Megatron starts, and how a worker's part in the run ends.
 
-survive()   both of these, in a row
-
 install()   the seams (groups, data, training)                     raises UserError for a Megatron we don't know
 run(call)   calls Megatron's pretrain(), and decides what its end means:
 
@@ -71,7 +69,6 @@ from recover_megatron.megatron_hooks.loops.megatron_lm import MEGATRON_LM
 from recover_megatron.megatron_hooks.records import Records
 from recover_megatron.megatron_hooks.rejoin import build_elsewhere, install_building_alone
 from recover_megatron.megatron_hooks.training import TrainingHooks
-from recover_megatron.megatron_hooks.training_parts import StateCopies
 from recover_megatron.megatron_hooks.turning_points import FaultInjection, TurningPoints
 from recover_megatron.membership.records import (
     EXIT_FENCED,
@@ -128,19 +125,13 @@ class FaultTolerance:
             self._make_recovery,
             self._records,
             self._device,
-            StateCopies(
-                shadows=config.shadow_shards,
-                shadow_device=torch.device("cpu") if config.shadow_device == "cpu" else None,
-                memory_tier=config.memory_tier,
-                memory_interval=config.memory_interval,
-            ),
-            balance=config.balance,
+            config,
         )
         breaks = partial(break_device, self._device) if self._device.type == "cuda" else None
         injector = Injector(parse_spec(config.inject) if config.inject else [], self._me, breaks)
         self._faults = FaultInjection(injector, self._training) if injector.active else None
         self._turning_points = TurningPoints(
-            self._groups, self._training, self._records, self._faults, newcomer=self._newcomer
+            self._groups, self._training, self._records, self._faults, not self._newcomer
         )
         self._session = self._connect()
 
@@ -229,12 +220,9 @@ class FaultTolerance:
     def _ended_by(self, error: BaseException) -> NoReturn:
         recovery = self._training.recovery if self._training.begun else None
         started = recovery is not None and recovery.assignment.started
-        if isinstance(error, NoReplica):
-            self._end(EXIT_NO_REPLICA, f"the run ends: {error}")
-        if isinstance(error, StateLost):
-            self._end(EXIT_STATE_LOST, f"the run ends: {error}")
-        if isinstance(error, UnknownOperation):
-            self._end(1, f"the run ends: {error}")
+        for kind, code in ((NoReplica, EXIT_NO_REPLICA), (StateLost, EXIT_STATE_LOST), (UnknownOperation, 1)):
+            if isinstance(error, kind):
+                self._end(code, f"the run ends: {error}")
         if isinstance(error, Drained):
             self._end(0, f"worker {self._me} ends, and the run goes on: {error}")
         if isinstance(error, RunOver) and error.code == EXIT_REFUSED:
@@ -330,6 +318,7 @@ class FaultTolerance:
             hook=None if self._faults is None else self._faults.in_ring,
         )
         node = os.environ.get(NODE_NAME_VARIABLE) or os.environ.get(NODE_VARIABLE) or socket.gethostname()
+        spread, instances = spreads_optimizer(args), optimizer_instances(args)
         interleaved = (getattr(args, "virtual_pipeline_model_parallel_size", None) or 1) > 1
         return Recovery(
             self._session,
@@ -345,12 +334,13 @@ class FaultTolerance:
                 args.pipeline_model_parallel_size if interleaved else 1,
                 config.allow_cross_node_tp,
                 strict=config.verify_interval > 0,
-                spread=spreads_optimizer(args),
+                spread=spread,
                 replaced=REPLACED_VARIABLE in os.environ,
                 min_replicas=config.min_replicas,
-                shards=_shards(args, grid),
-                holders=1 + config.shadow_shards if optimizer_instances(args) == 1 else optimizer_instances(args),
-                placed=optimizer_instances(args) == 1,
+                # In how many Megatron cuts the optimizer's state, where its instances are the copies.
+                shards=grid.launched // instances if spread and instances > 1 else 0,
+                holders=1 + config.shadow_shards if instances == 1 else instances,
+                placed=instances == 1,
                 memory=config.memory_tier,
                 memory_interval=config.memory_interval,
                 spares=config.spares,
@@ -359,12 +349,6 @@ class FaultTolerance:
             verify_interval=config.verify_interval,
             flags=script_flags.flags_of(sys.argv[1:], config.may_differ.split(",")),
         )
-
-
-def _shards(args: Any, grid: LaunchGrid) -> int:
-    """In how many Megatron cuts the optimizer's state, where its instances are the copies; 0: they are not."""
-    instances = optimizer_instances(args)
-    return grid.launched // instances if spreads_optimizer(args) and instances > 1 else 0
 
 
 def _device() -> torch.device:

@@ -1,8 +1,7 @@
 """What is refused before any process group is made: all reasons at once, each with its remedy.
 
-Megatron checks flags too, by assertions deep inside: one at a time, as tracebacks, on every worker.  ``parse`` turns
-those into the same kind of message.  The checks here are those whose failure would come late (missing data), unclear
-(world size) or not at all (what --recover cannot keep exact).
+Here is checked what would fail late (missing data), unclear (world size) or not at all (what --recover cannot keep
+exact); what Megatron itself asserts is told in the same way (``in_plain_words``).
 """
 
 from __future__ import annotations
@@ -22,10 +21,17 @@ from recover_megatron import arguments, hostdevice
 from recover_megatron.arguments import RecoverConfig, add_recover_arguments
 from recover_megatron.chaos.spec import parse_spec
 from recover_megatron.errors import UserError, traceback_wanted
-from recover_megatron.megatron_hooks.entry.settled import not_settled, say, settle
-from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from recover_megatron.megatron_hooks.layout import inner_ranks_of
-from recover_megatron.megatron_hooks.refused import EMERGING, cannot_grow, cannot_recover, cannot_shard
+from recover_megatron.megatron_hooks.refused import (
+    EMERGING,
+    cannot_grow,
+    cannot_recover,
+    cannot_shard,
+    cannot_shard_model,
+    not_settled,
+    say,
+    settle,
+)
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -38,7 +44,7 @@ def arguments_provider(config: RecoverConfig, others: Sequence[Provider] = ()) -
 
     It also changes defaults of Megatron's where they could not run: on the host device the fused kernels, and with
     --recover the rerun machine, which replays whole steps.  A flag that the user gives wins, but for what --recover
-    does in another way (`settled`); it is refused if it can't.
+    does in another way (`refused`); it is refused if it can't.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

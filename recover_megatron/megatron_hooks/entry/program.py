@@ -6,8 +6,6 @@
 
 A Megatron-LM checkout brings its own pretrain_gpt.py: its functions are used.  The wheel of 0.19 has none, so
 `gpt_script` stands in.  Megatron's pretrain() takes a model provider in 0.18, and none from 0.19 on.
-
-Megatron calls sys.exit() where a training is over, and where it cannot go on (``check_exit_was_asked_for``).
 """
 
 from __future__ import annotations

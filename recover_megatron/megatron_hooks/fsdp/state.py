@@ -2,17 +2,34 @@
 
 Between two iterations a worker's own shards are all that counts: whatever else of a parameter is in its memory was
 gathered from its mates, and is gathered again.
+
+What is wrapped where a model is built (``install_meshes``):
+
+device_mesh._get_pg_from_name           our groups, as they were given to the mesh: torch looks them up by their names,
+                                        under which it knows what is inside of them at the launch, or nothing
+update_uneven_dtensor_chunk_metadata,   which part of a parameter each worker has is asked of its mates: not where the
+validate_uneven_dtensor                 model is built alone.  It is for checkpoints, which ask once more.
+sync_rng_states_across_tp_group         not there either: each microbatch brings its random numbers
+FullyShardedDataParallel.__init__       as for no_shard, also with --outer-dp-sharding-strategy optim (`buckets`)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.training import get_args
+from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
 
+from recover_megatron.collectives.gloo.swappable_group import SwappableGroup
+from recover_megatron.errors import UserError
+from recover_megatron.instep.process_group import EpochGroup
+from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.layout import spreads_optimizer
 
 
@@ -70,7 +87,8 @@ def _tidy_reductions(pipeline: Any, groups: Any) -> None:
     pipeline.grad_reduce_queue.clear()
     for number, status in list(pipeline.bucket_status.items()):
         buffer = pipeline.get_fsdp_buffer(number)
-        _forget_coalesced(buffer.data_parallel_group)
+        # Torch keeps the operations of a batch that an exception has ended, and would refuse the next batch.
+        dist.distributed_c10d._world.pg_coalesce_state.pop(buffer.data_parallel_group, None)
         abandon(buffer)
         buffer.reset_param_main_grad()
         pipeline.bucket_status[number] = type(status).EMPTY
@@ -99,6 +117,44 @@ def abandon(buffer: Any) -> None:
     buffer.temporary_bucket_allocator.buckets.pop(buffer.bucket_index.bucket_id, None)
 
 
-def _forget_coalesced(group: Any) -> None:
-    """Torch keeps the operations of a batch that an exception has ended, and would refuse the next batch."""
-    dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)
+def install_meshes(alone: Callable[[], bool]) -> None:
+    """Wrap the seams, once a process; raises UserError for a torch or Megatron that has not the ones we know.
+
+    ``alone``: whether the model is built alone.
+    """
+    if not hasattr(device_mesh, "_get_pg_from_name"):
+        raise UserError(
+            f"--use-megatron-fsdp with --recover needs torch 2.11 or later, whose device meshes find a group that is "
+            f"given to them; this is torch {torch.__version__}"
+        )
+    if hasattr(device_mesh._get_pg_from_name, "__wrapped__"):
+        return
+
+    def not_alone(original: Callable[..., None]) -> Callable[..., None]:
+        def ask(of: Any) -> None:
+            if not alone():
+                original(of)
+
+        return ask
+
+    monkeypatch.wrap(device_mesh, "_get_pg_from_name", ("mesh", "name"), _ours_first)
+    monkeypatch.wrap(param_and_grad_buffer, "update_uneven_dtensor_chunk_metadata", ("dtensor",), not_alone)
+    monkeypatch.wrap(param_and_grad_buffer, "validate_uneven_dtensor", ("dtensor",), not_alone)
+    monkeypatch.wrap(FullyShardedDataParallel, "__init__", ("self", "config", "ddp_config"), _unsharded)
+    monkeypatch.wrap(FullyShardedDataParallel, "sync_rng_states_across_tp_group", ("self",), not_alone)
+
+
+def _unsharded(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+        ddp_config.outer_dp_sharding_strategy = "no_shard"
+        original(self, config, ddp_config, *args, **kwargs)
+
+    return __init__
+
+
+def _ours_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_pg_from_name(mesh: Any, name: str) -> Any:
+        given = mesh._pg_registry.get(name)
+        return given if isinstance(given, (EpochGroup, SwappableGroup)) else original(mesh, name)
+
+    return _get_pg_from_name

@@ -1,11 +1,8 @@
-"""Megatron-Bridge's training loop, ``megatron.bridge.training``: the second user of ``recover_megatron.integrate``.
+"""Megatron-Bridge's training loop, ``megatron.bridge.training`` (docs/integrate.md).
 
-    from recover_megatron.megatron_hooks.loops import bridge
-    bridge.pretrain(config, forward_step)          # in place of megatron.bridge.training.pretrain.pretrain
-
-started with ``recover-run ... script.py --recover``.  What Bridge's functions take otherwise than Megatron-LM's is
-translated here (the ``adapt`` of a seam); its configuration and counters are seen through ``BridgeArguments``, which
-stands where ``megatron.training.get_args()`` looks.  What is refused: ``bridge_arguments.problems``.
+What Bridge's functions take otherwise than Megatron-LM's is translated here (the ``adapt`` of a seam); its
+configuration and counters are seen through ``BridgeArguments``, which stands where ``megatron.training.get_args()``
+looks.  What is refused: ``bridge_arguments.problems``.
 
 The seams are those of the releases that ``SUPPORTED`` names; ``scripts/bridge_seams.py`` compares them with sources.
 """
@@ -17,6 +14,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
@@ -123,13 +121,13 @@ class BridgeRun:
             "initialize": [Seam(INITIALIZE, "_initialize_distributed", ("model_config", "dist_config"))],
             "loader": [Seam(LOADERS, "build_pretraining_data_loader", ("dataset", "consumed_samples"))],
             "endless": [Seam(LOADERS, "cyclic_iter", ("iter",))],
-            "train": [Seam(PRETRAIN, "train", (*LOOP_PARAMETERS, *data), adapt=self._around_train)],
-            "train_step": [Seam(TRAIN, "train_step", STEP_PARAMETERS, adapt=self._around_step)],
+            "train": [Seam(PRETRAIN, "train", (*LOOP_PARAMETERS, *data), adapt=_adapting(self._train))],
+            "train_step": [Seam(TRAIN, "train_step", STEP_PARAMETERS, adapt=_adapting(self._step))],
             "schedule": [
                 Seam(TRAIN, "get_forward_backward_func", adapt=_with_new_ranks),
                 Seam(EVAL, "get_forward_backward_func", adapt=self._schedule_of_evaluation),
             ],
-            "log": [Seam(TRAIN, "training_log", LOG_PARAMETERS, ("global_state",), self._around_log)],
+            "log": [Seam(TRAIN, "training_log", LOG_PARAMETERS, ("global_state",), _adapting(self._log))],
             "evaluate": [Seam(EVAL, "evaluate", EVAL_PARAMETERS, adapt=_without_state)],
             "save": [Seam(CHECKPOINTING, "save_checkpoint", ("state", "model", "optimizer"), adapt=_with_iteration)],
             "checkpoint_folder": [Seam(CHECKPOINTING, "get_checkpoint_name", FOLDER_PARAMETERS, adapt=_without_parts)],
@@ -161,49 +159,33 @@ class BridgeRun:
 
         return setup
 
-    def _around_train(self, wrapper: Wrapper) -> Wrapper:
-        def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def enter(*args: Any, **kwargs: Any) -> Any:
-                self.arguments.entered()
-                self._consumed = None
-                call = inspect.signature(original).bind(*args, **kwargs)
-                self._groups = call.arguments["pg_collection"]
-                # Bridge counts samples by the replicas that there are when its loop is entered, perhaps once more.
-                if self._groups.dp.size() != (launched := self.arguments.data_parallel_size):
-                    call.arguments["pg_collection"] = as_launched = copy.copy(self._groups)
-                    as_launched.dp = _AsLaunched(self._groups.dp, launched)
-                return original(*call.args, **call.kwargs)
+    def _train(self, wrapper: Wrapper, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            self.arguments.entered()
+            self._consumed = None
+            call = inspect.signature(original).bind(*args, **kwargs)
+            self._groups = call.arguments["pg_collection"]
+            # Bridge counts samples by the replicas that there are when its loop is entered, perhaps once more.
+            if self._groups.dp.size() != (launched := self.arguments.data_parallel_size):
+                call.arguments["pg_collection"] = as_launched = copy.copy(self._groups)
+                as_launched.dp = _AsLaunched(self._groups.dp, launched)
+            return original(*call.args, **call.kwargs)
 
-            inner = wrapper(enter)
+        if not self._begun:
+            self._begun = True
+            self.arguments.loaded()
+        return wrapper(enter)(*args, **kwargs)
 
-            def train(*args: Any, **kwargs: Any) -> Any:
-                if not self._begun:
-                    self._begun = True
-                    self.arguments.loaded()
-                return inner(*args, **kwargs)
-
-            return train
-
-        return adapted
-
-    def _around_step(self, wrapper: Wrapper) -> Wrapper:
-        def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-            inner = wrapper(original)
-
-            def train_step(*args: Any, **kwargs: Any) -> Any:
-                self._count()
-                call = inspect.signature(original).bind(*args, **kwargs)
-                call.arguments["pg_collection"] = self._groups
-                result = inner(*call.args, **call.kwargs)
-                state = call.arguments["global_state"]
-                if not getattr(state, "_flops_requires_global_reduce", False):
-                    # Counted over the microbatches that ran here, however many; without them Bridge takes the batch's.
-                    state._flops_seqlen_sum = state._flops_seqlen_sq_sum = 0
-                return result
-
-            return train_step
-
-        return adapted
+    def _step(self, wrapper: Wrapper, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._count()
+        call = inspect.signature(original).bind(*args, **kwargs)
+        call.arguments["pg_collection"] = self._groups
+        result = wrapper(original)(*call.args, **call.kwargs)
+        state = call.arguments["global_state"]
+        if not getattr(state, "_flops_requires_global_reduce", False):
+            # Counted over the microbatches that ran here, however many; without them Bridge takes the batch's.
+            state._flops_seqlen_sum = state._flops_seqlen_sq_sum = 0
+        return result
 
     def _count(self) -> None:
         """An iteration begins.  Raises Disagreement where Bridge has counted other samples than those of a batch.
@@ -216,21 +198,16 @@ class BridgeRun:
             raise Disagreement(f"Bridge counts {consumed} samples before this iteration, they are {self._consumed}")
         self._consumed = consumed + get_current_running_global_batch_size()
 
-    def _around_log(self, wrapper: Wrapper) -> Wrapper:
-        def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def as_role(losses: Any, totals: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
-                return original(losses, totals, rate, *args, **kwargs)
+    def _log(
+        self, wrapper: Wrapper, original: Callable[..., Any], losses: Any, totals: Any, rate: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        def as_role(losses: Any, totals: Any, rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+            return original(losses, totals, rate, *args, **kwargs)
 
-            inner = wrapper(as_role)
-
-            def training_log(losses: Any, totals: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
-                if "pg_collection" in kwargs:
-                    kwargs["pg_collection"] = self._groups
-                return inner(losses, totals, rate, self.arguments.step, *args, **kwargs)
-
-            return training_log
-
-        return adapted
+        if "pg_collection" in kwargs:
+            kwargs["pg_collection"] = self._groups
+        return wrapper(as_role)(losses, totals, rate, self.arguments.step, *args, **kwargs)
 
     def _schedule_of_evaluation(self, wrapper: Wrapper) -> Wrapper:
         """Bridge divides the batch of an evaluation by the replicas that are left; the launch's share is asked for."""
@@ -321,55 +298,47 @@ def _with_new_ranks(wrapper: Wrapper) -> Wrapper:
     return adapted
 
 
-def _without_state(wrapper: Wrapper) -> Wrapper:
+def _adapting(call: Callable[..., Any]) -> Callable[[Wrapper], Wrapper]:
+    """What translates by ``call(wrapper, original, ...)`` in place of each call of ``original(...)``."""
+
+    def adapt(wrapper: Wrapper) -> Wrapper:
+        return lambda original: partial(call, wrapper, original)
+
+    return adapt
+
+
+@_adapting
+def _without_state(wrapper: Wrapper, original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
     """A wrapper of ``f(state, ...)`` from one of ``f(...)``."""
-
-    def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def function(state: Any, *args: Any, **kwargs: Any) -> Any:
-            return wrapper(lambda *given, **named: original(state, *given, **named))(*args, **kwargs)
-
-        return function
-
-    return adapted
+    return wrapper(partial(original, state))(*args, **kwargs)
 
 
-def _with_iteration(wrapper: Wrapper) -> Wrapper:
+@_adapting
+def _with_iteration(wrapper: Wrapper, original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
     """A wrapper of ``f(state, ...)`` from one of ``f(iteration, ...)``."""
 
-    def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save_checkpoint(state: Any, *args: Any, **kwargs: Any) -> Any:
-            def as_role(iteration: int, *given: Any, **named: Any) -> Any:
-                return original(state, *given, **named)
+    def as_role(iteration: int, *given: Any, **named: Any) -> Any:
+        return original(state, *given, **named)
 
-            return wrapper(as_role)(int(state.train_state.step), *args, **kwargs)
-
-        return save_checkpoint
-
-    return adapted
+    return wrapper(as_role)(int(state.train_state.step), *args, **kwargs)
 
 
-def _without_parts(wrapper: Wrapper) -> Wrapper:
+@_adapting
+def _without_parts(wrapper: Wrapper, original: Callable[..., str], *args: Any, **kwargs: Any) -> Any:
     """A wrapper of a function whose folders have no parts, so that it takes no ``return_base_dir``."""
 
-    def adapted(original: Callable[..., str]) -> Callable[..., str]:
-        def as_role(*args: Any, return_base_dir: bool = True, **kwargs: Any) -> str:
-            return original(*args, **kwargs)
+    def as_role(*given: Any, return_base_dir: bool = True, **named: Any) -> str:
+        return original(*given, **named)
 
-        return wrapper(as_role)
-
-    return adapted
+    return wrapper(as_role)(*args, **kwargs)
 
 
-def _third_first(wrapper: Wrapper) -> Wrapper:
+@_adapting
+def _third_first(
+    wrapper: Wrapper, original: Callable[..., Any], first: Any, second: Any, path: str, *args: Any, **kwargs: Any
+) -> Any:
     """A wrapper of ``f(a, b, path)`` from one of ``f(path)``."""
-
-    def adapted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def function(first: Any, second: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-            return wrapper(lambda final: original(first, second, final, *args, **kwargs))(path)
-
-        return function
-
-    return adapted
+    return wrapper(lambda final: original(first, second, final, *args, **kwargs))(path)
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from recover_megatron.arguments import RecoverConfig
-from recover_megatron.megatron_hooks.entry.settled import SETTLED
-from recover_megatron.megatron_hooks.layer_sums import FLAGS as LOGITS
-from recover_megatron.megatron_hooks.refused import cannot_recover, cannot_shard
+from recover_megatron.megatron_hooks.refused import SETTLED, cannot_recover, cannot_shard
+from recover_megatron.megatron_hooks.trackers import LOGIT_FLAGS
 
 SECTIONS = (
     "model", "train", "validation", "optimizer", "ddp", "dist", "rng", "rerun_state_machine", "checkpoint", "dataset",
@@ -160,7 +159,9 @@ def problems(config: Any, recover: RecoverConfig) -> list[str]:
     if hasattr(config.dataset, "collate_fn") or not hasattr(config.dataset, "random_seed"):
         found.append(f"dataset: {type(config.dataset).__name__}: pre-training with GPTDatasetConfig alone was tried")
     found += [f"{its.flag}: {its.words}" for its in SETTLED if its.given(arguments)]
-    found += [f"model.{name}: it was not tried with this loop" for name in LOGITS if getattr(arguments, name, False)]
+    found += [
+        f"model.{name}: it was not tried with this loop" for name in LOGIT_FLAGS if getattr(arguments, name, False)
+    ]
     sizes = {name: _value(config.model, name) or 1 for name in SIZES}
     found += [f"model.{name} = {size}: it was not tried with this loop" for name, size in sizes.items() if size > 1]
     found = [f"--recover with Megatron-Bridge cannot take {reason}" for reason in found]

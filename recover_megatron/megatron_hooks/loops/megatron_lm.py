@@ -25,6 +25,8 @@ class Services:
 
 
 LOOP_PARAMETERS = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
+RESULTS_PARAMETERS = ("prefix", "forward_step_func", "data_iterator", "model", "iteration")
+SAVED_PARAMETERS = ("checkpoint_path", "tracker_filename", "save_dir", "iteration")
 STEP_PARAMETERS = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config")
 
 SEAMS = {
@@ -37,25 +39,13 @@ SEAMS = {
     "log": [Seam(TRAINING, "training_log", ("loss_dict", "total_loss_dict", "learning_rate", "iteration"))],
     "skipped_step": [Seam(TRAINING, "dummy_train_step", ("data_iterator",))],
     "evaluate": [Seam(TRAINING, "evaluate", ("forward_step_func", "data_iterator", "model"))],
-    "evaluations": [
-        Seam(
-            TRAINING,
-            "evaluate_and_print_results",
-            ("prefix", "forward_step_func", "data_iterator", "model", "iteration"),
-        )
-    ],
+    "evaluations": [Seam(TRAINING, "evaluate_and_print_results", RESULTS_PARAMETERS)],
     "save": [Seam(TRAINING, "save_checkpoint", ("iteration", "model", "optimizer"))],
     "finalize_saves": [Seam(TRAINING, "maybe_finalize_async_save", ("blocking", "terminate"))],
     "checkpoint_folder": [Seam(CHECKPOINTING, "get_checkpoint_name", ("checkpoints_path", "iteration", "release"))],
     "written": [Seam(CHECKPOINTING, "get_checkpoint_tracker_filename", ("checkpoints_path",))],
     "schedule_save": [Seam(CHECKPOINTING, "schedule_async_save", ("async_request",))],
-    "saved": [
-        Seam(
-            "megatron.training.wandb_utils",
-            "on_save_checkpoint_success",
-            ("checkpoint_path", "tracker_filename", "save_dir", "iteration"),
-        )
-    ],
+    "saved": [Seam("megatron.training.wandb_utils", "on_save_checkpoint_success", SAVED_PARAMETERS)],
     "random_states": [Seam(CHECKPOINTING, "get_rng_state", ("ckpt_format", "tp_group", "pp_group"))],
     "load": [Seam(TRAINING, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))],
     "loaders": [Seam(TRAINING, "build_train_valid_test_data_loaders", ("build_train_valid_test_datasets_provider",))],

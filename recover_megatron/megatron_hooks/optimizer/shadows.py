@@ -1,6 +1,13 @@
-"""Shadows of the optimizer's state: in host memory they are updated by a thread; all are compared by digests.
+"""The copies of the optimizer's state: how it changes hands, and how shadows are compared and, on the host, updated.
 
-With --recover-shadow-device cpu, while the next step computes (``HostShadows``):
+Before a step whose members are not those of the layout that the state is held by (``change_hands``)::
+
+    section    the layout for who is there now; pieces for what this worker is to hold by it (``make``); what
+       |       these lack is fetched from the workers that hold it (``instep.shards``).  A worker is lost: again, with
+       v       who is left
+    the new pieces are those of the optimizer, and the layout is what is held
+
+With --recover-shadow-device cpu, while the next step computes (``HostShadows``)::
 
     begin    the finished sums are copied to the host, and the settings of the update that is about to be made
     run      a thread clips them by the same norm and makes the same update, with the inner optimizer's own step()
@@ -13,21 +20,155 @@ training waits for the host only if the host takes longer for its shadows than t
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from recover_megatron.instep.gradients import Column, alive
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.shards import Shards
+from recover_megatron.instep.shards import ElementRange, Shards
 from recover_megatron.logger import get_logger
-from recover_megatron.megatron_hooks.optimizer.repartition import LayoutPieces
+from recover_megatron.megatron_hooks.buckets import Buckets
+from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
 
 log = get_logger(__name__)
+
+Layouts = Mapping[Column, Any]
+"""By column: which worker holds which units (``Shards.wanted``)."""
+
+Held = dict[int, list[ShardFragment]]
+"""The pieces of one of Megatron's optimizers, by unit."""
+
+REPARTITION_SECONDS = 600.0
+"""How long the state may take to change hands, beyond the hang timeout, before a worker counts as hung."""
+
+
+@dataclass(eq=False)
+class LayoutPieces:
+    """The pieces of the optimizer's state that one worker holds, and is to hold by a layout."""
+
+    fragments: Sequence[ShardFragments]
+    """Those of each of Megatron's optimizers."""
+    buckets: Buckets | FsdpBuckets
+    shards: Shards
+    recovery: Recovery
+
+    def wanted(self) -> dict[Column, Any]:
+        """The layouts for who is there now."""
+        return {column: self.shards.wanted(column) for column in self.shards.columns}
+
+    def column(self, fragments: ShardFragments) -> Column:
+        """The column that shares ``fragments``."""
+        return self.buckets.part(next(iter(fragments.buckets)))[0]
+
+    def make(self, fragments: ShardFragments, layouts: Layouts) -> Held:
+        """New pieces of all that this worker is to hold, without a state."""
+        held = layouts[self.column(fragments)].held(self.recovery.assignment.me)
+        return {
+            unit: fragments.make(self.parts(fragments, unit, layouts), shadow=place > 0)
+            for place, unit in enumerate(held)
+        }
+
+    def parts(self, fragments: ShardFragments, unit: int, layouts: Layouts) -> dict[int, Sequence[tuple[int, int]]]:
+        """What a unit owns of each bucket that these pieces are of; where ``layouts`` has none, by what is held now."""
+        found = {}
+        for number in fragments.buckets:
+            column, numel = self.buckets.part(number)
+            layout = layouts[column] if column in layouts else self.shards.layout(column)
+            found[number] = layout.parts(unit, numel)
+        return found
+
+    def change_hands(self) -> None:
+        """Have the state change hands, for who is there now; a section: all or nobody."""
+        recovery, progress = self.recovery, self.recovery.progress
+        layouts: dict[Column, Any] = {}
+        held: list[Held] = []
+        began, came = time.monotonic(), 0
+
+        def mark() -> None:
+            progress.mark("repartition", waiting=True, allow=REPARTITION_SECONDS)
+
+        def run() -> None:
+            nonlocal came
+            progress.inject("repartition")
+            mark()
+            layouts.clear()
+            layouts.update(self.wanted())
+            held[:] = [self.make(fragments, layouts) for fragments in self.fragments]
+            came = self.shards.exchange(
+                recovery.assignment.epoch_groups,
+                self._element_ranges(layouts),
+                self._give,
+                partial(self._take, held=held),
+                mark,
+            )
+            progress.inject("repartition")
+
+        recovery.sections.run("repartition", run)
+        for fragments, its in zip(self.fragments, held, strict=True):
+            fragments.install(its)
+        self.shards.take_up(layouts)
+        seconds, epoch = round(time.monotonic() - began, 6), recovery.assignment.decision.epoch
+        recovery.hooks.log("repartition", epoch=epoch, seconds=seconds, bytes=came)
+
+    def _element_ranges(self, layouts: Layouts) -> dict[tuple[int, int], list[ElementRange]]:
+        """(who gives, who gets) -> what."""
+        element_ranges: dict[tuple[int, int], list[ElementRange]] = {}
+        for fragments in self.fragments:
+            for number in fragments.buckets:
+                column, numel = self.buckets.part(number)
+                for move in self.shards.moves(column, layouts[column], numel):
+                    element_range = ElementRange(number, move.start, move.stop)
+                    element_ranges.setdefault((move.source, move.target), []).append(element_range)
+        return element_ranges
+
+    def _give(self, element_ranges: Sequence[ElementRange]) -> list[Any]:
+        return [self._fragments_of(element_range).give(element_range) for element_range in element_ranges]
+
+    def _take(self, element_ranges: Sequence[ElementRange], tree: list[Any], held: list[Held]) -> None:
+        for element_range, its in zip(element_ranges, tree, strict=True):
+            for fragments, units in zip(self.fragments, held, strict=True):
+                if element_range.bucket in fragments.buckets:
+                    fragments.take(element_range, its, [fragment for unit in units.values() for fragment in unit])
+
+    def _fragments_of(self, element_range: ElementRange) -> ShardFragments:
+        return next(fragments for fragments in self.fragments if element_range.bucket in fragments.buckets)
+
+    def compare(self) -> None:
+        """Compare the shadows with what they are shadows of, by the digests of all holders; in a section.
+
+        Where one differs, all are made anew with the next repartition, by all workers.
+        """
+        recovery, mine = self.recovery, self.recovery.assignment
+        held = self._digests()
+
+        def run() -> tuple[list[int], bool]:
+            recovery.progress.mark("verify", waiting=True)
+            ring = mine.epoch_groups.ring(alive(self.buckets.tail, mine.live))
+            found = differing_units(ring.exchange(held))
+            return found, mine.epoch_groups.any(bool(found), tuple(sorted(mine.live)))
+
+        different, anywhere = recovery.sections.run("verify shadows", run)
+        if different:
+            recovery.hooks.log("shadows differ", units=different)
+            log.info(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
+        if anywhere:
+            self.shards.distrust_shadows()
+
+    def _digests(self) -> list[int]:
+        """What this worker holds: a row for ``differing_units``."""
+        row = []
+        for optimizer, fragments in enumerate(self.fragments):
+            column = self.column(fragments)
+            for unit in self.shards.held(column):
+                row += [optimizer, min(column), unit, fragments.digest(unit).value]
+        return row
 
 
 @dataclass(eq=False)
@@ -108,45 +249,6 @@ def _update(
     for fragment in shadows:
         fragment.tensor.grad = None
         fragment.state = twin.state[fragment.tensor]
-
-
-@dataclass(eq=False)
-class ShadowCheck:
-    """Compares the shadows with what they are shadows of, by the digests of all holders."""
-
-    _fragments: Sequence[ShardFragments]
-    _pieces: LayoutPieces
-    _shards: Shards
-    _tail: Column
-    """Its members tell each other what they hold."""
-    _recovery: Recovery
-
-    def run(self) -> None:
-        """Compare, in a section; where one differs, all are made anew with the next repartition, by all workers."""
-        recovery, mine = self._recovery, self._recovery.assignment
-        held = self._digests()
-
-        def run() -> tuple[list[int], bool]:
-            recovery.progress.mark("verify", waiting=True)
-            ring = mine.epoch_groups.ring(alive(self._tail, mine.live))
-            found = differing_units(ring.exchange(held))
-            return found, mine.epoch_groups.any(bool(found), tuple(sorted(mine.live)))
-
-        different, anywhere = recovery.sections.run("verify shadows", run)
-        if different:
-            recovery.hooks.log("shadows differ", units=different)
-            log.info(f"the shadows of workers {different} differ from what they are copies of: all are made anew")
-        if anywhere:
-            self._shards.distrust_shadows()
-
-    def _digests(self) -> list[int]:
-        """What this worker holds: a row for ``differing_units``."""
-        row = []
-        for optimizer, fragments in enumerate(self._fragments):
-            column = self._pieces.column(fragments)
-            for unit in self._shards.held(column):
-                row += [optimizer, min(column), unit, fragments.digest(unit).value]
-        return row
 
 
 def differing_units(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -71,10 +71,7 @@ class ShardFragment:
         part = slice(start - self.start, stop - self.start)
         return {
             "master": self.tensor[part] if self.tensor.dtype != self.model.dtype else None,
-            "state": {
-                name: value[part] if isinstance(value, torch.Tensor) and value.dim() else value
-                for name, value in self.state.items()
-            },
+            "state": part_of_state(self.state, part),
         }
 
     def take(self, start: int, stop: int, its: dict[str, Any]) -> None:
@@ -91,6 +88,13 @@ class ShardFragment:
                 if name not in self.state:
                     self.state[name] = torch.zeros(self.tensor.shape, dtype=value.dtype, device=self.tensor.device)
                 self.state[name][part].copy_(value)
+
+
+def part_of_state(state: dict[str, Any], part: slice) -> dict[str, Any]:
+    """Of some elements, the state of an optimizer by its names; what is one for all elements stays."""
+    return {
+        name: value[part] if isinstance(value, torch.Tensor) and value.dim() else value for name, value in state.items()
+    }
 
 
 class ShardFragments:
@@ -120,13 +124,13 @@ class ShardFragments:
         ):
             for model_group, master_group in zip(models, masters, strict=True):
                 made.update(zip(model_group, master_group, strict=True))
-        self.held = {unit: []}
+        found = []
         for number, start, stop, parameter_range in self._cut(parts):
             master = made[parameter_range.parameter]
             fragment = self._fragment(number, start, stop, parameter_range, shadow=False, tensor=master.detach())
             fragment.state = dict(inner.state.get(master, {}))
-            self.held[unit].append(fragment)
-        self.install()
+            found.append(fragment)
+        self.install({unit: found})
 
     def make(self, parts: dict[int, Sequence[tuple[int, int]]], *, shadow: bool) -> list[ShardFragment]:
         """Pieces for ``parts`` of a unit, by bucket; their state is still to come, but where it is held already.
@@ -154,9 +158,9 @@ class ShardFragments:
         fragment.state, fragment.borrowed = state, True
         self.held.setdefault(unit, []).append(fragment)
 
-    def install(self, held: dict[int, list[ShardFragment]] | None = None) -> None:
+    def install(self, held: dict[int, list[ShardFragment]]) -> None:
         """From now on the inner optimizer updates the pieces of ``held``, those of each unit together."""
-        self.held = self.held if held is None else held
+        self.held = held
         optimizer, inner = self._optimizer, self.inner
         for number, group in enumerate(inner.param_groups):
             group["params"] = [fragment.tensor for fragment in self._updated if fragment.group == number]
@@ -297,24 +301,15 @@ class ShardFragments:
 
     # ---- changing hands
 
-    def give(self, element_ranges: Sequence[ElementRange]) -> list[Any]:
+    def give(self, element_range: ElementRange) -> list[Any]:
         """The tree of some elements that this worker holds; see ``take``."""
-        return [
-            self._holder(element_range.bucket, a, b).give(a, b)
-            for element_range in element_ranges
-            for a, b in self._within(element_range)
-        ]
+        return [self._holder(element_range.bucket, a, b).give(a, b) for a, b in self._within(element_range)]
 
-    def take(
-        self, element_ranges: Sequence[ElementRange], tree: Sequence[Any], fragments: Sequence[ShardFragment]
-    ) -> None:
-        """Give ``fragments`` what another worker's ``give`` of the same portions gave."""
-        ranges = [
-            (element_range.bucket, a, b) for element_range in element_ranges for a, b in self._within(element_range)
-        ]
-        for (bucket, a, b), its in zip(ranges, tree, strict=True):
+    def take(self, element_range: ElementRange, tree: Sequence[Any], fragments: Sequence[ShardFragment]) -> None:
+        """Give ``fragments`` what another worker's ``give`` of the same elements gave."""
+        for (a, b), its in zip(self._within(element_range), tree, strict=True):
             for fragment in fragments:
-                if fragment.bucket == bucket and fragment.start <= a and b <= fragment.stop:
+                if fragment.bucket == element_range.bucket and fragment.start <= a and b <= fragment.stop:
                     fragment.take(a, b, its)
 
     def _within(self, element_range: ElementRange) -> Iterator[tuple[int, int]]:

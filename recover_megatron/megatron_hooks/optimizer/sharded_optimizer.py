@@ -20,40 +20,37 @@ tensors these work on (`fragments`), where the norm comes from, and the gatherin
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import get_args
 
 from recover_megatron.errors import UserError
 from recover_megatron.instep.faults import Orphaned
-from recover_megatron.instep.gradients import Parameters
+from recover_megatron.instep.gradients import Parameters, alive
 from recover_megatron.instep.overlap import Overlap
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.shards import Column
-from recover_megatron.logger import get_logger
 from recover_megatron.megatron_hooks import monkeypatch
 from recover_megatron.megatron_hooks.buckets import Buckets
 from recover_megatron.megatron_hooks.fsdp.buckets import FsdpBuckets
 from recover_megatron.megatron_hooks.optimizer.keeping import Keeping
-from recover_megatron.megatron_hooks.optimizer.norms import LossScales, UnitNorms, UnitSums
-from recover_megatron.megatron_hooks.optimizer.repartition import LayoutPieces, Repartition
-from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, ShadowCheck
+from recover_megatron.megatron_hooks.optimizer.shadows import HostShadows, LayoutPieces
 from recover_megatron.megatron_hooks.optimizer.shard_fragments import ShardFragment, ShardFragments
-
-log = get_logger(__name__)
 
 _OVERRIDDEN = ("_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params", "get_parameter_state_dp_zero",
                "sharded_param_state_dp_reshardable", "sharded_param_state_fully_reshardable")  # fmt: skip
 _groups_of: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
-"""Optimizer -> model parameter -> number of its group: only while it is made does Megatron know of all.  Gone with the
-optimizer: a worker that builds another model has no room for the parameters of the one before."""
+"""Optimizer -> model parameter -> number of its group: only while it is made does Megatron know of all."""
 
 
 def install() -> None:
@@ -100,17 +97,16 @@ class ShardedOptimizer:
         self._optimizer = optimizer
         self._buckets, self._keeping = buckets, keeping
         self.shards = buckets.shards
-        self._recovery, self._progress, self._assignment = recovery, recovery.progress, recovery.assignment
-        self._pieces = LayoutPieces(buckets, self.shards, recovery.assignment)
+        self._recovery, self._progress = recovery, recovery.progress
         chained = getattr(optimizer, "chained_optimizers", [optimizer])
         real = [one for one in chained if not one.is_stub_optimizer]
         self._fragments = [keeping.fragments(one, _groups_of[one], shadow_device) for one in real]
+        self._pieces = LayoutPieces(self._fragments, buckets, self.shards, recovery)
         self._parameters = Parameters(buckets.parameters, self.shards)
         device = buckets.parameters[0][1].device
-        self._updated = 0
+        self.updated = 0
+        """The iteration of the last update."""
         self._shadows_elsewhere = shadow_device is not None and shadow_device.type != device.type
-        self._repartition = Repartition(self._fragments, self._pieces, buckets, self.shards, recovery)
-        self._shadow_check = ShadowCheck(self._fragments, self._pieces, self.shards, buckets.tail, recovery)
         self._aside = HostShadows(self._fragments, float(optimizer.config.clip_grad))
         self._overlap: Overlap | None = None
         if self._fragments and buckets.overlaps and shadow_device is None:
@@ -118,7 +114,7 @@ class ShardedOptimizer:
         buckets.overlap = self._overlap
         self._optimizers = real
         zeros = bool(optimizer.config.log_num_zeros_in_grad)
-        self._norms = UnitNorms(self._fragments, buckets, keeping, recovery.assignment, shadows + 1, zeros=zeros)
+        self._norms = UnitNorms(self._pieces, keeping, shadows + 1, zeros)
         places = [self.shards.columns.index(self._pieces.column(fragments)) for fragments in self._fragments]
         self._scales = LossScales(real, self._fragments, places)
         for one, fragments in zip(real, self._fragments, strict=True):
@@ -207,11 +203,6 @@ class ShardedOptimizer:
         if self._overlap is not None:
             self._overlap.complete_all()
 
-    @property
-    def updated(self) -> int:
-        """The iteration of the last update."""
-        return self._updated
-
     def due(self) -> bool:
         """Whether state must change hands before the next step: not yet where somebody takes a place with that step."""
         return self.shards.stale() and not self._recovery.boundary.joining_next
@@ -219,14 +210,14 @@ class ShardedOptimizer:
     def renew(self) -> None:
         """Have the state change hands, for who is there now; a section: all or nobody."""
         self.complete()
-        self._repartition.run()
+        self._pieces.change_hands()
         self.check()
 
     def verify(self) -> None:
         """Compare the shadows with what they are shadows of; where one differs, all are made anew, by all workers."""
         self._aside.join()
         if not self._shadows_elsewhere:  # another kind of processor rounds otherwise: they differ from the start
-            self._shadow_check.run()
+            self._pieces.compare()
 
     def _primary_fragments(self, fragments: ShardFragments) -> Iterator[ShardFragment]:
         column = self._pieces.column(fragments)
@@ -250,10 +241,10 @@ class ShardedOptimizer:
         A section before that of the checkpoint: who is left when a worker is lost in the latter has everything already,
         and nobody waits inside a replica for one who is told of a loss by its column.
         """
-        progress, assignment = self._recovery.progress, self._assignment
+        assignment = self._recovery.assignment
 
         def gather() -> None:
-            progress.mark("checkpoint", waiting=True)
+            self._progress.mark("checkpoint", waiting=True)
             found = [part for fragments in self._fragments for part in self._keeping.lend(fragments)]
             whole = Parameters(found, self.shards)
             whole.begin()
@@ -271,6 +262,7 @@ class ShardedOptimizer:
     def step(self, original: Callable[[], Any]) -> Any:
         """Megatron's ``optimizer.step()``, ``original``, within the section that makes it survive; what it returns."""
         recovery, parameters, overlap = self._recovery, self._parameters, self._overlap
+        assignment = recovery.assignment
         sums = self._norms.measure()
         # Megatron asks the replica once which norms there are: not in the section, of whose end one column may hear
         # while another one has passed it.
@@ -298,9 +290,9 @@ class ShardedOptimizer:
             self._speak_for_the_lost()
             self._progress.mark("param-gather", waiting=True)
             begun = True
-            parameters.gather(self._assignment.epoch_groups, self._assignment.live, again=again)
+            parameters.gather(assignment.epoch_groups, assignment.live, again=again)
 
-        self._updated = recovery.hooks.iteration()
+        self.updated = recovery.hooks.iteration()
         recovery.sections.run("update", run)
         if overlap is not None:
             with self._progress.waiting("param-gather"):
@@ -313,12 +305,12 @@ class ShardedOptimizer:
         zeros = math.fsum(its.zeros for its in told)
         if not self._scales.skips(told):
             self._aside.begin(norm, self._scales.now())
-        with ExitStack() as replaced:
-            replaced.enter_context(self._scales.dividing(told))
-            replaced.enter_context(monkeypatch.replaced(optimizer_module, "get_grad_norm_fp32", lambda *_, **__: norm))
-            replaced.enter_context(monkeypatch.replaced(top, "get_grad_norm", lambda: norm))
-            replaced.enter_context(monkeypatch.replaced(top, "count_zeros", lambda: zeros))
-            replaced.enter_context(self._keeping.updating())
+        with (
+            self._scales.dividing(told),
+            monkeypatch.replaced(optimizer_module, get_grad_norm_fp32=lambda *_, **__: norm),
+            monkeypatch.replaced(top, get_grad_norm=lambda: norm, count_zeros=lambda: zeros),
+            self._keeping.updating(),
+        ):
             return original()
 
     def _speak_for_the_lost(self) -> None:
@@ -329,3 +321,109 @@ class ShardedOptimizer:
                 if any(fragment.aside for fragment in fragments.held[unit]) and self.shards.speaks_for(column, unit):
                     self._aside.join()
                     fragments.show_aside(unit)
+
+
+@dataclass(frozen=True)
+class UnitSums:
+    """The sums of one unit's gradients.  ``column``: the place of its column among those of ``Shards``."""
+
+    column: int
+    squares: float
+    zeros: float
+
+
+@dataclass(eq=False)
+class UnitNorms:
+    """The norm of gradients whose sums lie at the holders of the units that they update."""
+
+    _pieces: LayoutPieces
+    _keeping: Keeping
+    _width: int
+    """Units that it holds of a column, at most."""
+    _zeros: bool
+    """Whether zeros are counted, too."""
+
+    def measure(self) -> torch.Tensor:
+        """[column, place in what I hold of it, (sum of squares, zeros)] over the replica's model-parallel ranks."""
+        shards, device = self._pieces.shards, self._pieces.buckets.parameters[0][1].device
+        sums = torch.zeros(len(shards.columns), self._width, 2, dtype=torch.float64, device=device)
+        for at, column in enumerate(shards.columns):
+            for place, unit in enumerate(shards.held(column)):
+                for fragments in self._pieces.fragments:
+                    if unit in fragments.held and self._pieces.column(fragments) == column:
+                        sums[at, place] += fragments.sums(unit, zeros=self._zeros)
+        group = self._keeping.norm_group()
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+        return sums.cpu()
+
+    def exchange(self, sums: torch.Tensor, begun: bool) -> tuple[list[UnitSums], bool]:
+        """(the sums of all units, whether anybody may hold gathered parameters), the same on all of this position.
+
+        A row has for each held unit: the unit, whether this worker speaks for it, and its sums.
+        """
+        shards, assignment = self._pieces.shards, self._pieces.recovery.assignment
+        row = [float(begun)]
+        for at, column in enumerate(shards.columns):
+            held = shards.held(column)
+            for place in range(self._width):
+                unit = held[place] if place < len(held) else -1
+                speaks = unit >= 0 and shards.speaks_for(column, unit)
+                row += [float(unit), float(speaks), *sums[at, place].tolist()]
+        column = alive(self._keeping.tells_norms, assignment.live)
+        rows = assignment.epoch_groups.ring(column).exchange_doubles(row)
+        found = [
+            UnitSums(at // (4 * self._width), *its[at + 3 : at + 5])
+            for its in rows
+            for at in range(0, len(its) - 1, 4)
+            if its[at + 2]
+        ]
+        return found, any(its[0] for its in rows)
+
+
+class LossScales:
+    """The loss scales (--fp16) of ``optimizers``, that of experts, too, whose gradients are spread over workers.
+
+    Stock Megatron asks all workers inside the step whether gradients have overflowed, so that it is skipped.  Here that
+    follows from the sums of squares that all tell each other for the norm: all skip a step, or none.  ``fragments``:
+    what is held of each optimizer; ``columns``: the place of its column among all.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], fragments: Sequence[ShardFragments], columns: Sequence[int]) -> None:
+        self._every = list(zip(optimizers, fragments, columns, strict=True))
+
+    def now(self) -> list[float]:
+        """By which factor the gradients of each are too large: 1 without a loss scale."""
+        return [float(one.grad_scaler.scale) if _scaled(one) else 1.0 for one, _, _ in self._every]
+
+    def norm(self, told: Sequence[UnitSums]) -> float:
+        """Of the gradients divided by their scales.  An exactly rounded sum: it does not depend on who told what."""
+        scales = {column: scale for (_, _, column), scale in zip(self._every, self.now(), strict=True)}
+        return math.sqrt(math.fsum(its.squares / scales.get(its.column, 1.0) ** 2 for its in told))
+
+    def skips(self, told: Sequence[UnitSums]) -> bool:
+        """Whether the step is to be skipped."""
+        return any(_scaled(one) and _overflowed(told, column) for one, _, column in self._every)
+
+    @contextmanager
+    def dividing(self, told: Sequence[UnitSums]) -> Iterator[None]:
+        """While Megatron's step divides the gradients by their scales, and asks whether they overflowed."""
+        with ExitStack() as replaced:
+            for one, fragments, column in self._every:
+                if _scaled(one):
+                    divide = functools.partial(_divide, one, fragments, found=_overflowed(told, column))
+                    replaced.enter_context(monkeypatch.replaced(one, _unscale_main_grads_and_check_for_nan=divide))
+            yield
+
+
+def _scaled(one: Any) -> bool:
+    return getattr(one, "grad_scaler", None) is not None
+
+
+def _overflowed(told: Sequence[UnitSums], column: int) -> bool:
+    return not all(math.isfinite(its.squares) for its in told if its.column == column)
+
+
+def _divide(one: Any, fragments: ShardFragments, *, found: bool) -> bool:
+    fragments.divide(one.grad_scaler.inv_scale)
+    return found
