@@ -38,12 +38,11 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.collectives.tree.operations import TreeBackend
-from recover_megatron.instep.announcements import HERE, OVER, Announcements, key, left_key
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups, Failure, name_of
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.hooks import Hooks, ProgressReports
+from recover_megatron.instep.hooks import HERE, OVER, Announcements, Hooks, ProgressReports, key, left_key
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.planner import Planner
 

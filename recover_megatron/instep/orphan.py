@@ -21,14 +21,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.edges import Edges
-from recover_megatron.instep.faults import Drained, Orphaned, OtherPosition, RunOver
-from recover_megatron.instep.hooks import Hooks, ProgressReports
+from recover_megatron.instep.faults import InStepError, Orphaned
+from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.planner import Planner
-from recover_megatron.instep.spare import LINGER_SECONDS, STUCK_SECONDS, Leave, Mirror, Over, Rebuild, Spare
+from recover_megatron.instep.spare import LINGER_SECONDS, STUCK_SECONDS, Mirror, Spare
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
 from recover_megatron.membership.session import Session
@@ -146,13 +145,9 @@ class Orphan:
             epoch_groups = self._assignment.look_on(outcome.decision)
             offer = offer | self._hooks.mirror(outcome.decision, epoch_groups)
             epoch_groups.close()
-        if isinstance(outcome, Over):
-            raise RunOver(outcome.code, outcome.reason)
-        if isinstance(outcome, Leave):
-            raise Drained(outcome.node)
-        if isinstance(outcome, Rebuild):
-            raise OtherPosition(outcome.position)
-        return outcome.decision
+        if isinstance(outcome, InStepError):
+            raise outcome
+        return outcome
 
     # ---- come back
 

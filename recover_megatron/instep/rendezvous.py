@@ -20,16 +20,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.instep.edges import why_out
 from recover_megatron.instep.faults import Drained, Orphaned
-from recover_megatron.instep.hooks import Hooks, ProgressReports
+from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.planner import Planner
-from recover_megatron.instep.staging import Kept
 from recover_megatron.membership.session import Session
 
 
@@ -166,6 +166,28 @@ class Boundary:
         """Whether the epoch was made while others were in a section that comes before the next step."""
         decision = self._assignment.decision
         return decision.at == self._next and not decision.step and decision.version is None
+
+
+class Kept:
+    """The inputs over which operations of the present section have written: it may be run again as a whole."""
+
+    def __init__(self) -> None:
+        self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forget(self) -> None:
+        """The section is over, or another one begins."""
+        self._inputs.clear()
+
+    def keep(self, tensors: list[torch.Tensor]) -> None:
+        """An operation is about to write over these."""
+        self._inputs += [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self) -> None:
+        """The section begins again: its tensors have what they had when it began."""
+        with torch.no_grad():
+            for tensor, copy in reversed(self._inputs):
+                tensor.copy_(copy)
+        self.forget()
 
 
 @dataclass(eq=False)

@@ -9,7 +9,8 @@ DEFERRED    ... or, in a section whose workers depend on each other inside their
             of the section run with what is at hand; its end tells
 OPEN        anywhere else: the group's members carry it out once, those who are left if some die (`exchange`)
 
-``Among`` says which of the members that the caller counts on carry it out; ``caller`` finds the call that asks for it.
+``Among`` says which of the members that the caller counts on carry it out; ``caller`` finds the call that asks for it;
+``Staged`` has what it is carried out on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,88 @@ from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep.epoch_groups import Failure
 from recover_megatron.instep.faults import Disagreement, UnknownOperation
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.staging import Staged
+
+IN_PLACE = ("allreduce", "reduce", "broadcast")
+"""Operations that read what they write.  All others write their first argument and read their second."""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Staged:
+    """The tensors of one operation, and the copies on the host that it is carried out on in their place.
+
+        to(backend) --the operation--> wait --bring_back()--> the tensors have the result
+                                         '--revoked--> they are as they were
+
+    An operation in place writes over its input, and one that is interrupted has written over a part of it; it may have
+    to be carried out once more.  Tensors of a GPU are copied, too: they are small, and it needs them on the host.
+
+    ``away``: which tensors are copied in any case.  ``every_result``: also results that are no input are written when
+    they are brought back, and not before: where fewer workers may repeat the operation nothing is left of the others.
+    """
+
+    def __init__(
+        self,
+        away: Callable[[torch.Tensor], bool] = lambda tensor: tensor.device.type != "cpu",
+        *,
+        every_result: bool = False,
+    ) -> None:
+        self._away = away
+        self._every_result = every_result
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._on: Any = None
+        self.spoiled: list[torch.Tensor] = []
+        """The inputs over which ``bring_back`` writes."""
+
+    def to(self, backend: Any) -> Any:
+        """The backend, as an operation is to see it.  Forgets what the last one wrote, if there was one."""
+        self._on, self._copies, self.spoiled = backend, [], []
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._on, name)
+
+        def call(written: Any, *arguments: Any) -> Any:
+            read = {_storage(tensor) for tensor in _tensors(written if name in IN_PLACE else arguments[:1])}
+            return method(
+                self._copied(written, lambda tensor: _storage(tensor) in read, True),
+                *(self._copied(value, lambda tensor: False, False) for value in arguments),
+            )
+
+        return call
+
+    def bring_back(self) -> None:
+        """The operation is over: what it wrote goes to where it belongs."""
+        with torch.no_grad():
+            for original, copy in self._copies:
+                original.copy_(copy)
+
+    def _copied(self, value: Any, shared: Callable[[torch.Tensor], bool], written: bool) -> Any:
+        """``value`` with copies of its tensors that are away or, of those ``written``, that are read, too (shared)."""
+        if isinstance(value, (list, tuple)):
+            return [self._copied(item, shared, written) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not (self._away(value) or shared(value) or (written and self._every_result)):
+            return value
+        # In one piece, which is what gloo takes, whatever the original is a part of.
+        copy = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        if written:
+            self._copies.append((value, copy))
+            if shared(value):
+                self.spoiled.append(value)
+        return copy
+
 
 T = TypeVar("T")
 

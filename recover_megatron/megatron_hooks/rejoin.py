@@ -31,12 +31,11 @@ from megatron.core import tensor_parallel
 from megatron.training import get_args
 from torch.distributed import distributed_c10d as c10d
 
-from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.decision import HELD, Decision
 from recover_megatron.instep.faults import Orphaned, check_device, is_communication
 from recover_megatron.instep.gradients import Column, alive
-from recover_megatron.instep.no_place import UntakenPlaces
-from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.recovery import Blame, Recovery
+from recover_megatron.instep.spare import UntakenPlaces
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger

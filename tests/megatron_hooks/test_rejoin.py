@@ -10,7 +10,7 @@ import pytest
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.faults import RunOver
-from recover_megatron.instep.no_place import MOST, PAUSE_SECONDS
+from recover_megatron.instep.spare import MOST, PAUSE_SECONDS
 from recover_megatron.megatron_hooks.rejoin import Rejoin
 
 BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
