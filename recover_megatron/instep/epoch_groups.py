@@ -33,8 +33,8 @@ from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.tree.connections import Tree
 from recover_megatron.collectives.tree.operations import TreeBackend
-from recover_megatron.instep.state_holder import KIND, Offer, Offers, new_memory
-from recover_megatron.instep.state_receiver import Place, Receiver, Shared, Source
+from recover_megatron.instep.state_holder import KIND, Offer, Offers, Place, new_memory
+from recover_megatron.instep.state_receiver import Receiver, Shared, Source
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, Streams, open_stream
 
@@ -224,7 +224,7 @@ class EpochGroups:
 
     def _open_ring(self, name: str, members: tuple[int, ...]) -> Group:
         comm_config = self._comm_config
-        with self._lost_ends_it():
+        with self.lost_ends_it():
             return open_group(
                 _Column(self.number, members, self._me, self._cancel_token),
                 self._meeting_place(members),
@@ -253,7 +253,7 @@ class EpochGroups:
 
     def _open_control(self, name: str, members: tuple[int, ...]) -> TreeBackend:
         config = self._comm_config
-        with self._lost_ends_it():
+        with self.lost_ends_it():
             tree = Tree(
                 members.index(self._me),
                 members,
@@ -264,8 +264,11 @@ class EpochGroups:
         return TreeBackend(tree)
 
     @contextmanager
-    def _lost_ends_it(self) -> Iterator[None]:
-        """A member that is lost, or does not come, ends the epoch: at the next rendezvous it is known who lives."""
+    def lost_ends_it(self) -> Iterator[None]:
+        """A member that is lost, or does not come, ends the epoch: at the next rendezvous it is known who lives.
+
+        What raises ``PeerLost`` or ``TimeoutError`` in it raises ``EpochRevoked``.
+        """
         try:
             yield
         except (PeerLost, TimeoutError) as lost:
@@ -284,12 +287,9 @@ class EpochGroups:
         """Of each number the largest that any of these slots says, in ascending order as for ``any``."""
         said, options = torch.tensor(list(mine), dtype=torch.float64), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        backend = self.control("world", members)
-        try:
+        with self.lost_ends_it():
+            backend = self.control("world", members)
             backend.wait(backend.call(lambda on: on.allreduce([said], options)))
-        except PeerLost as lost:
-            self.fail(Failure.of(lost))
-            raise EpochRevoked(self.number, str(lost)) from lost
         return [float(value) for value in said]
 
     # ---- states

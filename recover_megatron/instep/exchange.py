@@ -29,8 +29,8 @@ over.  No wait can become a circle by it: the operation waits for what its membe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.collectives.tree.operations import TreeBackend
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.edges import Edges
-from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups, Failure, name_of
+from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups, name_of
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.hooks import HERE, OVER, Announcements, Hooks, ProgressReports, key, left_key
 from recover_megatron.instep.orphan import Orphan
@@ -108,14 +108,11 @@ class Exchange:
         return f"{self._at}.{self._counts[group]}"
 
     def _together(self, epoch_groups: EpochGroups, group: str, members: Sequence[int], performed: _Performed) -> None:
-        try:
+        with epoch_groups.lost_ends_it():
             epoch_groups.check()
             backend = epoch_groups.control(group, members)
             performed(backend, members)
             backend.wait(backend.call(lambda on: on.barrier(dist.BarrierOptions())))
-        except PeerLost as lost:
-            epoch_groups.fail(Failure.of(lost))
-            raise EpochRevoked(epoch_groups.number, str(lost)) from lost
 
     def _settle(self, group: str, operation: str, members: Sequence[int], performed: _Performed) -> None:
         """The epoch has ended in the middle: find out whether the operation is over, or repeat it until it is."""
@@ -128,7 +125,8 @@ class Exchange:
             orphan.stay()  # its own replica may be the one that is broken
             self._progress.mark(self._progress.phase, waiting=True, allow=ALLOW_SECONDS)
             here = [slot for slot in members if self._counted(slot, workers)]
-            with self._peer_stores() as peer_stores:
+            addresses = mine.decision.peer_stores_by_slot(mine.grid)
+            with closing(_PeerStores(addresses, self._comm_config.secret)) as peer_stores:
                 found = self._agreed(peer_stores, rendezvous, group, operation, here)
             if found == OVER:
                 performed.check(group)
@@ -220,16 +218,6 @@ class Exchange:
         if not still_open or self._orphan.orphaned:
             repeats.end("the rendezvous is open no more")
         return repeats
-
-    @contextmanager
-    def _peer_stores(self) -> Iterator[_PeerStores]:
-        peer_stores = _PeerStores(
-            self._assignment.decision.peer_stores_by_slot(self._assignment.grid), self._comm_config.secret
-        )
-        try:
-            yield peer_stores
-        finally:
-            peer_stores.close()
 
 
 class _Performed:

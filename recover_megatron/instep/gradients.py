@@ -25,10 +25,7 @@ from recover_megatron.collectives.ledger import Aside, Bucket, Memory
 from recover_megatron.collectives.ring.progress import Handle
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.shards import Shards
-
-Column = tuple[int, ...]
-"""Worker ids, at launch, of those whose buckets are summed together."""
+from recover_megatron.instep.shards import Column, Shards
 
 
 class Gradients:

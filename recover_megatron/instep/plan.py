@@ -37,7 +37,6 @@ from recover_megatron.instep.timelines import (
     target,
     undone,
     unreadable,
-    unseen,
 )
 from recover_megatron.instep.timelines import newest as newest_timeline
 from recover_megatron.workload import Placement, reassign
@@ -227,7 +226,8 @@ def _stand(epoch: int, heard: _Heard, beyond: Beyond) -> _Stands:
         newest = max((status.at for status in statuses.values()), default=0)
         at = newest + members.missed + 1 if grid else newest
     if state_lost:
-        enough, state_lost = 0, state_lost + unseen(members.missed) + unreadable(statuses)
+        unseen = "; iterations were committed that nobody who lives has seen" if members.missed else ""
+        enough, state_lost = 0, state_lost + unseen + unreadable(statuses)
     return _Stands(
         grid, fresh, version, at, iteration, timeline, same, rollback, rebuild, placement, in_memory, back_to, enough,
         state_lost,
@@ -312,7 +312,8 @@ def _lost(
         raise Disagreement(f"replicas disagree on the microbatches of one step: {sorted(totals)}")
     ran = sorted(j for status in begun.values() for j in status.ran)
     if len(set(ran)) != len(ran):
-        raise Disagreement(f"microbatches are in the gradients of two replicas: {_told_of(begun)}")
+        told = {replica: list(status.ran) for replica, status in begun.items()}
+        raise Disagreement(f"microbatches are in the gradients of two replicas: {told}")
     lost = sorted(set(range(totals.pop())) - set(ran))
     load = {replica: len(status.ran) for replica, status in begun.items()}
     late = {replica: 0 for replica in replicas if replica not in begun}
@@ -335,7 +336,3 @@ def _told(replica: int, statuses: Sequence[JoinStatus]) -> JoinStatus:
     if any(status.at < newest.at - bool(not newest.ran) for status in statuses):
         raise Disagreement(f"workers of replica {replica} are at different decisions: {list(statuses)}")
     return newest
-
-
-def _told_of(begun: Mapping[int, JoinStatus]) -> dict[int, list[int]]:
-    return {replica: list(status.ran) for replica, status in begun.items()}

@@ -112,22 +112,6 @@ class EpochGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self.original._get_backend(device)
 
-    def set_timeout(self, timeout: Any) -> None:
-        if self._original is not None:
-            self._original.set_timeout(timeout)
-
-    def _set_default_timeout(self, timeout: Any) -> None:
-        if self._original is not None:
-            self._original._set_default_timeout(timeout)
-
-    def shutdown(self) -> None:
-        if self._original is not None:
-            self._original.shutdown()
-
-    def abort(self) -> None:
-        if self._original is not None:
-            self._original.abort()
-
     # ---- collectives, as torch.distributed calls them
 
     def _run(self, operation: Operation, alone: Callable[[], None] = lambda: None) -> dist.Work:
@@ -267,6 +251,20 @@ class EpochGroup(dist.ProcessGroup):
         if self.mates is not None:
             return getattr(self.mates[0], name), self.mates[1].index(slot)
         return self._guarded.get(name) or getattr(self.original, name), self.workers.index(slot)
+
+
+def _of_original(name: str) -> Callable[..., None]:
+    """A method of torch's groups that concerns the group of the launch alone, where there is one."""
+
+    def method(self: EpochGroup, *args: Any) -> None:
+        if self._original is not None:
+            getattr(self._original, name)(*args)
+
+    return method
+
+
+for _name in ("set_timeout", "_set_default_timeout", "shutdown", "abort"):
+    setattr(EpochGroup, _name, _of_original(_name))
 
 
 def _not_carried(name: str) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ done (``agree``).  A worker that is told otherwise meets the others and runs a s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,28 +45,17 @@ class Rendezvous:
     _orphan: Orphan
     _announcements: Announcements
 
-    def in_step(self, number: int, total: int, ran: Sequence[int]) -> None:
-        """As ``meet``, in the middle of step ``number`` of ``total`` microbatches: my replica holds ``ran``."""
-        self.meet(self._planner.status(at=number, step=True, total=total, ran=tuple(ran)))
+    def meet(self, number: int, **where: Any) -> None:
+        """Meet the others at decision ``number`` and take up the plan of the next epoch.
 
-    def in_section(self, number: int) -> None:
-        """As ``meet``, in the middle of section ``number``."""
-        self.meet(self._planner.status(at=number))
-
-    def before_step(self, number: int, digest: str) -> None:
-        """As ``meet``, at the boundary before step ``number``; ``digest``: of this worker's state."""
-        self.meet(self._planner.status(at=number, boundary=True, digest=digest))
-
-    def meet(self, status: JoinStatus) -> None:
-        """Meet the others and take up the plan of the next epoch.
-
+        ``where``: the fields of ``JoinStatus`` that tell of a step, or of the boundary before one; none in a section.
         Raises ``Orphaned`` when this worker has no place any more, ``Drained`` when its node is to be switched off,
         ``NoReplica`` when nobody has a place, ``Fenced`` and ``CoordinatorLost`` when this worker is out.
         """
         self._orphan.leave_if_broken()
         self._assignment.epoch_groups.close()
         self._progress.inject("recovery")
-        self._join(status)
+        self._join(self._planner.status(at=number, **where))
 
     def start(self) -> None:
         """Join the first epoch: from now on deaths are survived.  Raises as ``meet`` does."""
@@ -132,7 +121,7 @@ class Boundary:
             prepare()
             if mine.decision is before:
                 self._verified = self._hooks.iteration()
-                self._rendezvous.before_step(self._next, self._hooks.digest())
+                self._rendezvous.meet(self._next, boundary=True, digest=self._hooks.digest())
         mine.shares.easing = mine.decision.at == self._next and bool(mine.decision.transfers)
 
     @property
@@ -247,7 +236,7 @@ class Sections:
             except EpochRevoked:
                 if self._rendezvous.committed_before_the_end(number):
                     return result
-                self._rendezvous.in_section(number)
+                self._rendezvous.meet(number)
                 if self._assignment.committed(number):  # only when all had reported it done, this worker too
                     return result
                 self.kept.restore()

@@ -16,8 +16,7 @@ import torch
 
 from recover_megatron.collectives.state_transport import bytes_of, check_sum
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import Path, at, chunks_of, flatten, new_memory, unflatten
-from recover_megatron.instep.state_receiver import Place
+from recover_megatron.instep.state_holder import Path, Place, at, chunks_of, flatten, gpu_of, new_memory, unflatten
 
 
 def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -56,7 +55,7 @@ def made_so_far(copies: Iterable[Copy]) -> Callable[[], AbstractContextManager[N
 
     They are made on a stream of their own, beside what the training computes meanwhile.
     """
-    gpu = next((tensor.device for copy in copies for tensor in copy.tensors if tensor.device.type == "cuda"), None)
+    gpu = gpu_of(tensor for copy in copies for tensor in copy.tensors)
     if gpu is None:
         return nullcontext
     made = torch.cuda.current_stream(gpu).record_event()

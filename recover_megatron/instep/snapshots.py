@@ -28,8 +28,8 @@ from recover_megatron.instep.decision import Decision, Kept, Snapshot
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.faults import Disagreement, InStepError
 from recover_megatron.instep.snapshot_parts import Copy, apart, checks_of, made_so_far, room, wrong_chunks
-from recover_megatron.instep.state_holder import KIND, Offer, flatten, new_memory
-from recover_megatron.instep.state_receiver import Place, Receiver, Source
+from recover_megatron.instep.state_holder import KIND, Offer, Place, flatten, new_memory
+from recover_megatron.instep.state_receiver import Receiver, Source
 from recover_megatron.logger import get_logger
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PURPOSE, open_stream
@@ -252,7 +252,7 @@ class SnapshotStore:
         try:
             self._give_own(job, mine, ready, unused)
             for part, (giver, address) in others.items():
-                if not self._holds(job, part):
+                if self._held_of(job, part) is None:
                     tree, _ = self._fetch(giver, address, _on_its_way(job, part), room(unused.get(part)), job.stay)
                     if FAILED in tree:
                         raise Disagreement(f"worker {giver} has none: {tree[FAILED]}")
@@ -292,9 +292,9 @@ class SnapshotStore:
             if trees:
                 self._inject("snapshot", job.taking.iteration + 1)
             for part in mine:
-                if part in trees:
-                    self._add(job, part, trees[part])
-                self._comm_config.offers.put(_on_its_way(job, part), self._of_part(job, part))
+                one = self._add(job, part, trees[part]) if part in trees else self._held_of(job, part)
+                assert one is not None
+                self._comm_config.offers.put(_on_its_way(job, part), one.offer)
                 given.add(part)
         except Stopped:
             raise
@@ -303,22 +303,18 @@ class SnapshotStore:
                 self._comm_config.offers.put(_on_its_way(job, part), Offer({FAILED: str(error)}))
             raise
 
-    def _add(self, job: _Job, part: int, tree: dict[str, Any]) -> None:
+    def _add(self, job: _Job, part: int, tree: dict[str, Any]) -> Held:
         one = Held(part, job.taking.name, job.taking.parts, tree, Offer(tree))
         with self._lock:
             job.stay()
             self._held.append(one)
             self._give(one)
+        return one
 
-    def _of_part(self, job: _Job, part: int) -> Offer:
+    def _held_of(self, job: _Job, part: int) -> Held | None:
         with self._lock:
             job.stay()
-            return next(o.offer for o in self._held if (o.part, o.name) == (part, job.taking.name))
-
-    def _holds(self, job: _Job, part: int) -> bool:
-        with self._lock:
-            job.stay()
-            return any((one.part, one.name) == (part, job.taking.name) for one in self._held)
+            return next((one for one in self._held if (one.part, one.name) == (part, job.taking.name)), None)
 
     def finish(self, epoch: int, stay: Callable[[], None]) -> tuple[bool, float]:
         """Whether what was begun in this epoch has all arrived, when it has or will not; and in how many seconds.

@@ -167,7 +167,7 @@ class Members:
                 worker: candidate
                 for worker, candidate in candidates.items()
                 if self.statuses[worker].version == version
-                and self.statuses[worker].digest in self._majority(worker, version)
+                and self.statuses[worker].digest == self._digest_of_most(worker, version)
             }
             usable = free_of(holders, set(), self.broken)
             found = self._assembled(usable).replicas
@@ -185,13 +185,13 @@ class Members:
         ready = {worker: one for worker, one in self.usable().items() if one.ready}
         return self._assembled(ready)
 
-    def _majority(self, worker: int, version: int) -> set[str]:
+    def _digest_of_most(self, worker: int, version: int) -> str:
         """The digest that most holders of a version have at this worker's position (of equally many the smallest)."""
         position = self.statuses[worker].position
         digests = [
             s.digest for s in self.statuses.values() if (s.position, s.version, s.ready) == (position, version, True)
         ]
-        return {most(digests)}
+        return most(digests)
 
     def prospects(self, grid: Mapping[int, Sequence[int]]) -> tuple[int, str]:
         """How many replicas there may be when all have done what they are told; and what of the state forbids it."""
@@ -232,7 +232,7 @@ def draining_of(
     statuses: Statuses, whole: Mapping[int, Sequence[int]], rules: Rules, asked: Sequence[str]
 ) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """The nodes that the run does without, those first that it has decided on before; and why not the others."""
-    known = _told(statuses)
+    known = sorted({node for status in statuses.values() for node in status.draining})
     wanted = [*known, *(node for node in asked if node not in known)]
     found = drain(wanted, _nodes(statuses), whole, rules.min_replicas, rules.shards)
     return found.accepted, found.refused
@@ -268,10 +268,6 @@ def finished_of(left: Collection[int], statuses: Statuses, draining: Collection[
     return frozenset(
         worker for worker in left if nodes.get(worker, "") not in draining and (worker in nodes or not draining)
     )
-
-
-def _told(statuses: Statuses) -> list[str]:
-    return sorted({node for status in statuses.values() for node in status.draining})
 
 
 def _nodes(statuses: Statuses) -> dict[int, str]:

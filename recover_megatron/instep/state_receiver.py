@@ -29,12 +29,13 @@ from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.state_holder import (
     DONE,
     HELLO,
+    LOOK_SECONDS,
     MAX_TEXT,
     REQUEST,
     TEXT,
     TRAILER,
     Chunk,
-    Path,
+    Place,
     chunks_of,
     layout_of,
     unflatten,
@@ -46,11 +47,7 @@ STREAMS = 4
 """Connections, over all holders: one of them rarely fills a link, and one thread does not check what it brings."""
 AHEAD = 2
 """Chunks that a holder is asked for before the first of them has arrived."""
-HELLO_SECONDS = 0.25
-"""How often somebody who waits for a holder's offer asks whether the wait is to end."""
 
-Place = Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
-"""Where the tensor at this place of the tree is to be: contiguous, of this shape and type."""
 Shared = Callable[[Any], int]
 """How many tensors of a tree, the first ones, are equal in all holders of the state."""
 
@@ -80,7 +77,7 @@ class _Link:
         self.worker = source.worker
         self._transport = SocketTransport(self._socket)
         try:
-            self._socket.settimeout(HELLO_SECONDS)
+            self._socket.settimeout(LOOK_SECONDS)
             self.length, self.layout = HELLO.unpack(self._hello(awaited))
             self._socket.settimeout(None)
         except OSError as error:
@@ -322,7 +319,7 @@ class Receiver:
         seen = -1
         while True:
             with self._changed:
-                if self._changed.wait_for(at_rest, HELLO_SECONDS):
+                if self._changed.wait_for(at_rest, LOOK_SECONDS):
                     return
             try:
                 self._stay()

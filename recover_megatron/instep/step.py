@@ -183,7 +183,7 @@ class Step:
         mine = self._assignment
         if self._rendezvous.committed_before_the_end(self._number):
             return State.COMMITTED
-        self._rendezvous.in_step(self._number, self._total, self._ran)
+        self._rendezvous.meet(self._number, step=True, total=self._total, ran=tuple(self._ran))
         if mine.committed(self._number):
             self._outcome.by_plan = True
             return State.COMMITTED

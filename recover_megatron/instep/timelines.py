@@ -69,11 +69,6 @@ def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
     return f", and the checkpoints of iterations {', '.join(map(str, found))} could not be loaded"
 
 
-def unseen(missed: int) -> str:
-    """What was committed that nobody who lives has seen, in words for people; empty: nothing."""
-    return "; iterations were committed that nobody who lives has seen" if missed else ""
-
-
 def kept(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> Kept | None:
     """The newest snapshot of which all parts are there; of those that nobody failed to load.
 

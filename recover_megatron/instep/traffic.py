@@ -18,15 +18,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.tree.operations import TreeBackend
-from recover_megatron.instep.epoch_groups import Failure
 from recover_megatron.instep.faults import Disagreement, UnknownOperation
 from recover_megatron.instep.recovery import Recovery
 
@@ -224,17 +223,15 @@ Operation = Callable[[Any, Among], Any]
 """Starts one collective on a backend, whose members are those present, and returns its work."""
 
 
+@dataclass(eq=False)
 class Traffic:
     """Carries out the operations of all groups over replicas of a worker, which stands (or will stand) in ``slot``."""
 
-    def __init__(
-        self, slot: int, mode: Mode = Mode.STARTING, known: Callable[[Caller], bool] = lambda caller: False
-    ) -> None:
-        """``known``: whether the step has done already what an operation inside it is for."""
-        self.mode = mode
-        self.slot = slot
-        self._known = known
-        self.recovery: Recovery | None = None
+    slot: int
+    mode: Mode = Mode.STARTING
+    _known: Callable[[Caller], bool] = lambda caller: False
+    """Whether the step has done already what an operation inside it is for."""
+    recovery: Recovery | None = field(default=None, init=False)
 
     @contextmanager
     def during(self, mode: Mode) -> Iterator[None]:
@@ -323,13 +320,9 @@ class Traffic:
         assert self.recovery is not None
         epoch_groups, members = self.recovery.assignment.epoch_groups, self.members(group)
         self.recovery.progress.inject("traffic")
-        try:
-            with self.recovery.progress.waiting(f"{group.label} operation"):
-                backend = epoch_groups.control(group.label, members)
-                staged = Staged()
-                backend.wait(backend.call(lambda on: operation(staged.to(on), Among(members, members))))
-                self.recovery.sections.kept.keep(staged.spoiled)
-                staged.bring_back()
-        except PeerLost as lost:
-            epoch_groups.fail(Failure.of(lost))
-            raise EpochRevoked(epoch_groups.number, str(lost)) from lost
+        with epoch_groups.lost_ends_it(), self.recovery.progress.waiting(f"{group.label} operation"):
+            backend = epoch_groups.control(group.label, members)
+            staged = Staged()
+            backend.wait(backend.call(lambda on: operation(staged.to(on), Among(members, members))))
+            self.recovery.sections.kept.keep(staged.spoiled)
+            staged.bring_back()
