@@ -228,7 +228,7 @@ class Decision:
     rerun: Mapping[int, list[list[int]]] = field(default_factory=dict)
     """Replica -> by inner rank, the ids to run on top of what it ran."""
     paces: Mapping[int, float] = field(default_factory=dict)
-    """Replica -> its pace, of those that were measured (``workload.balance``)."""
+    """Replica -> its pace, of those that were measured (``workload.quotas``)."""
     regroup: bool = False
     """Whether an epoch at the next boundary would have more replicas."""
     fresh: tuple[int, ...] = ()

@@ -32,8 +32,8 @@ from recover_megatron.instep.decision import JoinStatus, Rules
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.workload import Candidate, Placement, Shape, assemble, openings
+from recover_megatron.workload.domains import drain, leaving
 from recover_megatron.workload.edges import Edge, can_join, edge, free_of
-from recover_megatron.workload.node_losses import drain, leaving
 from recover_megatron.workload.placement import build_ahead
 
 GONE = "nobody holds the state of one of its positions any more"

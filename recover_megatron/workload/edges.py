@@ -5,8 +5,6 @@
 Nodes are numbers: replicas, or workers.  An edge is an unordered pair of them, the lower one first.  Of equally small
 sets that with the most broken edges at its members counts, of these that with the highest numbers.  All sets are looked
 at where up to ``EXACT`` nodes have broken edges; of more the node with the most edges left is taken, again and again.
-
-Pure functions, the same answer on every worker.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Placement: orphans of several broken replicas, and spares, are put together into new replicas.
 
 The workers of a column hold the same parameters, so any live worker of a position can stand there in any replica.  A
-worker of another position can, too, once it has built the model of that one and has got the parameters.  So it goes
-in two steps, with time between them:
+worker of another position can, too, once it has built the model of that one and has got the parameters:
 
     orphans, spares, joiners --assemble--> new replicas, of those who stand where they are needed: they compute at once
                                                                  `----> rebuild: the fewest others that move
@@ -17,23 +16,6 @@ most replicas that the live workers of the nodes allow are
     (sum over nodes of live // T) // G              T workers in a team, G teams in a replica
 
 and a new replica of what stands already takes exactly G from that sum: forming it now never costs one later.
-
-`teams` plans the changes of position.
-
-Hot spares: for which position a worker without a model should build one, before anybody is lost.  A hole is filled at
-the next boundary only by a worker that stands ready at its position.  So spares that nobody needs now are shared out
-over the positions:
-
-    alone    a worker that may stand in any replica: positions are as likely to be lost as they have workers elsewhere
-             (with its own node it would be lost itself), and each spare that stands there already covers one of them
-    teams    a tensor-parallel group lies in one node: as many whole teams as a node's spares make are spread over the
-             groups, each in another node where there is one
-    the rest of a node takes the place of one of its own workers: where most of them stand
-
-    loss --assemble--> the spare stands in the new replica           (it is ready, nothing is built)
-                 '---> no spare of that position: one is rebuilt, as without this
-
-All of it is a function of its arguments, whatever their order; the same answer on every worker.
 """
 
 from __future__ import annotations
@@ -223,7 +205,16 @@ def build_ahead(
     nodes: Mapping[int, str],
     shape: Shape,
 ) -> dict[int, int]:
-    """Worker -> the position that it should build its model for now; in the order of workers.
+    """Worker -> the position that it should build its model for, before anybody is lost; in the order of workers.
+
+    A hole is filled at the next boundary only by a worker that stands ready at its position.  So spares that nobody
+    needs now are shared out over the positions:
+
+    alone    a worker that may stand in any replica: positions are as likely to be lost as they have workers elsewhere
+             (with its own node it would be lost itself), and each spare that stands there already covers one of them
+    teams    a tensor-parallel group lies in one node: as many whole teams as a node's spares make are spread over the
+             groups, each in another node where there is one
+    the rest of a node takes the place of one of its own workers: where most of them stand
 
     ``spares``: all live workers without a place; those are told that are ready and have no model.  ``replicas``: the
     workers that have one, by position.  ``nodes``: where those run.

@@ -21,9 +21,6 @@ one that speaks for it, until the boundary before the next step, where the layou
 
 With several optimizer instances (``Instances``) Megatron itself has a shard in every instance: its holders are those
 who stand in its places, a unit is a shard, and nothing is shared out while one of them lives.
-
-Pure functions; the same answer on every worker.  The source of the idea of a second copy kept by the same update is
-DESIGN.md, section 9.
 """
 
 from __future__ import annotations

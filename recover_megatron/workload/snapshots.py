@@ -6,12 +6,9 @@ Megatron's default order has the same stage of every replica), a copy outside of
     domain a: position 0 of both replicas          domain b: position 1 of both
        giver of 0, keeper of 1         <------->       giver of 1, keeper of 0
 
-A giver keeps its own copy, too: whichever domain is lost, the other one has all positions, of one iteration.
-
-A snapshot is made of *parts*: one for each position, and, where the optimizer's state is in shards over the replicas,
+A giver keeps its own copy, too: whichever domain is lost, the other one has all positions, of one iteration.  A
+snapshot is made of *parts*: one for each position, and, where the optimizer's state is in shards over the replicas,
 behind them one for each worker, with the shards for which it speaks (``part_of``).
-
-Pure functions; the same answer on every worker.
 """
 
 from __future__ import annotations

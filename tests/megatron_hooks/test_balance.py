@@ -8,7 +8,7 @@ import pytest
 
 from recover_megatron.run_log.events import read_events
 from recover_megatron.run_log.steps import audit_problem, read_steps
-from recover_megatron.workload.balance import CONFIRM
+from recover_megatron.workload.quotas import CONFIRM
 from tests.harness.forkserver import ForkServer
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, SCHEDULE
 

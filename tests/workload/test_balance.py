@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.workload import Balance, quotas
-from recover_megatron.workload.balance import CONFIRM, GAIN, STEP, rebalanced
+from recover_megatron.workload.quotas import CONFIRM, GAIN, STEP, rebalanced
 from tests.workload.paces import constant, simulate
 
 SEEDS = range(3)

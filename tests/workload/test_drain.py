@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.workload.node_losses import drain, leaving
+from recover_megatron.workload.domains import drain, leaving
 
 NAMES = st.sampled_from("abcd")
 

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from recover_megatron.workload.domains import data_parallel_ranks_per_replica, replicas_of
-from recover_megatron.workload.node_losses import Training, node_losses
+from recover_megatron.workload.domains import Training, data_parallel_ranks_per_replica, node_losses, replicas_of
 
 
 def test_a_replica_a_node_is_all_that_a_node_takes() -> None:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recover_megatron.workload.domains import replicas_of
-from recover_megatron.workload.node_losses import Training, node_losses
+from recover_megatron.workload.domains import Training, node_losses, replicas_of
 from recover_megatron.workload.snapshots import (
     DOMAIN_SECONDS,
     FIRST_INTERVAL,
