@@ -17,7 +17,7 @@ SABOTAGE = str(Path(__file__).parent / "sabotage.py")
 
 ITERATIONS = 9
 LATER = 2
-"""Iterations that a busy host may add until it is sure of a pace; the exact number: tests/workload/test_balance.py."""
+"""Iterations that a busy host may add until it is sure of a pace; the exact number: tests/workload/test_quotas.py."""
 
 
 def run(server: ForkServer, out: Path, workers: int, *flags: str) -> list[float]:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.workload import assign, quotas, reassign
+from recover_megatron.workload.assign import group_size, runs
 from tests.workload.test_quotas import SPEEDS, sharings
 
 
@@ -111,10 +112,15 @@ def losses(draw: st.DrawFn) -> tuple[list[int], int, dict[int, int], dict[int, f
     return lost, inner_ranks, {i: draw(st.integers(0, 12)) for i in ids}, {i: draw(SPEEDS) for i in ids}, least
 
 
-@given(losses())
-def test_every_lost_id_is_shared_out_exactly_once_in_passes_that_can_be_run(case) -> None:
+@given(losses(), st.randoms(use_true_random=False))
+def test_every_lost_id_is_shared_out_exactly_once_in_passes_that_can_be_run(case, random) -> None:
+    """The same whatever the order of the arguments."""
     lost, inner_ranks, load, speeds, least = case
     shares = reassign(lost, inner_ranks, list(load), load=load, speeds=speeds, least=least)
+    ids, shuffled = list(load), list(lost)
+    random.shuffle(ids)
+    random.shuffle(shuffled)
+    assert reassign(shuffled, inner_ranks, ids, load=load, speeds=speeds, least=least) == shares
     assert everything(shares) == sorted(lost)
     assert list(shares) == sorted(load)
     for lists in shares.values():
@@ -140,17 +146,6 @@ def test_no_other_sharing_of_the_lost_ids_finishes_earlier(case) -> None:
     assert max(end(i, sum(map(len, lists))) for i, lists in shares.items()) <= best * (1 + 1e-12)
 
 
-@given(losses(), st.randoms(use_true_random=False))
-def test_the_order_of_the_arguments_does_not_matter(case, random) -> None:
-    lost, inner_ranks, load, speeds, least = case
-    ids, shuffled = list(load), list(lost)
-    random.shuffle(ids)
-    random.shuffle(shuffled)
-    assert reassign(shuffled, inner_ranks, ids, load=load, speeds=speeds, least=least) == reassign(
-        lost, inner_ranks, list(load), load=load, speeds=speeds, least=least
-    )
-
-
 def test_who_has_less_left_to_run_takes_more() -> None:
     assert reassign([2, 6, 10], 1, [0, 1, 3]) == {0: [[2]], 1: [[6]], 3: [[10]]}
     assert reassign([2, 6, 10], 1, [0, 1, 3], load={0: 4, 1: 1}) == {0: [[]], 1: [[2]], 3: [[6, 10]]}
@@ -174,3 +169,27 @@ def test_who_has_less_left_to_run_takes_more() -> None:
 def test_reassign_refuses_nonsense(lost: list[int], inner_ranks: int, replicas: list[int], options) -> None:
     with pytest.raises(ValueError, match=r".+"):
         reassign(lost, inner_ranks, replicas, **options)
+
+
+@given(st.integers(1, 16), st.integers(0, 200), st.integers(1, 40))
+def test_any_number_from_that_of_the_stages_on_can_be_run(stages: int, more: int, usual: int) -> None:
+    count = stages + more
+    group = group_size(count, stages, usual)
+    assert runs(count, stages, group)
+    if runs(count, stages, usual):
+        assert group == usual
+    elif group > usual:
+        assert not any(runs(count, stages, other) for other in range(1, group))
+    else:
+        assert not any(runs(count, stages, other) for other in range(group + 1, usual))
+
+
+def test_the_groups_are_as_large_as_they_must_be() -> None:
+    assert [group_size(count, 8, 8) for count in (8, 9, 16, 31, 32, 33, 34)] == [8, 9, 8, 11, 8, 11, 12]
+    assert group_size(10, 2, 3) == 2  # 3, 3, 3, 1 cannot be
+
+
+@pytest.mark.parametrize(("count", "stages"), [(0, 2), (7, 8), (3, 0)])
+def test_fewer_microbatches_than_stages_are_refused(count: int, stages: int) -> None:
+    with pytest.raises(ValueError, match="cannot run"):
+        group_size(count, stages, 8)
