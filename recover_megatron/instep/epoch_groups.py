@@ -87,21 +87,6 @@ class _Column:
         self.cancel_token.on_cancel(lambda: callback(self.cancel_token.reason))
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why this worker found that the epoch could not go on."""
-
-    reason: str
-    slot: int | None = None
-    """With whom; None: not known."""
-    road: bool = False
-    """Whether it did not hang up, but could not be reached any more."""
-
-    @classmethod
-    def of(cls, error: PeerLost | TimeoutError) -> Failure:
-        return cls(str(error), error.peer, error.road) if isinstance(error, PeerLost) else cls(str(error))
-
-
 class PeerStores:
     """How the members of a group connect to each other: by the peer stores, whose ``addresses`` are given by rank."""
 
@@ -139,7 +124,6 @@ class EpochGroups:
         self._me = me
         self._comm_config = comm_config
         self._peer_stores = peer_stores
-        self._failure: Failure | None = None
         self._stores: dict[int, PeerStoreClient] = {}
         self._lock = threading.Lock()
         self._cancel_token = CancelToken(number)
@@ -152,8 +136,8 @@ class EpochGroups:
         """Whether the epoch has ended: cheap."""
         return self._cancel_token.cancelled
 
-    def end(self, reason: str) -> None:
-        """Make every operation of this epoch fail, now and later; from any thread."""
+    def end(self, reason: str | PeerLost) -> None:
+        """Make every operation of this epoch fail, now and later; from any thread.  The first reason stands."""
         self._cancel_token.cancel(reason)
 
     def on_end(self, call: Callable[[str], None]) -> None:
@@ -165,20 +149,10 @@ class EpochGroups:
         self._cancel_token.check()
 
     @property
-    def failure(self) -> Failure | None:
-        """What this worker noticed by itself; None: nothing, or it was told first that the epoch is over."""
-        if self._failure is None:
-            opened = [ring.result() for ring in list(self._rings.values()) if ring.done() and not ring.exception()]
-            for ring in opened:
-                if (lost := ring.lost) is not None:
-                    return Failure.of(lost)
-        return self._failure
-
-    def fail(self, failure: Failure) -> None:
-        """End the epoch here because of this, unless it has ended."""
-        if not self.over and self._failure is None:
-            self._failure = failure
-        self.end(failure.reason)
+    def lost(self) -> PeerLost | None:
+        """With which slot this worker itself failed; None: with none, or it was told first that the epoch is over."""
+        opened = [ring.result() for ring in list(self._rings.values()) if ring.done() and not ring.exception()]
+        return next(filter(None, [self._cancel_token.lost, *(ring.lost for ring in opened)]), None)
 
     def _store(self, members: Sequence[int]) -> PeerStoreClient:
         return self._client_of(min(slot for slot in members if slot in self._peer_stores))
@@ -271,12 +245,12 @@ class EpochGroups:
         """
         try:
             yield
-        except (PeerLost, TimeoutError) as lost:
-            self.fail(Failure.of(lost))
-            raise EpochRevoked(self.number, str(lost)) from lost
+        except (PeerLost, TimeoutError) as error:
+            self.end(error if isinstance(error, PeerLost) else PeerLost(str(error)))
+            raise EpochRevoked(self.number, str(error)) from error
         except EpochRevoked as over:
             if isinstance(cause := over.__cause__, PeerLost):  # a ring could not be opened
-                self.fail(Failure.of(cause))
+                self.end(cause)
             raise
 
     def any(self, mine: bool, members: Sequence[int]) -> bool:

@@ -277,20 +277,17 @@ class Planner:
 
     def ask(self) -> None:
         """Ask for the next epoch, and say why, as far as this worker knows; nothing if the present one is over."""
-        self._session.ask(*self._failure())
-
-    def _failure(self) -> tuple[str, int | None]:
-        """What this worker has found, and with whom it failed, if that is known."""
         mine = self._assignment
-        failure = mine.epoch_groups.failure
-        if failure is None:
-            return "an operation of the epoch has failed", None
-        worker = None if failure.slot is None else mine.standing.get(failure.slot)
-        if worker is not None and failure.road:
+        lost = mine.epoch_groups.lost
+        if lost is None:
+            self._session.ask("an operation of the epoch has failed", None)
+            return
+        worker = None if lost.peer is None else mine.standing.get(lost.peer)
+        if worker is not None and lost.road:
             self._edges.noticed(worker)
-        elif failure.road:
+        elif lost.road:
             self._edges.suspect(mine.decision.workers)
-        return failure.reason + ("" if worker is None else f" (with worker {worker})"), worker
+        self._session.ask(str(lost) + ("" if worker is None else f" (with worker {worker})"), worker)
 
     # ---- why the run cannot go on
 
