@@ -1,9 +1,4 @@
-"""What a worker tells when it joins an epoch, and what the epoch decides from it (`plan`): data, equal on all workers.
-
-Status     of one worker, when it joins
-Rules      what all workers of a run know from the start
-Decision   of one epoch: who stands where, who runs what, who gives its state to whom
-"""
+"""What a worker tells when it joins an epoch, and what the epoch decides from it (`plan`): equal on all workers."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from typing import Any
 
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.workload.edges import Edge
+from recover_megatron.workload.placement import Edge
 
 _SEQUENCES = (
     "ran", "last_step", "unreached", "domains", "timeline", "checkpoints", "unreadable", "snapshots", "spoiled",

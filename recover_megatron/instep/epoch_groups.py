@@ -62,6 +62,11 @@ class CommunicationConfig:
         """The states that this worker gives to others."""
         return Offers(self.peer_store.streams)
 
+    def source(self, worker: int, address: str, key: str, patience: Callable[[], None]) -> Source:
+        """The state that a worker, whose peer store is at ``address``, offers under ``key``."""
+        challenge = Challenge(self.secret, PURPOSE)
+        return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{key}", patience))
+
     @property
     def side_by_side(self) -> bool:
         """Whether several rings may be opened at a time, each in a thread."""
@@ -105,31 +110,25 @@ class PeerStores:
         self._streams.forget(name)
 
 
+@dataclass(eq=False)
 class EpochGroups:
-    """The groups of epoch ``number`` at slot ``me``.  All members are slots (see ``grid``).
+    """The groups of epoch ``number`` at this worker's slot.  All members are slots (see ``grid``).
 
-    ``peer_stores``: slot -> the address of the peer store of who stands there.  The members of a ring tell each other
-    where they are on their own; those of another group meet at that of the lowest of them, whom all of them need
-    anyway.
+    The peer stores: slot -> the address of that of who stands there.
     """
 
-    def __init__(
-        self,
-        number: int,
-        me: int,
-        comm_config: CommunicationConfig,
-        peer_stores: Mapping[int, str],
-    ) -> None:
-        self.number = number
-        self._me = me
-        self._comm_config = comm_config
-        self._peer_stores = peer_stores
-        self._stores: dict[int, PeerStoreClient] = {}
-        self._lock = threading.Lock()
-        self._cancel_token = CancelToken(number)
-        self._rings: dict[tuple[int, ...], Future[Group]] = {}
-        self._controls: dict[tuple[str, tuple[int, ...]], TreeBackend] = {}
-        self._states: Counter[tuple[str, bool]] = Counter()
+    number: int
+    _me: int
+    _comm_config: CommunicationConfig
+    _peer_stores: Mapping[int, str]
+    _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _rings: dict[tuple[int, ...], Future[Group]] = field(default_factory=dict, init=False)
+    _controls: dict[tuple[str, tuple[int, ...]], TreeBackend] = field(default_factory=dict, init=False)
+    _states: Counter[tuple[str, bool]] = field(default_factory=Counter, init=False)
+
+    def __post_init__(self) -> None:
+        self._cancel_token = CancelToken(self.number)
 
     @property
     def over(self) -> bool:
@@ -215,7 +214,7 @@ class EpochGroups:
     def _meeting_place(self, members: Sequence[int]) -> KeyValue:
         comm_config = self._comm_config
         if comm_config.mesh or not all(slot in self._peer_stores for slot in members):
-            return self._store(members)
+            return self._store(members)  # that of the lowest, whom all of them need anyway
         return Neighbours(comm_config.peer_store, members, self._client_of, self.number)
 
     def control(self, name: str, members: Sequence[int]) -> TreeBackend:
@@ -239,10 +238,7 @@ class EpochGroups:
 
     @contextmanager
     def lost_ends_it(self) -> Iterator[None]:
-        """A member that is lost, or does not come, ends the epoch: at the next rendezvous it is known who lives.
-
-        What raises ``PeerLost`` or ``TimeoutError`` in it raises ``EpochRevoked``.
-        """
+        """A member that is lost, or does not come, ends the epoch: ``EpochRevoked`` is raised in place of its error."""
         try:
             yield
         except (PeerLost, TimeoutError) as error:
@@ -290,12 +286,10 @@ class EpochGroups:
         ``stay``: raises to end it; default: the epoch's end ends it.  Nobody waits for an offer beyond that end.
         Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
         """
-        stream, challenge = f"{KIND}/{self._key(name, giving=False)}", Challenge(self._comm_config.secret, PURPOSE)
-
-        def source(slot: int) -> Source:
-            return Source(slot, lambda: open_stream(self._peer_stores[slot], challenge, stream, self.check))
-
-        sources = [source(slot) for slot in holders if slot in self._peer_stores]
+        key, addresses = self._key(name, giving=False), self._peer_stores
+        sources = [
+            self._comm_config.source(slot, addresses[slot], key, self.check) for slot in holders if slot in addresses
+        ]
         receiver = Receiver(sources, place, stay=stay or self.check, awaited=self.check, progress=progress)
         return receiver.fetch(shared)
 

@@ -1,8 +1,8 @@
 """Operations of some workers over their replicas, outside of decisions: each once, whoever dies in the middle.
 
-Only the members of a group make an operation on it, and each group counts its own: Megatron logs things that some
-pipeline stages have and others have not.  So an operation that is interrupted must not need a meeting of all: a worker
-of another stage may wait for this one inside their replica, and would never come.
+Only the members of a group make an operation on it, and each group counts its own.  So an operation that is interrupted
+must not need a meeting of all: a worker of another stage may wait for this one inside their replica, and would never
+come.
 
     UNDER WAY(epoch) --the operation, then a barrier of the group--> OVER
         |
@@ -13,11 +13,8 @@ of another stage may wait for this one inside their replica, and would never com
 
 A member past the barrier knows that all have come to it, and so have the result: who was interrupted in it takes
 over its own.  If it is over for nobody, those who are there repeat it, on the input that each had.  (It may have been
-over for one who has died since: nobody knows, and nobody needs to.)
-
-The lowest member that lives is asked: it asks all others and tells them the answer.  Answers are on the peer
-stores, so the main thread of whoever is past the operation may be anywhere: when a rendezvous is opened, a worker puts
-on its peer store which operations are over for it.
+over for one who has died since: nobody knows, and nobody needs to.)  The lowest member that lives is asked: it asks all
+others and tells them the answer, by way of the peer stores (``Announcements``).
 
 Where two members live and cannot reach each other's peer stores, the one that is asked counts as one that has left, and
 the one that asks in vain leaves: its replica is out, and is not put together again over that road (`edges`).
@@ -97,10 +94,7 @@ class Exchange:
     # ---- one operation
 
     def _next(self, group: str) -> str:
-        """The operation's name: the last decision begun, and the how-manieth it is on this group since then.
-
-        All members pass the same decisions, and a worker that gets a place begins with a decision.
-        """
+        """Its name, the same at all members: the last decision begun, and the how-manieth on this group since then."""
         if self._at != self._progress.at:
             self._at = self._progress.at
             self._counts.clear()
@@ -220,12 +214,12 @@ class Exchange:
         return repeats
 
 
+@dataclass(eq=False)
 class _Performed:
     """An operation, and whether its result is there."""
 
-    def __init__(self, perform: Perform) -> None:
-        self._perform = perform
-        self._done = False
+    _perform: Perform
+    _done: bool = False
 
     def __call__(self, backend: TreeBackend, members: Sequence[int]) -> None:
         self._perform(backend, members)
@@ -237,13 +231,13 @@ class _Performed:
             raise Disagreement(f"an operation of {group} is over for others, and this worker did not take part in it")
 
 
+@dataclass(eq=False)
 class _PeerStores:
     """The peer stores of the members of an epoch, by slot."""
 
-    def __init__(self, addresses: dict[int, str], secret: bytes) -> None:
-        self._addresses = addresses
-        self._secret = secret
-        self._clients: dict[int, PeerStoreClient] = {}
+    _addresses: dict[int, str]
+    _secret: bytes
+    _clients: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
 
     def look(self, slot: int, key: str) -> str | None:
         """What is known of the value of ``key`` by now; asks for it.  Raises ``PeerLost``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from recover_megatron.instep.assignment import Assignment
@@ -59,10 +60,7 @@ class Hooks(Protocol):
         those that it has failed to load."""
 
     def digest(self) -> str:
-        """A digest of that state: equal strings in a column mean equal states; empty: there is none.
-
-        In the main thread.
-        """
+        """A digest of that state: equal strings in a column mean equal states; empty: none.  In the main thread."""
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
         """This worker, a spare, keeps the state of the one that ``decision`` names until the epoch ends.
@@ -78,27 +76,23 @@ FIRST_SECONDS = 600.0
 """What a worker's first decision may take beyond the hang timeout between two marks: kernels are compiled in it."""
 
 
+@dataclass(eq=False)
 class ProgressReports:
-    """The decision that this worker works on, and what it does in it.  Written by the main thread.
+    """The decision that this worker works on (`rendezvous`), and what it does in it.  Written by the main thread."""
 
-    Decisions are numbered by every worker in the same way (`rendezvous`); the number counts steps, evaluations,
-    checkpoints and barriers of all together.
-    """
-
-    def __init__(self, session: Session, hooks: Hooks) -> None:
-        self._session = session
-        self._hooks = hooks
-        self.at = 0
-        """The number of the decision under way, or of the last one; 0: there was none."""
-        self.microbatch: int | None = None
-        """The one that this worker has begun last."""
-        self.tried: set[int] = set()
-        """Those of the step under way that its replica has begun, as far as it knows, until the step is committed."""
-        self.phase = ""
-        """What it was doing when it last said so."""
-        self._warm = False
-        """Whether this worker has done all that is done for the first time only."""
-        self._allow = 0.0
+    _session: Session
+    _hooks: Hooks
+    at: int = field(default=0, init=False)
+    """The number of the decision under way, or of the last one; 0: there was none."""
+    microbatch: int | None = field(default=None, init=False)
+    """The one that this worker has begun last."""
+    tried: set[int] = field(default_factory=set, init=False)
+    """Those of the step under way that its replica has begun, as far as it knows, until the step is committed."""
+    phase: str = field(default="", init=False)
+    """What it was doing when it last said so."""
+    _warm: bool = field(default=False, init=False)
+    """Whether this worker has done all that is done for the first time only."""
+    _allow: float = field(default=0.0, init=False)
 
     def begin(self) -> int:
         """The number of the next decision, which begins."""
@@ -159,6 +153,7 @@ class ProgressReports:
 OVER, HERE = "over", "here"
 
 
+@dataclass(eq=False)
 class Announcements:
     """What one worker tells on its ``peer_store``, which answers whatever the main thread does.
 
@@ -168,15 +163,15 @@ class Announcements:
     leave()     this worker has no place any more, and makes none of the operations that others wait for
     """
 
-    def __init__(self, assignment: Assignment, peer_store: PeerStoreServer) -> None:
-        self._assignment = assignment
-        self._peer_store = peer_store
-        self._news = threading.Condition()
-        self._opened, self._counted_on = 0, frozenset[int]()
-        self._over: dict[str, str] = {}
-        """Group -> the last operation on it that is over for this worker."""
-        self._repeats: EpochGroups | None = None
-        """The groups in which operations are repeated while the present rendezvous is open."""
+    _assignment: Assignment
+    _peer_store: PeerStoreServer
+    _news: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _opened: int = field(default=0, init=False)
+    _counted_on: frozenset[int] = field(default=frozenset(), init=False)
+    _over: dict[str, str] = field(default_factory=dict, init=False)
+    """Group -> the last operation on it that is over for this worker."""
+    _repeats: EpochGroups | None = field(default=None, init=False)
+    """The groups in which operations are repeated while the present rendezvous is open."""
 
     # ---- the session's thread
 

@@ -9,8 +9,8 @@
         v                                                                       |
     SPARE --(joins every epoch without a place: spare.py)-----------------------+--> the run's end
 
-An orphan's main thread may be stuck in a call that nothing wakes, so it is the session's thread that sees to it that
-the others need not wait: it shuts the replica's connections and starts the thread that joins in the orphan's name.
+An orphan's main thread may be stuck in a call that nothing wakes, so the session's thread shuts the replica's
+connections and starts the thread that joins in the orphan's name.
 """
 
 from __future__ import annotations
@@ -95,10 +95,7 @@ class Orphan:
     # ---- leave
 
     def replica_failed(self, error: BaseException) -> None:
-        """My replica's communication failed in the main thread: a mate is gone, or the connection to one is.
-
-        Returns when this worker has become a spare.
-        """
+        """My replica's communication failed in the main thread; returns when this worker has become a spare."""
         mine, session = self._assignment, self._session
         epoch = session.epoch
         if self._spare is None and session.epoch == epoch and not session.revoked:

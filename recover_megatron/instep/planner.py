@@ -31,7 +31,7 @@ from recover_megatron.instep.decision import Beyond, Checkpoint, Decision, JoinS
 from recover_megatron.instep.edges import MOST, Edges, explanation, news
 from recover_megatron.instep.faults import EXIT_REFUSED, NoReplica, OtherFlags, StateLost
 from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.losses import Failure, Failures, LostWorker
+from recover_megatron.instep.losses import Failure, Failures
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.snapshots import SnapshotStore
 from recover_megatron.instep.standing import finished_of, room
@@ -130,9 +130,7 @@ class Planner:
     _undone: int = field(default=0, init=False)
     """See ``JoinStatus.undone``."""
     _undone_until: int = field(default=0, init=False)
-    """The number of the last epoch's decision.  When it, or a later one, is committed the rollback was carried out:
-    loading is the first thing that all commit after it.
-    """
+    """The last epoch's decision; when it is committed the rollback was carried out: loading comes first."""
     _left: frozenset[int] = field(default=frozenset(), init=False)
     finished: bool = field(default=False, init=False)
     """Whether anybody has left the run that had finished its training; not since its node was drained."""
@@ -146,7 +144,7 @@ class Planner:
     """The loss that the last epoch found and that this worker has met the others for."""
 
     def __post_init__(self) -> None:
-        self._losses = Failures(self._assignment.grid)
+        self.losses = Failures(self._assignment.grid)
 
     def status(self, **fields: Any) -> JoinStatus:
         """What this worker joins with; ``fields`` are added to what holds wherever it is."""
@@ -213,7 +211,7 @@ class Planner:
         with mine.lock:
             mine.committed_by_plan = plan.committed
             left = self._session.left
-            self.lost = self._losses.note(decision, mine.taken_up, statuses, plan.data.get("lost", {}), left)
+            self.lost = self.losses.note(decision, mine.taken_up, statuses, plan.data.get("lost", {}), left)
             return decision, self.lost
 
     def _of_the_same_flags(self, statuses: Mapping[int, JoinStatus]) -> dict[int, JoinStatus]:
@@ -237,11 +235,6 @@ class Planner:
             session.wait_revoked()
             session.check()
         return {worker: status for worker, status in statuses.items() if worker not in odd.workers}
-
-    @property
-    def whereabouts(self) -> dict[int, LostWorker]:
-        """Where those run that have joined the epoch."""
-        return self._losses.whereabouts
 
     def tell_news(self, before: Decision | None, decision: Decision) -> None:
         """Say on the console, by one worker of the run, why there is a new epoch although nobody died."""
@@ -306,10 +299,7 @@ class Planner:
             return
         if decision.short and self.patience() > 0:
             return
-        message = self._losses.why_it_ends(decision, self._rules.min_replicas)
-        end = StateLost(message) if decision.state_lost else NoReplica(message)
-        self._session.give_up(end.code, message)
-        raise end
+        self._end(decision)
 
     def has_all_replicas(self, decision: Decision) -> bool:
         """Whether there are as many replicas as at the launch, and no more can be made of the spares."""
@@ -336,7 +326,10 @@ class Planner:
 
     def lose_state(self, what: str) -> NoReturn:
         """End the run, for all: something of the training's state was lost with those who are gone."""
-        decision = replace(self._assignment.decision, state_lost=what)
-        message = self._losses.why_it_ends(decision, self._rules.min_replicas)
-        self._session.give_up(StateLost.code, message)
-        raise StateLost(message)
+        self._end(replace(self._assignment.decision, state_lost=what))
+
+    def _end(self, decision: Decision) -> NoReturn:
+        message = self.losses.why_it_ends(decision, self._rules.min_replicas)
+        end = StateLost(message) if decision.state_lost else NoReplica(message)
+        self._session.give_up(end.code, message)
+        raise end

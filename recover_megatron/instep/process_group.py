@@ -2,9 +2,7 @@
 
 Megatron keeps groups in a hundred places.  Those that reach over replicas (data-parallel ones and the default group)
 are replaced, once, by ``EpochGroup``: who holds it need not be told when workers are lost.  Its ``size`` and ``rank``
-are those among the workers that have a place now.  Groups inside a replica are those of `replica_group`.
-
-What an operation does depends on where the training is: `traffic`.
+are those among the workers that have a place now.  What an operation does depends on where the training is: `traffic`.
 """
 
 from __future__ import annotations
@@ -78,10 +76,7 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def _own_places(self) -> Sequence[int]:
-        """Where a gathering in which nobody else takes part puts this worker's part.
-
-        All places where it builds its model alone: the others would say the same, or it need not know.
-        """
+        """Where a gathering without others puts this worker's part; all places where it builds its model alone."""
         return range(self.size()) if self._traffic.recovery is None else [self.rank()]
 
     def name(self) -> str:

@@ -7,6 +7,7 @@ All that takes part in a run, a training step (`step`), too, is given a ``Recove
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Rules
@@ -95,6 +96,7 @@ UNEXPLAINED = 2
 """How often in one iteration a replica's communication may fail while all of its workers live."""
 
 
+@dataclass(eq=False)
 class Blame:
     """Judges the errors of one worker, and remembers how often they were unexplained in this iteration.
 
@@ -104,10 +106,9 @@ class Blame:
     (two workers that do not agree on a shape), and is told as one.
     """
 
-    def __init__(self) -> None:
-        self._iteration = 0
-        self._unexplained = 0
-        self._judged: tuple[BaseException | None, bool] = (None, False)
+    _iteration: int = 0
+    _unexplained: int = 0
+    _judged: tuple[BaseException | None, bool] = (None, False)
 
     def of_mates(self, error: BaseException, recovery: Recovery) -> bool:
         """Whether ``error`` is no fault of this worker and its work: its replica is broken, or seems to be.

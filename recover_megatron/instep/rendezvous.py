@@ -3,14 +3,9 @@
 leave, if my replica is broken --> the old epoch's groups are closed --> Planner.meet --> the plan is taken up
                                                                              '--> no place for this worker: Orphaned
 
-``Boundary``: where a plan has said that spares make new replicas, all meet once more before a step.  The plan of that
-epoch places them, and the step that follows is their first decision.  Where states are compared (``verify_interval``)
-all meet there anyway, and the plan finds who differs from its column (`plan`).
-
-``Sections``: what needs workers of all replicas is part of a *decision*: a training step (`step`), or a section, which
-is an evaluation, a checkpoint or a barrier of all.  (What some of them do together between two decisions: `exchange`.)
-Every worker passes the same decisions in the same order and numbers them; a decision is over when all have reported it
-done (``agree``).  A worker that is told otherwise meets the others and runs a section again from the start.
+What needs workers of all replicas is part of a *decision*: a training step (`step`), or a section (``Sections``), which
+is an evaluation, a checkpoint or a barrier of all.  Every worker passes the same decisions in the same order and
+numbers them; a decision is over when all have reported it done (``agree``).
 """
 
 from __future__ import annotations
@@ -99,7 +94,9 @@ class Rendezvous:
 class Boundary:
     """The boundaries before one worker's steps; its main thread calls it.
 
-    ``verify_interval``: iterations between comparisons of states; 0: none.
+    Where a plan has said that spares make new replicas, all meet once more before a step.  The plan of that epoch
+    places them, and the step that follows is their first decision.  ``verify_interval``: iterations between comparisons
+    of states, where all meet there anyway, and the plan finds who differs from its column; 0: none.
     """
 
     _hooks: Hooks
@@ -181,10 +178,7 @@ class Kept:
 
 @dataclass(eq=False)
 class Sections:
-    """The sections of one worker: decisions that are run again from the start when a worker is lost.
-
-    Its main thread calls it.
-    """
+    """The sections of one worker, whose main thread calls it: run again from the start when a worker is lost."""
 
     _hooks: Hooks
     _progress: ProgressReports

@@ -8,11 +8,8 @@
                                                           leave
 
 `workload.shards` decides who holds what.  Between a loss and the next boundary the layout stays, and the first live
-holder of a unit is its primary: gradients are summed to it (``cut``), and parameters come from it.  A unit without one
-is lost, and the run with it (``lost``): nobody can make the update.
-
-Slots name places, workers name who stands there: a layout is made of workers, since somebody who takes the place of a
-lost one has none of its state.
+holder of a unit is its primary.  Slots name places, workers name who stands there: a layout is made of workers, since
+somebody who takes the place of a lost one has none of its state.
 """
 
 from __future__ import annotations
@@ -27,19 +24,9 @@ from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.state_holder import Offer, flatten
+from recover_megatron.workload import shards as parts
 from recover_megatron.workload.domains import stride_of
-from recover_megatron.workload.shards import (
-    AnyLayout,
-    Instances,
-    Layout,
-    Move,
-    chunks,
-    hops,
-    layout_of,
-    lost,
-    moves,
-    primary,
-)
+from recover_megatron.workload.shards import AnyLayout, Instances, Layout, Move
 
 Column = tuple[int, ...]
 """The slots of those whose buckets are summed together, in the order of the ring."""
@@ -160,11 +147,11 @@ class Shards:
             return Instances(tuple(tuple(map(standing.get, slots[shard::shards])) for shard in range(shards)))
         order = [standing[slot] for slot in column if slot in standing]
         stride = self._stride(column, order) if shadows else 1
-        return layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows, stride)
+        return parts.layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows, stride)
 
     def _stride(self, column: Column, order: Sequence[int]) -> int:
         """How far copies are for who is there now; kept, since it is asked before every step."""
-        touched, present = self._assignment.touched, self._layouts.get(column)
+        touched, present = self._assignment.decision.touched, self._layouts.get(column)
         if self._strides_for is not touched:
             self._strides_for, self._strides = touched, {}
         key = column, present.stride if isinstance(present, Layout) else 1
@@ -181,7 +168,7 @@ class Shards:
 
     def lost(self) -> list[int]:
         """Workers whose part of the state nobody has any more."""
-        return sorted({unit for layout in self._layouts.values() for unit in lost(layout, self.live)})
+        return sorted({unit for layout in self._layouts.values() for unit in parts.lost(layout, self.live)})
 
     def held(self, column: Column) -> tuple[int, ...]:
         """The units of a column whose state this worker has: its own first; none for one that has just come."""
@@ -189,7 +176,7 @@ class Shards:
 
     def speaks_for(self, column: Column, unit: int) -> bool:
         """Whether this worker is the primary of a unit."""
-        return primary(self._layouts[column], unit, self.live) == self._assignment.me
+        return parts.primary(self._layouts[column], unit, self.live) == self._assignment.me
 
     def cut(self, column: Column, numel: int) -> tuple[list[list[Span]], frozenset[int]]:
         """For the members of the ring of a column: what each sums of a bucket; and where the sums go from there.
@@ -199,15 +186,15 @@ class Shards:
         if (column, numel) not in self._cuts:
             standing, live, layout = self._assignment.standing, self.live, self._layouts[column]
             members = [standing[slot] for slot in column if slot in standing]
-            spans = [[Span(*part) for part in parts] for parts in chunks(layout, members, live, numel)]
-            self._cuts[column, numel] = spans, hops(layout, members, live)
+            spans = [[Span(*part) for part in its] for its in parts.chunks(layout, members, live, numel)]
+            self._cuts[column, numel] = spans, parts.hops(layout, members, live)
         return self._cuts[column, numel]
 
     # ---- what changes hands
 
     def moves(self, column: Column, new: AnyLayout, numel: int) -> list[Move]:
         """What concerns this worker of what must change hands for ``new`` in a bucket of ``numel`` elements."""
-        every = moves(self._layouts[column], new, self.live, numel)
+        every = parts.moves(self._layouts[column], new, self.live, numel)
         return [move for move in every if self._assignment.me in (move.source, move.target)]
 
     def exchange(

@@ -12,11 +12,9 @@
 
 The main thread may still be on its way out of the training, by the plan in which it had a place, or stuck for good.
 Until it has ``arrived`` the spare is not ready, and gets nothing but the end of the run.  How long it may stay away
-depends on what it does (``_back_by``):
-
-    leaves the training    STUCK_SECONDS, or the hang timeout, and what its last mark allows (compiling, a checkpoint)
-    builds a model         BUILD_SECONDS
-    keeps another's state  as long as the epoch lasts, whose end ends that; then STUCK_SECONDS
+depends on what it does (``_back_by``): to leave the training ``STUCK_SECONDS``, or the hang timeout, and what its last
+mark allows; to build a model ``BUILD_SECONDS``; to keep another's state as long as the epoch lasts, whose end ends
+that, then ``STUCK_SECONDS``.
 """
 
 from __future__ import annotations
@@ -61,9 +59,7 @@ Outcome = Decision | Mirror | OtherPosition | RunOver
 
 
 class Spare:
-    """Of worker ``me``.  ``status``: what it joins with until its main thread arrives; ``leaving``: the seconds that it
-    may take to do so the first time.
-    """
+    """Of worker ``me``.  ``status``: what it joins with until its main thread arrives, in ``leaving`` seconds."""
 
     def __init__(
         self, planner: Planner, session: Session, me: int, status: JoinStatus, *, leaving: float = STUCK_SECONDS
@@ -82,11 +78,10 @@ class Spare:
         """What the last epoch decided that had no place for this worker."""
         self._back_by: float | None = time.monotonic() + leaving
         """When a main thread that has not arrived counts as stuck; None: not as long as the epoch lasts."""
-        self._thread = threading.Thread(target=self._run, name="spare", daemon=True)
 
     def start(self) -> None:
         """Join from now on."""
-        self._thread.start()
+        threading.Thread(target=self._run, name="spare", daemon=True).start()
 
     @property
     def seconds(self) -> float:
@@ -96,9 +91,8 @@ class Spare:
     def arrive(self, **offer: object) -> Outcome:
         """In the main thread: tell what this worker has to offer from now on (fields of ``Status``), and wait.
 
-        Returns when there is a place for it, something else is wanted of it, or the run is over.  After
-        ``OtherPosition`` and ``Mirror`` the thread goes on joining, as one that is not ready, until this is called
-        again.
+        Returns when something is wanted of it, or the run is over.  After ``OtherPosition`` and ``Mirror`` the thread
+        goes on joining, as one that is not ready, until this is called again.
         """
         with self._changed:
             self._status = self._with({"ready": True, "building": False, **offer})
@@ -192,9 +186,7 @@ class Spare:
         return None
 
     def _is_news(self, decision: Decision | None) -> bool:
-        """Whether an epoch might make something of it that this worker is ready: not where all places are taken, and it
-        has a model; the next epoch, whatever it is for, is told early enough then.
-        """
+        """Whether an epoch might make something of it that this worker is ready; else the next one hears it anyway."""
         return decision is None or self._status.position is None or not self._planner.has_all_replicas(decision)
 
     def _patience(self, decision: Decision) -> float | None:
@@ -205,10 +197,7 @@ class Spare:
         return None if self._here or by is None else max(0.0, by - time.monotonic())
 
     def _let_them_begin(self) -> None:
-        """Let fresh replicas of the present epoch get their state, before this worker asks for the next one.
-
-        Returns when their first step is committed, or the epoch is over anyway.
-        """
+        """Wait until the first step of the present epoch's fresh replicas is committed, or the epoch is over anyway."""
         last = self._last
         if last is not None and last.fresh:
             with suppress(EpochRevoked):
@@ -227,6 +216,7 @@ MOST = 3
 PAUSE_SECONDS = 10.0
 
 
+@dataclass(eq=False)
 class UntakenPlaces:
     """The places that one worker was given and could not take: whether it offers itself again.
 
@@ -240,9 +230,8 @@ class UntakenPlaces:
     run itself is at stake: it is tried on, until `edges` ends it.
     """
 
-    def __init__(self) -> None:
-        self._text = ""
-        self._times = 0
+    _text: str = ""
+    _times: int = 0
 
     @property
     def pause(self) -> float:

@@ -156,10 +156,7 @@ class Offer:
             self._over.set()
 
     def wait(self, patience: Callable[[], None]) -> None:
-        """Until the only one who is to have it has it.  ``patience``: called meanwhile; raises to give up.
-
-        Raises ``PeerLost`` when that one is gone.
-        """
+        """Until the only one who is to have it has it; ``PeerLost`` if it is gone.  ``patience``: raises to give up."""
         while not self._over.wait(LOOK_SECONDS):
             patience()
         if self._error is not None:
@@ -177,10 +174,7 @@ def layout_of(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def chunks_of(sizes: Sequence[int], shared: int) -> tuple[list[Chunk], int]:
-    """The chunks of tensors with these sizes in bytes, and how many of them, the first ones, hold the shared tensors.
-
-    No chunk has pieces of both kinds.
-    """
+    """The chunks of tensors of these sizes in bytes, and how many, the first ones, hold the shared tensors alone."""
     common = list(cut(sizes[:shared], CHUNK))
     own = [[(shared + n, a, b) for n, a, b in chunk] for chunk in cut(sizes[shared:], CHUNK)]
     return [*common, *own], len(common)

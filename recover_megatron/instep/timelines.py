@@ -1,13 +1,11 @@
 """When a run goes back to a checkpoint, or to snapshots in memory: to which, and what is told of what it leaves behind.
 
-Pure, as `plan` is.
-
     timeline 0    1  2  3  4  5  6  7  the state is lost
                            |
     timeline e                '-- 5  6  7  8 ...        e: the epoch that decided to go back to iteration 4
 
 A worker that slept through it may still offer a state of iteration 6.  It is of no use: the others have run 5 and 6
-again, and their sums differ from its by rounding.
+again, and their sums differ from its by rounding.  Pure, as `plan` is.
 """
 
 from __future__ import annotations

@@ -118,9 +118,8 @@ T = TypeVar("T")
 class Among:
     """The members that carry out an operation on a group, of those whom its caller counts on.
 
-    A caller numbers the members of its group by the epoch that it knows.  Where some of them are lost in the middle of
-    the operation the others carry it out, and everything that is given by rank stays at the rank that the caller knows.
-    Slots, in rank order: ``present`` of those ``expected`` by the caller.
+    Where some are lost in the middle of the operation the others carry it out, and everything that is given by rank
+    stays at the rank that the caller knows.  Slots, in rank order: ``present`` of those ``expected`` by the caller.
     """
 
     expected: tuple[int, ...]
@@ -139,10 +138,7 @@ class Among:
         return self.pick(whole.view(-1).chunk(len(self.expected)))
 
     def from_root(self, options: Any, of_caller: int) -> Any:
-        """``options`` for an operation that hands out what rank ``of_caller`` has.
-
-        Raises Disagreement when it is gone: nobody has what the others wait for.
-        """
+        """``options`` for an operation that hands out what rank ``of_caller`` has.  Disagreement when it is gone."""
         slot = self.expected[of_caller]
         if slot not in self.present:
             raise Disagreement(f"the worker in slot {slot} died while it gave the others something between two steps")

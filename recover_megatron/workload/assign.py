@@ -15,8 +15,6 @@ than ``stages``:
     9 microbatches                          4:   4, 4, 1   refused: the last group is too small
                                             5:   5, 4
     7 microbatches                          7:   7         one group always does
-
-Larger groups keep more activations at once; how long a pass takes does not depend on it.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import lcm
+from typing import NamedTuple
 
 from recover_megatron.workload.shards import Instances, layout_of
 
@@ -62,10 +63,7 @@ def stride_of(ring: Sequence[int], touched: Touched, copies: int, before: int = 
 
 
 def fewest_shared(ring: Sequence[int], touched: Touched, copies: int) -> int:
-    """In how many domains all copies of a unit still are with that stride, summed over all units.
-
-    Without those that all replicas touch, about which nothing can be done.
-    """
+    """In how many domains all copies of a unit still are with that stride, summed; but for those of all replicas."""
     return _best(ring, touched, copies, 1)[1]
 
 
@@ -246,10 +244,7 @@ def _of_orphans(replicas: Replicas, node: int, per_node: int) -> tuple[int, str]
 
 
 def _copies(training: Training, replicas: Replicas, touched: Mapping[int, frozenset[str]]) -> list[frozenset[int]]:
-    """The workers that have each part of an optimizer's state that is spread over the replicas; else nothing.
-
-    Columns are in the order of their ring (``instep.shards.ring_order``).
-    """
+    """The workers that have each part of a spread optimizer's state; columns are as ``instep.shards.ring_order``."""
     if not training.spread:
         return []
     inside = training.tensor * training.context
@@ -276,12 +271,11 @@ def _holders(
     return frozenset(frozenset(layout.holders(unit)) for unit in layout.units)
 
 
-@dataclass(frozen=True)
-class Drain:
+class Drain(NamedTuple):
     """What is decided of the nodes that are to be switched off."""
 
-    accepted: tuple[str, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
+    accepted: tuple[str, ...]
+    refused: Mapping[str, str]
     """Node -> why not."""
 
 
@@ -301,8 +295,7 @@ def drain(
 
     ``nodes``: of every live worker.  ``replicas``: those that are whole now.  ``fewest``: so many must be left; what
     spares and the healthy workers of the leaving ones make of themselves afterwards comes on top of it.  ``shards``: in
-    how many an optimizer instance is cut, replica by replica, where such instances are the only copies.  (Other parts
-    of a state that is spread are given to those who stay before the leaving go.)
+    how many an optimizer instance is cut, replica by replica, where such instances are the only copies.
     """
     accepted: list[str] = []
     refused: dict[str, str] = {}

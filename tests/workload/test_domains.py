@@ -182,37 +182,39 @@ def test_a_node_on_which_nobody_lives_is_drained_whatever_is_left() -> None:
     assert drain(["gone", "a"], {0: "a"}, {}).accepted == ("gone",)
 
 
-def test_a_replica_a_node_is_all_that_a_node_takes() -> None:
-    losses = node_losses(Training(tensor=8), 32, 8)
-    assert [(loss.workers, loss.broken, loss.whole, loss.lost) for loss in losses] == [(8, 1, 3, "")] * 4
-
-
-def test_in_the_default_order_a_node_takes_a_stage_of_every_replica() -> None:
-    losses = node_losses(Training(tensor=2, pipeline=4), 32, 8)
-    assert [(loss.broken, loss.whole) for loss in losses] == [(4, 0)] * 4
-    assert "of 2 of the 8 positions" in losses[0].lost
-    in_blocks = node_losses(Training(tensor=2, pipeline=4, pipeline_before_data=True), 32, 8)
-    assert [(loss.broken, loss.whole, loss.lost) for loss in in_blocks] == [(1, 3, "")] * 4
-
-
-def test_where_every_replica_is_broken_orphans_of_all_positions_begin_again() -> None:
-    losses = node_losses(Training(tensor=2, pipeline=2), 24, 8)  # the middle node has a half of each stage
-    assert [(loss.broken, loss.whole, loss.lost) for loss in losses] == [(4, 2, "")] * 3
-    every = node_losses(Training(tensor=4, pipeline=2, inner_ranks=2), 32, 8)
-    assert [loss.lost == "" for loss in every] == [True] * 4
-
-
-def test_the_only_replica_of_a_wide_job_goes_with_any_node() -> None:
-    inner = data_parallel_ranks_per_replica(tensor=1, context=1, expert=16, expert_tensor=1)
-    for spread in (False, True):
-        losses = node_losses(Training(inner_ranks=inner, experts=True, spread=spread), 16, 8)
-        assert all(loss.lost and not loss.whole for loss in losses)
-
-
-def test_with_several_instances_copies_are_where_megatron_puts_them() -> None:
+POSITIONS, COPIES = "of the {} positions of a replica every worker is there", "have all their copies in replicas"
+LAUNCHES = {
+    "a replica a node is all that a node takes": (Training(tensor=8), 32, 8, 1, 3, ""),
+    "in the default order a node takes a stage of every replica": (
+        Training(tensor=2, pipeline=4), 32, 8, 4, 0, "of 2 " + POSITIONS.format(8),
+    ),
+    "in blocks it takes a replica": (Training(tensor=2, pipeline=4, pipeline_before_data=True), 32, 8, 1, 3, ""),
+    # The middle node has a half of each stage.
+    "where every replica is broken orphans of all positions begin again": (
+        Training(tensor=2, pipeline=2), 24, 8, 4, 2, "",
+    ),
+    "where the only replica is broken, too": (Training(tensor=4, pipeline=2, inner_ranks=2), 32, 8, 1, 1, ""),
+    "the only replica of a wide job goes with any node": (
+        Training(inner_ranks=16, experts=True), 16, 8, 1, 0, POSITIONS.format(16),
+    ),
+    "... and its shards": (Training(inner_ranks=16, experts=True, spread=True), 16, 8, 1, 0, COPIES),
     # Shard s of 8 of 16 workers is on ranks s and s + 8: of two nodes each has one copy.
-    assert not any(loss.lost for loss in node_losses(Training(spread=True, instances=2), 16, 8))
-    assert all(loss.lost for loss in node_losses(Training(spread=True, instances=2), 16, 16))
+    "with several instances copies are where Megatron puts them": (Training(spread=True, instances=2), 16, 8, 8, 8, ""),
+    "... on one node": (Training(spread=True, instances=2), 16, 16, 16, 0, COPIES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_what_the_loss_of_any_node_costs(name: str) -> None:
+    training, world, per_node, broken, whole, lost = LAUNCHES[name]
+    losses = node_losses(training, world, per_node)
+    assert [(loss.workers, loss.broken, loss.whole) for loss in losses] == [(per_node, broken, whole)] * len(losses)
+    assert len(losses) == world // per_node
+    assert all(lost in loss.lost if lost else not loss.lost for loss in losses)
+
+
+def test_the_experts_of_a_wide_job_make_one_replica_of_all() -> None:
+    assert data_parallel_ranks_per_replica(tensor=1, context=1, expert=16, expert_tensor=1) == 16
 
 
 @pytest.mark.parametrize("spread", [False, True])
