@@ -123,8 +123,7 @@ def runs(count: int, stages: int, group: int) -> bool:
 def group_size(count: int, stages: int, usual: int) -> int:
     """The size of the groups for ``count`` microbatches on ``stages`` stages; ``usual``: as the user wants them.
 
-    The usual size if that can be, else the largest below it, else the smallest above it: never more activations at once
-    than usual where that can be avoided.
+    The usual size if that can be, else the largest below it, else the smallest above it.
 
     Raises ValueError for fewer microbatches than stages.
     """

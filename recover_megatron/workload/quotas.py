@@ -30,9 +30,8 @@ def quotas(
     """Share ``total`` microbatches out: replica id -> quota, in the order of the ids.
 
     The quotas are multiples of ``multiple_of``, zero or at least ``least``, sum to ``total`` and minimise
-    max(quota / speed).  Where it is enough for each replica, each gets some, however slow: a replica without work would
-    never be measured again.
-    Equal finishing times go to the lower id: 32 on 7 replicas is 5, 5, 5, 5, 4, 4, 4.
+    max(quota / speed).  Where it is enough for each replica, each gets some, however slow: without, it would never be
+    measured again.  Equal finishing times go to the lower id: 32 on 7 replicas is 5, 5, 5, 5, 4, 4, 4.
 
     ``speeds``: microbatches per second, or anything proportional to it; default: all are equal.  A replica that is not
     in it is taken for a median one.

@@ -89,8 +89,7 @@ class Layout:
     def parts(self, unit: int, numel: int) -> list[Part]:
         """What ``unit`` owns of a bucket of ``numel`` elements, ascending: its own shard, its share of the others.
 
-        Shards are equal where Megatron pads a bucket for it, else they differ by an element.  Equal parts where not all
-        have a home.
+        Shards are equal, or differ by an element where a bucket is not padded; equal parts where not all have a home.
         """
         at, count = self._at[unit], len(self.ring)
         if len(self._housed) < count:
