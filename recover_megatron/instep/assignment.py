@@ -1,8 +1,4 @@
-"""What the present epoch decided, and this worker's place in it: its slot, its groups, its mates, its microbatches.
-
-slot       a place of the launch grid: (replica, position); workers come and go, slots stay
-decision   what the epoch's plan says of all slots; the same on all of its members
-"""
+"""What the present epoch decided, and this worker's place in it: its slot, its groups, its mates, its microbatches."""
 
 from __future__ import annotations
 
@@ -20,10 +16,7 @@ NEARLY_STILL = 1e-9
 
 
 class Quotas:
-    """Which microbatches each replica runs in a step, by the present plan.
-
-    The same answers on all workers, which must all have been told the same.
-    """
+    """Which microbatches each replica runs in a step, by the present plan: the same answers on all workers."""
 
     def __init__(self, grid: LaunchGrid, least: int) -> None:
         self._grid = grid
@@ -131,10 +124,7 @@ class Assignment:
         return self.committed_by_plan >= number
 
     def pending(self, number: int) -> Decision | None:
-        """The plan of step ``number``, if the present epoch was made when others had begun it and this worker not.
-
-        It is given once.
-        """
+        """The plan of step ``number``, given once, if the present epoch was made when only others had begun it."""
         pending, self._pending = self._pending, None
         return pending if pending is not None and pending.at == number else None
 
@@ -166,11 +156,6 @@ class Assignment:
         """The same without the replicas that leave at the next boundary."""
         gone = {worker for replica in self.decision.leaving for worker in self.decision.grid[replica]}
         return {slot: worker for slot, worker in self.standing.items() if worker not in gone} if gone else self.standing
-
-    @property
-    def touched(self) -> Mapping[int, frozenset[str]]:
-        """Worker with a place -> the domains with which its replica breaks; the same object as long as the decision."""
-        return self.decision.touched
 
     @property
     def placed(self) -> bool:

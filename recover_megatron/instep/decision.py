@@ -1,9 +1,4 @@
-"""What a worker tells when it joins an epoch, and what the epoch decides from it (`plan`): data, equal on all workers.
-
-Status     of one worker, when it joins
-Rules      what all workers of a run know from the start
-Decision   of one epoch: who stands where, who runs what, who gives its state to whom
-"""
+"""What a worker tells when it joins an epoch, and what the epoch decides from it (`plan`): equal on all workers."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from typing import Any
 
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.workload.edges import Edge
+from recover_megatron.workload.placement import Edge
 
 _SEQUENCES = (
     "ran", "last_step", "unreached", "domains", "timeline", "checkpoints", "unreadable", "snapshots", "spoiled",
@@ -109,7 +104,7 @@ class JoinStatus:
     draining: Sequence[str] = ()
     """Nodes that an epoch has decided to do without (the coordinator reads this, too)."""
     flags: str = ""
-    """A digest of the flags that it was started with (`no_place`); empty: not to be compared."""
+    """A digest of the flags that it was started with (`planner`); empty: not to be compared."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), **{name: list(getattr(self, name)) for name in _SEQUENCES}}
@@ -228,7 +223,7 @@ class Decision:
     rerun: Mapping[int, list[list[int]]] = field(default_factory=dict)
     """Replica -> by inner rank, the ids to run on top of what it ran."""
     paces: Mapping[int, float] = field(default_factory=dict)
-    """Replica -> its pace, of those that were measured (``workload.balance``)."""
+    """Replica -> its pace, of those that were measured (``workload.quotas``)."""
     regroup: bool = False
     """Whether an epoch at the next boundary would have more replicas."""
     fresh: tuple[int, ...] = ()

@@ -6,14 +6,14 @@
                                   ``TRUSTED``: with whom connections failed counts as if trying had shown it
                                   ``MOST``: the run ends, and says why
 
-The worker tells in the status with which it joins a rendezvous whom it cannot reach, and the plan avoids these
-connections (`plan`).  They are tried again before every later rendezvous: a connection that works again is used again.
+The plan avoids what workers say that they cannot reach (`plan`); it is tried again before every later rendezvous.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from recover_megatron.collectives.peers import REACH_SECONDS, unreached
@@ -33,24 +33,24 @@ _PAUSE, _LONGEST_PAUSE = 0.1, 3.0
 Probe = Callable[[Mapping[int, str], float, Callable[[], Collection[int]]], set[int]]
 
 
+@dataclass(eq=False)
 class Edges:
-    """The workers that worker ``me`` cannot reach.  Not thread-safe: a worker joins from one thread at a time."""
+    """The workers that this one cannot reach.  Not thread-safe: a worker joins from one thread at a time."""
 
-    def __init__(self, me: int, probe: Probe = unreached, pause: Callable[[float], None] = time.sleep) -> None:
-        self._me = me
-        self._probe = probe
-        self._pause = pause
-        self._known: dict[int, JoinStatus] = {}
-        """What everybody joined the last epoch with."""
-        self._unreached: set[int] = set()
-        self._failed: set[int] = set()
-        """With whom connections of this worker's broke at the present decision, though nobody hung up."""
-        self._suspects: set[int] = set()
-        """Those that are tried before the next epoch."""
-        self._at = 0
-        self._last: Any = None
-        self.tries = 0
-        """How many epochs were made for the present decision after the first one, with the same members."""
+    _me: int
+    probe: Probe = unreached
+    pause: Callable[[float], None] = time.sleep
+    _known: dict[int, JoinStatus] = field(default_factory=dict, init=False)
+    """What everybody joined the last epoch with."""
+    _unreached: set[int] = field(default_factory=set, init=False)
+    _failed: set[int] = field(default_factory=set, init=False)
+    """With whom connections of this worker's broke at the present decision, though nobody hung up."""
+    _suspects: set[int] = field(default_factory=set, init=False)
+    """Those that are tried before the next epoch."""
+    _at: int = field(default=0, init=False)
+    _last: Any = field(default=None, init=False)
+    tries: int = field(default=0, init=False)
+    """How many epochs were made for the present decision after the first one, with the same members."""
 
     def noticed(self, worker: int) -> None:
         """A connection to this one broke, and it did not hang up."""
@@ -75,7 +75,7 @@ class Edges:
         if alike and self.tries >= TRUSTED:
             found |= self._failed
         elif alike and not found:
-            self._pause(min(_PAUSE * 2**self.tries, _LONGEST_PAUSE))  # whatever it is, it may pass
+            self.pause(min(_PAUSE * 2**self.tries, _LONGEST_PAUSE))  # whatever it is, it may pass
         self._unreached = found & members()
         return tuple(sorted(self._unreached))
 
@@ -106,7 +106,7 @@ class Edges:
         }
         if not addresses:
             return set()
-        return self._probe(addresses, seconds, lambda: set(addresses) - members())
+        return self.probe(addresses, seconds, lambda: set(addresses) - members())
 
 
 def describe(decision: Decision, statuses: Mapping[int, JoinStatus]) -> list[str]:

@@ -33,8 +33,8 @@ from recover_megatron.collectives.peers import Neighbours, PeerStoreClient
 from recover_megatron.collectives.ring.executor import Hook
 from recover_megatron.collectives.tree.connections import Tree
 from recover_megatron.collectives.tree.operations import TreeBackend
-from recover_megatron.instep.state_holder import KIND, Offer, Offers, new_memory
-from recover_megatron.instep.state_receiver import Place, Receiver, Shared, Source
+from recover_megatron.instep.state_holder import KIND, Offer, Offers, Place, new_memory
+from recover_megatron.instep.state_receiver import Receiver, Shared, Source
 from recover_megatron.network.connection import Challenge
 from recover_megatron.network.peer_store import PURPOSE, PeerStoreServer, Streams, open_stream
 
@@ -62,6 +62,11 @@ class CommunicationConfig:
         """The states that this worker gives to others."""
         return Offers(self.peer_store.streams)
 
+    def source(self, worker: int, address: str, key: str, patience: Callable[[], None]) -> Source:
+        """The state that a worker, whose peer store is at ``address``, offers under ``key``."""
+        challenge = Challenge(self.secret, PURPOSE)
+        return Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{key}", patience))
+
     @property
     def side_by_side(self) -> bool:
         """Whether several rings may be opened at a time, each in a thread."""
@@ -87,21 +92,6 @@ class _Column:
         self.cancel_token.on_cancel(lambda: callback(self.cancel_token.reason))
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why this worker found that the epoch could not go on."""
-
-    reason: str
-    slot: int | None = None
-    """With whom; None: not known."""
-    road: bool = False
-    """Whether it did not hang up, but could not be reached any more."""
-
-    @classmethod
-    def of(cls, error: PeerLost | TimeoutError) -> Failure:
-        return cls(str(error), error.peer, error.road) if isinstance(error, PeerLost) else cls(str(error))
-
-
 class PeerStores:
     """How the members of a group connect to each other: by the peer stores, whose ``addresses`` are given by rank."""
 
@@ -120,40 +110,33 @@ class PeerStores:
         self._streams.forget(name)
 
 
+@dataclass(eq=False)
 class EpochGroups:
-    """The groups of epoch ``number`` at slot ``me``.  All members are slots (see ``grid``).
+    """The groups of epoch ``number`` at this worker's slot.  All members are slots (see ``grid``).
 
-    ``peer_stores``: slot -> the address of the peer store of who stands there.  The members of a ring tell each other
-    where they are on their own; those of another group meet at that of the lowest of them, whom all of them need
-    anyway.
+    The peer stores: slot -> the address of that of who stands there.
     """
 
-    def __init__(
-        self,
-        number: int,
-        me: int,
-        comm_config: CommunicationConfig,
-        peer_stores: Mapping[int, str],
-    ) -> None:
-        self.number = number
-        self._me = me
-        self._comm_config = comm_config
-        self._peer_stores = peer_stores
-        self._failure: Failure | None = None
-        self._stores: dict[int, PeerStoreClient] = {}
-        self._lock = threading.Lock()
-        self._cancel_token = CancelToken(number)
-        self._rings: dict[tuple[int, ...], Future[Group]] = {}
-        self._controls: dict[tuple[str, tuple[int, ...]], TreeBackend] = {}
-        self._states: Counter[tuple[str, bool]] = Counter()
+    number: int
+    _me: int
+    _comm_config: CommunicationConfig
+    _peer_stores: Mapping[int, str]
+    _stores: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _rings: dict[tuple[int, ...], Future[Group]] = field(default_factory=dict, init=False)
+    _controls: dict[tuple[str, tuple[int, ...]], TreeBackend] = field(default_factory=dict, init=False)
+    _states: Counter[tuple[str, bool]] = field(default_factory=Counter, init=False)
+
+    def __post_init__(self) -> None:
+        self._cancel_token = CancelToken(self.number)
 
     @property
     def over(self) -> bool:
         """Whether the epoch has ended: cheap."""
         return self._cancel_token.cancelled
 
-    def end(self, reason: str) -> None:
-        """Make every operation of this epoch fail, now and later; from any thread."""
+    def end(self, reason: str | PeerLost) -> None:
+        """Make every operation of this epoch fail, now and later; from any thread.  The first reason stands."""
         self._cancel_token.cancel(reason)
 
     def on_end(self, call: Callable[[str], None]) -> None:
@@ -165,20 +148,10 @@ class EpochGroups:
         self._cancel_token.check()
 
     @property
-    def failure(self) -> Failure | None:
-        """What this worker noticed by itself; None: nothing, or it was told first that the epoch is over."""
-        if self._failure is None:
-            opened = [ring.result() for ring in list(self._rings.values()) if ring.done() and not ring.exception()]
-            for ring in opened:
-                if (lost := ring.lost) is not None:
-                    return Failure.of(lost)
-        return self._failure
-
-    def fail(self, failure: Failure) -> None:
-        """End the epoch here because of this, unless it has ended."""
-        if not self.over and self._failure is None:
-            self._failure = failure
-        self.end(failure.reason)
+    def lost(self) -> PeerLost | None:
+        """With which slot this worker itself failed; None: with none, or it was told first that the epoch is over."""
+        opened = [ring.result() for ring in list(self._rings.values()) if ring.done() and not ring.exception()]
+        return next(filter(None, [self._cancel_token.lost, *(ring.lost for ring in opened)]), None)
 
     def _store(self, members: Sequence[int]) -> PeerStoreClient:
         return self._client_of(min(slot for slot in members if slot in self._peer_stores))
@@ -224,7 +197,7 @@ class EpochGroups:
 
     def _open_ring(self, name: str, members: tuple[int, ...]) -> Group:
         comm_config = self._comm_config
-        with self._lost_ends_it():
+        with self.lost_ends_it():
             return open_group(
                 _Column(self.number, members, self._me, self._cancel_token),
                 self._meeting_place(members),
@@ -241,7 +214,7 @@ class EpochGroups:
     def _meeting_place(self, members: Sequence[int]) -> KeyValue:
         comm_config = self._comm_config
         if comm_config.mesh or not all(slot in self._peer_stores for slot in members):
-            return self._store(members)
+            return self._store(members)  # that of the lowest, whom all of them need anyway
         return Neighbours(comm_config.peer_store, members, self._client_of, self.number)
 
     def control(self, name: str, members: Sequence[int]) -> TreeBackend:
@@ -253,7 +226,7 @@ class EpochGroups:
 
     def _open_control(self, name: str, members: tuple[int, ...]) -> TreeBackend:
         config = self._comm_config
-        with self._lost_ends_it():
+        with self.lost_ends_it():
             tree = Tree(
                 members.index(self._me),
                 members,
@@ -264,16 +237,16 @@ class EpochGroups:
         return TreeBackend(tree)
 
     @contextmanager
-    def _lost_ends_it(self) -> Iterator[None]:
-        """A member that is lost, or does not come, ends the epoch: at the next rendezvous it is known who lives."""
+    def lost_ends_it(self) -> Iterator[None]:
+        """A member that is lost, or does not come, ends the epoch: ``EpochRevoked`` is raised in place of its error."""
         try:
             yield
-        except (PeerLost, TimeoutError) as lost:
-            self.fail(Failure.of(lost))
-            raise EpochRevoked(self.number, str(lost)) from lost
+        except (PeerLost, TimeoutError) as error:
+            self.end(error if isinstance(error, PeerLost) else PeerLost(str(error)))
+            raise EpochRevoked(self.number, str(error)) from error
         except EpochRevoked as over:
             if isinstance(cause := over.__cause__, PeerLost):  # a ring could not be opened
-                self.fail(Failure.of(cause))
+                self.end(cause)
             raise
 
     def any(self, mine: bool, members: Sequence[int]) -> bool:
@@ -284,12 +257,9 @@ class EpochGroups:
         """Of each number the largest that any of these slots says, in ascending order as for ``any``."""
         said, options = torch.tensor(list(mine), dtype=torch.float64), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        backend = self.control("world", members)
-        try:
+        with self.lost_ends_it():
+            backend = self.control("world", members)
             backend.wait(backend.call(lambda on: on.allreduce([said], options)))
-        except PeerLost as lost:
-            self.fail(Failure.of(lost))
-            raise EpochRevoked(self.number, str(lost)) from lost
         return [float(value) for value in said]
 
     # ---- states
@@ -316,12 +286,10 @@ class EpochGroups:
         ``stay``: raises to end it; default: the epoch's end ends it.  Nobody waits for an offer beyond that end.
         Raises what ``stay`` raises, ``EpochRevoked``, ``PeerLost``, ``Disagreement``.
         """
-        stream, challenge = f"{KIND}/{self._key(name, giving=False)}", Challenge(self._comm_config.secret, PURPOSE)
-
-        def source(slot: int) -> Source:
-            return Source(slot, lambda: open_stream(self._peer_stores[slot], challenge, stream, self.check))
-
-        sources = [source(slot) for slot in holders if slot in self._peer_stores]
+        key, addresses = self._key(name, giving=False), self._peer_stores
+        sources = [
+            self._comm_config.source(slot, addresses[slot], key, self.check) for slot in holders if slot in addresses
+        ]
         receiver = Receiver(sources, place, stay=stay or self.check, awaited=self.check, progress=progress)
         return receiver.fetch(shared)
 

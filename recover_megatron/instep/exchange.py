@@ -1,8 +1,8 @@
 """Operations of some workers over their replicas, outside of decisions: each once, whoever dies in the middle.
 
-Only the members of a group make an operation on it, and each group counts its own: Megatron logs things that some
-pipeline stages have and others have not.  So an operation that is interrupted must not need a meeting of all: a worker
-of another stage may wait for this one inside their replica, and would never come.
+Only the members of a group make an operation on it, and each group counts its own.  So an operation that is interrupted
+must not need a meeting of all: a worker of another stage may wait for this one inside their replica, and would never
+come.
 
     UNDER WAY(epoch) --the operation, then a barrier of the group--> OVER
         |
@@ -13,11 +13,8 @@ of another stage may wait for this one inside their replica, and would never com
 
 A member past the barrier knows that all have come to it, and so have the result: who was interrupted in it takes
 over its own.  If it is over for nobody, those who are there repeat it, on the input that each had.  (It may have been
-over for one who has died since: nobody knows, and nobody needs to.)
-
-The lowest member that lives is asked: it asks all others and tells them the answer.  Answers are on the peer
-stores, so the main thread of whoever is past the operation may be anywhere: when a rendezvous is opened, a worker puts
-on its peer store which operations are over for it.
+over for one who has died since: nobody knows, and nobody needs to.)  The lowest member that lives is asked: it asks all
+others and tells them the answer, by way of the peer stores (``Announcements``).
 
 Where two members live and cannot reach each other's peer stores, the one that is asked counts as one that has left, and
 the one that asks in vain leaves: its replica is out, and is not put together again over that road (`edges`).
@@ -29,8 +26,8 @@ over.  No wait can become a circle by it: the operation waits for what its membe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -38,12 +35,11 @@ import torch.distributed as dist
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.collectives.tree.operations import TreeBackend
-from recover_megatron.instep.announcements import HERE, OVER, Announcements, key, left_key
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.edges import Edges
-from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups, Failure, name_of
+from recover_megatron.instep.epoch_groups import CommunicationConfig, EpochGroups, name_of
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.hooks import Hooks, ProgressReports
+from recover_megatron.instep.hooks import HERE, OVER, Announcements, Hooks, ProgressReports, key, left_key
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.planner import Planner
 
@@ -98,10 +94,7 @@ class Exchange:
     # ---- one operation
 
     def _next(self, group: str) -> str:
-        """The operation's name: the last decision begun, and the how-manieth it is on this group since then.
-
-        All members pass the same decisions, and a worker that gets a place begins with a decision.
-        """
+        """Its name, the same at all members: the last decision begun, and the how-manieth on this group since then."""
         if self._at != self._progress.at:
             self._at = self._progress.at
             self._counts.clear()
@@ -109,14 +102,11 @@ class Exchange:
         return f"{self._at}.{self._counts[group]}"
 
     def _together(self, epoch_groups: EpochGroups, group: str, members: Sequence[int], performed: _Performed) -> None:
-        try:
+        with epoch_groups.lost_ends_it():
             epoch_groups.check()
             backend = epoch_groups.control(group, members)
             performed(backend, members)
             backend.wait(backend.call(lambda on: on.barrier(dist.BarrierOptions())))
-        except PeerLost as lost:
-            epoch_groups.fail(Failure.of(lost))
-            raise EpochRevoked(epoch_groups.number, str(lost)) from lost
 
     def _settle(self, group: str, operation: str, members: Sequence[int], performed: _Performed) -> None:
         """The epoch has ended in the middle: find out whether the operation is over, or repeat it until it is."""
@@ -129,7 +119,8 @@ class Exchange:
             orphan.stay()  # its own replica may be the one that is broken
             self._progress.mark(self._progress.phase, waiting=True, allow=ALLOW_SECONDS)
             here = [slot for slot in members if self._counted(slot, workers)]
-            with self._peer_stores() as peer_stores:
+            addresses = mine.decision.peer_stores_by_slot(mine.grid)
+            with closing(_PeerStores(addresses, self._comm_config.secret)) as peer_stores:
                 found = self._agreed(peer_stores, rendezvous, group, operation, here)
             if found == OVER:
                 performed.check(group)
@@ -222,23 +213,13 @@ class Exchange:
             repeats.end("the rendezvous is open no more")
         return repeats
 
-    @contextmanager
-    def _peer_stores(self) -> Iterator[_PeerStores]:
-        peer_stores = _PeerStores(
-            self._assignment.decision.peer_stores_by_slot(self._assignment.grid), self._comm_config.secret
-        )
-        try:
-            yield peer_stores
-        finally:
-            peer_stores.close()
 
-
+@dataclass(eq=False)
 class _Performed:
     """An operation, and whether its result is there."""
 
-    def __init__(self, perform: Perform) -> None:
-        self._perform = perform
-        self._done = False
+    _perform: Perform
+    _done: bool = False
 
     def __call__(self, backend: TreeBackend, members: Sequence[int]) -> None:
         self._perform(backend, members)
@@ -250,13 +231,13 @@ class _Performed:
             raise Disagreement(f"an operation of {group} is over for others, and this worker did not take part in it")
 
 
+@dataclass(eq=False)
 class _PeerStores:
     """The peer stores of the members of an epoch, by slot."""
 
-    def __init__(self, addresses: dict[int, str], secret: bytes) -> None:
-        self._addresses = addresses
-        self._secret = secret
-        self._clients: dict[int, PeerStoreClient] = {}
+    _addresses: dict[int, str]
+    _secret: bytes
+    _clients: dict[int, PeerStoreClient] = field(default_factory=dict, init=False)
 
     def look(self, slot: int, key: str) -> str | None:
         """What is known of the value of ``key`` by now; asks for it.  Raises ``PeerLost``."""

@@ -3,16 +3,12 @@
 of a mate    an operation on a group of this replica failed         ``is_in_a_group``, if a mate is lost, and else
                                                                       ``is_communication``; the worker is an orphan
 its own      its host or device cannot do what others may           ``is_own``; the worker ends, the run goes on
-its context  CUDA has failed in this process                        ``is_of_device``; the worker ends, an orphan, too
+its context  CUDA has failed in this process                        ``is_of_device``; the worker ends, an orphan, too,
+                                                                      soon, whatever hangs in it (``ends_soon``)
 any other    of the worker or of its work: the coordinator finds    ``signature``; the worker ends, and the run if
              out by who else meets it                               the work ends others, too
 
 ``InStepError`` and its kinds say what ends a worker's part in the training other than the end of the training.
-
-A device that has failed is a dead worker: it is noticed, and the process ends soon, whatever hangs in it.
-
-CUDA error in the main thread, or told by a ring's handle  --> is_of_device --> ends_soon, exit code 1
-an orphan comes out of the training --> check_device       --> the same, before it offers its state to anybody
 """
 
 from __future__ import annotations
@@ -275,10 +271,7 @@ END_SECONDS = 4.0
 
 
 def check_device(device: torch.device) -> None:
-    """Return if ``device`` still computes.  Raises what CUDA raises if an earlier kernel has broken this process.
-
-    Aborted kernels may have left indices that later ones followed; the error comes with the first call that looks.
-    """
+    """Return if ``device`` still computes; raises what CUDA raises if an earlier kernel has broken this process."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.zeros(1, device=device).add_(1).item()

@@ -4,14 +4,9 @@
                              ^                                                 |
                              '---- re-run: REDUCED spans set aside, put back --'
 
-The *tail* is one more bucket, summed last, over the ring of the dense parameters: losses, token counts, and for each
-microbatch id how many replicas counted it, and which.  It is the audit: a step is committed only if every id was
-counted exactly once (``Tail.verify``), and what steps.jsonl says comes from the sum, not from the plan.
-
 With the distributed optimizer (``Shards``) the ring does its first half only: a sum is REDUCED at the workers that hold
 the part of the optimizer's state which it updates, and all others keep their own gradient.  After a death a pull gives
-what is REDUCED anywhere to all members, as without it.  After the update everybody gets what the primaries have made of
-the model's parameters (``Parameters``).
+what is REDUCED anywhere to all members, as without it.
 """
 
 from __future__ import annotations
@@ -25,10 +20,7 @@ from recover_megatron.collectives.ledger import Aside, Bucket, Memory
 from recover_megatron.collectives.ring.progress import Handle
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.shards import Shards
-
-Column = tuple[int, ...]
-"""Worker ids, at launch, of those whose buckets are summed together."""
+from recover_megatron.instep.shards import Column, Shards
 
 
 class Gradients:
@@ -36,7 +28,6 @@ class Gradients:
 
     ``parts``: (column, flat tensor) of each.  ``shards``: with the distributed optimizer, which parts of the sum each
     worker needs (its own, and those that it is a shadow of); None: all need all.  ``memory``: where sums are set aside.
-    One instance serves all iterations.
     """
 
     def __init__(
@@ -143,13 +134,15 @@ EXTRAS = 64
 
 
 class Tail:
-    """The bucket that is summed last, float64, flat; ``replicas`` is the launch's number of them:
+    """The bucket that is summed last, over the ring of the dense parameters, float64, flat:
 
     [count of id 0..total-1 | replica+1 of id 0..total-1 | seconds per microbatch of each replica | extras]
 
+    It is the audit: a step is committed only if every id was counted exactly once, and what steps.jsonl says comes from
+    the sum, not from the plan.  ``replicas``: the launch's number of them.
+
     The size is the same at all members from the start, since a recovery may compare ledgers before anybody has filled
-    it.  ``extras``: any numbers that are summed over the column (losses, tokens); their meaning is the caller's.
-    ``room``: for how many of them.
+    it.  ``extras``: ``room`` for any numbers that are summed over the column (losses, tokens).
     """
 
     def __init__(self, column: Column, total: int, replicas: int, device: torch.device, *, room: int = EXTRAS) -> None:

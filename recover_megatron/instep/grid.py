@@ -79,20 +79,13 @@ class LaunchGrid:
                 return number, replica.index(slot)
         raise ValueError(f"{slot} is in no replica")
 
-    def inner_rank(self, slot: int) -> int:
-        """The inner rank of a slot in its replica."""
-        return self.inner_rank_of[self.place(slot)[1]]
-
 
 def launch_grid(
     world: int, *, tensor: int, context: int, pipeline: int, inner_ranks: int, pipeline_before_data: bool = False
 ) -> LaunchGrid:
-    """The grid of Megatron's rank order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp with ``pipeline_before_data``.
+    """The grid of ``replicas_of``: positions are in the order (inner rank, pp, cp, tp), tensor fastest.
 
-    Positions are in the order (inner rank, pp, cp, tp), tensor fastest.  ValueError if the sizes do not fill the world.
-
-    >>> launch_grid(8, tensor=2, context=1, pipeline=2, inner_ranks=1).replicas
-    ((0, 1, 4, 5), (2, 3, 6, 7))
+    ValueError if the sizes do not fill the world.
     """
     replicas = replicas_of(
         world,

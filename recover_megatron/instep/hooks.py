@@ -1,18 +1,23 @@
-"""What a worker of in-step recovery says at turning points: to its training framework, and to the coordinator.
+"""What a worker of in-step recovery says: to its training framework, to the coordinator, and to the other workers.
 
-``Hooks`` is what is asked of the framework.  ``ProgressReports`` tells the coordinator where the worker is in the
-training: so who hangs is known; and it says where faults are to be injected.
+``Hooks``            what is asked of the framework at turning points
+``ProgressReports``  tells the coordinator where the worker is in the training: so it is known which worker hangs
+``Announcements``    tells the others which operations between decisions are over for this worker (`exchange`)
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Checkpoint, Decision
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.membership.session import Session
+from recover_megatron.network.peer_store import PeerStoreServer
 
 
 class Hooks(Protocol):
@@ -55,10 +60,7 @@ class Hooks(Protocol):
         those that it has failed to load."""
 
     def digest(self) -> str:
-        """A digest of that state: equal strings in a column mean equal states; empty: there is none.
-
-        In the main thread.
-        """
+        """A digest of that state: equal strings in a column mean equal states; empty: none.  In the main thread."""
 
     def mirror(self, decision: Decision, epoch_groups: EpochGroups) -> dict[str, Any]:
         """This worker, a spare, keeps the state of the one that ``decision`` names until the epoch ends.
@@ -74,27 +76,23 @@ FIRST_SECONDS = 600.0
 """What a worker's first decision may take beyond the hang timeout between two marks: kernels are compiled in it."""
 
 
+@dataclass(eq=False)
 class ProgressReports:
-    """The decision that this worker works on, and what it does in it.  Written by the main thread.
+    """The decision that this worker works on (`rendezvous`), and what it does in it.  Written by the main thread."""
 
-    Decisions are numbered by every worker in the same way (`rendezvous`); the number counts steps, evaluations,
-    checkpoints and barriers of all together.
-    """
-
-    def __init__(self, session: Session, hooks: Hooks) -> None:
-        self._session = session
-        self._hooks = hooks
-        self.at = 0
-        """The number of the decision under way, or of the last one; 0: there was none."""
-        self.microbatch: int | None = None
-        """The one that this worker has begun last."""
-        self.tried: set[int] = set()
-        """Those of the step under way that its replica has begun, as far as it knows, until the step is committed."""
-        self.phase = ""
-        """What it was doing when it last said so."""
-        self._warm = False
-        """Whether this worker has done all that is done for the first time only."""
-        self._allow = 0.0
+    _session: Session
+    _hooks: Hooks
+    at: int = field(default=0, init=False)
+    """The number of the decision under way, or of the last one; 0: there was none."""
+    microbatch: int | None = field(default=None, init=False)
+    """The one that this worker has begun last."""
+    tried: set[int] = field(default_factory=set, init=False)
+    """Those of the step under way that its replica has begun, as far as it knows, until the step is committed."""
+    phase: str = field(default="", init=False)
+    """What it was doing when it last said so."""
+    _warm: bool = field(default=False, init=False)
+    """Whether this worker has done all that is done for the first time only."""
+    _allow: float = field(default=0.0, init=False)
 
     def begin(self) -> int:
         """The number of the next decision, which begins."""
@@ -150,3 +148,120 @@ class ProgressReports:
     def inject(self, phase: str, iteration: int | None = None) -> None:
         """Inject a fault if one is due in this phase of ``iteration``; None: of that under way."""
         self._hooks.inject(phase, iteration)
+
+
+OVER, HERE = "over", "here"
+
+
+@dataclass(eq=False)
+class Announcements:
+    """What one worker tells on its ``peer_store``, which answers whatever the main thread does.
+
+    opened(n)   a rendezvous was opened: which operations are over for this worker goes on its peer store, for those who
+                were interrupted in them; whoever waits here looks at what has changed
+    over()      an operation is over for this worker: on the peer store, too, if a rendezvous is open
+    leave()     this worker has no place any more, and makes none of the operations that others wait for
+    """
+
+    _assignment: Assignment
+    _peer_store: PeerStoreServer
+    _news: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _opened: int = field(default=0, init=False)
+    _counted_on: frozenset[int] = field(default=frozenset(), init=False)
+    _over: dict[str, str] = field(default_factory=dict, init=False)
+    """Group -> the last operation on it that is over for this worker."""
+    _repeats: EpochGroups | None = field(default=None, init=False)
+    """The groups in which operations are repeated while the present rendezvous is open."""
+
+    # ---- the session's thread
+
+    def opened(self, rendezvous: int, workers: frozenset[int]) -> None:
+        """A rendezvous was opened, which counts on these; quick."""
+        with self._news:
+            self._opened, self._counted_on = rendezvous, workers
+            repeats = self._repeats
+            for group, operation in self._over.items():
+                self._tell(group, operation, OVER)
+            self._news.notify_all()
+        if repeats is not None and repeats.number < rendezvous:
+            repeats.end(f"rendezvous {rendezvous} was opened")
+
+    def wake(self) -> None:
+        """This worker has become an orphan, or is out: whoever waits here looks at that."""
+        with self._news:
+            repeats = self._repeats
+            self._news.notify_all()
+        if repeats is not None:
+            repeats.end("this worker has no place any more")
+
+    def leave(self) -> None:
+        if self._assignment.started:
+            self._peer_store.put(left_key(self._assignment.decision.epoch), "left")
+        self.wake()
+
+    # ---- the main thread
+
+    def settled(self) -> None:
+        """A new epoch: nobody repeats anything any more."""
+        with self._news:
+            repeats, self._repeats = self._repeats, None
+        if repeats is not None:
+            repeats.close()
+
+    def over(self, group: str, operation: str) -> None:
+        with self._news:
+            self._over[group] = operation
+            if self._opened > self._assignment.decision.epoch:
+                self._tell(group, operation, OVER)
+
+    def here(self, rendezvous: int, group: str, operation: str) -> None:
+        """It is not over for this worker, which waits for what the others say, while ``rendezvous`` is open."""
+        with self._news:
+            if self._opened == rendezvous:
+                self._tell(group, operation, HERE)
+
+    def answer(self, rendezvous: int, group: str, operation: str, found: str) -> None:
+        """This worker was the one to ask all others, and has found this."""
+        self._peer_store.put(f"{key(rendezvous, group, operation)}/found", found, rendezvous)
+
+    def await_rendezvous(self, after: int, seconds: float) -> tuple[int, frozenset[int]] | None:
+        """The rendezvous that is open, if there is one beyond ``after`` within ``seconds``, and whom it counts on."""
+        with self._news:
+            if self._news.wait_for(lambda: self._opened > after, seconds):
+                return self._opened, self._counted_on
+        return None
+
+    def wait(self, rendezvous: int, seconds: float) -> bool:
+        """Wait for news, ``seconds`` at most; False, and at once, where ``rendezvous`` is open no more."""
+        with self._news:
+            if self._opened != rendezvous:
+                return False
+            self._news.wait(seconds)
+            return True
+
+    def repeating(self, rendezvous: int) -> EpochGroups | None:
+        """The groups in which operations are repeated while ``rendezvous`` is open, if there are any."""
+        return self._repeats if self._repeats is not None and self._repeats.number == rendezvous else None
+
+    def repeat(self, repeats: EpochGroups) -> bool:
+        """Have these be the groups, which end with their rendezvous; whether that is open."""
+        with self._news:
+            self._repeats = repeats
+            return self._opened == repeats.number
+
+    def _tell(self, group: str, operation: str, what: str) -> None:
+        """Put on my peer store how far I am with an operation, for those who are interrupted in it."""
+        name = key(self._opened, group, operation)
+        self._peer_store.put(name, what, self._opened)
+        if what == OVER:
+            self._peer_store.put(f"{name}/found", OVER, self._opened)
+
+
+def key(rendezvous: int, group: str, operation: str) -> str:
+    """Under which a peer store has how far its worker is with an operation; with ``/found``: what was found of it."""
+    return f"open/{rendezvous}/{group}/{operation}"
+
+
+def left_key(epoch: int) -> str:
+    """Under which the peer store of a worker that lost its place in an epoch says so."""
+    return f"open/{epoch}/left"

@@ -80,8 +80,7 @@ class Failures:
         """The workers missing in ``decision`` and not before; ``before``: the last one that this worker took up.
 
         ``statuses``: with what those that are there have joined; ``told``: by worker id, what the coordinator says of
-        those that are gone, ``phase`` and ``iteration`` of their last heartbeat.  ``left``: who has gone in order, and
-        is no loss.
+        those that are gone, ``phase`` and ``iteration`` of their last heartbeat.  ``left``: who went in order.
         """
         present = {*decision.workers, *decision.spares}
         aside = {int(worker) for worker, last in (told or {}).items() if last.get("aside")}  # alive, and will be back

@@ -2,9 +2,9 @@
 
     made at start-up (torch's own) --end()--> every operation fails --rebuild()--> made anew, with a switch of their own
 
-A worker whose replica broke may wait in one of them for somebody who waits for somebody who is dead.  NCCL has an
-abort; gloo has none, but wakes when the connections of a group are shut, so the connections are noted when it is made.
-(Where gloo misses that, its operation is left: ``guard``.)  A worker that does not get out of them ends (``Leaving``).
+NCCL has an abort; gloo has none, but wakes when the connections of a group are shut, so the connections are noted when
+it is made.  (Where gloo misses that, its operation is left: ``guard``.)  A worker that does not get out of them ends
+(``Leaving``).
 
 No operation of NCCL's is asked here whether it has succeeded: ``Work.is_completed`` says yes of one that failed, and
 an aborted kernel leaves garbage.  What is computed from it goes nowhere: the switch of the epoch is thrown before any
@@ -91,9 +91,6 @@ class Leaving:
     main thread that computes is waited for (as long as `spare` does).  Seconds are counted in looks, not by the clock:
     a process that was stopped meanwhile has not used them.
 
-    The worker is an orphan: nobody waits for it, its state is held elsewhere, and its launcher may start another in its
-    place.
-
     ``groups``: what is to be aborted, process groups of torch's.  ``where``, ``end`` and ``look`` (seconds between two
     looks): for tests.
     """
@@ -125,10 +122,6 @@ class Leaving:
         with self._changed:
             self._left = True
             self._changed.notify_all()
-
-    def join(self) -> None:
-        """Block until it is over."""
-        self._thread.join()
 
     # ---- its thread
 

@@ -9,8 +9,8 @@
         v                                                                       |
     SPARE --(joins every epoch without a place: spare.py)-----------------------+--> the run's end
 
-An orphan's main thread may be stuck in a call that nothing wakes, so it is the session's thread that sees to it that
-the others need not wait: it shuts the replica's connections and starts the thread that joins in the orphan's name.
+An orphan's main thread may be stuck in a call that nothing wakes, so the session's thread shuts the replica's
+connections and starts the thread that joins in the orphan's name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.edges import Edges
-from recover_megatron.instep.faults import Drained, Orphaned, OtherPosition, RunOver
-from recover_megatron.instep.hooks import Hooks, ProgressReports
+from recover_megatron.instep.faults import InStepError, Orphaned
+from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.planner import Planner
-from recover_megatron.instep.spare import LINGER_SECONDS, STUCK_SECONDS, Leave, Mirror, Over, Rebuild, Spare
+from recover_megatron.instep.spare import LINGER_SECONDS, STUCK_SECONDS, Mirror, Spare
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_FENCED, EXIT_NO_REPLICA, CoordinatorLost, Fenced
 from recover_megatron.membership.session import Session
@@ -96,10 +95,7 @@ class Orphan:
     # ---- leave
 
     def replica_failed(self, error: BaseException) -> None:
-        """My replica's communication failed in the main thread: a mate is gone, or the connection to one is.
-
-        Returns when this worker has become a spare.
-        """
+        """My replica's communication failed in the main thread; returns when this worker has become a spare."""
         mine, session = self._assignment, self._session
         epoch = session.epoch
         if self._spare is None and session.epoch == epoch and not session.revoked:
@@ -146,13 +142,9 @@ class Orphan:
             epoch_groups = self._assignment.look_on(outcome.decision)
             offer = offer | self._hooks.mirror(outcome.decision, epoch_groups)
             epoch_groups.close()
-        if isinstance(outcome, Over):
-            raise RunOver(outcome.code, outcome.reason)
-        if isinstance(outcome, Leave):
-            raise Drained(outcome.node)
-        if isinstance(outcome, Rebuild):
-            raise OtherPosition(outcome.position)
-        return outcome.decision
+        if isinstance(outcome, InStepError):
+            raise outcome
+        return outcome
 
     # ---- come back
 

@@ -5,16 +5,15 @@
                                      '-- the epoch ends --> FETCHING -----------------'
                                                             all that is missing, from whoever holds it
 
-A forward pass cannot meet the others to gather again: they may be anywhere in theirs, which is not interrupted.  It
-need not.  Once all have agreed that the update is made, every holder of a unit (its owner and its shadows, see
-`shards`) has the unit's new parameters in its own model.  There they stay until its next update, and nobody makes that
-before all that live have agreed on the next step, so have run their forward pass, so have all parameters.  Until then a
-part can be had from any of its holders, whatever they do and whichever epoch they are in: a thread of theirs answers
-(`collectives.peers`), for the update that it is asked about and for no other.
+A forward pass is not interrupted, so it cannot meet the others to gather again, and it need not.  Once all have agreed
+that the update is made, every holder of a unit (its owner and its shadows, see `shards`) has the unit's new parameters
+in its own model.  There they stay until its next update, and nobody makes that before all that live have agreed on the
+next step, so have run their forward pass, so have all parameters.  Until then a part can be had from any of its
+holders, whatever they do and whichever epoch they are in: a thread of theirs answers (`collectives.peers`), for the
+update that it is asked about and for no other.
 
 A unit has the same bits at all of its holders, so it does not matter who answers.  (Where another kind of processor
-updates the shadows it has not; then parameters are gathered at the end of the step: ``gradients.Parameters``.)  A part
-that no holder can give any more belongs to a state that is lost, too: the run ends.
+updates the shadows it has not; then parameters are gathered at the end of the step: ``gradients.Parameters``.)
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ class Overlap:
     def _fetch_unit(self, column: Column, unit: int, wanted: Sequence[Part], came: dict[int, int]) -> None:
         """``came``: worker -> bytes that it has given."""
         if unit not in self._shards.held(column):
-            for request in _requests(wanted, self._bytes_each):
+            for request in _requests(wanted, lambda number: self._parts[number][1].flat.element_size()):
                 worker, data = self._bring(request, unit, self._shards.layout(column).holders(unit))
                 self._fill(request, data)
                 came[worker] = came.get(worker, 0) + len(data)
@@ -211,9 +210,6 @@ class Overlap:
                 for unit, parts in owned(self._shards.layout(column), missing, bucket.ledger.numel).items():
                     found.setdefault(unit, []).extend((number, Span(*part)) for part in parts)
         return found
-
-    def _bytes_each(self, number: int) -> int:
-        return self._parts[number][1].flat.element_size()
 
     def _fill(self, parts: Sequence[Part], data: bytes) -> None:
         at = 0

@@ -1,17 +1,7 @@
 """What an epoch decides, from what its members joined with: pure, the same answer on every worker.
 
-Every worker joins with a ``Status``; the coordinator gives all of them to all (one place, one order), and ``decide``
-makes of them who works where, and who runs what of the step under way.
-
-    statuses --decide--> Decision:  grid        the replicas of this epoch, each with its workers by position
-                                    spares      live workers without a place
-                                    at          the newest decision that any replica works on
-                                    rerun       microbatches of that step that are in nobody's gradient, by replica
-                                    regroup     new replicas can be put together where nobody is in a step
-                                    rollback    the state is lost: what is kept elsewhere, for all who have a place
-                                    fresh       those that this epoch put together, and from whom they get their state
-                                    mirrors     spares that keep the state of the last replica
-                                    put_out     replicas without which all others can talk to each other
+Every worker joins with a ``JoinStatus``; the coordinator gives all of them to all (one place, one order), and
+``decide`` makes of them who works where, and who runs what of the step under way (``Decision``).
 
 The grid changes only where no replica is in the middle of anything: at the *boundary* before a step.  Everybody who
 sees ``regroup`` comes to an epoch of its own there, and that one places the spares.  When no replica is whole any more
@@ -23,26 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from recover_megatron.instep import timelines
 from recover_megatron.instep.decision import HELD, Beyond, Decision, JoinStatus, Kept, Rollback, Rules, Timeline
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.standing import Grid, Members, draining_of, leaving_of, most, whole_replicas, without
-from recover_megatron.instep.timelines import (
-    covered,
-    kept,
-    merged,
-    not_told,
-    of_timeline,
-    same_as,
-    target,
-    undone,
-    unreadable,
-    unseen,
-)
-from recover_megatron.instep.timelines import newest as newest_timeline
 from recover_megatron.workload import Placement, reassign
 from recover_megatron.workload.domains import touched_by
-from recover_megatron.workload.edges import Edge, edge, seated
+from recover_megatron.workload.placement import Edge, edge, seated
 from recover_megatron.workload.snapshots import FIRST_INTERVAL, Spread, copies
 
 _DISPUTED = "the states of workers {} differ, and as many say one thing as another: nobody knows which is right"
@@ -94,15 +72,15 @@ def decide(
         mended=mended,
         disputed=tuple(disputed),
         rollback=stands.rollback,
-        undone=undone(statuses) if stands.rollback is None else stands.rollback.next,
+        undone=timelines.undone(statuses) if stands.rollback is None else stands.rollback.next,
         timeline=stands.timeline,
         before=heard.timeline,
         same_as=stands.same_as,
         short=enough == 0 and not state_lost and not whole and stands.back_to is not None and rules.replaced,
-        checkpoints=merged(*(status.checkpoints for status in there.values())),
+        checkpoints=timelines.merged(*(status.checkpoints for status in there.values())),
         copies=wanted,
         kept=stands.in_memory,
-        covered=covered(stands.in_memory, wanted),
+        covered=timelines.covered(stands.in_memory, wanted),
         snapshot_interval=rules.memory_interval or _interval(there),
         rebuild=stands.rebuild,
         mirrors=members.mirrors(grid, stands.placement) if len(grid) == 1 and not rules.spread else {},
@@ -144,8 +122,8 @@ class _Heard:
 def _hear(
     statuses: Mapping[int, JoinStatus], launch: LaunchGrid, rules: Rules, drain: Sequence[str], beyond: Beyond
 ) -> _Heard:
-    timeline = newest_timeline(statuses)
-    everybody = of_timeline(statuses, timeline)
+    timeline = timelines.newest(statuses)
+    everybody = timelines.of_timeline(statuses, timeline)
     broken = _broken(everybody)
     whole, put_out = seated(whole_replicas(everybody, launch), broken)
     told = {replica: _told(replica, [everybody[worker] for worker in workers]) for replica, workers in whole.items()}
@@ -199,15 +177,15 @@ def _stand(epoch: int, heard: _Heard, beyond: Beyond) -> _Stands:
         grid, fresh = dict(sorted({**grid, **placement.replicas}.items())), tuple(placement.replicas)
         version = _version({status.version for status in heard.told.values()})
     seen = beyond.seen if members.missed else 0
-    iteration, timeline, same = max(_newest(statuses).iteration, seen), heard.timeline, same_as(statuses)
-    rollback = not_told(statuses, version) if fresh and not members.whole else None
+    iteration, timeline, same = max(_newest(statuses).iteration, seen), heard.timeline, timelines.same_as(statuses)
+    rollback = timelines.not_told(statuses, version) if fresh and not members.whole else None
     rebuild = placement.rebuild if members.whole else {}
     enough, state_lost = members.prospects(grid)
-    in_memory = kept(statuses, timeline)
+    in_memory = timelines.kept(statuses, timeline)
     of_old, held = members.held() if state_lost else ({}, None)
     if members.missed and held is not None:
         seen = max(seen, held + 2)  # the decision in which its holders were late was committed
-    back_to = target(statuses, in_memory, held, seen, beyond.committed)
+    back_to = timelines.target(statuses, in_memory, held, seen, beyond.committed)
     if beyond.aside and not grid:
         enough, state_lost = max(1, enough), ""  # who is aside comes back with a state, or is put out: then it is told
     elif state_lost and back_to is not None:
@@ -227,7 +205,8 @@ def _stand(epoch: int, heard: _Heard, beyond: Beyond) -> _Stands:
         newest = max((status.at for status in statuses.values()), default=0)
         at = newest + members.missed + 1 if grid else newest
     if state_lost:
-        enough, state_lost = 0, state_lost + unseen(members.missed) + unreadable(statuses)
+        unseen = "; iterations were committed that nobody who lives has seen" if members.missed else ""
+        enough, state_lost = 0, state_lost + unseen + timelines.unreadable(statuses)
     return _Stands(
         grid, fresh, version, at, iteration, timeline, same, rollback, rebuild, placement, in_memory, back_to, enough,
         state_lost,
@@ -312,7 +291,8 @@ def _lost(
         raise Disagreement(f"replicas disagree on the microbatches of one step: {sorted(totals)}")
     ran = sorted(j for status in begun.values() for j in status.ran)
     if len(set(ran)) != len(ran):
-        raise Disagreement(f"microbatches are in the gradients of two replicas: {_told_of(begun)}")
+        told = {replica: list(status.ran) for replica, status in begun.items()}
+        raise Disagreement(f"microbatches are in the gradients of two replicas: {told}")
     lost = sorted(set(range(totals.pop())) - set(ran))
     load = {replica: len(status.ran) for replica, status in begun.items()}
     late = {replica: 0 for replica in replicas if replica not in begun}
@@ -335,7 +315,3 @@ def _told(replica: int, statuses: Sequence[JoinStatus]) -> JoinStatus:
     if any(status.at < newest.at - bool(not newest.ran) for status in statuses):
         raise Disagreement(f"workers of replica {replica} are at different decisions: {list(statuses)}")
     return newest
-
-
-def _told_of(begun: Mapping[int, JoinStatus]) -> dict[int, list[int]]:
-    return {replica: list(status.ran) for replica, status in begun.items()}

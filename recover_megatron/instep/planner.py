@@ -3,22 +3,35 @@
     status (where I stand, what I hold, whom I cannot reach) --Session.join--> the statuses of all --decide--> Decision
 
 Whether the run can go on at all is decided here, too. All workers have the same statuses, so all decide the same.
+
+Each tells a digest of its flags, and before anything is decided by rules that workers with other flags may not share:
+
+    a newcomer has others                it asks a worker of the run for its flags, says where its own differ, and ends
+    a worker of the launch has others    the run does not begin: everybody ends, with that line
 """
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
+from recover_megatron import script_flags
+from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.collectives.peers import PeerStoreClient
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Beyond, Checkpoint, Decision, JoinStatus, Rules, Timeline
 from recover_megatron.instep.edges import MOST, Edges, explanation, news
 from recover_megatron.instep.faults import EXIT_REFUSED, NoReplica, OtherFlags, StateLost
 from recover_megatron.instep.hooks import Hooks
-from recover_megatron.instep.losses import Failure, Failures, LostWorker
-from recover_megatron.instep.no_place import ASKED_SECONDS, OwnFlags, odd_ones
+from recover_megatron.instep.losses import Failure, Failures
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.snapshots import SnapshotStore
 from recover_megatron.instep.standing import finished_of, room
@@ -26,11 +39,66 @@ from recover_megatron.instep.timelines import merged
 from recover_megatron.logger import get_logger
 from recover_megatron.membership.records import EXIT_LOST_MAJORITY, CoordinatorLost
 from recover_megatron.membership.session import Session
+from recover_megatron.network.peer_store import PeerStoreServer
 
 log = get_logger(__name__)
 
 REPLACED_SECONDS = 300.0
 """How long those who live wait for workers in place of the lost, when they are too few to go back to a checkpoint."""
+KEY = "flags"
+ASKED_SECONDS = 5.0
+"""How long a worker with other flags than the run waits for those of the run, and the others for its word."""
+
+
+@dataclass(frozen=True)
+class OddOnes:
+    """``workers``: whose flags are not the run's; ``model``: a worker that has those of the run."""
+
+    workers: frozenset[int] = frozenset()
+    model: int = -1
+
+
+def odd_ones(statuses: Mapping[int, JoinStatus]) -> OddOnes:
+    """The workers that were started with other flags than the run.
+
+    Those of the run are what most of those have that stand in a place; of those that hold a state, where nobody has a
+    place; else of all. A worker that tells none is none.
+    """
+    told = {worker: status for worker, status in statuses.items() if status.flags}
+    placed = [worker for worker, status in told.items() if status.replica is not None]
+    holding = [worker for worker, status in told.items() if status.version is not None]
+    asked = sorted(placed or holding or told)
+    if not asked:
+        return OddOnes()
+    counts = Counter(told[worker].flags for worker in asked)
+    model = min(asked, key=lambda worker: (-counts[told[worker].flags], worker))
+    right = told[model].flags
+    return OddOnes(frozenset(worker for worker in told if told[worker].flags != right), model)
+
+
+class OwnFlags:
+    """This worker's flags, on its peer store; empty ones are not compared."""
+
+    def __init__(self, flags: Mapping[str, str], peer_store: PeerStoreServer | None, secret: bytes) -> None:
+        self._flags = flags
+        self._secret = secret
+        self.digest = script_flags.digest(flags) if flags else ""
+        if peer_store is not None:
+            peer_store.put(KEY, json.dumps(flags))
+
+    def explain(self, address: str) -> str:
+        """Where this worker's flags differ from those of the worker whose peer store is at ``address``, in words."""
+        theirs = self._ask(address)
+        if theirs is None:
+            return "which ones could not be found out"
+        return script_flags.listed(script_flags.differences(self._flags, theirs))
+
+    def _ask(self, address: str) -> dict[str, str] | None:
+        store = PeerStoreClient(address, self._secret)
+        with suppress(PeerLost, dist.DistStoreError, ValueError):
+            store.wait([KEY], timedelta(seconds=ASKED_SECONDS))
+            return {str(flag): str(value) for flag, value in json.loads(store.get(KEY)).items()}
+        return None
 
 
 @dataclass(eq=False)
@@ -38,7 +106,6 @@ class Planner:
     """Joins epochs for one worker, and keeps what the last one has decided.  Called by one thread at a time.
 
     ``node``, ``domains``, ``device``, ``peer_store``, and what ``snapshots`` holds, go into its status.
-    ``min_replicas``: with fewer the run ends.
     """
 
     _session: Session
@@ -51,7 +118,6 @@ class Planner:
     device: int | None
     peer_store: str
     snapshots: SnapshotStore
-    min_replicas: int
     flags: OwnFlags = field(default_factory=lambda: OwnFlags({}, None, b""))
     _statuses: dict[int, JoinStatus] = field(default_factory=dict, init=False)
     _explained: str = field(default="", init=False)
@@ -64,9 +130,7 @@ class Planner:
     _undone: int = field(default=0, init=False)
     """See ``JoinStatus.undone``."""
     _undone_until: int = field(default=0, init=False)
-    """The number of the last epoch's decision.  When it, or a later one, is committed the rollback was carried out:
-    loading is the first thing that all commit after it.
-    """
+    """The last epoch's decision; when it is committed the rollback was carried out: loading comes first."""
     _left: frozenset[int] = field(default=frozenset(), init=False)
     finished: bool = field(default=False, init=False)
     """Whether anybody has left the run that had finished its training; not since its node was drained."""
@@ -80,7 +144,7 @@ class Planner:
     """The loss that the last epoch found and that this worker has met the others for."""
 
     def __post_init__(self) -> None:
-        self._losses = Failures(self._assignment.grid)
+        self.losses = Failures(self._assignment.grid)
 
     def status(self, **fields: Any) -> JoinStatus:
         """What this worker joins with; ``fields`` are added to what holds wherever it is."""
@@ -147,7 +211,7 @@ class Planner:
         with mine.lock:
             mine.committed_by_plan = plan.committed
             left = self._session.left
-            self.lost = self._losses.note(decision, mine.taken_up, statuses, plan.data.get("lost", {}), left)
+            self.lost = self.losses.note(decision, mine.taken_up, statuses, plan.data.get("lost", {}), left)
             return decision, self.lost
 
     def _of_the_same_flags(self, statuses: Mapping[int, JoinStatus]) -> dict[int, JoinStatus]:
@@ -171,11 +235,6 @@ class Planner:
             session.wait_revoked()
             session.check()
         return {worker: status for worker, status in statuses.items() if worker not in odd.workers}
-
-    @property
-    def whereabouts(self) -> dict[int, LostWorker]:
-        """Where those run that have joined the epoch."""
-        return self._losses.whereabouts
 
     def tell_news(self, before: Decision | None, decision: Decision) -> None:
         """Say on the console, by one worker of the run, why there is a new epoch although nobody died."""
@@ -211,20 +270,17 @@ class Planner:
 
     def ask(self) -> None:
         """Ask for the next epoch, and say why, as far as this worker knows; nothing if the present one is over."""
-        self._session.ask(*self._failure())
-
-    def _failure(self) -> tuple[str, int | None]:
-        """What this worker has found, and with whom it failed, if that is known."""
         mine = self._assignment
-        failure = mine.epoch_groups.failure
-        if failure is None:
-            return "an operation of the epoch has failed", None
-        worker = None if failure.slot is None else mine.standing.get(failure.slot)
-        if worker is not None and failure.road:
+        lost = mine.epoch_groups.lost
+        if lost is None:
+            self._session.ask("an operation of the epoch has failed", None)
+            return
+        worker = None if lost.peer is None else mine.standing.get(lost.peer)
+        if worker is not None and lost.road:
             self._edges.noticed(worker)
-        elif failure.road:
+        elif lost.road:
             self._edges.suspect(mine.decision.workers)
-        return failure.reason + ("" if worker is None else f" (with worker {worker})"), worker
+        self._session.ask(str(lost) + ("" if worker is None else f" (with worker {worker})"), worker)
 
     # ---- why the run cannot go on
 
@@ -238,15 +294,12 @@ class Planner:
             reason = f"{self._edges.tries + 1} epochs at one point, and nobody was lost; the last one ended: {self.why}"
             self._session.give_up(EXIT_LOST_MAJORITY, reason)
             raise CoordinatorLost(reason, EXIT_LOST_MAJORITY)
-        if decision.enough >= self.min_replicas:
+        if decision.enough >= self._rules.min_replicas:
             self._short_since = None
             return
         if decision.short and self.patience() > 0:
             return
-        message = self._losses.why_it_ends(decision, self.min_replicas)
-        end = StateLost(message) if decision.state_lost else NoReplica(message)
-        self._session.give_up(end.code, message)
-        raise end
+        self._end(decision)
 
     def has_all_replicas(self, decision: Decision) -> bool:
         """Whether there are as many replicas as at the launch, and no more can be made of the spares."""
@@ -273,6 +326,10 @@ class Planner:
 
     def lose_state(self, what: str) -> NoReturn:
         """End the run, for all: something of the training's state was lost with those who are gone."""
-        message = self._losses.why_it_ends(replace(self._assignment.decision, state_lost=what), self.min_replicas)
-        self._session.give_up(StateLost.code, message)
-        raise StateLost(message)
+        self._end(replace(self._assignment.decision, state_lost=what))
+
+    def _end(self, decision: Decision) -> NoReturn:
+        message = self.losses.why_it_ends(decision, self._rules.min_replicas)
+        end = StateLost(message) if decision.state_lost else NoReplica(message)
+        self._session.give_up(end.code, message)
+        raise end

@@ -2,9 +2,7 @@
 
 Megatron keeps groups in a hundred places.  Those that reach over replicas (data-parallel ones and the default group)
 are replaced, once, by ``EpochGroup``: who holds it need not be told when workers are lost.  Its ``size`` and ``rank``
-are those among the workers that have a place now.  Groups inside a replica are those of `replica_group`.
-
-What an operation does depends on where the training is: `traffic`.
+are those among the workers that have a place now.  What an operation does depends on where the training is: `traffic`.
 """
 
 from __future__ import annotations
@@ -78,10 +76,7 @@ class EpochGroup(dist.ProcessGroup):
 
     @property
     def _own_places(self) -> Sequence[int]:
-        """Where a gathering in which nobody else takes part puts this worker's part.
-
-        All places where it builds its model alone: the others would say the same, or it need not know.
-        """
+        """Where a gathering without others puts this worker's part; all places where it builds its model alone."""
         return range(self.size()) if self._traffic.recovery is None else [self.rank()]
 
     def name(self) -> str:
@@ -111,22 +106,6 @@ class EpochGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         return self.original._get_backend(device)
-
-    def set_timeout(self, timeout: Any) -> None:
-        if self._original is not None:
-            self._original.set_timeout(timeout)
-
-    def _set_default_timeout(self, timeout: Any) -> None:
-        if self._original is not None:
-            self._original._set_default_timeout(timeout)
-
-    def shutdown(self) -> None:
-        if self._original is not None:
-            self._original.shutdown()
-
-    def abort(self) -> None:
-        if self._original is not None:
-            self._original.abort()
 
     # ---- collectives, as torch.distributed calls them
 
@@ -267,6 +246,20 @@ class EpochGroup(dist.ProcessGroup):
         if self.mates is not None:
             return getattr(self.mates[0], name), self.mates[1].index(slot)
         return self._guarded.get(name) or getattr(self.original, name), self.workers.index(slot)
+
+
+def _of_original(name: str) -> Callable[..., None]:
+    """A method of torch's groups that concerns the group of the launch alone, where there is one."""
+
+    def method(self: EpochGroup, *args: Any) -> None:
+        if self._original is not None:
+            getattr(self._original, name)(*args)
+
+    return method
+
+
+for _name in ("set_timeout", "_set_default_timeout", "shutdown", "abort"):
+    setattr(EpochGroup, _name, _of_original(_name))
 
 
 def _not_carried(name: str) -> Callable[..., Any]:

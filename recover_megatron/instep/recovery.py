@@ -1,35 +1,24 @@
-"""A worker's part in the run, put together: each part knows its own matter, and those above it in this list.
+"""A worker's part in the run, put together: each part knows its own matter, and those that were made before it.
 
-    progress       the number of its decision, and what it does in it
-    assignment     what the present epoch decided, and this worker's place in it: groups, mates, microbatches
-    edges          the workers that this one cannot reach
-    snapshots      what this worker keeps in memory of the run's state, for a rollback
-    planner        joins an epoch, and works out what it decides
-    announcements  what others are told of operations between decisions
-    orphan         leaving the training when the own replica is broken, waiting as a spare, coming back
-    rendezvous     meeting the others, and taking up the plan of the next epoch
-    sections       decisions other than steps: run again from the start after a loss
-    boundary       before a step: where new replicas come in
-    exchange       operations of some workers between decisions
-
-All that takes part in a run is given this object and uses the part that it needs; a training step (`step`) does, too.
+All that takes part in a run, a training step (`step`), too, is given a ``Recovery`` and uses the part that it needs.
+``Blame`` judges with it whether a worker's mates may be to blame for an error, and for how long that is believed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Rules
 from recover_megatron.instep.edges import Edges
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.exchange import Exchange
+from recover_megatron.instep.faults import Orphaned, is_communication, is_in_a_group, is_of_device, is_own
 from recover_megatron.instep.grid import LaunchGrid
-from recover_megatron.instep.hooks import Hooks, ProgressReports
-from recover_megatron.instep.no_place import OwnFlags
-from recover_megatron.instep.orphan import Orphan
-from recover_megatron.instep.planner import Planner
+from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
+from recover_megatron.instep.orphan import BLAME_SECONDS, Orphan
+from recover_megatron.instep.planner import OwnFlags, Planner
 from recover_megatron.instep.rendezvous import Boundary, Rendezvous, Sections
 from recover_megatron.instep.snapshots import SnapshotStore
 from recover_megatron.membership.session import Session
@@ -51,15 +40,14 @@ class Recovery:
         domains: Sequence[str] = (),
         device: int | None = None,
         rules: Rules | None = None,
-        min_replicas: int = 1,
         verify_interval: int = 0,
         flags: Mapping[str, str] | None = None,
     ) -> None:
         """``slot``: where this worker stands at launch; None: nowhere yet.  ``node``: the name of its host;
         ``domains``: what it may be lost with (``workload.domains``); ``device``: the number of its device there.
 
-        ``min_replicas``: with fewer the run ends.  ``verify_interval``: iterations between comparisons of states.
-        ``flags``: what this worker was started with, which must be the same for all (`script_flags`); None: no matter.
+        ``verify_interval``: iterations between comparisons of states.  ``flags``: what this worker was started with,
+        which must be the same for all (`script_flags`); None: no matter.
         """
         rules = rules or Rules()
         self.session = session
@@ -82,7 +70,6 @@ class Recovery:
             device=device,
             peer_store=comm_config.peer_store.address,
             snapshots=self.snapshots,
-            min_replicas=min_replicas,
             flags=OwnFlags(flags or {}, comm_config.peer_store, comm_config.secret),
         )
         announcements = Announcements(mine, comm_config.peer_store)
@@ -103,3 +90,56 @@ class Recovery:
         self.orphan.finished = True
         self.assignment.epoch_groups.close()
         self.session.leave()
+
+
+UNEXPLAINED = 2
+"""How often in one iteration a replica's communication may fail while all of its workers live."""
+
+
+@dataclass(eq=False)
+class Blame:
+    """Judges the errors of one worker, and remembers how often they were unexplained in this iteration.
+
+    An operation on a group that fails while a mate is being lost fails by that, whatever its words are.  One that fails
+    in words of a lost connection is taken for the end of a mate before that is known, and the worker waits for another
+    replica.  Where its mates live and the iteration fails in the same way again and again, it is a fault of the work
+    (two workers that do not agree on a shape), and is told as one.
+    """
+
+    _iteration: int = 0
+    _unexplained: int = 0
+    _judged: tuple[BaseException | None, bool] = (None, False)
+
+    def of_mates(self, error: BaseException, recovery: Recovery) -> bool:
+        """Whether ``error`` is no fault of this worker and its work: its replica is broken, or seems to be.
+
+        May wait for the news of a death, once for an error.  Raises as ``Session.wait_lost`` does.
+        """
+        if self._judged[0] is not error:
+            self._judged = error, self._is_of_mates(error, recovery)
+        return self._judged[1]
+
+    def _is_of_mates(self, error: BaseException, recovery: Recovery) -> bool:
+        if isinstance(error, Orphaned):
+            return True
+        if is_of_device(error):  # of an orphan, too: with this device it could only wait, and nobody would replace it
+            return False
+        if recovery.orphan.orphaned:
+            return True
+        if len(recovery.assignment.grid.replicas[0]) == 1:
+            return False
+        if is_communication(error):
+            if self._iteration != recovery.hooks.iteration() or self._unexplained < UNEXPLAINED:
+                return True
+        elif is_own(error) or not is_in_a_group(error):
+            return False
+        # Not until an epoch is revoked: that may be for others' sake, and before the news of a mate's death.
+        return recovery.session.wait_lost(recovery.assignment.mates, BLAME_SECONDS)
+
+    def left(self, recovery: Recovery) -> None:
+        """This worker has left the training because of such an error, and has waited for the news of a death."""
+        iteration = recovery.hooks.iteration()
+        if self._iteration != iteration:
+            self._iteration, self._unexplained = iteration, 0
+        if not recovery.assignment.lost_mates:
+            self._unexplained += 1

@@ -3,33 +3,28 @@
 leave, if my replica is broken --> the old epoch's groups are closed --> Planner.meet --> the plan is taken up
                                                                              '--> no place for this worker: Orphaned
 
-``Boundary``: where a plan has said that spares make new replicas, all meet once more before a step.  The plan of that
-epoch places them, and the step that follows is their first decision.  Where states are compared (``verify_interval``)
-all meet there anyway, and the plan finds who differs from its column (`plan`).
-
-``Sections``: what needs workers of all replicas is part of a *decision*: a training step (`step`), or a section, which
-is an evaluation, a checkpoint or a barrier of all.  (What some of them do together between two decisions: `exchange`.)
-Every worker passes the same decisions in the same order and numbers them; a decision is over when all have reported it
-done (``agree``).  A worker that is told otherwise meets the others and runs a section again from the start.
+What needs workers of all replicas is part of a *decision*: a training step (`step`), or a section (``Sections``), which
+is an evaluation, a checkpoint or a barrier of all.  Every worker passes the same decisions in the same order and
+numbers them; a decision is over when all have reported it done (``agree``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.announcements import Announcements
 from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.instep.edges import why_out
 from recover_megatron.instep.faults import Drained, Orphaned
-from recover_megatron.instep.hooks import Hooks, ProgressReports
+from recover_megatron.instep.hooks import Announcements, Hooks, ProgressReports
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.planner import Planner
-from recover_megatron.instep.staging import Kept
 from recover_megatron.membership.session import Session
 
 
@@ -45,28 +40,17 @@ class Rendezvous:
     _orphan: Orphan
     _announcements: Announcements
 
-    def in_step(self, number: int, total: int, ran: Sequence[int]) -> None:
-        """As ``meet``, in the middle of step ``number`` of ``total`` microbatches: my replica holds ``ran``."""
-        self.meet(self._planner.status(at=number, step=True, total=total, ran=tuple(ran)))
+    def meet(self, number: int, **where: Any) -> None:
+        """Meet the others at decision ``number`` and take up the plan of the next epoch.
 
-    def in_section(self, number: int) -> None:
-        """As ``meet``, in the middle of section ``number``."""
-        self.meet(self._planner.status(at=number))
-
-    def before_step(self, number: int, digest: str) -> None:
-        """As ``meet``, at the boundary before step ``number``; ``digest``: of this worker's state."""
-        self.meet(self._planner.status(at=number, boundary=True, digest=digest))
-
-    def meet(self, status: JoinStatus) -> None:
-        """Meet the others and take up the plan of the next epoch.
-
+        ``where``: the fields of ``JoinStatus`` that tell of a step, or of the boundary before one; none in a section.
         Raises ``Orphaned`` when this worker has no place any more, ``Drained`` when its node is to be switched off,
         ``NoReplica`` when nobody has a place, ``Fenced`` and ``CoordinatorLost`` when this worker is out.
         """
         self._orphan.leave_if_broken()
         self._assignment.epoch_groups.close()
         self._progress.inject("recovery")
-        self._join(status)
+        self._join(self._planner.status(at=number, **where))
 
     def start(self) -> None:
         """Join the first epoch: from now on deaths are survived.  Raises as ``meet`` does."""
@@ -110,7 +94,9 @@ class Rendezvous:
 class Boundary:
     """The boundaries before one worker's steps; its main thread calls it.
 
-    ``verify_interval``: iterations between comparisons of states; 0: none.
+    Where a plan has said that spares make new replicas, all meet once more before a step.  The plan of that epoch
+    places them, and the step that follows is their first decision.  ``verify_interval``: iterations between comparisons
+    of states, where all meet there anyway, and the plan finds who differs from its column; 0: none.
     """
 
     _hooks: Hooks
@@ -132,7 +118,7 @@ class Boundary:
             prepare()
             if mine.decision is before:
                 self._verified = self._hooks.iteration()
-                self._rendezvous.before_step(self._next, self._hooks.digest())
+                self._rendezvous.meet(self._next, boundary=True, digest=self._hooks.digest())
         mine.shares.easing = mine.decision.at == self._next and bool(mine.decision.transfers)
 
     @property
@@ -168,12 +154,31 @@ class Boundary:
         return decision.at == self._next and not decision.step and decision.version is None
 
 
+class Kept:
+    """The inputs over which operations of the present section have written: it may be run again as a whole."""
+
+    def __init__(self) -> None:
+        self._inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forget(self) -> None:
+        """The section is over, or another one begins."""
+        self._inputs.clear()
+
+    def keep(self, tensors: list[torch.Tensor]) -> None:
+        """An operation is about to write over these."""
+        self._inputs += [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self) -> None:
+        """The section begins again: its tensors have what they had when it began."""
+        with torch.no_grad():
+            for tensor, copy in reversed(self._inputs):
+                tensor.copy_(copy)
+        self.forget()
+
+
 @dataclass(eq=False)
 class Sections:
-    """The sections of one worker: decisions that are run again from the start when a worker is lost.
-
-    Its main thread calls it.
-    """
+    """The sections of one worker, whose main thread calls it: run again from the start when a worker is lost."""
 
     _hooks: Hooks
     _progress: ProgressReports
@@ -225,7 +230,7 @@ class Sections:
             except EpochRevoked:
                 if self._rendezvous.committed_before_the_end(number):
                     return result
-                self._rendezvous.in_section(number)
+                self._rendezvous.meet(number)
                 if self._assignment.committed(number):  # only when all had reported it done, this worker too
                     return result
                 self.kept.restore()

@@ -8,17 +8,14 @@
                                                           leave
 
 `workload.shards` decides who holds what.  Between a loss and the next boundary the layout stays, and the first live
-holder of a unit is its primary: gradients are summed to it (``cut``), and parameters come from it.  A unit without one
-is lost, and the run with it (``lost``): nobody can make the update.
-
-Slots name places, workers name who stands there: a layout is made of workers, since somebody who takes the place of a
-lost one has none of its state.
+holder of a unit is its primary.  Slots name places, workers name who stands there: a layout is made of workers, since
+somebody who takes the place of a lost one has none of its state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
@@ -27,22 +24,12 @@ from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.epoch_groups import EpochGroups
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.instep.state_holder import Offer, flatten
+from recover_megatron.workload import shards as parts
 from recover_megatron.workload.domains import stride_of
-from recover_megatron.workload.shards import (
-    AnyLayout,
-    Instances,
-    Layout,
-    Move,
-    chunks,
-    hops,
-    layout_of,
-    lost,
-    moves,
-    primary,
-)
+from recover_megatron.workload.shards import AnyLayout, Instances, Layout, Move
 
 Column = tuple[int, ...]
-"""Slots, in the order of the ring."""
+"""The slots of those whose buckets are summed together, in the order of the ring."""
 
 
 def ring_order(column: Sequence[int], grid: LaunchGrid, instances: int = 1) -> Column:
@@ -67,32 +54,24 @@ class ElementRange:
     stop: int
 
 
+@dataclass(eq=False)
 class Shards:
     """The layouts of this worker's columns, and what follows from them in the present epoch.
 
-    ``columns``: each in the ring's order -> in Megatron's, that of the shards, instance by instance.
-    ``assignment``: who stands where now.  ``instances``: Megatron's optimizer instances; if there are several, they are
-    the copies.
+    The columns: each in the ring's order -> in Megatron's, that of the shards, instance by instance.  The assignment:
+    who stands where now.  The instances are Megatron's optimizer instances; if there are several, they are the copies.
     """
 
-    def __init__(
-        self,
-        columns: Mapping[Column, Sequence[int]],
-        shadows: int,
-        assignment: Assignment,
-        instances: int = 1,
-    ) -> None:
-        self._instances = instances
-        self._columns = dict(columns)
-        self._shadows = shadows
-        self._me = assignment.me
-        self._assignment = assignment
-        self._layouts: dict[Column, AnyLayout] = {}
-        self._cuts: dict[tuple[Column, int], tuple[list[list[Span]], frozenset[int]]] = {}
-        self._strides_for: Mapping[int, frozenset[str]] | None = None
-        self._strides: dict[tuple[Column, int], int] = {}
-        self._gone: set[int] = set()
-        """Workers that have been without a place since the layouts were made: what they hold has missed an update."""
+    _columns: Mapping[Column, Sequence[int]]
+    _shadows: int
+    _assignment: Assignment
+    _instances: int = 1
+    _layouts: dict[Column, AnyLayout] = field(default_factory=dict, init=False)
+    _cuts: dict[tuple[Column, int], tuple[list[list[Span]], frozenset[int]]] = field(default_factory=dict, init=False)
+    _strides_for: Mapping[int, frozenset[str]] | None = field(default=None, init=False)
+    _strides: dict[tuple[Column, int], int] = field(default_factory=dict, init=False)
+    _gone: set[int] = field(default_factory=set, init=False)
+    """Workers that have been without a place since the layouts were made: what they hold has missed an update."""
 
     @property
     def columns(self) -> list[Column]:
@@ -154,7 +133,7 @@ class Shards:
         """What another member of these columns has told."""
         layouts, gone = self.read(value)
         self.take_up(layouts)
-        self._gone |= {*gone, self._me}
+        self._gone |= {*gone, self._assignment.me}
 
     def read(self, value: Any) -> tuple[dict[Column, AnyLayout], frozenset[int]]:
         """What ``to_json`` of a member of these columns said: the layouts, and of their workers those without state."""
@@ -168,11 +147,11 @@ class Shards:
             return Instances(tuple(tuple(map(standing.get, slots[shard::shards])) for shard in range(shards)))
         order = [standing[slot] for slot in column if slot in standing]
         stride = self._stride(column, order) if shadows else 1
-        return layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows, stride)
+        return parts.layout_of([standing.get(slot) for slot in self._columns[column]], order, shadows, stride)
 
     def _stride(self, column: Column, order: Sequence[int]) -> int:
         """How far copies are for who is there now; kept, since it is asked before every step."""
-        touched, present = self._assignment.touched, self._layouts.get(column)
+        touched, present = self._assignment.decision.touched, self._layouts.get(column)
         if self._strides_for is not touched:
             self._strides_for, self._strides = touched, {}
         key = column, present.stride if isinstance(present, Layout) else 1
@@ -189,15 +168,15 @@ class Shards:
 
     def lost(self) -> list[int]:
         """Workers whose part of the state nobody has any more."""
-        return sorted({unit for layout in self._layouts.values() for unit in lost(layout, self.live)})
+        return sorted({unit for layout in self._layouts.values() for unit in parts.lost(layout, self.live)})
 
     def held(self, column: Column) -> tuple[int, ...]:
         """The units of a column whose state this worker has: its own first; none for one that has just come."""
-        return () if self._me in self._gone else self._layouts[column].held(self._me)
+        return () if self._assignment.me in self._gone else self._layouts[column].held(self._assignment.me)
 
     def speaks_for(self, column: Column, unit: int) -> bool:
         """Whether this worker is the primary of a unit."""
-        return primary(self._layouts[column], unit, self.live) == self._me
+        return parts.primary(self._layouts[column], unit, self.live) == self._assignment.me
 
     def cut(self, column: Column, numel: int) -> tuple[list[list[Span]], frozenset[int]]:
         """For the members of the ring of a column: what each sums of a bucket; and where the sums go from there.
@@ -207,16 +186,16 @@ class Shards:
         if (column, numel) not in self._cuts:
             standing, live, layout = self._assignment.standing, self.live, self._layouts[column]
             members = [standing[slot] for slot in column if slot in standing]
-            spans = [[Span(*part) for part in parts] for parts in chunks(layout, members, live, numel)]
-            self._cuts[column, numel] = spans, hops(layout, members, live)
+            spans = [[Span(*part) for part in its] for its in parts.chunks(layout, members, live, numel)]
+            self._cuts[column, numel] = spans, parts.hops(layout, members, live)
         return self._cuts[column, numel]
 
     # ---- what changes hands
 
     def moves(self, column: Column, new: AnyLayout, numel: int) -> list[Move]:
         """What concerns this worker of what must change hands for ``new`` in a bucket of ``numel`` elements."""
-        every = moves(self._layouts[column], new, self.live, numel)
-        return [move for move in every if self._me in (move.source, move.target)]
+        every = parts.moves(self._layouts[column], new, self.live, numel)
+        return [move for move in every if self._assignment.me in (move.source, move.target)]
 
     def exchange(
         self,
@@ -233,7 +212,7 @@ class Shards:
         incomplete.
         """
         slots = {worker: slot for slot, worker in self._assignment.standing.items()}
-        me, came, offers = self._me, 0, dict[int, Offer]()
+        me, came, offers = self._assignment.me, 0, dict[int, Offer]()
         other = me
         try:
             for other in sorted(target for source, target in element_ranges if source == me):

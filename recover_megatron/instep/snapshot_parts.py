@@ -1,8 +1,6 @@
-"""What a snapshot's part is made of: a tree that a thread copies while the training goes on, with its check sums.
+"""What a snapshot in memory is made of: trees that a thread copies while the training goes on, with their check sums.
 
-Copy(tree)   the plain values as they are now; the tensors are read later, by ``make``, and must not change until then
-checks_of    a check sum of each chunk, taken of the copy --> ``wrong_chunks``: what has changed since
-available_memory   how much memory of the host there still is for copies
+``available_memory``: how much memory of the host there still is for copies.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import torch
 
 from recover_megatron.collectives.state_transport import bytes_of, check_sum
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import Path, at, chunks_of, flatten, new_memory, unflatten
-from recover_megatron.instep.state_receiver import Place
+from recover_megatron.instep.state_holder import Path, Place, at, chunks_of, flatten, gpu_of, new_memory, unflatten
 
 
 def checks_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -52,11 +49,8 @@ class Copy:
 
 
 def made_so_far(copies: Iterable[Copy]) -> Callable[[], AbstractContextManager[None]]:
-    """For another thread: copies of what this one has put to its device's stream until now are right, and in order.
-
-    They are made on a stream of their own, beside what the training computes meanwhile.
-    """
-    gpu = next((tensor.device for copy in copies for tensor in copy.tensors if tensor.device.type == "cuda"), None)
+    """For another thread, on a stream of its own: copies of what this one has put to its device's stream until now."""
+    gpu = gpu_of(tensor for copy in copies for tensor in copy.tensors)
     if gpu is None:
         return nullcontext
     made = torch.cuda.current_stream(gpu).record_event()
@@ -100,10 +94,7 @@ def room(before: Any) -> Place:
 def available_memory(
     proc: pathlib.Path = pathlib.Path("/proc"), cgroup: pathlib.Path = pathlib.Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Bytes: what the kernel has to give, or what a control group that this process is in still may have, if less.
-
-    None: nobody says (another kernel than Linux).
-    """
+    """Bytes: what the kernel has to give, or a control group of this process may have, if less; None: not known."""
     groups = _groups(proc / "self" / "cgroup", cgroup)
     found = [size for size in (_of_kernel(proc / "meminfo"), *map(_of_group, groups)) if size is not None]
     return min(found, default=None)

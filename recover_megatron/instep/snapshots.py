@@ -4,12 +4,11 @@
     copied     before anything is written to what begin(V) was given
     finish     all that this worker is to keep is there, as it was sent  --all have--> settle: V is complete
     begin(V')  what is older than the newest complete one is written over; V stays until V' is complete
-    told       a worker that joins an epoch: what it holds; what is on its way then never arrives (`_Job.stop`)
+    told       a worker that joins an epoch: what it holds; what is on its way then never arrives
     follow     the plan: which is complete among those who live; where the run goes back, which are still of its past
     load       a rollback: the own position's, from here or from whoever holds it; every chunk is checked
 
 A snapshot is the tree that a newcomer gets (`state_holder`), with a check sum of each of its chunks.
-Nothing is made before the first ``begin``.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ from recover_megatron.instep.decision import Decision, Kept, Snapshot
 from recover_megatron.instep.epoch_groups import CommunicationConfig
 from recover_megatron.instep.faults import Disagreement, InStepError
 from recover_megatron.instep.snapshot_parts import Copy, apart, checks_of, made_so_far, room, wrong_chunks
-from recover_megatron.instep.state_holder import KIND, Offer, flatten, new_memory
-from recover_megatron.instep.state_receiver import Place, Receiver, Source
+from recover_megatron.instep.state_holder import Offer, Place, flatten, new_memory
+from recover_megatron.instep.state_receiver import Receiver
 from recover_megatron.logger import get_logger
-from recover_megatron.network.connection import Challenge
-from recover_megatron.network.peer_store import PURPOSE, open_stream
 
 log = get_logger(__name__)
 
@@ -109,31 +106,31 @@ class _Job:
             raise Stopped("the epoch in which it was taken is over")
 
 
+@dataclass(eq=False)
 class SnapshotStore:
-    """Of one worker.  The main thread calls it; ``told`` and ``follow`` that of a spare, too.
+    """Of one worker.  The main thread calls it; ``told`` and ``follow`` that of a spare, too."""
 
-    ``inject``: told when a snapshot is about to be given, and when all have come: see ``Hooks.inject``.
-    """
-
-    def __init__(self, comm_config: CommunicationConfig, inject: Callable[[str, int | None], None]) -> None:
-        self._comm_config = comm_config
-        self._inject = inject
-        self._lock = threading.Lock()
-        self._held: list[Held] = []
-        self._sure: Name | None = None
-        """The newest that is known to be complete."""
-        self._of = 0
-        """The timeline's epoch: all that are held are of its past."""
-        self._epoch = self._over = 0
-        """The newest that this worker has followed, or begun one in; and the newest of those that are over for it."""
-        self._spoiled: set[tuple[int, int]] = set()
-        self._job: _Job | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.interval = 0
-        """Iterations between two, as all have it; 0: nothing was decided yet."""
-        self.wanted = False
-        """Whether a plan of this run, the present one or one before, has had copies."""
+    _comm_config: CommunicationConfig
+    _inject: Callable[[str, int | None], None]
+    """Told when a snapshot is about to be given, and when all have come: see ``Hooks.inject``."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _held: list[Held] = field(default_factory=list, init=False)
+    _sure: Name | None = field(default=None, init=False)
+    """The newest that is known to be complete."""
+    _of: int = field(default=0, init=False)
+    """The timeline's epoch: all that are held are of its past."""
+    _epoch: int = field(default=0, init=False)
+    """The newest that this worker has followed, or begun one in."""
+    _over: int = field(default=0, init=False)
+    """The newest of those that are over for it."""
+    _spoiled: set[tuple[int, int]] = field(default_factory=set, init=False)
+    _job: _Job | None = field(default=None, init=False)
+    _jobs: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    interval: int = field(default=0, init=False)
+    """Iterations between two, as all have it; 0: nothing was decided yet."""
+    wanted: bool = field(default=False, init=False)
+    """Whether a plan of this run, the present one or one before, has had copies."""
 
     @property
     def size(self) -> int:
@@ -204,8 +201,8 @@ class SnapshotStore:
 
         Nothing is taken in an epoch that is over: a spare's thread may have told so, of a worker that does not know.
 
-        ``own``: the parts that this worker gives, or has as well as who gives them.
-        ``others``: part -> who gives it, and the address of its peer store.
+        ``own``: the parts that this worker gives, or has as well as who gives them.  ``others``: part -> who gives it,
+        and the address of its peer store.
         """
         self._stop()
         copies = {part: Copy(tree) for part, tree in own.items()}
@@ -252,7 +249,7 @@ class SnapshotStore:
         try:
             self._give_own(job, mine, ready, unused)
             for part, (giver, address) in others.items():
-                if not self._holds(job, part):
+                if self._held_of(job, part) is None:
                     tree, _ = self._fetch(giver, address, _on_its_way(job, part), room(unused.get(part)), job.stay)
                     if FAILED in tree:
                         raise Disagreement(f"worker {giver} has none: {tree[FAILED]}")
@@ -292,9 +289,9 @@ class SnapshotStore:
             if trees:
                 self._inject("snapshot", job.taking.iteration + 1)
             for part in mine:
-                if part in trees:
-                    self._add(job, part, trees[part])
-                self._comm_config.offers.put(_on_its_way(job, part), self._of_part(job, part))
+                one = self._add(job, part, trees[part]) if part in trees else self._held_of(job, part)
+                assert one is not None
+                self._comm_config.offers.put(_on_its_way(job, part), one.offer)
                 given.add(part)
         except Stopped:
             raise
@@ -303,22 +300,18 @@ class SnapshotStore:
                 self._comm_config.offers.put(_on_its_way(job, part), Offer({FAILED: str(error)}))
             raise
 
-    def _add(self, job: _Job, part: int, tree: dict[str, Any]) -> None:
+    def _add(self, job: _Job, part: int, tree: dict[str, Any]) -> Held:
         one = Held(part, job.taking.name, job.taking.parts, tree, Offer(tree))
         with self._lock:
             job.stay()
             self._held.append(one)
             self._give(one)
+        return one
 
-    def _of_part(self, job: _Job, part: int) -> Offer:
+    def _held_of(self, job: _Job, part: int) -> Held | None:
         with self._lock:
             job.stay()
-            return next(o.offer for o in self._held if (o.part, o.name) == (part, job.taking.name))
-
-    def _holds(self, job: _Job, part: int) -> bool:
-        with self._lock:
-            job.stay()
-            return any((one.part, one.name) == (part, job.taking.name) for one in self._held)
+            return next((one for one in self._held if (one.part, one.name) == (part, job.taking.name)), None)
 
     def finish(self, epoch: int, stay: Callable[[], None]) -> tuple[bool, float]:
         """Whether what was begun in this epoch has all arrived, when it has or will not; and in how many seconds.
@@ -377,8 +370,7 @@ class SnapshotStore:
     def _fetch(
         self, worker: int, address: str, name: str, place: Place, stay: Callable[[], None]
     ) -> tuple[dict[str, Any], int]:
-        challenge = Challenge(self._comm_config.secret, PURPOSE)
-        source = Source(worker, lambda: open_stream(address, challenge, f"{KIND}/{name}", stay))
+        source = self._comm_config.source(worker, address, name, stay)
         return Receiver([source], place, stay=stay, awaited=stay).fetch(lambda tree: 0)
 
 

@@ -2,21 +2,19 @@
 
     orphaned --> JOINING --plan--> IDLE --revoked, or there is news to tell--> JOINING ...
                     |
-                    |--the plan gives it a place-------------> Placed       the main thread takes it up
-                    |--the plan wants another position of it--> Rebuild      the main thread builds another model
-                    |--the plan has it keep another's state---> Mirror       the main thread takes it over, step by step
+                    |--the plan gives it a place-------------> Decision        the main thread takes it up
+                    |--the plan wants another position of it--> OtherPosition   the main thread builds another model
+                    |--the plan has it keep another's state---> Mirror          the main thread takes it over
                     |--the run's end, it was put out, or has
-                    |  other flags than the run---------------> Over         the main thread ends the process
-                    |--its node is to be switched off---------> Leave        the same, and the run goes on
+                    |  other flags than the run---------------> RunOver         the main thread ends the process
+                    |--its node is to be switched off---------> Drained         the same, and the run goes on
                     '--the main thread does not come----------> the process ends: a stuck worker helps nobody
 
 The main thread may still be on its way out of the training, by the plan in which it had a place, or stuck for good.
 Until it has ``arrived`` the spare is not ready, and gets nothing but the end of the run.  How long it may stay away
-depends on what it does (``_back_by``):
-
-    leaves the training    STUCK_SECONDS, or the hang timeout, and what its last mark allows (compiling, a checkpoint)
-    builds a model         BUILD_SECONDS
-    keeps another's state  as long as the epoch lasts, whose end ends that; then STUCK_SECONDS
+depends on what it does (``_back_by``): to leave the training ``STUCK_SECONDS``, or the hang timeout, and what its last
+mark allows; to build a model ``BUILD_SECONDS``; to keep another's state as long as the epoch lasts, whose end ends
+that, then ``STUCK_SECONDS``.
 """
 
 from __future__ import annotations
@@ -29,10 +27,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recover_megatron.instep.decision import Decision, JoinStatus
-from recover_megatron.instep.faults import NoReplica, OtherFlags, StateLost
+from recover_megatron.instep.faults import Drained, NoReplica, OtherFlags, OtherPosition, RunOver, StateLost
 from recover_megatron.instep.losses import READY
 from recover_megatron.instep.planner import Planner
 from recover_megatron.logger import get_logger
+from recover_megatron.membership.ending import alike
 from recover_megatron.membership.records import EXIT_FENCED, CoordinatorLost, EpochRevoked, Fenced
 from recover_megatron.membership.session import Session
 
@@ -49,54 +48,18 @@ BUILD_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The epoch's plan has a place for this worker."""
-
-    decision: Decision
-
-
-@dataclass(frozen=True)
-class Rebuild:
-    """This worker is wanted, but in another position."""
-
-    position: int
-
-
-@dataclass(frozen=True)
-class Over:
-    """The run has ended for this worker."""
-
-    code: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class Mirror:
     """This worker keeps the state of one of the last replica, as long as the epoch lasts."""
 
     decision: Decision
 
 
-@dataclass(frozen=True)
-class Leave:
-    """This worker has left the run in order: its node is drained."""
-
-    node: str
-    code: int = 0
-
-    @property
-    def reason(self) -> str:
-        """For people."""
-        return f"node {self.node} is drained"
-
-
-Outcome = Placed | Rebuild | Mirror | Over | Leave
+Outcome = Decision | Mirror | OtherPosition | RunOver
+"""What becomes of a spare: a place by this decision, another worker's state to keep, or why it waits no longer."""
 
 
 class Spare:
-    """Of worker ``me``.  ``status``: what it joins with until its main thread arrives; ``leaving``: the seconds that it
-    may take to do so the first time.
-    """
+    """Of worker ``me``.  ``status``: what it joins with until its main thread arrives, in ``leaving`` seconds."""
 
     def __init__(
         self, planner: Planner, session: Session, me: int, status: JoinStatus, *, leaving: float = STUCK_SECONDS
@@ -115,11 +78,10 @@ class Spare:
         """What the last epoch decided that had no place for this worker."""
         self._back_by: float | None = time.monotonic() + leaving
         """When a main thread that has not arrived counts as stuck; None: not as long as the epoch lasts."""
-        self._thread = threading.Thread(target=self._run, name="spare", daemon=True)
 
     def start(self) -> None:
         """Join from now on."""
-        self._thread.start()
+        threading.Thread(target=self._run, name="spare", daemon=True).start()
 
     @property
     def seconds(self) -> float:
@@ -129,8 +91,8 @@ class Spare:
     def arrive(self, **offer: object) -> Outcome:
         """In the main thread: tell what this worker has to offer from now on (fields of ``Status``), and wait.
 
-        Returns when there is a place for it, something else is wanted of it, or the run is over.  After ``Rebuild`` and
-        ``Mirror`` the thread goes on joining, as one that is not ready, until this is called again.
+        Returns when something is wanted of it, or the run is over.  After ``OtherPosition`` and ``Mirror`` the thread
+        goes on joining, as one that is not ready, until this is called again.
         """
         with self._changed:
             self._status = self._with({"ready": True, "building": False, **offer})
@@ -143,7 +105,7 @@ class Spare:
         with self._changed:
             self._changed.wait_for(lambda: self._outcome is not None)
             outcome = self._outcome
-            if isinstance(outcome, (Rebuild, Mirror)):
+            if isinstance(outcome, (OtherPosition, Mirror)):
                 self._outcome = None
         assert outcome is not None
         return outcome
@@ -163,17 +125,17 @@ class Spare:
             while outcome is None:
                 outcome = self._take_part()
         except (OtherFlags, NoReplica, StateLost, CoordinatorLost) as end:
-            outcome = Over(end.code, str(end))
+            outcome = RunOver(end.code, str(end))
             if isinstance(end, OtherFlags):
                 self._session.leave_idle()
         except Fenced as fenced:
-            outcome = Over(EXIT_FENCED, str(fenced))
+            outcome = RunOver(EXIT_FENCED, str(fenced))
         with self._changed:
             self._outcome = outcome
             self._changed.notify_all()
             here = self._changed.wait_for(lambda: self._here, LINGER_SECONDS)
-        if isinstance(outcome, (Over, Leave)) and not here:
-            log.info(f"worker {self._me} ends: {outcome.reason}")
+        if isinstance(outcome, RunOver) and not here:
+            log.info(f"worker {self._me} ends: {outcome}")
             os._exit(outcome.code)
 
     def _take_part(self) -> Outcome | None:
@@ -196,20 +158,20 @@ class Spare:
                 checkpoint=decision.checkpoint,
             )
         if decision.place(me) is not None:
-            return Placed(decision)
+            return decision
         if planner.node in decision.draining:
             session.leave_idle()
-            return Leave(planner.node)
+            return Drained(planner.node)
         if not decision.replicas and planner.finished:
             session.leave()
-            return Over(0, "the training is over")
+            return RunOver(0, "the training is over")
         planner.give_up_unless_enough(decision)
         self._last = decision
         session.idle()
         if sent.ready and me in decision.rebuild:
             position = decision.rebuild[me]
             self._back_by, self._grace = time.monotonic() + BUILD_SECONDS, 0.0
-            self._have(Rebuild(position), position=position, version=None, digest="", building=True)
+            self._have(OtherPosition(position), position=position, version=None, digest="", building=True)
         elif sent.ready and me in decision.mirrors:
             self._back_by = None
             self._have(Mirror(decision))
@@ -220,13 +182,11 @@ class Spare:
             planner.give_up_unless_enough(decision)
             with self._changed:
                 if not self._here:
-                    return Over(1, "its main thread has not come out of what it was doing")
+                    return RunOver(1, "its main thread has not come out of what it was doing")
         return None
 
     def _is_news(self, decision: Decision | None) -> bool:
-        """Whether an epoch might make something of it that this worker is ready: not where all places are taken, and it
-        has a model; the next epoch, whatever it is for, is told early enough then.
-        """
+        """Whether an epoch might make something of it that this worker is ready; else the next one hears it anyway."""
         return decision is None or self._status.position is None or not self._planner.has_all_replicas(decision)
 
     def _patience(self, decision: Decision) -> float | None:
@@ -237,19 +197,62 @@ class Spare:
         return None if self._here or by is None else max(0.0, by - time.monotonic())
 
     def _let_them_begin(self) -> None:
-        """Let fresh replicas of the present epoch get their state, before this worker asks for the next one.
-
-        Returns when their first step is committed, or the epoch is over anyway.
-        """
+        """Wait until the first step of the present epoch's fresh replicas is committed, or the epoch is over anyway."""
         last = self._last
         if last is not None and last.fresh:
             with suppress(EpochRevoked):
                 self._session.wait_committed(last.at, last.epoch)
 
-    def _have(self, task: Rebuild | Mirror, **fields: object) -> None:
+    def _have(self, task: OtherPosition | Mirror, **fields: object) -> None:
         """Give the main thread something to do; until it has come back, this worker has no place to take."""
         with self._changed:
             self._status = replace(self._status, ready=False, **fields)  # type: ignore[arg-type]
             self._outcome = task
             self._here = False
             self._changed.notify_all()
+
+
+MOST = 3
+PAUSE_SECONDS = 10.0
+
+
+@dataclass(eq=False)
+class UntakenPlaces:
+    """The places that one worker was given and could not take: whether it offers itself again.
+
+        taken                                  nothing is held against it any more
+        the epoch ended first                  it offers itself again: another's affair
+        failed, in words that are new          again, at once
+        failed in the same words               again, after ``PAUSE_SECONDS``: it may pass
+        for the ``MOST``-th time in a row      it is put aside: it waits for the end of the run, and is offered no place
+
+    Each try costs all an epoch, and nobody would notice, since the others train on.  Where nobody else has a place the
+    run itself is at stake: it is tried on, until `edges` ends it.
+    """
+
+    _text: str = ""
+    _times: int = 0
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before it offers itself again."""
+        return PAUSE_SECONDS if self._times > 1 else 0.0
+
+    @property
+    def aside(self) -> bool:
+        """Whether it does not do so any more."""
+        return self._times >= MOST
+
+    def failed(self, error: Exception, decision: Decision) -> str:
+        """``error`` has kept it from the place that ``decision`` gave it; what to tell people."""
+        others = set(decision.replicas) - set(decision.fresh)
+        if not isinstance(error, EpochRevoked) and others:
+            self._times = self._times + 1 if alike(str(error)) == self._text else 1
+            self._text = alike(str(error))
+        if self.aside:
+            return f"it is put aside: {MOST} times in a row it could not take a place: {error}"
+        return f"it could not take its place: {error}"
+
+    def taken(self) -> None:
+        """It has one."""
+        self._times = 0

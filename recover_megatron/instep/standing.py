@@ -1,16 +1,6 @@
-"""The places in an epoch, who of its members takes them, and which nodes it does without.
+"""The places in an epoch, who of its members takes them (``Members``), and which nodes it does without.
 
 All of it is pure, the same answer on every worker, from what the members joined with (`plan` calls it).
-
-whole        the replicas that are complete
-candidates   who could take a place: orphans, spares, newcomers
-placement    new replicas made of them, at a boundary
-ahead        spares that build a model before anybody misses it
-orphans      no replica is whole: replicas of those who hold one version of the state
-held         that version is lost: replicas of those who hold one older version
-going_back   the state is lost, and kept elsewhere: replicas of those who wait, whatever they hold
-prospects    how many replicas there may be, and what forbids it
-mirrors      spares that keep the state of the last replica
 
 Nodes that are to be switched off (``draining_of``, ``without``, ``leaving_of``):
 
@@ -32,9 +22,8 @@ from recover_megatron.instep.decision import JoinStatus, Rules
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.grid import LaunchGrid
 from recover_megatron.workload import Candidate, Placement, Shape, assemble, openings
-from recover_megatron.workload.edges import Edge, can_join, edge, free_of
-from recover_megatron.workload.node_losses import drain, leaving
-from recover_megatron.workload.placement import build_ahead
+from recover_megatron.workload.domains import Drain, drain, leaving
+from recover_megatron.workload.placement import Edge, build_ahead, can_join, edge, free_of
 
 GONE = "nobody holds the state of one of its positions any more"
 
@@ -73,10 +62,7 @@ def most(values: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Members:
-    """All who have joined, with their ``statuses``; ``whole``: the replicas that are complete.
-
-    ``broken``: pairs of whom one cannot reach the other.
-    """
+    """All who have joined; ``whole``: the complete replicas; ``broken``: pairs of whom one cannot reach the other."""
 
     statuses: Statuses
     whole: Mapping[int, tuple[int, ...]]
@@ -99,6 +85,12 @@ class Members:
     @property
     def _working(self) -> set[int]:
         return {worker for workers in self.whole.values() for worker in workers}
+
+    @property
+    def _coming(self) -> set[int | None]:
+        """The positions of those who are on their way out of the training, with a state."""
+        every = self.statuses.values()
+        return {s.position for s in every if s.position is not None and not s.ready and not s.building}
 
     def candidates(self) -> dict[int, Candidate]:
         """Everybody who could take a place: orphans on their way out of the training count as not ready yet.
@@ -167,7 +159,7 @@ class Members:
                 worker: candidate
                 for worker, candidate in candidates.items()
                 if self.statuses[worker].version == version
-                and self.statuses[worker].digest in self._majority(worker, version)
+                and self.statuses[worker].digest == self._digest_of_most(worker, version)
             }
             usable = free_of(holders, set(), self.broken)
             found = self._assembled(usable).replicas
@@ -176,22 +168,19 @@ class Members:
         return {}, None
 
     def going_back(self) -> Placement | None:
-        """The state is lost, and kept elsewhere: the replicas that those who wait make, whatever they hold.
-
-        None: not before those have come who are on their way out of the training.
-        """
-        if any(not s.ready and s.position is not None and not s.building for s in self.statuses.values()):
+        """The replicas that those who wait make, whatever they hold, to load a state; None: some are still to come."""
+        if self._coming:
             return None
         ready = {worker: one for worker, one in self.usable().items() if one.ready}
         return self._assembled(ready)
 
-    def _majority(self, worker: int, version: int) -> set[str]:
+    def _digest_of_most(self, worker: int, version: int) -> str:
         """The digest that most holders of a version have at this worker's position (of equally many the smallest)."""
         position = self.statuses[worker].position
         digests = [
             s.digest for s in self.statuses.values() if (s.position, s.version, s.ready) == (position, version, True)
         ]
-        return {most(digests)}
+        return most(digests)
 
     def prospects(self, grid: Mapping[int, Sequence[int]]) -> tuple[int, str]:
         """How many replicas there may be when all have done what they are told; and what of the state forbids it."""
@@ -207,12 +196,8 @@ class Members:
         if self.whole or grid:
             return max(number, len(grid)), ""
         # Nobody computes: what counts is what the orphans hold between them, or may hold when they have come.
-        coming = {
-            s.position for s in self.statuses.values() if s.position is not None and not s.ready and not s.building
-        }
-        held = coming | {s.position for s in self.statuses.values() if s.ready and s.version is not None}
-        waited = bool(coming)
-        if waited and len(held) == self.launch.size and first.replicas:
+        held = self._coming | {s.position for s in self.statuses.values() if s.ready and s.version is not None}
+        if self._coming and len(held) == self.launch.size and first.replicas:
             return len(first.replicas), ""
         return number, GONE if number > 0 else ""
 
@@ -228,14 +213,11 @@ class Members:
         return {worker: workers[position] for position, worker in sorted(keepers.items())}
 
 
-def draining_of(
-    statuses: Statuses, whole: Mapping[int, Sequence[int]], rules: Rules, asked: Sequence[str]
-) -> tuple[tuple[str, ...], Mapping[str, str]]:
+def draining_of(statuses: Statuses, whole: Mapping[int, Sequence[int]], rules: Rules, asked: Sequence[str]) -> Drain:
     """The nodes that the run does without, those first that it has decided on before; and why not the others."""
-    known = _told(statuses)
+    known = sorted({node for status in statuses.values() for node in status.draining})
     wanted = [*known, *(node for node in asked if node not in known)]
-    found = drain(wanted, _nodes(statuses), whole, rules.min_replicas, rules.shards)
-    return found.accepted, found.refused
+    return drain(wanted, _nodes(statuses), whole, rules.min_replicas, rules.shards)
 
 
 def without(
@@ -268,10 +250,6 @@ def finished_of(left: Collection[int], statuses: Statuses, draining: Collection[
     return frozenset(
         worker for worker in left if nodes.get(worker, "") not in draining and (worker in nodes or not draining)
     )
-
-
-def _told(statuses: Statuses) -> list[str]:
-    return sorted({node for status in statuses.values() for node in status.draining})
 
 
 def _nodes(statuses: Statuses) -> dict[int, str]:

@@ -39,8 +39,8 @@ from recover_megatron.network.system import watch
 
 Path = tuple[str | int, ...]
 """The keys and places that lead to a value of a tree."""
-Make = Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
-"""Gives the tensor of a place: of this shape and type."""
+Place = Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
+"""Gives the tensor at this place of a tree: contiguous, of this shape and type."""
 MAX_TEXT = 256 << 20
 """Bytes of the text: the plain values of a state, and the shapes of its tensors."""
 
@@ -73,26 +73,23 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent as part of a state")
 
 
-def unflatten(text: str, make: Make) -> tuple[Any, list[torch.Tensor]]:
-    """The tree of a text, with tensors that ``make`` gives; and these, in the order of their numbers.
-
-    ``make``: gets where in the tree the tensor is, its shape and type.  Raises Disagreement.
-    """
+def unflatten(text: str, place: Place) -> tuple[Any, list[torch.Tensor]]:
+    """The tree of a text, with tensors that ``place`` gives; and these, in their order.  Raises Disagreement."""
     tensors: list[torch.Tensor] = []
-    return _built(json.loads(text), (), make, tensors), tensors
+    return _built(json.loads(text), (), place, tensors), tensors
 
 
-def _built(value: Any, path: Path, make: Make, tensors: list[torch.Tensor]) -> Any:
+def _built(value: Any, path: Path, place: Place, tensors: list[torch.Tensor]) -> Any:
     """Not a function within another one: that would hold on to itself, and so to the tensors."""
     if isinstance(value, list):
-        return [_built(item, (*path, at), make, tensors) for at, item in enumerate(value)]
+        return [_built(item, (*path, at), place, tensors) for at, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if "items" in value:
-        return {key: _built(item, (*path, key), make, tensors) for key, item in value["items"]}
+        return {key: _built(item, (*path, key), place, tensors) for key, item in value["items"]}
     if value["tensor"] != len(tensors):
         raise Disagreement("the tensors of a state arrive out of order")
-    tensors.append(make(path, value["shape"], _DTYPES[value["dtype"]]))
+    tensors.append(place(path, value["shape"], _DTYPES[value["dtype"]]))
     return tensors[-1]
 
 
@@ -118,7 +115,7 @@ CHUNK = 8 << 20
 HELLO, REQUEST, TRAILER = struct.Struct("<Q32s"), struct.Struct("<q"), struct.Struct("<qQ?")
 TEXT, DONE = -1, -2
 LOOK_SECONDS = 0.25
-"""How often a thread that waits for an offer looks whether anybody is still there to get it."""
+"""How often whoever waits for an offer, or for chunks, asks whether the wait is to end."""
 
 Chunk = Sequence[tuple[int, int, int]]
 """Pieces: (number of a tensor, first byte, byte behind the last)."""
@@ -133,7 +130,7 @@ class Offer:
     def __init__(self, tree: Any, shared: int = 0) -> None:
         text, tensors = flatten(tree)
         self.text = text.encode()
-        self.gpu = _gpu_of(tensors)
+        self.gpu = gpu_of(tensors)
         self._parts = [bytes_of(tensor) for tensor in tensors]
         self.layout = layout_of(tensors[:shared])
         self.chunks = chunks_of([part.numel() for part in self._parts], shared)[0]
@@ -159,10 +156,7 @@ class Offer:
             self._over.set()
 
     def wait(self, patience: Callable[[], None]) -> None:
-        """Until the only one who is to have it has it.  ``patience``: called meanwhile; raises to give up.
-
-        Raises ``PeerLost`` when that one is gone.
-        """
+        """Until the only one who is to have it has it; ``PeerLost`` if it is gone.  ``patience``: raises to give up."""
         while not self._over.wait(LOOK_SECONDS):
             patience()
         if self._error is not None:
@@ -180,10 +174,7 @@ def layout_of(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def chunks_of(sizes: Sequence[int], shared: int) -> tuple[list[Chunk], int]:
-    """The chunks of tensors with these sizes in bytes, and how many of them, the first ones, hold the shared tensors.
-
-    No chunk has pieces of both kinds.
-    """
+    """The chunks of tensors of these sizes in bytes, and how many, the first ones, hold the shared tensors alone."""
     common = list(cut(sizes[:shared], CHUNK))
     own = [[(shared + n, a, b) for n, a, b in chunk] for chunk in cut(sizes[shared:], CHUNK)]
     return [*common, *own], len(common)
@@ -252,7 +243,7 @@ def serve(sock: socket.socket, transport: StateTransport, offer: Offer) -> None:
         sock.sendall(TRAILER.pack(number, found, offer.stands))
 
 
-def _gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+def gpu_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """That on which some of them are."""
     return next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
 

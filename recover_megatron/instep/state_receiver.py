@@ -7,7 +7,6 @@
     all chunks are there --> DONE to all     no holder is left --> PeerLost, or Disagreement where one was refused
 
 Bytes are received into the memory that ``place`` names: mostly the model's and the optimizer's own, which is in use.
-(New memory costs a fault of the processor for each of its pages, which takes longer than to fill it.)
 """
 
 from __future__ import annotations
@@ -25,20 +24,9 @@ import torch
 
 from recover_megatron.collectives.epoch import PeerLost
 from recover_megatron.collectives.state_transport import SocketTransport, bytes_of, lost, receive_into
+from recover_megatron.instep import state_holder
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import (
-    DONE,
-    HELLO,
-    MAX_TEXT,
-    REQUEST,
-    TEXT,
-    TRAILER,
-    Chunk,
-    Path,
-    chunks_of,
-    layout_of,
-    unflatten,
-)
+from recover_megatron.instep.state_holder import Chunk, Place
 from recover_megatron.network.connection import Unreachable
 from recover_megatron.network.system import watch
 
@@ -46,11 +34,7 @@ STREAMS = 4
 """Connections, over all holders: one of them rarely fills a link, and one thread does not check what it brings."""
 AHEAD = 2
 """Chunks that a holder is asked for before the first of them has arrived."""
-HELLO_SECONDS = 0.25
-"""How often somebody who waits for a holder's offer asks whether the wait is to end."""
 
-Place = Callable[[Path, Sequence[int], torch.dtype], torch.Tensor]
-"""Where the tensor at this place of the tree is to be: contiguous, of this shape and type."""
 Shared = Callable[[Any], int]
 """How many tensors of a tree, the first ones, are equal in all holders of the state."""
 
@@ -67,10 +51,7 @@ class _Link:
     """A connection to one holder, after its hello."""
 
     def __init__(self, source: Source, awaited: Callable[[], None], opened: Callable[[socket.socket], None]) -> None:
-        """``awaited``: asked while the holder has not offered anything; raises to give up.
-
-        ``opened`` is told the connection, so that others can shut it.
-        """
+        """``awaited``: asked until the holder offers something; raises to give up.  ``opened``: told the connection."""
         try:
             self._socket = source.connect()
         except Unreachable as error:
@@ -80,35 +61,35 @@ class _Link:
         self.worker = source.worker
         self._transport = SocketTransport(self._socket)
         try:
-            self._socket.settimeout(HELLO_SECONDS)
-            self.length, self.layout = HELLO.unpack(self._hello(awaited))
+            self._socket.settimeout(state_holder.LOOK_SECONDS)
+            self.length, self.layout = state_holder.HELLO.unpack(self._hello(awaited))
             self._socket.settimeout(None)
         except OSError as error:
             raise lost(error) from error
 
     def _hello(self, awaited: Callable[[], None]) -> bytes:
         heard = b""
-        while len(heard) < HELLO.size:
+        while len(heard) < state_holder.HELLO.size:
             awaited()
             with suppress(TimeoutError):
-                if not (came := self._socket.recv(HELLO.size - len(heard))):
+                if not (came := self._socket.recv(state_holder.HELLO.size - len(heard))):
                     raise ConnectionResetError("it closed the connection")
                 heard += came
         return heard
 
     def ask(self, number: int) -> None:
         try:
-            self._socket.sendall(REQUEST.pack(number))
+            self._socket.sendall(state_holder.REQUEST.pack(number))
         except OSError as error:
             raise lost(error) from error
 
     def text(self) -> str:
-        if not 0 < self.length <= MAX_TEXT:
+        if not 0 < self.length <= state_holder.MAX_TEXT:
             raise Disagreement(f"worker {self.worker} announces a state of {self.length} bytes of text")
-        self.ask(TEXT)
+        self.ask(state_holder.TEXT)
         body = bytearray(self.length)
         self._fill(body)
-        self._check(TEXT, zlib.crc32(body))
+        self._check(state_holder.TEXT, zlib.crc32(body))
         return body.decode()
 
     def chunk(self, number: int, parts: Sequence[torch.Tensor]) -> None:
@@ -116,9 +97,9 @@ class _Link:
         self._check(number, self._transport.receive(parts))
 
     def _check(self, number: int, found: int) -> None:
-        trailer = bytearray(TRAILER.size)
+        trailer = bytearray(state_holder.TRAILER.size)
         self._fill(trailer)
-        told, check_sum, stands = TRAILER.unpack(trailer)
+        told, check_sum, stands = state_holder.TRAILER.unpack(trailer)
         if told == number and not stands:  # its bytes may have changed after the sum of them was taken
             raise PeerLost(f"worker {self.worker} does not hold that state any more")
         if (told, check_sum) != (number, found):
@@ -259,14 +240,14 @@ class Receiver:
 
     def _begin(self, link: _Link, shared: Shared) -> tuple[Any, _Link, int]:
         """The text, room for all tensors, and the chunks that the first holder alone can give."""
-        tree, tensors = unflatten(link.text(), self._place)
+        tree, tensors = state_holder.unflatten(link.text(), self._place)
         if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("a state can be received into contiguous tensors only")
         number = shared(tree)
-        if layout_of(tensors[:number]) != link.layout:
+        if state_holder.layout_of(tensors[:number]) != link.layout:
             raise Disagreement(f"worker {link.worker} says of its state what its text does not")
         self._tensors, self._parts = tensors, [bytes_of(tensor) for tensor in tensors]
-        self._chunks, common = chunks_of([part.numel() for part in self._parts], number)
+        self._chunks, common = state_holder.chunks_of([part.numel() for part in self._parts], number)
         own = _Missing(range(common, len(self._chunks)))
         self._give_and_take(link, own)
         return tree, link, common
@@ -288,7 +269,7 @@ class Receiver:
             self._unlinked -= 1
         self._give_and_take(link, self._missing)
         with suppress(PeerLost):  # it has given all that was wanted
-            link.ask(DONE)
+            link.ask(state_holder.DONE)
         link.close()
 
     def _give_and_take(self, link: _Link, missing: _Missing) -> None:
@@ -322,7 +303,7 @@ class Receiver:
         seen = -1
         while True:
             with self._changed:
-                if self._changed.wait_for(at_rest, HELLO_SECONDS):
+                if self._changed.wait_for(at_rest, state_holder.LOOK_SECONDS):
                     return
             try:
                 self._stay()

@@ -15,10 +15,6 @@ epoch was revoked is looked at where replicas meet: in REDUCE and AGREE.  A work
 any state, by ``Orphaned`` or by the error of its replica's communication.
 
 Nothing before COMMITTED changes a parameter, and after it no worker of another replica is needed for this step.
-
-The parts: `gradients` sums, pulls and sets aside; ``hooks.ProgressReports`` agrees; `rendezvous` meets the others;
-`assignment` knows the place, the groups and the microbatches; `orphan` looks whether the own replica is broken; what
-COMPUTE runs is the training framework's (``Trainer``).
 """
 
 from __future__ import annotations
@@ -183,7 +179,7 @@ class Step:
         mine = self._assignment
         if self._rendezvous.committed_before_the_end(self._number):
             return State.COMMITTED
-        self._rendezvous.in_step(self._number, self._total, self._ran)
+        self._rendezvous.meet(self._number, step=True, total=self._total, ran=tuple(self._ran))
         if mine.committed(self._number):
             self._outcome.by_plan = True
             return State.COMMITTED

@@ -1,13 +1,11 @@
 """When a run goes back to a checkpoint, or to snapshots in memory: to which, and what is told of what it leaves behind.
 
-Pure, as `plan` is.
-
     timeline 0    1  2  3  4  5  6  7  the state is lost
                            |
     timeline e                '-- 5  6  7  8 ...        e: the epoch that decided to go back to iteration 4
 
 A worker that slept through it may still offer a state of iteration 6.  It is of no use: the others have run 5 and 6
-again, and their sums differ from its by rounding.
+again, and their sums differ from its by rounding.  Pure, as `plan` is.
 """
 
 from __future__ import annotations
@@ -67,11 +65,6 @@ def unreadable(statuses: Mapping[int, JoinStatus]) -> str:
     if not found:
         return ""
     return f", and the checkpoints of iterations {', '.join(map(str, found))} could not be loaded"
-
-
-def unseen(missed: int) -> str:
-    """What was committed that nobody who lives has seen, in words for people; empty: nothing."""
-    return "; iterations were committed that nobody who lives has seen" if missed else ""
 
 
 def kept(statuses: Mapping[int, JoinStatus], timeline: Timeline) -> Kept | None:

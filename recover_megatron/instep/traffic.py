@@ -9,7 +9,8 @@ DEFERRED    ... or, in a section whose workers depend on each other inside their
             of the section run with what is at hand; its end tells
 OPEN        anywhere else: the group's members carry it out once, those who are left if some die (`exchange`)
 
-``Among`` says which of the members that the caller counts on carry it out; ``caller`` finds the call that asks for it.
+``Among`` says which of the members that the caller counts on carry it out; ``caller`` finds the call that asks for it;
+``Staged`` has what it is carried out on.
 """
 
 from __future__ import annotations
@@ -17,18 +18,98 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
+from recover_megatron.collectives.epoch import EpochRevoked
 from recover_megatron.collectives.tree.operations import TreeBackend
-from recover_megatron.instep.epoch_groups import Failure
 from recover_megatron.instep.faults import Disagreement, UnknownOperation
 from recover_megatron.instep.recovery import Recovery
-from recover_megatron.instep.staging import Staged
+
+IN_PLACE = ("allreduce", "reduce", "broadcast")
+"""Operations that read what they write.  All others write their first argument and read their second."""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Staged:
+    """The tensors of one operation, and the copies on the host that it is carried out on in their place.
+
+        to(backend) --the operation--> wait --bring_back()--> the tensors have the result
+                                         '--revoked--> they are as they were
+
+    An operation in place writes over its input, and one that is interrupted has written over a part of it; it may have
+    to be carried out once more.  Tensors of a GPU are copied, too: they are small, and it needs them on the host.
+
+    ``away``: which tensors are copied in any case.  ``every_result``: also results that are no input are written when
+    they are brought back, and not before: where fewer workers may repeat the operation nothing is left of the others.
+    """
+
+    def __init__(
+        self,
+        away: Callable[[torch.Tensor], bool] = lambda tensor: tensor.device.type != "cpu",
+        *,
+        every_result: bool = False,
+    ) -> None:
+        self._away = away
+        self._every_result = every_result
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._on: Any = None
+        self.spoiled: list[torch.Tensor] = []
+        """The inputs over which ``bring_back`` writes."""
+
+    def to(self, backend: Any) -> Any:
+        """The backend, as an operation is to see it.  Forgets what the last one wrote, if there was one."""
+        self._on, self._copies, self.spoiled = backend, [], []
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._on, name)
+
+        def call(written: Any, *arguments: Any) -> Any:
+            read = {_storage(tensor) for tensor in _tensors(written if name in IN_PLACE else arguments[:1])}
+            return method(
+                self._copied(written, lambda tensor: _storage(tensor) in read, True),
+                *(self._copied(value, lambda tensor: False, False) for value in arguments),
+            )
+
+        return call
+
+    def bring_back(self) -> None:
+        """The operation is over: what it wrote goes to where it belongs."""
+        with torch.no_grad():
+            for original, copy in self._copies:
+                original.copy_(copy)
+
+    def _copied(self, value: Any, shared: Callable[[torch.Tensor], bool], written: bool) -> Any:
+        """``value`` with copies of its tensors that are away or, of those ``written``, that are read, too (shared)."""
+        if isinstance(value, (list, tuple)):
+            return [self._copied(item, shared, written) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not (self._away(value) or shared(value) or (written and self._every_result)):
+            return value
+        # In one piece, which is what gloo takes, whatever the original is a part of.
+        copy = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        if written:
+            self._copies.append((value, copy))
+            if shared(value):
+                self.spoiled.append(value)
+        return copy
+
 
 T = TypeVar("T")
 
@@ -37,9 +118,8 @@ T = TypeVar("T")
 class Among:
     """The members that carry out an operation on a group, of those whom its caller counts on.
 
-    A caller numbers the members of its group by the epoch that it knows.  Where some of them are lost in the middle of
-    the operation the others carry it out, and everything that is given by rank stays at the rank that the caller knows.
-    Slots, in rank order: ``present`` of those ``expected`` by the caller.
+    Where some are lost in the middle of the operation the others carry it out, and everything that is given by rank
+    stays at the rank that the caller knows.  Slots, in rank order: ``present`` of those ``expected`` by the caller.
     """
 
     expected: tuple[int, ...]
@@ -58,10 +138,7 @@ class Among:
         return self.pick(whole.view(-1).chunk(len(self.expected)))
 
     def from_root(self, options: Any, of_caller: int) -> Any:
-        """``options`` for an operation that hands out what rank ``of_caller`` has.
-
-        Raises Disagreement when it is gone: nobody has what the others wait for.
-        """
+        """``options`` for an operation that hands out what rank ``of_caller`` has.  Disagreement when it is gone."""
         slot = self.expected[of_caller]
         if slot not in self.present:
             raise Disagreement(f"the worker in slot {slot} died while it gave the others something between two steps")
@@ -142,17 +219,15 @@ Operation = Callable[[Any, Among], Any]
 """Starts one collective on a backend, whose members are those present, and returns its work."""
 
 
+@dataclass(eq=False)
 class Traffic:
     """Carries out the operations of all groups over replicas of a worker, which stands (or will stand) in ``slot``."""
 
-    def __init__(
-        self, slot: int, mode: Mode = Mode.STARTING, known: Callable[[Caller], bool] = lambda caller: False
-    ) -> None:
-        """``known``: whether the step has done already what an operation inside it is for."""
-        self.mode = mode
-        self.slot = slot
-        self._known = known
-        self.recovery: Recovery | None = None
+    slot: int
+    mode: Mode = Mode.STARTING
+    _known: Callable[[Caller], bool] = lambda caller: False
+    """Whether the step has done already what an operation inside it is for."""
+    recovery: Recovery | None = field(default=None, init=False)
 
     @contextmanager
     def during(self, mode: Mode) -> Iterator[None]:
@@ -241,13 +316,9 @@ class Traffic:
         assert self.recovery is not None
         epoch_groups, members = self.recovery.assignment.epoch_groups, self.members(group)
         self.recovery.progress.inject("traffic")
-        try:
-            with self.recovery.progress.waiting(f"{group.label} operation"):
-                backend = epoch_groups.control(group.label, members)
-                staged = Staged()
-                backend.wait(backend.call(lambda on: operation(staged.to(on), Among(members, members))))
-                self.recovery.sections.kept.keep(staged.spoiled)
-                staged.bring_back()
-        except PeerLost as lost:
-            epoch_groups.fail(Failure.of(lost))
-            raise EpochRevoked(epoch_groups.number, str(lost)) from lost
+        with epoch_groups.lost_ends_it(), self.recovery.progress.waiting(f"{group.label} operation"):
+            backend = epoch_groups.control(group.label, members)
+            staged = Staged()
+            backend.wait(backend.call(lambda on: operation(staged.to(on), Among(members, members))))
+            self.recovery.sections.kept.keep(staged.spoiled)
+            staged.bring_back()

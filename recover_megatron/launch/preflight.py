@@ -24,8 +24,7 @@ from recover_megatron.arguments import FLAGS, RecoverConfig, config_from_argv, p
 from recover_megatron.chaos.spec import BadSpec, parse_spec
 from recover_megatron.errors import UserError
 from recover_megatron.launch.messages import count
-from recover_megatron.workload.domains import data_parallel_ranks_per_replica
-from recover_megatron.workload.node_losses import NodeLoss, Training, node_losses
+from recover_megatron.workload.domains import NodeLoss, Training, data_parallel_ranks_per_replica, node_losses
 
 SIZES = {
     "tensor": "--tensor-model-parallel-size",

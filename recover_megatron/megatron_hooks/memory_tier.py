@@ -24,7 +24,6 @@ from typing import Any
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, Kept, Rollback
-from recover_megatron.instep.epoch_groups import Failure
 from recover_megatron.instep.faults import Disagreement
 from recover_megatron.instep.recovery import Recovery
 from recover_megatron.instep.snapshot_parts import available_memory
@@ -213,7 +212,7 @@ class MemoryTier:
         try:
             return self._recovery.snapshots.load(part, kept, mine.epoch_groups.check)[0]
         except PeerLost as error:
-            mine.epoch_groups.fail(Failure(f"a snapshot could not be had: {error}"))
+            mine.epoch_groups.end(PeerLost(f"a snapshot could not be had: {error}"))
             raise EpochRevoked(mine.epoch_groups.number, str(error)) from error
 
 

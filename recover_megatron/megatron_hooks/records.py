@@ -252,7 +252,7 @@ class Console:
         elif failure is not None:
             _say(losses.spares_line(iteration, failure, len(decision.spares)))
         if decision.fresh and decision.rollback is None:
-            _say(losses.return_line(iteration, decision, recovery.planner.whereabouts, self._gone, of))
+            _say(losses.return_line(iteration, decision, recovery.planner.losses.whereabouts, self._gone, of))
         self._gone = {replica: at for replica, at in self._gone.items() if replica not in decision.replicas}
         if len(decision.replicas) >= of:
             self._degraded = None

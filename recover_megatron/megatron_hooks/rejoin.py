@@ -32,7 +32,6 @@ from megatron.training import checkpointing, get_args
 from torch.distributed import distributed_c10d as c10d
 
 from recover_megatron.collectives.epoch import EpochRevoked
-from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.decision import HELD, MEMORY, Decision
 from recover_megatron.instep.decision import Rollback as Target
 from recover_megatron.instep.faults import (
@@ -45,8 +44,8 @@ from recover_megatron.instep.faults import (
     signature,
 )
 from recover_megatron.instep.gradients import alive
-from recover_megatron.instep.no_place import UntakenPlaces
-from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.recovery import Blame, Recovery
+from recover_megatron.instep.spare import UntakenPlaces
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop
 from recover_megatron.logger import get_logger

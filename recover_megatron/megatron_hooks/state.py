@@ -27,8 +27,7 @@ from megatron.training import get_args, get_timers
 
 from recover_megatron.collectives.state_transport import digest
 from recover_megatron.instep.faults import Disagreement
-from recover_megatron.instep.state_holder import Path, at, flatten, new_memory
-from recover_megatron.instep.state_receiver import Place
+from recover_megatron.instep.state_holder import Path, Place, at, flatten, new_memory
 from recover_megatron.megatron_hooks.fsdp.state import is_fsdp, local, tidy, weights
 from recover_megatron.megatron_hooks.layout import rolls_back
 from recover_megatron.megatron_hooks.loop_counters import LoopCounters

@@ -22,11 +22,10 @@ from megatron.training import get_args
 
 from recover_megatron.arguments import RecoverConfig
 from recover_megatron.errors import UserError
-from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.decision import Checkpoint
 from recover_megatron.instep.faults import NoReplica, OtherPosition, RunOver, StateLost, UnknownOperation
 from recover_megatron.instep.gradients import EXTRAS, Tail
-from recover_megatron.instep.recovery import Recovery
+from recover_megatron.instep.recovery import Blame, Recovery
 from recover_megatron.instep.step import Outcome, Step
 from recover_megatron.instep.traffic import Mode
 from recover_megatron.integrate import Loop

@@ -7,7 +7,7 @@
         |           |
         '-----------'--the members cannot do without it--> REFUSED, and forgotten: it may be asked again
 
-Only members know what they hold, so they decide, all alike (``workload.node_losses``), and remember what they have
+Only members know what they hold, so they decide, all alike (``workload.domains``), and remember what they have
 accepted: their statuses tell it, so the next coordinator knows it. What was only asked is lost with a coordinator; the
 observer sees that, and asks again.
 

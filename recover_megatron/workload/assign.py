@@ -4,25 +4,17 @@ Microbatch ids count through an iteration, 0..total-1.  At launch there are D0 =
 ranks, and stock Megatron deals the ids like cards: j = n * D0 + r is the n-th microbatch of rank r.  A replica holds
 ``inner_ranks`` of these ranks, rank r being inner rank ``r % inner_ranks`` of replica ``r // inner_ranks``: one, except
 where experts are spread over data-parallel ranks; then its ranks run in lock-step, the n-th microbatch of each at the
-same time.
+same time.  So whatever moves to another replica moves in rows of ``inner_ranks`` consecutive ids: ids that would have
+met in the experts of a failure-free run still do.
 
-So the ids come in rows of ``inner_ranks`` consecutive ones, and a row is what a replica runs in one step.  Whatever
-moves to another replica moves in such rows, inner rank by inner rank: ids that would have met in the experts of a
-failure-free run still do.
-
-An interleaved pipeline schedule cannot run any number of them.  It sends a *group* of microbatches through a stage's
-first chunk of layers, then the same group through its second chunk, and so on; then comes the next group.  The last
-group may be smaller.  A microbatch leaves the last stage no sooner than ``stages`` microbatches after it entered the
-first one, so no group may be smaller than ``stages``:
+An interleaved pipeline schedule sends a *group* of microbatches through a stage's first chunk of layers, then the same
+group through its second chunk, and so on; then comes the next group.  The last group may be smaller, and none smaller
+than ``stages``:
 
     8 microbatches on 4 stages in groups of 4:   4, 4
     9 microbatches                          4:   4, 4, 1   refused: the last group is too small
                                             5:   5, 4
     7 microbatches                          7:   7         one group always does
-
-Hence any number of microbatches from ``stages`` on can be run, if the size of the groups may change with the number.
-Larger groups keep more activations at once: (chunks - 1) * group size + 2 * stages - 1 chunks' at the first stage.  How
-long a pass takes does not depend on it.
 """
 
 from __future__ import annotations
@@ -131,8 +123,7 @@ def runs(count: int, stages: int, group: int) -> bool:
 def group_size(count: int, stages: int, usual: int) -> int:
     """The size of the groups for ``count`` microbatches on ``stages`` stages; ``usual``: as the user wants them.
 
-    The usual size if that can be, else the largest below it, else the smallest above it: never more activations at once
-    than usual where that can be avoided.
+    The usual size if that can be, else the largest below it, else the smallest above it.
 
     Raises ValueError for fewer microbatches than stages.
     """

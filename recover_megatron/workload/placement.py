@@ -1,8 +1,7 @@
 """Placement: orphans of several broken replicas, and spares, are put together into new replicas.
 
 The workers of a column hold the same parameters, so any live worker of a position can stand there in any replica.  A
-worker of another position can, too, once it has built the model of that one and has got the parameters.  So it goes
-in two steps, with time between them:
+worker of another position can, too, once it has built the model of that one and has got the parameters:
 
     orphans, spares, joiners --assemble--> new replicas, of those who stand where they are needed: they compute at once
                                                                  `----> rebuild: the fewest others that move
@@ -18,29 +17,16 @@ most replicas that the live workers of the nodes allow are
 
 and a new replica of what stands already takes exactly G from that sum: forming it now never costs one later.
 
-`teams` plans the changes of position.
-
-Hot spares: for which position a worker without a model should build one, before anybody is lost.  A hole is filled at
-the next boundary only by a worker that stands ready at its position.  So spares that nobody needs now are shared out
-over the positions:
-
-    alone    a worker that may stand in any replica: positions are as likely to be lost as they have workers elsewhere
-             (with its own node it would be lost itself), and each spare that stands there already covers one of them
-    teams    a tensor-parallel group lies in one node: as many whole teams as a node's spares make are spread over the
-             groups, each in another node where there is one
-    the rest of a node takes the place of one of its own workers: where most of them stand
-
-    loss --assemble--> the spare stands in the new replica           (it is ready, nothing is built)
-                 '---> no spare of that position: one is rebuilt, as without this
-
-All of it is a function of its arguments, whatever their order; the same answer on every worker.
+Live workers that cannot talk to each other, although others hear both, are not put together: their *edge* is broken
+(``cover``, ``seated``, ``free_of``, ``can_join``).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from recover_megatron.workload.teams import Counts, Holding, plan_teams
 
@@ -117,9 +103,8 @@ def assemble(
     range(``slots``), and are as many as can be formed of workers that are ready at their own position; at most ``most``
     of them (default: as many as there are free ids), those counted that come of a rebuild.
 
-    ``rebuild`` is for what is left after that, and brings it to as many replicas as it allows, with the fewest changes
-    of position: exactly so while no candidate is bound to its position (``fixed``, or not ready); else by a good greedy
-    rule, which is done better when they have come free.  On each node those without a model go first, then those
+    ``rebuild`` brings what is left to as many replicas as it allows, with the fewest changes of position while no
+    candidate is bound to its own (``fixed``, or not ready).  On each node those without a model go first, then those
     that stand where there are too many; of equals the ones with the lowest ids keep their position.
 
     Raises ValueError for a candidate with a position outside of the shape, more whole replicas than ``slots``, or one
@@ -223,7 +208,16 @@ def build_ahead(
     nodes: Mapping[int, str],
     shape: Shape,
 ) -> dict[int, int]:
-    """Worker -> the position that it should build its model for now; in the order of workers.
+    """Worker -> the position that it should build its model for, before anybody is lost; in the order of workers.
+
+    A hole is filled at the next boundary only by a worker that stands ready at its position.  So spares that nobody
+    needs now are shared out over the positions:
+
+    alone    a worker that may stand in any replica: positions are as likely to be lost as they have workers elsewhere
+             (with its own node it would be lost itself), and each spare that stands there already covers one of them
+    teams    a tensor-parallel group lies in one node: as many whole teams as a node's spares make are spread over the
+             groups, each in another node where there is one
+    the rest of a node takes the place of one of its own workers: where most of them stand
 
     ``spares``: all live workers without a place; those are told that are ready and have no model.  ``replicas``: the
     workers that have one, by position.  ``nodes``: where those run.
@@ -263,3 +257,92 @@ def _cover(
     at_risk = min(sum(standing[position].values()) - standing[position][node] for position in group)
     spares = min(sum(count for (p, _), count in covered.items() if p == position) for position in group)
     return (spares + 1) / (at_risk + 1e-3), sum(covered.get((position, node), 0) for position in group)
+
+
+Edge = tuple[int, int]
+"""Two nodes (workers, or replicas), the lower one first."""
+EXACT = 16
+"""Among up to so many nodes every set is looked at."""
+
+
+def edge(one: int, other: int) -> Edge:
+    """The edge between two nodes."""
+    return (one, other) if one < other else (other, one)
+
+
+def between(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) -> set[Edge]:
+    """The edges between groups of nodes: broken where that of any two of their members is."""
+    return {pair for pair in _of_groups(groups, broken) if pair[0] != pair[1]}
+
+
+def inside(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) -> set[int]:
+    """The groups with a broken edge between two of their own members."""
+    return {one for one, other in _of_groups(groups, broken) if one == other}
+
+
+def _of_groups(groups: Mapping[int, Iterable[int]], broken: Collection[Edge]) -> set[Edge]:
+    group_of = {node: number for number, members in groups.items() for node in members}
+    return {edge(group_of[one], group_of[other]) for one, other in broken if {one, other} <= group_of.keys()}
+
+
+def cover(broken: Collection[Edge]) -> frozenset[int]:
+    """The smallest set of nodes (workers, or replicas) without which no broken edge is left.
+
+    Of equally small sets that with the most broken edges at its members counts, of these that with the highest numbers;
+    the order of the edges does not matter.  All sets are looked at where up to ``EXACT`` nodes have broken edges; of
+    more the node with the most edges left is taken, again and again, which gives a small one.
+    """
+    near: defaultdict[int, set[int]] = defaultdict(set)
+    for one, other in broken:
+        near[one].add(other)
+        near[other].add(one)
+    nodes = sorted(near, reverse=True)
+    if len(nodes) > EXACT:
+        return _greedy(near)
+    for size in range(len(nodes)):
+        covers = [out for out in combinations(nodes, size) if all(one in out or other in out for one, other in broken)]
+        if covers:
+            return frozenset(max(covers, key=lambda out: sum(len(near[node]) for node in out)))
+    return frozenset()
+
+
+def _greedy(near: Mapping[int, set[int]]) -> frozenset[int]:
+    left, out = {node: set(others) for node, others in near.items()}, set[int]()
+    while any(left.values()):
+        most = max(left, key=lambda node: (len(left[node]), node))
+        out.add(most)
+        for other in left.pop(most):
+            left[other].remove(most)
+    return frozenset(out)
+
+
+def seated(
+    whole: Mapping[int, tuple[int, ...]], broken: Collection[Edge]
+) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[Edge, ...]]]:
+    """The replicas that can go on together, and those that cannot, with the edges that are the reason.
+
+    A replica whose own workers cannot talk to each other is none.  Of the others as few are out as can be.
+    """
+    torn = inside(whole, broken)
+    rest = {replica: workers for replica, workers in whole.items() if replica not in torn}
+    out = torn | cover(between(rest, broken))
+    standing = {worker for workers in whole.values() for worker in workers}
+    reasons = {
+        replica: tuple(sorted(pair for pair in broken if set(pair) <= standing and set(pair) & set(whole[replica])))
+        for replica in sorted(out)
+    }
+    return {replica: workers for replica, workers in whole.items() if replica not in out}, reasons
+
+
+def free_of(candidates: Mapping[int, Candidate], working: set[int], broken: Collection[Edge]) -> dict[int, Candidate]:
+    """Those of the candidates that can talk to all who work and to each other."""
+    cut_off = {pair[1 - at] for pair in broken for at in (0, 1) if pair[at] in working}
+    rest = set(candidates) - cut_off
+    cut_off |= cover({pair for pair in broken if set(pair) <= rest})
+    return {worker: candidate for worker, candidate in candidates.items() if worker not in cut_off}
+
+
+def can_join(whole: Mapping[int, Sequence[int]], placement: Placement, broken: Collection[Edge]) -> bool:
+    """Whether new replicas can be had as they are: all can talk to all, and nobody has to build another model first."""
+    grid = {**whole, **placement.replicas}
+    return not (placement.rebuild or inside(grid, broken) or between(grid, broken))

@@ -18,12 +18,6 @@ one that speaks for it, until the boundary before the next step, where the layou
     Layout(e) --somebody is lost--> the same units, other primaries --moves()--> Layout(e')
                                          |
                                          '--no live holder: lost()--> the state is lost
-
-With several optimizer instances (``Instances``) Megatron itself has a shard in every instance: its holders are those
-who stand in its places, a unit is a shard, and nothing is shared out while one of them lives.
-
-Pure functions; the same answer on every worker.  The source of the idea of a second copy kept by the same update is
-DESIGN.md, section 9.
 """
 
 from __future__ import annotations
@@ -95,8 +89,7 @@ class Layout:
     def parts(self, unit: int, numel: int) -> list[Part]:
         """What ``unit`` owns of a bucket of ``numel`` elements, ascending: its own shard, its share of the others.
 
-        Shards are equal where Megatron pads a bucket for it, else they differ by an element.  Equal parts where not all
-        have a home.
+        Shards are equal, or differ by an element where a bucket is not padded; equal parts where not all have a home.
         """
         at, count = self._at[unit], len(self.ring)
         if len(self._housed) < count:
@@ -130,7 +123,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Instances:
-    """The same for several optimizer instances.
+    """The same for several optimizer instances: Megatron itself has each shard in every instance.
 
     ``homes``: for each shard, in Megatron's order, who stands in its place in each instance; None: nobody.  A unit is
     a shard, by its number; those that hold it are alike, and the first one speaks for it.
@@ -172,10 +165,7 @@ AnyLayout = Layout | Instances
 
 
 def layout_of(places: Sequence[int | None], order: Sequence[int], shadows: int, stride: int = 1) -> Layout:
-    """The layout for those who are there.
-
-    ``places``: for each shard who stands in its place now.  ``order``: all who are there, in the ring's order.
-    """
+    """The layout of ``order``, all who are there as in the ring; ``places``: for each shard who stands in its place."""
     return Layout(tuple(places), tuple(order), shadows, stride)
 
 

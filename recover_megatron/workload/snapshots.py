@@ -6,12 +6,9 @@ Megatron's default order has the same stage of every replica), a copy outside of
     domain a: position 0 of both replicas          domain b: position 1 of both
        giver of 0, keeper of 1         <------->       giver of 1, keeper of 0
 
-A giver keeps its own copy, too: whichever domain is lost, the other one has all positions, of one iteration.
-
-A snapshot is made of *parts*: one for each position, and, where the optimizer's state is in shards over the replicas,
+A giver keeps its own copy, too: whichever domain is lost, the other one has all positions, of one iteration.  A
+snapshot is made of *parts*: one for each position, and, where the optimizer's state is in shards over the replicas,
 behind them one for each worker, with the shards for which it speaks (``part_of``).
-
-Pure functions; the same answer on every worker.
 """
 
 from __future__ import annotations
@@ -153,8 +150,7 @@ def interval(cost: float, behind: float, iteration: float, domains: int) -> int:
     """Iterations between two snapshots, by Young and Daly: where they cost as much as what is run again after losses.
 
     ``cost``: seconds that the training waits for one; ``behind``: that it takes in the background, which it should have
-    ended before the next; ``iteration``: seconds of one; ``domains``: how many there are to be lost.  At least as many
-    that snapshots take no more than ``MOST_SHARE`` of the time.
+    ended before the next; ``iteration``: seconds of one; ``domains``: how many there are to be lost.
     """
     if iteration <= 0:
         return FIRST_INTERVAL
@@ -163,8 +159,5 @@ def interval(cost: float, behind: float, iteration: float, domains: int) -> int:
 
 
 def needed(kept: int, largest: int) -> int:
-    """Bytes of host memory of a worker that keeps ``kept`` parts, none larger than ``largest``: two of each.
-
-    The older one is written over by the next, once the newer one is complete everywhere.
-    """
+    """Bytes of host memory of a worker that keeps ``kept`` parts, none larger than ``largest``: two of each."""
     return 2 * kept * largest

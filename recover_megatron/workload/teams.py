@@ -1,16 +1,14 @@
 """How many teams of each tensor group a node is to have, so that the fewest workers change position.
 
-A **team** is T workers of one node, one at each position of a tensor-parallel group; a replica is one team of each of
-the G groups, each from any node.  A node with n workers has room for n // T teams.  A team costs as many changes as
-positions in it have nobody standing there:
+A node with n workers has room for n // T **teams** (`placement`).  A team costs as many changes as positions in it
+have nobody standing there:
 
     positions   0  1 | 2  3        T = 2, G = 2; this node has 5 workers, so room for 2 teams
     standing    2  1 | 0  1        a team of (0, 1) costs nothing, a second one costs 1 (who stands at 3 moves to 1),
     unbuilt     1                  one of (2, 3) costs 1 (the worker without a model builds for 2)
 
-To choose what every node makes is a transportation problem: nodes supply room, groups want teams, and the cost of a
-node's n-th team of a group grows with n.  It is solved as such problems are, by cheapest paths.  A group that
-wants one more team finds
+To choose what every node makes is a transportation problem, solved by cheapest paths: nodes supply room, groups want
+teams, and the cost of a node's n-th team of a group grows with n.  A group that wants one more team finds
 
     a node with room:   the node makes the team, and the path ends;
     or a full node:     the node makes the team in place of one of another group, which then wants one more.
@@ -58,10 +56,7 @@ class Holding:
 
 
 def plan_teams(nodes: Sequence[Holding], tensor: Sequence[Sequence[int]], wanted: int) -> list[Counts]:
-    """For each of ``nodes`` how many teams of each group of ``tensor`` it is to have.
-
-    There are equally many teams of each group: ``wanted``, or as many as there can be.
-    """
+    """For each of ``nodes`` how many teams of each group of ``tensor`` it has: of each ``wanted``, or what can be."""
     team_size = len(tensor[0])
     wanted = min(wanted, sum(node.room(team_size) for node in nodes) // len(tensor))
     plan = _Plan(nodes, tensor)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.launch.preflight import forecast
-from recover_megatron.workload.domains import data_parallel_ranks_per_replica
-from recover_megatron.workload.node_losses import NodeLoss
+from recover_megatron.workload.domains import NodeLoss, data_parallel_ranks_per_replica
 from recover_megatron.workload.snapshots import interval
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")

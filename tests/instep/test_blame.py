@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recover_megatron.instep.blame import Blame
 from recover_megatron.instep.faults import Orphaned, is_of_device
+from recover_megatron.instep.recovery import Blame
 from tests.instep.test_plan import raised
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"

@@ -79,7 +79,7 @@ def met(*epochs: tuple[dict[int, JoinStatus], set[int]]) -> list[bool]:
     hooks: Any = SimpleNamespace(checkpoints=lambda: ((), ()))
     edges: Any = SimpleNamespace(look=lambda *_: (), told=lambda *_: None)
     snapshots: Any = SimpleNamespace(told=dict, follow=lambda decision: None)
-    where: Any = {"node": "a", "domains": (), "device": None, "peer_store": "", "min_replicas": 1}
+    where: Any = {"node": "a", "domains": (), "device": None, "peer_store": ""}
     planner = Planner(session, hooks, mine, edges, Rules(), snapshots=snapshots, **where)
     found = []
     for epoch, (statuses, left) in enumerate(epochs, start=2):

@@ -83,7 +83,7 @@ def test_all_groups_are_aborted_at_once_and_a_main_thread_that_comes_out_ends_no
     out = Leaving(groups, end=ended, where=MainThread(COMPUTING))
     out.begin()
     out.left()
-    out.join()
+    out._thread.join()
     assert [group.aborted for group in groups] == [True] * 3
     assert ended.reasons == []
 
@@ -130,7 +130,7 @@ def test_a_main_thread_that_goes_on_is_waited_for(where: str) -> None:
     out.begin()
     assert main.seen.wait(DEADLINE)
     out.left()
-    out.join()
+    out._thread.join()
     assert ended.reasons == []
 
 
@@ -210,7 +210,7 @@ def test_groups_that_are_made_anew_keep_their_options_and_are_aborted_once_when_
     inside.rebuild()
     first, second = inside.made
     for out in inside.leavings:
-        out.join()
+        out._thread.join()
     assert (first.aborts, first.aborted, second.aborted) == (1, True, False)
     assert inside.tensor.inner is second
     assert inside.ended.reasons == []
@@ -225,7 +225,7 @@ def test_a_group_in_which_a_mate_dies_before_it_is_connected_is_aborted_and_the_
         inside.rebuild()
     inside.groups.end()
     inside.groups.left()
-    inside.leavings[-1].join()
+    inside.leavings[-1]._thread.join()
     (group,) = inside.made
     assert (group.aborts, group.connected) == (1, False)
 
@@ -260,7 +260,7 @@ def test_a_replica_that_breaks_while_its_groups_are_opened_makes_no_more_of_them
         inside.rebuild()
     inside.groups.left()
     for out in inside.leavings:
-        out.join()
+        out._thread.join()
     (group,) = inside.made
     assert (group.aborts, group.aborted) == (1, True)
 

@@ -8,7 +8,7 @@ import pytest
 
 from recover_megatron.instep.decision import JoinStatus
 from recover_megatron.instep.faults import EXIT_REFUSED
-from recover_megatron.instep.no_place import odd_ones
+from recover_megatron.instep.planner import odd_ones
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.folder import candidates
 from tests.harness.forkserver import ForkServer

@@ -53,7 +53,7 @@ def test_every_worker_has_one_place_and_tensor_ranks_are_neighbours(
     for worker in range(world):
         replica, position = grid.place(worker)
         assert grid.replicas[replica][position] == worker
-        assert grid.inner_rank(worker) == position // (tensor * context * pipeline)
+        assert grid.inner_rank_of[position] == position // (tensor * context * pipeline)
         assert grid.replicas[replica][position - position % tensor] == worker - position % tensor
 
 

@@ -50,7 +50,7 @@ def test_who_misses_the_commit_of_the_second_run_returns_what_that_one_returned(
         decision=SimpleNamespace(at=0), live={0, 1, 2}, epoch_groups=groups, committed=lambda number: False
     )
     committed, returned = iter([False, True]), iter(["first", "second"])
-    rendezvous: Any = SimpleNamespace(committed_before_the_end=lambda number: next(committed), in_section=meet)
+    rendezvous: Any = SimpleNamespace(committed_before_the_end=lambda number: next(committed), meet=meet)
     progress: Any = Progress()
     sections = Sections(HOOKS, progress, assignment, NOBODY, rendezvous)
     assert sections.run("asynchronous checkpoint", lambda: next(returned)) == "second"

@@ -14,8 +14,8 @@ COLUMN = (0, 1, 2, 3)
 
 
 def assignment_of(me: int, standing: dict[int, int]) -> Any:
-    touched = defaultdict(frozenset)
-    return SimpleNamespace(me=me, standing=standing, staying=standing, touched=touched)
+    decision = SimpleNamespace(touched=defaultdict(frozenset))
+    return SimpleNamespace(me=me, standing=standing, staying=standing, decision=decision)
 
 
 def shards_of(me: int, standing: dict[int, int], shadows: int = 1) -> Shards:
@@ -123,7 +123,7 @@ def test_with_instances_those_that_hold_one_shard_follow_each_other() -> None:
 def test_copies_are_kept_on_another_node_and_stay_there_as_long_as_that_is_so() -> None:
     standing = everyone()
     assignment = assignment_of(0, standing)
-    assignment.touched = {worker: frozenset({f"node {worker // 2}"}) for worker in (*COLUMN, 7)}
+    assignment.decision.touched = {worker: frozenset({f"node {worker // 2}"}) for worker in (*COLUMN, 7)}
     shards = Shards({COLUMN: COLUMN}, 1, assignment)
     shards.adopt()
     shards.take_up({COLUMN: shards.wanted(COLUMN)})

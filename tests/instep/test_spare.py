@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from recover_megatron.instep.decision import Decision, JoinStatus
+from recover_megatron.instep.faults import OtherPosition, RunOver
 from recover_megatron.instep.orphan import Orphan
-from recover_megatron.instep.spare import BUILD_SECONDS, STUCK_SECONDS, Mirror, Over, Rebuild, Spare
+from recover_megatron.instep.spare import BUILD_SECONDS, STUCK_SECONDS, Mirror, Spare
 from recover_megatron.membership.records import CoordinatorLost, EpochRevoked
 from tests.harness.waiting import DEADLINE
 
@@ -72,6 +73,12 @@ def spare_of(session: Any, planner: Any) -> Spare:
     return spare
 
 
+def end_of(outcome: object) -> tuple[int, str]:
+    """The code and the reason of the end of the run for this worker, which ``outcome`` must be."""
+    assert isinstance(outcome, RunOver)
+    return outcome.code, str(outcome)
+
+
 @pytest.mark.parametrize("revoked", [False, True])
 def test_news_are_told_when_the_first_step_of_the_fresh_replicas_is_over(revoked: bool) -> None:
     session = Session()
@@ -86,7 +93,7 @@ def test_news_are_told_when_the_first_step_of_the_fresh_replicas_is_over(revoked
     session.settled.set()
     main.join(DEADLINE)
     assert session.said == ["wait for 7 in 5", "ask"]
-    assert outcomes == [Over(0, "the end of the test")]
+    assert [*map(end_of, outcomes)] == [(0, "the end of the test")]
 
 
 def test_who_is_ready_while_all_places_are_taken_asks_for_no_epoch() -> None:
@@ -94,7 +101,7 @@ def test_who_is_ready_while_all_places_are_taken_asks_for_no_epoch() -> None:
     spare = spare_of(session, planner_of(FRESH))
     assert session.idled.wait(DEADLINE)
     session.asked.set()  # the run ends
-    assert spare.arrive(version=None) == Over(0, "the end of the test")
+    assert end_of(spare.arrive(version=None)) == (0, "the end of the test")
     assert session.said == []
 
 
@@ -105,7 +112,7 @@ def test_no_whole_replica_is_the_end_of_the_run_only_where_somebody_had_finished
     session.left = frozenset({2, 3})
     session.asked.set()  # the run ends
     spare = spare_of(session, planner_of(Decision(6, {}, (0, 4), at=8), finished=finished, whole=False))
-    assert spare.arrive(version=None) == Over(0, "the training is over" if finished else "the end of the test")
+    assert end_of(spare.arrive(version=None)) == (0, "the training is over" if finished else "the end of the test")
     assert session.idled.is_set() is not finished
 
 
@@ -152,8 +159,7 @@ def test_who_keeps_the_state_of_the_last_replica_does_so_as_long_as_the_epoch_la
     session.ends.put(False)
     wait_until(spare, lambda: spare._outcome is not None)
     stuck = spare.arrive(version=6)
-    assert isinstance(stuck, Over)
-    assert stuck.code == 1
+    assert end_of(stuck)[0] == 1
 
 
 def test_who_builds_a_model_may_take_longer_than_who_leaves_the_training() -> None:
@@ -165,10 +171,12 @@ def test_who_builds_a_model_may_take_longer_than_who_leaves_the_training() -> No
     threading.Thread(target=lambda: arriving.put(spare.arrive(version=6)), daemon=True).start()
     wait_until(spare, lambda: spare._here)
     session.ends.put(True)
-    assert arriving.get(timeout=DEADLINE) == Rebuild(1)
+    wanted = arriving.get(timeout=DEADLINE)
+    assert isinstance(wanted, OtherPosition)
+    assert wanted.position == 1
     assert STUCK_SECONDS < (session.waits.get(timeout=DEADLINE) or 0) <= BUILD_SECONDS
     session.ends.put(None)
-    assert isinstance(spare.arrive(), Over)
+    assert isinstance(spare.arrive(), RunOver)
 
 
 def wait_until(spare: Spare, done: Callable[[], bool]) -> None:
@@ -193,4 +201,4 @@ def test_an_orphan_may_take_as_long_to_leave_as_its_last_mark_allows(allowed: fl
     assert allowed < (session.waits.get(timeout=DEADLINE) or 0) <= STUCK_SECONDS + allowed
     session.ends.put(None)
     assert orphan._spare is not None
-    assert isinstance(orphan._spare.arrive(), Over)
+    assert isinstance(orphan._spare.arrive(), RunOver)

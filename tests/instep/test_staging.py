@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from recover_megatron.instep.staging import Kept, Staged
+from recover_megatron.instep.rendezvous import Kept
+from recover_megatron.instep.traffic import Staged
 
 
 class _Doubling:

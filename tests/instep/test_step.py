@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,8 +58,8 @@ class Parts:
     def committed_before_the_end(self, number: int) -> bool:
         return False
 
-    def in_step(self, number: int, total: int, ran: list[int]) -> None:
-        self.calls.append(f"meet holding {ran}")
+    def meet(self, number: int, *, step: bool, total: int, ran: Sequence[int]) -> None:
+        self.calls.append(f"meet holding {[*ran]}")
         self.over = self._committed
 
     # trainer

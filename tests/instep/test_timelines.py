@@ -157,7 +157,7 @@ def test_a_rollback_is_undone_until_it_is_committed_whoever_has_logged_its_plan(
     mine: Any = SimpleNamespace(me=4, grid=TWO, replica=0, placed=True, lock=threading.Lock(), taken_up=None)
     edges: Any = SimpleNamespace(look=lambda *_: (), told=lambda *_: None)
     snapshots: Any = SimpleNamespace(told=dict, follow=lambda decision: None)
-    where: Any = {"node": "a", "domains": (), "device": None, "peer_store": "", "min_replicas": 1}
+    where: Any = {"node": "a", "domains": (), "device": None, "peer_store": ""}
     planner = Planner(session, hooks, mine, edges, Rules(), snapshots=snapshots, **where)
 
     joined = ONLY_FIRST | {4: JoinStatus(None, 1, ready=True), 5: JoinStatus(None, 1, ready=True)}

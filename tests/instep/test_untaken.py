@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recover_megatron.collectives.epoch import EpochRevoked, PeerLost
 from recover_megatron.instep.decision import Decision
-from recover_megatron.instep.no_place import MOST, PAUSE_SECONDS, UntakenPlaces
+from recover_megatron.instep.spare import MOST, PAUSE_SECONDS, UntakenPlaces
 
 BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
 ALL_NEW = Decision(5, {1: (2, 3)}, (), fresh=(1,))

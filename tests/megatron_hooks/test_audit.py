@@ -8,8 +8,8 @@ import pytest
 
 from recover_megatron.run_log.events import read_events
 from recover_megatron.run_log.steps import audit_problem, read_steps
-from recover_megatron.workload.balance import CONFIRM
 from recover_megatron.workload.domains import data_parallel_ranks_per_replica
+from recover_megatron.workload.quotas import CONFIRM
 from tests.harness.forkserver import ForkServer, Run
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
@@ -87,7 +87,7 @@ def test_a_replica_is_closed_under_its_dense_and_its_expert_groups(sizes: dict[s
 ITERATIONS = 9
 SLOW = [*NO_DROPOUT, "--train-iters", str(ITERATIONS)]
 LATER = 2
-"""Iterations that a busy host may add until it is sure of a pace; the exact number: tests/workload/test_balance.py."""
+"""Iterations that a busy host may add until it is sure of a pace; the exact number: tests/workload/test_quotas.py."""
 
 
 def losses(run: Run, out: Path) -> list[float]:

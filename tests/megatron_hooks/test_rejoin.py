@@ -15,9 +15,9 @@ from recover_megatron.errors import UserError
 from recover_megatron.instep.decision import Decision, JoinStatus, Rules
 from recover_megatron.instep.faults import RunOver
 from recover_megatron.instep.grid import launch_grid
-from recover_megatron.instep.no_place import MOST, PAUSE_SECONDS
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.snapshots import Taking
+from recover_megatron.instep.spare import MOST, PAUSE_SECONDS
 from recover_megatron.megatron_hooks import memory_tier
 from recover_megatron.megatron_hooks.groups import renew_rank_copies
 from recover_megatron.megatron_hooks.memory_tier import MemoryTier

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.workload import assign, quotas, reassign
+from recover_megatron.workload.assign import group_size, runs
 from tests.workload.test_quotas import SPEEDS, sharings
 
 
@@ -55,7 +59,7 @@ def test_every_id_is_assigned_exactly_once_and_every_lane_gets_its_part(case) ->
 
 
 @given(iterations())
-def test_a_replica_runs_its_own_first_ids_first_and_then_others_in_ascending_order(case) -> None:
+def test_a_replica_runs_its_own_first_ids_first_and_others_in_order_and_what_ran_in_lock_step_still_does(case) -> None:
     total, inner_ranks, ids, counts, launch = case
     for replica, lists in assign(total, inner_ranks, ids, counts, launch).items():
         for inner_rank, got in enumerate(lists):
@@ -63,12 +67,6 @@ def test_a_replica_runs_its_own_first_ids_first_and_then_others_in_ascending_ord
             kept = min(len(own), counts[replica] // inner_ranks)
             assert got[:kept] == own[:kept]
             assert got[kept:] == sorted(got[kept:])
-
-
-@given(iterations())
-def test_ids_that_ran_in_lock_step_at_launch_still_do(case) -> None:
-    total, inner_ranks, ids, counts, launch = case
-    for lists in assign(total, inner_ranks, ids, counts, launch).values():
         for row in zip(*lists, strict=True):
             assert row == tuple(range(row[0], row[0] + inner_ranks))
             assert row[0] % inner_ranks == 0
@@ -77,27 +75,6 @@ def test_ids_that_ran_in_lock_step_at_launch_still_do(case) -> None:
 def test_four_replicas_of_which_one_died() -> None:
     counts = quotas(8, [0, 1, 3])
     assert assign(8, 1, [0, 1, 3], counts, 4) == {0: [[0, 4, 2]], 1: [[1, 5, 6]], 3: [[3, 7]]}
-
-
-@pytest.mark.parametrize(
-    ("total", "inner_ranks", "replicas", "counts", "launch"),
-    [
-        (8, 1, [], {}, 4),
-        (8, 0, [0], {0: 8}, 4),
-        (8, 1, [0], {0: 7}, 4),
-        (8, 1, [0, 1], {0: 8}, 4),
-        (8, 2, [0, 1], {0: 5, 1: 3}, 2),
-        (8, 1, [0, 1], {0: 9, 1: -1}, 4),
-        (7, 1, [0, 1], {0: 4, 1: 3}, 4),
-        (8, 1, [0, 1], {0: 4, 1: 4, 2: 1}, 4),
-        (8, 1, [0, 1], {0: 4, 1: 4}, 0),
-    ],
-)
-def test_nonsense_is_refused(
-    total: int, inner_ranks: int, replicas: list[int], counts: dict[int, int], launch: int
-) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        assign(total, inner_ranks, replicas, counts, launch)
 
 
 @st.composite
@@ -111,10 +88,15 @@ def losses(draw: st.DrawFn) -> tuple[list[int], int, dict[int, int], dict[int, f
     return lost, inner_ranks, {i: draw(st.integers(0, 12)) for i in ids}, {i: draw(SPEEDS) for i in ids}, least
 
 
-@given(losses())
-def test_every_lost_id_is_shared_out_exactly_once_in_passes_that_can_be_run(case) -> None:
+@given(losses(), st.randoms(use_true_random=False))
+def test_every_lost_id_is_shared_out_exactly_once_in_passes_that_can_be_run(case, random) -> None:
+    """The same whatever the order of the arguments."""
     lost, inner_ranks, load, speeds, least = case
     shares = reassign(lost, inner_ranks, list(load), load=load, speeds=speeds, least=least)
+    ids, shuffled = list(load), list(lost)
+    random.shuffle(ids)
+    random.shuffle(shuffled)
+    assert reassign(shuffled, inner_ranks, ids, load=load, speeds=speeds, least=least) == shares
     assert everything(shares) == sorted(lost)
     assert list(shares) == sorted(load)
     for lists in shares.values():
@@ -140,17 +122,6 @@ def test_no_other_sharing_of_the_lost_ids_finishes_earlier(case) -> None:
     assert max(end(i, sum(map(len, lists))) for i, lists in shares.items()) <= best * (1 + 1e-12)
 
 
-@given(losses(), st.randoms(use_true_random=False))
-def test_the_order_of_the_arguments_does_not_matter(case, random) -> None:
-    lost, inner_ranks, load, speeds, least = case
-    ids, shuffled = list(load), list(lost)
-    random.shuffle(ids)
-    random.shuffle(shuffled)
-    assert reassign(shuffled, inner_ranks, ids, load=load, speeds=speeds, least=least) == reassign(
-        lost, inner_ranks, list(load), load=load, speeds=speeds, least=least
-    )
-
-
 def test_who_has_less_left_to_run_takes_more() -> None:
     assert reassign([2, 6, 10], 1, [0, 1, 3]) == {0: [[2]], 1: [[6]], 3: [[10]]}
     assert reassign([2, 6, 10], 1, [0, 1, 3], load={0: 4, 1: 1}) == {0: [[]], 1: [[2]], 3: [[6, 10]]}
@@ -158,19 +129,46 @@ def test_who_has_less_left_to_run_takes_more() -> None:
     assert reassign([4, 5, 12, 13], 2, [0, 1]) == {0: [[4], [5]], 1: [[12], [13]]}
 
 
+@given(st.integers(1, 16), st.integers(0, 200), st.integers(1, 40))
+def test_any_number_from_that_of_the_stages_on_can_be_run(stages: int, more: int, usual: int) -> None:
+    count = stages + more
+    group = group_size(count, stages, usual)
+    assert runs(count, stages, group)
+    if runs(count, stages, usual):
+        assert group == usual
+    elif group > usual:
+        assert not any(runs(count, stages, other) for other in range(1, group))
+    else:
+        assert not any(runs(count, stages, other) for other in range(group + 1, usual))
+
+
+def test_the_groups_are_as_large_as_they_must_be() -> None:
+    assert [group_size(count, 8, 8) for count in (8, 9, 16, 31, 32, 33, 34)] == [8, 9, 8, 11, 8, 11, 12]
+    assert group_size(10, 2, 3) == 2  # 3, 3, 3, 1 cannot be
+
+
 @pytest.mark.parametrize(
-    ("lost", "inner_ranks", "replicas", "options"),
+    "call",
     [
-        ([1], 1, [], {}),
-        ([1, 1], 1, [0], {}),
-        ([1, 2, 3], 2, [0], {}),
-        ([1, 2], 1, [0], {"least": 4}),
-        ([1, 2], 1, [0], {"least": 0}),
-        ([1], 0, [0], {}),
-        ([1], 1, [0], {"load": {0: -1}}),
-        ([1], 1, [0], {"speeds": {0: 0.0}}),
+        partial(assign, 8, 1, [], {}, 4),
+        partial(assign, 8, 0, [0], {0: 8}, 4),
+        partial(assign, 8, 1, [0], {0: 7}, 4),
+        partial(assign, 8, 1, [0, 1], {0: 8}, 4),
+        partial(assign, 8, 2, [0, 1], {0: 5, 1: 3}, 2),
+        partial(assign, 8, 1, [0, 1], {0: 9, 1: -1}, 4),
+        partial(assign, 7, 1, [0, 1], {0: 4, 1: 3}, 4),
+        partial(assign, 8, 1, [0, 1], {0: 4, 1: 4, 2: 1}, 4),
+        partial(assign, 8, 1, [0, 1], {0: 4, 1: 4}, 0),
+        partial(reassign, [1], 1, []),
+        partial(reassign, [1, 1], 1, [0]),
+        partial(reassign, [1, 2, 3], 2, [0]),
+        *(partial(reassign, [1, 2], 1, [0], least=least) for least in (4, 0)),
+        partial(reassign, [1], 0, [0]),
+        partial(reassign, [1], 1, [0], load={0: -1}),
+        partial(reassign, [1], 1, [0], speeds={0: 0.0}),
+        *(partial(group_size, count, stages, 8) for count, stages in ((0, 2), (7, 8), (3, 0))),
     ],
 )
-def test_reassign_refuses_nonsense(lost: list[int], inner_ranks: int, replicas: list[int], options) -> None:
+def test_nonsense_is_refused(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        reassign(lost, inner_ranks, replicas, **options)
+        call()

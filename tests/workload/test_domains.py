@@ -1,4 +1,4 @@
-"""No single loss takes all copies of anything, wherever copies can be placed so."""
+"""No single loss takes all copies of anything, wherever copies can be placed so; what it costs to lose a node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recover_megatron.instep.grid import LaunchGrid, launch_grid
-from recover_megatron.workload.domains import names, stride_of, touched_by
+from recover_megatron.workload.domains import (
+    Training,
+    data_parallel_ranks_per_replica,
+    drain,
+    leaving,
+    names,
+    node_losses,
+    replicas_of,
+    stride_of,
+    touched_by,
+)
 from recover_megatron.workload.shards import Layout
 
 GPUS = 8
@@ -122,3 +132,120 @@ def test_a_replica_touches_what_any_of_its_workers_stands_in() -> None:
     touched = touched_by([(0, 1), (2, 3)], {0: ["node a"], 1: ["node b"], 2: ["node b"]})
     assert touched[0] == touched[1] == {"node a", "node b"}
     assert touched[2] == touched[3] == {"node b"}
+
+
+NAMES = st.sampled_from("abcd")
+
+
+@given(
+    st.lists(NAMES, min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.lists(NAMES, unique=True),
+    st.integers(1, 3),
+    st.sampled_from([0, 2]),
+)
+def test_what_is_accepted_leaves_enough_and_what_is_refused_would_not(
+    nodes_of: list[str], size: int, wanted: list[str], fewest: int, shards: int
+) -> None:
+    nodes = dict(enumerate(nodes_of))
+    replicas = {r: tuple(range(r * size, (r + 1) * size)) for r in range(len(nodes) // size)}
+    found = drain(wanted, nodes, replicas, fewest, shards)
+    assert sorted([*found.accepted, *found.refused]) == sorted(wanted)
+
+    def enough(draining: set[str]) -> bool:
+        staying = set(replicas) - leaving(replicas, nodes, draining)
+        return len(staying) >= fewest and (
+            not shards or {r % shards for r in staying} == {r % shards for r in replicas}
+        )
+
+    there = {node for node in found.accepted if node in nodes_of}
+    assert not there or enough(there)
+    assert all(node in nodes_of and not enough(there | {node}) for node in found.refused)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "fewest", "shards", "why"),
+    [
+        ({}, 1, 0, "no replica is whole now"),
+        ({0: (0,), 1: (1,)}, 1, 0, "no whole replica would be left, one is needed: 2 of 2 have workers on a"),
+        ({0: (0,), 1: (2,)}, 2, 0, "1 of 2 whole replicas would be left, 2 are wanted (--recover-min-replicas)"),
+        ({0: (0,), 1: (2,), 2: (1,), 3: (3,)}, 1, 2, "hold nothing of shards [0] of the optimizer's state"),
+    ],
+)
+def test_the_reason_is_told(replicas: dict[int, tuple[int, ...]], fewest: int, shards: int, why: str) -> None:
+    found = drain(["a"], {0: "a", 1: "a", 2: "b", 3: "b"}, replicas, fewest, shards)
+    assert (found.accepted, list(found.refused)) == ((), ["a"])
+    assert why in found.refused["a"]
+
+
+def test_a_node_on_which_nobody_lives_is_drained_whatever_is_left() -> None:
+    assert drain(["gone", "a"], {0: "a"}, {}).accepted == ("gone",)
+
+
+POSITIONS, COPIES = "of the {} positions of a replica every worker is there", "have all their copies in replicas"
+LAUNCHES = {
+    "a replica a node is all that a node takes": (Training(tensor=8), 32, 8, 1, 3, ""),
+    "in the default order a node takes a stage of every replica": (
+        Training(tensor=2, pipeline=4), 32, 8, 4, 0, "of 2 " + POSITIONS.format(8),
+    ),
+    "in blocks it takes a replica": (Training(tensor=2, pipeline=4, pipeline_before_data=True), 32, 8, 1, 3, ""),
+    # The middle node has a half of each stage.
+    "where every replica is broken orphans of all positions begin again": (
+        Training(tensor=2, pipeline=2), 24, 8, 4, 2, "",
+    ),
+    "where the only replica is broken, too": (Training(tensor=4, pipeline=2, inner_ranks=2), 32, 8, 1, 1, ""),
+    "the only replica of a wide job goes with any node": (
+        Training(inner_ranks=16, experts=True), 16, 8, 1, 0, POSITIONS.format(16),
+    ),
+    "... and its shards": (Training(inner_ranks=16, experts=True, spread=True), 16, 8, 1, 0, COPIES),
+    # Shard s of 8 of 16 workers is on ranks s and s + 8: of two nodes each has one copy.
+    "with several instances copies are where Megatron puts them": (Training(spread=True, instances=2), 16, 8, 8, 8, ""),
+    "... on one node": (Training(spread=True, instances=2), 16, 16, 16, 0, COPIES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_what_the_loss_of_any_node_costs(name: str) -> None:
+    training, world, per_node, broken, whole, lost = LAUNCHES[name]
+    losses = node_losses(training, world, per_node)
+    assert [(loss.workers, loss.broken, loss.whole) for loss in losses] == [(per_node, broken, whole)] * len(losses)
+    assert len(losses) == world // per_node
+    assert all(lost in loss.lost if lost else not loss.lost for loss in losses)
+
+
+def test_the_experts_of_a_wide_job_make_one_replica_of_all() -> None:
+    assert data_parallel_ranks_per_replica(tensor=1, context=1, expert=16, expert_tensor=1) == 16
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_run_is_said_to_end_exactly_where_no_state_is_left(spread: bool, blocks: bool) -> None:
+    """By the definition: plain, a position of which nobody is left; spread, nothing can be better than that."""
+    for tensor, pipeline, nodes, per_node in itertools.product((1, 2, 4), (1, 2, 4), (2, 3, 4), (4, 8)):
+        world = nodes * per_node
+        if world % (tensor * pipeline):
+            continue
+        training = Training(tensor=tensor, pipeline=pipeline, pipeline_before_data=blocks, spread=spread)
+        replicas = replicas_of(
+            world, tensor=tensor, context=1, pipeline=pipeline, inner_ranks=1, pipeline_before_data=blocks
+        )
+        for loss in node_losses(training, world, per_node):
+            gone = set(range(loss.node * per_node, (loss.node + 1) * per_node))
+            whole = [workers for workers in replicas if not gone & set(workers)]
+            assert loss.workers == len(gone)
+            assert loss.broken == len(replicas) - len(whole)
+            if whole and not spread:
+                assert (loss.whole, loss.lost) == (len(whole), "")
+            if not whole:
+                nobody = any(gone >= set(column) for column in zip(*replicas, strict=True))
+                assert bool(loss.lost) == (nobody or spread)
+
+
+def test_with_snapshots_in_memory_the_run_goes_back_where_a_replica_is_left() -> None:
+    losses = node_losses(Training(tensor=2, pipeline=4, memory=True), 32, 8)
+    assert all(loss.back and loss.whole == 3 for loss in losses)
+    assert all(loss.lost for loss in losses)
+    assert not any(loss.back for loss in node_losses(Training(tensor=8, memory=True), 32, 8)), "no state is lost"
+    few = node_losses(Training(inner_ranks=16, memory=True), 16, 8)
+    assert all(loss.waits and not loss.back for loss in few), "too few are left"
+    assert not any(loss.waits for loss in losses)

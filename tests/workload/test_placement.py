@@ -1,21 +1,25 @@
-"""Placement against brute force: replicas without a rebuild, replicas after it, and the fewest changes for that."""
+"""Placement against brute force: replicas, those after a rebuild, the fewest changes, nodes' teams; spares ahead."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recover_megatron.workload import Candidate, Placement, Shape, assemble, openings
+from recover_megatron.workload.placement import EXACT, Edge, between, build_ahead, cover, edge, inside
+from recover_megatron.workload.teams import Counts, Holding, plan_teams
 
 Candidates = dict[int, Candidate]
-Counts = tuple[tuple[int, ...], ...]
+NodeCounts = tuple[tuple[int, ...], ...]
 
 
 def shape_of(tp: int, pp: int, *, cross_node: bool = False) -> Shape:
@@ -38,7 +42,7 @@ def most_standing(candidates: Mapping[int, Candidate], shape: Shape) -> int:
 
 
 @lru_cache(maxsize=100_000)
-def _take_standing(counts: Counts, group: int, shape: Shape) -> int:
+def _take_standing(counts: NodeCounts, group: int, shape: Shape) -> int:
     """The most replicas of these workers (by node and position) when the one being taken has its first groups."""
     if group == len(shape.tensor):
         return 1 + _take_standing(counts, 0, shape)
@@ -252,67 +256,48 @@ PAIR = shape_of(2, 1)
 FOUR = shape_of(2, 2)
 
 
-def test_orphans_of_two_broken_replicas_become_one_at_once() -> None:
-    orphans = {4: Candidate(0, "a"), 5: Candidate(1, "a"), 10: Candidate(2, "b"), 11: Candidate(3, "b")}
-    assert assemble([0], orphans, FOUR, 3) == Placement({1: (4, 5, 10, 11)}, {}, ())
+WIDE = replace(PAIR, cross_node=True)
+NOW_OR_AFTER = {
+    "orphans of two broken replicas become one at once: the example of the documentation": (
+        [0], {4: (0, "a"), 5: (1, "a"), 8: (0, "a"), 7: (3, "b"), 10: (2, "b"), 11: (3, "b")}, FOUR, 3,
+        {1: (4, 5, 10, 7)}, {}, (8, 11),
+    ),
+    "a tensor group is not put together across nodes": ([], {0: (0, "a"), 3: (1, "b")}, PAIR, 2, {}, {}, (0, 3)),
+    "... unless that is allowed": ([], {0: (0, "a"), 3: (1, "b")}, WIDE, 2, {0: (0, 3)}, {}, ()),
+    "across nodes only what does not fit within one": (
+        [], {1: (1, "b"), 2: (0, "a"), 3: (1, "a"), 4: (0, "c")}, WIDE, 2, {0: (4, 1), 1: (2, 3)}, {}, (),
+    ),
+    "a spare without a model is rebuilt before anybody moves": (
+        [], {1: (0, "a"), 2: (0, "a"), 3: (0, "a"), 9: (None, "a")}, PAIR, 1, {}, {9: 1}, (1, 2, 3, 9),
+    ),
+    "... and then those that stand where there are too many": (
+        [], {1: (0, "a"), 2: (0, "a"), 3: (0, "a"), 9: (None, "a")}, PAIR, 2, {}, {3: 1, 9: 1}, (1, 2, 3, 9),
+    ),
+    "what is being built is not built twice": (
+        [], {1: (0, "a"), 2: (1, "a", True, False), 9: (None, "a")}, PAIR, 1, {}, {}, (1, 2, 9),
+    ),
+    "a fixed worker is used where it stands and the free one is kept for the rebuild": (
+        [], {1: (0, "a"), 2: (0, "a", True), 3: (1, "a"), 4: (0, "a")}, PAIR, 2, {0: (2, 3)}, {4: 1}, (1, 4),
+    ),
+    "of too many at a position the bound one stays": (
+        [], {1: (0, "a"), 2: (0, "a", True, False)}, PAIR, 1, {}, {1: 1}, (1, 2),
+    ),
+    # Node a has a team of the first group already, and b is as far from either: so it is b that changes.
+    "a tensor group moves from the node where that is cheapest": (
+        [], {0: (0, "a"), 1: (1, "a"), 10: (0, "b"), 11: (3, "b")}, FOUR, 1, {}, {10: 2}, (0, 1, 10, 11),
+    ),
+    "no more replicas than slots": (
+        [1], {worker: (worker % 2, "a") for worker in range(8)} | {9: (None, "a")}, PAIR, 3,
+        {0: (0, 1), 2: (2, 3)}, {}, (4, 5, 6, 7, 9),
+    ),
+}  # fmt: skip
 
 
-def test_the_example_of_the_documentation() -> None:
-    on_a = {4: Candidate(0, "a"), 5: Candidate(1, "a"), 8: Candidate(0, "a")}
-    on_b = {7: Candidate(3, "b"), 10: Candidate(2, "b"), 11: Candidate(3, "b")}
-    assert assemble([0], on_a | on_b, FOUR, 3) == Placement({1: (4, 5, 10, 7)}, {}, (8, 11))
-
-
-def test_a_tensor_group_is_not_put_together_across_nodes_unless_that_is_allowed() -> None:
-    halves = {0: Candidate(0, "a"), 3: Candidate(1, "b")}
-    assert assemble([], halves, PAIR, 2) == Placement({}, {}, (0, 3))
-    assert assemble([], halves, replace(PAIR, cross_node=True), 2) == Placement({0: (0, 3)}, {}, ())
-
-
-def test_across_nodes_only_what_does_not_fit_within_one() -> None:
-    workers = {1: Candidate(1, "b"), 2: Candidate(0, "a"), 3: Candidate(1, "a"), 4: Candidate(0, "c")}
-    placement = assemble([], workers, replace(PAIR, cross_node=True), 2)
-    assert sorted(placement.replicas.values()) == [(2, 3), (4, 1)]
-
-
-def test_a_spare_without_a_model_is_rebuilt_before_anybody_moves() -> None:
-    workers = {1: Candidate(0, "a"), 2: Candidate(0, "a"), 3: Candidate(0, "a"), 9: Candidate(None, "a")}
-    assert assemble([], workers, PAIR, 1).rebuild == {9: 1}
-    assert assemble([], workers, PAIR, 2).rebuild == {3: 1, 9: 1}
-
-
-def test_what_is_being_built_is_not_built_twice() -> None:
-    coming = {1: Candidate(0, "a"), 2: Candidate(1, "a", fixed=True, ready=False), 9: Candidate(None, "a")}
-    assert assemble([], coming, PAIR, 1) == Placement({}, {}, (1, 2, 9))
-
-
-def test_a_fixed_worker_is_used_where_it_stands_and_the_free_one_is_kept_for_the_rebuild() -> None:
-    workers = {
-        1: Candidate(0, "a"),
-        2: Candidate(0, "a", fixed=True),
-        3: Candidate(1, "a"),
-        4: Candidate(0, "a"),
-    }
-    assert assemble([], workers, PAIR, 2) == Placement({0: (2, 3)}, {4: 1}, (1, 4))
-
-
-def test_of_too_many_at_a_position_the_bound_one_stays() -> None:
-    workers = {1: Candidate(0, "a"), 2: Candidate(0, "a", fixed=True, ready=False)}
-    assert assemble([], workers, PAIR, 1) == Placement({}, {1: 1}, (1, 2))
-
-
-def test_a_tensor_group_moves_from_the_node_where_that_is_cheapest() -> None:
-    """Node a has a team of the first group already, and b is as far from either: so it is b that changes."""
-    workers = {
-        **{worker: Candidate(position, "a") for worker, position in enumerate((0, 1))},
-        **{worker: Candidate(position, "b") for worker, position in enumerate((0, 3), start=10)},
-    }
-    assert assemble([], workers, FOUR, 1).rebuild == {10: 2}
-
-
-def test_no_more_replicas_than_slots() -> None:
-    workers = {worker: Candidate(worker % 2, "a") for worker in range(8)} | {9: Candidate(None, "a")}
-    assert assemble([1], workers, PAIR, 3) == Placement({0: (0, 1), 2: (2, 3)}, {}, (4, 5, 6, 7, 9))
+@pytest.mark.parametrize("name", NOW_OR_AFTER)
+def test_who_is_put_together_and_who_is_told_to_build(name: str) -> None:
+    whole, workers, shape, slots, *answer = NOW_OR_AFTER[name]
+    candidates = {worker: Candidate(*its) for worker, its in workers.items()}
+    assert assemble(whole, candidates, shape, slots) == Placement(*answer)
 
 
 @pytest.mark.parametrize(
@@ -346,3 +331,232 @@ def test_a_run_grows_by_whom_neither_missing_replicas_nor_spares_need(
         assert waiting - (new + 1) * size < spares, f"{beyond} are not all that there could be"
     if not more and whole <= launched:
         assert new == launched - whole, "without leave to grow: whatever is missing"
+
+
+NODES = st.sampled_from("abcd")
+
+
+def stood(spares: dict[int, Candidate], built: dict[int, int]) -> dict[int, Candidate]:
+    return {worker: Candidate(built.get(worker, its.position), its.node) for worker, its in spares.items()}
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.lists(NODES, max_size=9), st.booleans(), st.randoms()
+)
+def test_spares_are_spread_evenly_and_the_answer_does_not_depend_on_their_order(
+    tensor: int, stages: int, replicas: int, where: list[str], cross_node: bool, random: object
+) -> None:
+    shape = shape_of(tensor, stages, cross_node=cross_node)
+    grid = [tuple(range(r * shape.size, (r + 1) * shape.size)) for r in range(replicas)]
+    nodes = {worker: "abcd"[worker // tensor % 4] for its in grid for worker in its}
+    first = replicas * shape.size
+    spares = {first + n: Candidate(None, node) for n, node in enumerate(where)}
+    built = build_ahead(spares, grid, nodes, shape)
+    shuffled = list(spares)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert built == build_ahead({worker: spares[worker] for worker in shuffled}, grid, nodes, shape)
+    assert set(built) <= set(spares)
+    assert all(0 <= position < shape.size for position in built.values())
+    if tensor == 1 or cross_node:
+        assert set(built) == set(spares)
+    # Who has built is left alone, and nobody has to be told again.
+    assert build_ahead(stood(spares, built), grid, nodes, shape).keys() <= set(spares) - set(built)
+
+
+def test_the_spares_of_one_node_cover_each_position_once_before_one_twice() -> None:
+    grid, nodes = [(0, 1, 2, 3), (4, 5, 6, 7)], dict.fromkeys(range(8), "a")
+    spares = {8 + n: Candidate(None, "spare") for n in range(6)}
+    built = build_ahead(spares, grid, nodes, shape_of(1, 4))
+    assert Counter(built.values()) == {0: 2, 1: 2, 2: 1, 3: 1}
+
+
+def test_a_position_is_covered_from_another_node_than_its_workers() -> None:
+    """Position 0 is on node a, position 1 on node b: a spare on a is lost with the workers of position 0."""
+    grid, nodes = [(0, 1), (2, 3)], {0: "a", 2: "a", 1: "b", 3: "b"}
+    assert build_ahead({8: Candidate(None, "a"), 9: Candidate(None, "b")}, grid, nodes, shape_of(1, 2)) == {8: 1, 9: 0}
+
+
+def test_a_spare_node_stands_ready_to_replace_any_lost_node() -> None:
+    """TP 4, nodes of 8: of each stage a team."""
+    shape, grid = shape_of(4, 2), [tuple(range(8)), tuple(range(8, 16))]
+    nodes = {worker: f"n{worker // 8}" for worker in range(16)}
+    spares = {16 + n: Candidate(None, "spare") for n in range(8)}
+    ready = stood(spares, build_ahead(spares, grid, nodes, shape))
+    placement = assemble({0}, ready, shape, 2)  # replica 1 is lost with its node
+    assert (placement.replicas, placement.rebuild) == ({1: tuple(range(16, 24))}, {})
+
+
+def test_what_is_left_of_a_tensor_group_takes_the_place_of_one_of_its_own_node() -> None:
+    shape, grid = shape_of(2, 2), [(0, 1, 2, 3)]
+    nodes = {0: "a", 1: "a", 2: "b", 3: "b"}
+    assert build_ahead({9: Candidate(None, "b")}, grid, nodes, shape) == {9: 2}
+    assert build_ahead({9: Candidate(None, "c")}, grid, nodes, shape) == {}
+
+
+def test_who_is_not_ready_or_has_a_model_is_left_alone() -> None:
+    grid, nodes = [(0,)], {0: "a"}
+    spares = {1: Candidate(0, "b"), 2: Candidate(None, "b", ready=False), 3: Candidate(None, "b", fixed=True)}
+    assert build_ahead(spares, grid, nodes, shape_of(1, 1)) == {}
+
+
+def best_cover(broken: set[Edge]) -> frozenset[int]:
+    """By trying all sets."""
+    nodes = sorted({node for pair in broken for node in pair})
+    degree = {node: sum(node in pair for pair in broken) for node in nodes}
+    covers = [
+        chosen
+        for size in range(len(nodes) + 1)
+        for chosen in combinations(nodes, size)
+        if all(one in chosen or other in chosen for one, other in broken)
+    ]
+    return frozenset(min(covers, key=lambda c: (len(c), -sum(degree[n] for n in c), sorted(-n for n in c)), default=()))
+
+
+@given(st.sets(st.sampled_from(list(combinations(range(7), 2)))), st.randoms())
+@settings(max_examples=300, deadline=None)
+def test_the_smallest_cover_is_out_in_whatever_order_the_edges_are_told(
+    broken: set[Edge], order: random.Random
+) -> None:
+    told = [pair if order.random() < 0.5 else pair[::-1] for pair in broken]
+    order.shuffle(told)
+    assert cover(told) == best_cover(broken)
+
+
+SIZE = 1024
+
+
+@pytest.mark.parametrize(
+    ("broken", "out"),
+    [
+        ([(2 * n, 2 * n + 1) for n in range(EXACT // 2)], EXACT // 2),
+        (combinations(range(EXACT), 2), EXACT - 1),
+        ([(2 * n, 2 * n + 1) for n in range(SIZE // 2)], SIZE // 2),
+        ([edge(7, n) for n in range(SIZE) if n != 7], 1),
+        ([(one, other) for one in range(SIZE // 2) for other in range(SIZE // 2, SIZE)], SIZE // 2),
+        ([(one, other) for one in range(300) for other in range(300, SIZE)], 300),
+        (combinations(range(SIZE), 2), SIZE - 1),
+    ],
+    ids=[
+        "as many as are looked at all in pairs", "as many as are looked at all, and nobody hears anybody",
+        "a thousand in pairs", "one of a thousand hears nobody", "two halves of a thousand",
+        "two racks of a thousand", "nobody of a thousand hears anybody",
+    ],
+)  # fmt: skip
+def test_a_cover_of_many_is_a_cover_and_no_larger_than_it_must_be(broken: Iterable[Edge], out: int) -> None:
+    edges = set(broken)
+    found = cover(edges)
+    assert len(found) == out
+    assert all(one in found or other in found for one, other in edges)
+
+
+def test_three_that_are_a_chain_lose_the_one_in_the_middle_and_of_equals_the_highest_is_out() -> None:
+    assert cover({(1, 2)}) == {2}
+    assert cover({(1, 2), (0, 1)}) == {1}
+
+
+def test_of_equally_many_those_with_the_most_broken_edges_are_out() -> None:
+    # 1-2 and 3-4 need one each; 2 and 3 have a second edge, which either covers.
+    assert cover({(1, 2), (2, 3), (3, 4)}) == {2, 3}
+
+
+def test_edges_of_workers_are_edges_of_their_replicas() -> None:
+    replicas = {0: (0, 3), 1: (1, 4), 2: (2, 5)}
+    assert between(replicas, {(3, 4), (2, 5), (0, 9)}) == {(0, 1)}
+    assert inside(replicas, {(3, 4), (2, 5), (0, 9)}) == {2}
+
+
+TENSORS = [
+    tuple(tuple(range(group * size, (group + 1) * size)) for group in range(groups))
+    for size, groups in ((1, 1), (1, 3), (1, 5), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3), (2, 4), (2, 5))
+]
+
+
+def changes(node: Holding, tensor, teams: Counts) -> int | None:
+    """How many of a node's workers change position for these teams; None if it has not enough that can."""
+    wanted = {position: count for group, count in zip(tensor, teams, strict=True) for position in group}
+    lacking = sum(max(0, count - node.standing[position]) for position, count in wanted.items())
+    idle = sum(
+        min(node.standing[position] - node.bound[position], max(0, node.standing[position] - count))
+        for position, count in wanted.items()
+    )
+    return lacking if lacking <= node.unbuilt + idle else None
+
+
+def plans(node: Holding, tensor, most: int) -> Iterator[tuple[Counts, int]]:
+    """All that a node can make, and the changes for it."""
+    for teams in itertools.product(range(min(most, node.room(len(tensor[0]))) + 1), repeat=len(tensor)):
+        cost = changes(node, tensor, teams)
+        if cost is not None:
+            yield teams, cost
+
+
+def best(nodes: list[Holding], tensor, most: int) -> tuple[int, int]:
+    """The most teams of each group, at most ``most``, and the fewest changes for them: node after node, every plan."""
+    reached = {(0,) * len(tensor): 0}
+    for node in nodes:
+        further: dict[Counts, int] = {}
+        for (before, spent), (teams, cost) in itertools.product(reached.items(), list(plans(node, tensor, most))):
+            total = tuple(map(sum, zip(before, teams, strict=True)))
+            if max(total) <= most:
+                further[total] = min(further.get(total, spent + cost), spent + cost)
+        reached = further
+    count = max(min(total) for total in reached)
+    return count, reached[(count,) * len(tensor)]
+
+
+def outcome(nodes: list[Holding], tensor, most: int) -> tuple[int, int]:
+    """The same two numbers of `plan_teams`; its plan can be carried out."""
+    planned = plan_teams(nodes, tensor, most)
+    costs = [changes(node, tensor, teams) for node, teams in zip(nodes, planned, strict=True)]
+    totals = {sum(column) for column in zip(*planned, strict=True)} or {0}
+    assert len(totals) == 1
+    return totals.pop(), sum(cost for cost in costs if cost is not None) if None not in costs else -1
+
+
+@st.composite
+def holdings(draw: st.DrawFn, bound: bool = False):
+    tensor = draw(st.sampled_from(TENSORS))
+    size = len(tensor) * len(tensor[0])
+    nodes = []
+    for _ in range(draw(st.integers(0, 5))):
+        # Hardly more workers than a team or two: nodes must then make way for each other.
+        most = draw(st.sampled_from((2, 2, 2, 4))) + len(tensor[0])
+        stand = draw(st.lists(st.integers(0, size - 1), min_size=len(tensor[0]) - 1, max_size=most))
+        standing = tuple(stand.count(position) for position in range(size))
+        bound_here = tuple(draw(st.integers(0, count)) if bound and count else 0 for count in standing)
+        nodes.append(Holding(standing, bound_here, draw(st.sampled_from((0, 0, 0, 1, 3)))))
+    return nodes, tensor, draw(st.integers(0, 4 if len(tensor) < 4 else 2))
+
+
+def standing(*workers: int) -> Holding:
+    return Holding(workers, (0,) * len(workers), 0)
+
+
+THREE_STEPS = [
+    standing(0, 1, 2, 0, 0, 0, 0, 1, 1),
+    standing(1, 0, 1, 1, 0, 1, 0, 0, 0),
+    standing(0, 0, 0, 1, 1, 0, 0, 0, 1),
+]
+FOUR_STEPS = [
+    standing(0, 0, 1, 0, 0, 0, 0, 0, 1, 1),
+    standing(0, 0, 0, 0, 1, 0, 0, 1, 0, 0),
+    standing(2, 0, 0, 0, 0, 0, 0, 0, 0, 1),
+    standing(0, 0, 0, 1, 0, 0, 0, 1, 0, 0),
+    standing(0, 1, 0, 0, 1, 0, 0, 0, 0, 0),
+]
+
+
+@given(holdings())
+@example((THREE_STEPS, ((0, 1, 2), (3, 4, 5), (6, 7, 8)), 1))  # the last group's node is freed by three changes of plan
+@example((FOUR_STEPS, ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9)), 1))
+@settings(max_examples=200, deadline=None)
+def test_no_plan_has_more_teams_or_the_same_with_fewer_changes(case) -> None:
+    assert outcome(*case) == best(*case)
+
+
+@given(holdings(bound=True))
+@settings(deadline=None)
+def test_with_bound_workers_the_plan_can_be_carried_out(case) -> None:
+    count, cost = outcome(*case)
+    assert cost >= 0
+    assert count <= best(*case)[0]

@@ -121,13 +121,11 @@ def test_after_the_moves_all_holders_have_what_they_hold_and_nothing_moved_that_
             assert {element for part in new.parts(unit, numel) for element in range(*part)} <= has[worker]
 
 
+THERE = st.lists(st.booleans(), min_size=3, max_size=3)
+
+
 @given(
-    st.integers(1, 4).flatmap(
-        lambda shards: st.tuples(
-            st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=shards, max_size=shards),
-            st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=shards, max_size=shards),
-        )
-    ),
+    st.integers(1, 4).flatmap(lambda shards: st.tuples(*[st.lists(THERE, min_size=shards, max_size=shards)] * 2)),
     st.integers(0, 5),
 )
 def test_with_instances_the_same_holds_and_a_loss_moves_nothing(present, width: int) -> None:

@@ -345,7 +345,6 @@ class FaultTolerance:
                 memory_interval=config.memory_interval,
                 spares=config.spares,
             ),
-            min_replicas=config.min_replicas,
             verify_interval=config.verify_interval,
             flags=script_flags.flags_of(sys.argv[1:], config.may_differ.split(",")),
         )
