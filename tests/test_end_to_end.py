@@ -18,6 +18,7 @@ from tests.harness import REPOSITORY
 from tests.harness.patience import patient
 from tests.harness.processes import alive, free_port, processes_with
 from tests.harness.waiting import eventually
+from tests.instep.altered import altered
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 
 pytestmark = pytest.mark.slow
@@ -63,14 +64,12 @@ def same_training(out: Path, undisturbed: Path, iterations: int) -> list[StepRec
     return steps
 
 
-def awaiting(iteration: int) -> list[str]:
+def awaiting(iteration: int) -> tuple[str, ...]:
     """Before a script: this iteration does not begin before ``struck`` in the log folder says yes.
 
     So the run is not over by then, however late the test is, or what it reads.
     """
-    instep = REPOSITORY / "tests" / "instep"
-    # patient.py, which waits for nobody here, chooses the device before awaiting.py imports Megatron.
-    return [str(instep / "patient.py"), "1-1:0", str(instep / "awaiting.py"), f"{iteration}:struck:yes"]
+    return altered("pacing.awaiting", f"{iteration}:struck:yes")
 
 
 def test_a_run_leaves_its_audit_its_workers_and_their_logs(tmp_path: Path) -> None:

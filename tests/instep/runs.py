@@ -28,6 +28,7 @@ from recover_megatron.run_log.steps import StepRecord, read_steps, violations
 from tests.harness.forkserver import ForkServer
 from tests.harness.forkserver import Run as Ended
 from tests.harness.patience import patient
+from tests.instep.altered import altered
 from tests.megatron_hooks.tiny import OURS
 
 SAMPLES = 12
@@ -149,13 +150,13 @@ class Case:
     iterations: int = 8
     dropout: bool = False
     flags: tuple[str, ...] = ()
-    script: str = OURS
+    script: tuple[str, ...] = (OURS,)
     spares: int = 0
     """Workers that are started with the run, beyond those of its launch."""
     restarts: int = 0
     """Workers that are started in place of others, in all."""
     train_with: tuple[str, ...] = ()
-    """What else, script and its own arguments, is run instead of ``script``, but not for the failure-free run."""
+    """What is put before ``script`` (see ``altered``), but not of the failure-free run."""
     model: tuple[str, ...] = ()
     """Flags that change the training, of the failure-free run, too."""
     doomed: tuple[int, ...] = ()
@@ -169,14 +170,17 @@ class Case:
         """The same with further flags, which the failure-free run does without."""
         return replace(self, flags=flags)
 
+    def altered(self, function: str, *arguments: object) -> Case:
+        """The same, in which something is altered by a function of ``pacing``, ``faulty`` or ``instruments``."""
+        return replace(self, train_with=(*altered(function, *arguments), *self.train_with))
+
+    def throughout(self, function: str, *arguments: object) -> Case:
+        """The same, in which something is altered, in the failure-free run, too."""
+        return replace(self, script=(*altered(function, *arguments), *self.script))
+
     def patient(self, when: str) -> Case:
-        """The same, waiting for replicas that are put together; ``when``: see ``patient``."""
-        script = self.train_with or (self.script,)
-        return replace(
-            self,
-            train_with=(str(Path(__file__).with_name("patient.py")), when, *script),
-            flags=(*self.flags, *SLOW_TO_SEE_A_HANG),
-        )
+        """The same, waiting for replicas that are put together; ``when``: see ``pacing.patient``."""
+        return replace(self.altered("pacing.patient", when), flags=(*self.flags, *SLOW_TO_SEE_A_HANG))
 
     def until_struck(self, iteration: int, *workers: int) -> Case:
         """The same, waiting before ``iteration`` until a fault of each of these has struck; to be called first.
@@ -184,13 +188,11 @@ class Case:
         For faults of who comes when it can, at what happens when it comes.
         """
         when = ";".join(f"worker-{worker}.log:injected fault {worker}@" for worker in workers)
-        script = self.train_with or (self.script,)
-        return replace(self, train_with=(str(Path(__file__).with_name("awaiting.py")), f"{iteration}:{when}", *script))
+        return self.altered("pacing.awaiting", f"{iteration}:{when}")
 
     def over_nccl(self, collective: str, **double: Any) -> Case:
         """The same, whose gradients travel over NCCL's double (``double``: its settings) by "native" or "ring"."""
-        told = json.dumps(double | {"collective": collective})
-        return replace(self, train_with=(str(Path(__file__).with_name("over_nccl.py")), told))
+        return self.altered("instruments.over_nccl", json.dumps(double | {"collective": collective}))
 
     def __str__(self) -> str:
         inject = ",".join(strike.spec(self.layout) for strike in self.strikes)
@@ -215,9 +217,8 @@ class Case:
             flags += QUICK_TO_SEE_A_HANG
         if self.strikes:
             flags += ["--recover-inject", ",".join(strike.spec(self.layout) for strike in self.strikes)]
-        script = self.train_with or (self.script,)
         ours = ["--recover", "--recover-log-dir", str(out), *self.flags]
-        return [*script, *MODEL, *self.layout.argv, *flags, *self.model, *ours]
+        return [*self.train_with, *self.script, *MODEL, *self.layout.argv, *flags, *self.model, *ours]
 
     def run(self, server: ForkServer, out: Path, networks: list[tuple[str, str]] | None = None) -> Result:
         """Run it to its end; ``networks``: as for ``ForkServer.run``, with a node each."""

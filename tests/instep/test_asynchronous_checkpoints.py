@@ -23,14 +23,16 @@ from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 pytestmark = pytest.mark.slow
 
 DP4 = LAYOUTS[0]
-HELD = str(Path(__file__).with_name("held_writers.py"))
 
 
-def saving(case: Case, how: str, out: Path, interval: int) -> Case:
-    """``how``: as for held_writers.py; empty: without it."""
+def saving(case: Case, out: Path, interval: int) -> Case:
     flags = ("--save", str(out / "saved"), "--save-interval", str(interval), *ASYNCHRONOUSLY.split())
-    script = case.train_with or (case.script,)
-    return replace(case, train_with=(HELD, how, *script) if how else script, flags=(*case.flags, *flags))
+    return replace(case, flags=(*case.flags, *flags))
+
+
+def held(case: Case, out: Path, pattern: str) -> Case:
+    """With every checkpoint held up until the coordinator's events have ``pattern``."""
+    return case.altered("faulty.held_writers", out / "events-0.jsonl", pattern)
 
 
 def abandoned(result: Result) -> bool:
@@ -51,7 +53,7 @@ def test_a_replica_that_comes_while_a_checkpoint_is_written_costs_neither_that_n
     """It comes while all but one look whether that of iteration 5 is written, and it is when the newcomer is ready."""
     out = tmp_path / "out"
     case = Case(DP4, (Strike(0, 0, 2, "backward"),), 12, restarts=1).patient(f"6-:{DP4.replicas}")
-    result = saving(case, f"{out / 'events-0.jsonl'}=is a spare, and ready", out, 5).run(forkserver, out)
+    result = saving(held(case, out, "is a spare, and ready"), out, 5).run(forkserver, out)
     check(result, reference(case))
     assert result.replicas[-1] == DP4.replicas
     assert not abandoned(result)
@@ -71,9 +73,10 @@ def test_the_last_checkpoint_is_saved_again_by_who_is_left_if_a_writer_dies_befo
     forkserver: ForkServer, reference: Reference, tmp_path: Path, how: str
 ) -> None:
     case = Case(DP4, ())
-    expected = saving(case, "", tmp_path / "whole", 8).run(forkserver, tmp_path / "whole")
+    expected = saving(case, tmp_path / "whole", 8).run(forkserver, tmp_path / "whole")
     out = tmp_path / "out"
-    result = saving(replace(case, doomed=(1 if how == "enter" else 0,)), how, out, 8).run(forkserver, out)
+    case = replace(case, doomed=(1 if how == "enter" else 0,)).altered("faulty.deadly_wait", how)
+    result = saving(case, out, 8).run(forkserver, out)
     check(result, reference(case))
     assert abandoned(result)
     mine, its = check_saved(result, [8]), check_saved(expected, [8])
@@ -85,7 +88,7 @@ def test_what_is_saved_again_counts_no_samples_that_were_left_out_since(forkserv
     """Iteration 8 is left out: it makes no step, but its samples count as consumed."""
     out = tmp_path / "out"
     case = Case(DP4, doomed=(1,), model=("--iterations-to-skip", "8"))
-    result = saving(case, "enter", out, 7).run(forkserver, out)
+    result = saving(case.altered("faulty.deadly_wait", "enter"), out, 7).run(forkserver, out)
     assert list(result.ended.codes) == [0, -9, 0, 0], result.told()
     assert abandoned(result)
     check_saved(result, [7, 8])
@@ -98,7 +101,7 @@ def test_a_spare_that_comes_while_the_last_checkpoint_is_written_does_not_cost_i
 ) -> None:
     out = tmp_path / "out"
     case = Case(DP4, (Strike(0, 0, 8, "backward"),), restarts=1)
-    result = saving(case, f"{out / 'events-0.jsonl'}=is admitted", out, 8).run(forkserver, out)
+    result = saving(held(case, out, "is admitted"), out, 8).run(forkserver, out)
     check(result, reference(case))
     assert not abandoned(result)
     check_saved(result, [8])
@@ -110,7 +113,7 @@ def test_a_worker_ends_with_its_writer_and_the_others_save_again(
 ) -> None:
     out = tmp_path / "out"
     case = Case(DP4).with_flags(*QUICK_TO_SEE_A_HANG)
-    result = saving(case, how, out, 8).run(forkserver, out)
+    result = saving(case.altered("faulty.deadly_writers", how), out, 8).run(forkserver, out)
     assert list(result.ended.codes) == [0, 1, 0, 0], result.told()
     told = "WriterStopped: process .* has been stopped" if how == "stop" else "WriterKilled: the process .* by signal 9"
     assert re.search(told, result.log(1)), result.told()
@@ -122,7 +125,7 @@ def test_a_part_that_cannot_be_written_in_the_background_ends_the_run_with_the_r
     forkserver: ForkServer, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    result = saving(Case(DP4), "fail", out, 8).run(forkserver, out)
+    result = saving(Case(DP4).altered("faulty.deadly_writers", "fail"), out, 8).run(forkserver, out)
     assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
     (stop,) = [event for event in result.events if event["event"] == "stop"]
     assert "the process that writes checkpoints for this worker ended with exit code 1" in str(stop["reason"])
@@ -137,7 +140,7 @@ def test_a_worker_without_a_part_in_a_checkpoint_is_waited_for_by_nobody(
     out = tmp_path / "out"
     case = Case(DP4, (Strike(0, 0, 2, "backward"),), 8, restarts=1).patient(f"5-:{DP4.replicas}")
     case = replace(case, flags=(*case.flags, "--no-ckpt-fully-parallel-save"))
-    result = saving(case, "", out, 4).run(forkserver, out)
+    result = saving(case, out, 4).run(forkserver, out)
     check(result, reference(case))
     assert sorted(result.grid.items()) == [(0, [4]), (1, [1]), (2, [2]), (3, [3])]
     check_saved(result, [4, 8])

@@ -29,7 +29,6 @@ MAXIMA = 2e-3
 """How far the maxima may be, relative: by 16 bits.  Of another microbatch they are some percent."""
 LATER = 1e-2
 """The same after ten iterations: weights that were clipped by others round to others."""
-SCRIPT = str(Path(__file__).with_name("maxima.py"))
 CASES = [
     Case(Layout("clip-dp3", 3, flags=CLIP), (Strike(1, 0, 3, "backward"), Strike(2, 0, 5, "all-gather"))),
     Case(Layout("clip-dp4", 4, flags=f"{CLIP} {GROUPED} {RECOMPUTED}"),
@@ -49,7 +48,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", some("attention logits", CASES, 2), ids=str)
 def test_weights_are_clipped_by_the_largest_logits_of_the_whole_batch(runs: Runs, case: Case) -> None:
-    case = replace(case, script=SCRIPT)
+    case = case.throughout("instruments.maxima")
     result, expected = runs(case), runs.reference(case)
     check(result, expected, NEAR)
     ours, theirs = maxima(result), maxima(expected)
@@ -64,7 +63,7 @@ def test_weights_are_clipped_as_stock_megatron_does(
     forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
 ) -> None:
     # Stock Megatron counts an evaluation for the next step.
-    case = Case(case.layout, script=SCRIPT)
+    case = Case(case.layout).throughout("instruments.maxima")
     argv = [word for word in case.argv(tmp_path) if not word.startswith("--recover")]
     argv.remove(str(tmp_path))
     ended = forkserver.run(case.layout.grid.world, argv, tmp_path, training=tmp_path / "training")

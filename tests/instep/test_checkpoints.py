@@ -11,6 +11,7 @@ from recover_megatron.membership.records import EXIT_FENCED, EXIT_SAME_FAULT
 from recover_megatron.run_log.steps import read_steps
 from tests.harness.forkserver import ForkServer
 from tests.harness.patience import patient
+from tests.instep.altered import altered
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE, losses
 
 pytestmark = pytest.mark.slow
@@ -71,10 +72,10 @@ def test_who_was_put_out_in_the_middle_of_a_checkpoint_and_wakes_later_spoils_no
 ) -> None:
     """Worker 0 is stopped while it writes, put out, and goes on writing when the others have finished theirs."""
     checkpoints = tmp_path / "checkpoints"
-    script = [str(Path(__file__).with_name("frozen.py")), str(checkpoints)]
     saving = [*flags, "--save", str(checkpoints), "--save-interval", "4"]
     recover = ["--recover", "--recover-log-dir", str(tmp_path / "run"), *QUICK]
-    run = forkserver.run(4, [*script, *TRAINING[1:], *saving, *recover], tmp_path / "run", timeout=240)
+    script = [*altered("faulty.frozen", checkpoints), *TRAINING]
+    run = forkserver.run(4, [*script, *saving, *recover], tmp_path / "run", timeout=240)
     assert run.codes == [EXIT_FENCED, 0, 0, 0], run.tail()
     assert "Traceback" not in run.logs[0].read_text(), run.logs[0].read_text()
     expected = [step.loss for step in read_steps(tmp_path / "run" / "steps.jsonl")]
@@ -97,10 +98,10 @@ def test_who_cannot_write_its_part_ends_and_the_others_write_again(
 ) -> None:
     """If nobody can, the run ends with the cause."""
     checkpoints = tmp_path / "checkpoints"
-    script = [str(Path(__file__).with_name("limited.py")), ",".join(map(str, unable)), "4"]
+    script = [*altered("faulty.limited", ",".join(map(str, unable)), 4), *TRAINING]
     flags = ["--save", str(checkpoints), "--save-interval", "2", *how.split()]
     recover = ["--recover", "--recover-log-dir", str(tmp_path / "run")]
-    run = forkserver.run(4, [*script, *TRAINING[1:], *flags, *recover], tmp_path / "run", timeout=240)
+    run = forkserver.run(4, [*script, *flags, *recover], tmp_path / "run", timeout=240)
     complete = sorted(path.name for path in checkpoints.glob("iter_*"))
     cause = (
         f"the checkpoint of iteration 4 cannot be written to {checkpoints}: worker {{}}: OSError: [Errno 27] File too"
@@ -121,10 +122,10 @@ def test_who_cannot_write_its_part_ends_and_the_others_write_again(
 def test_loaders_killed_while_a_checkpoint_is_written_cost_their_workers_and_not_the_checkpoint(
     forkserver: ForkServer, tmp_path: Path
 ) -> None:
-    script = [str(Path(__file__).with_name("lost_loaders.py")), "0,2"]
+    script = [*altered("faulty.lost_loaders", "0,2"), *TRAINING]
     flags = ["--num-workers", "2", "--save", str(tmp_path / "checkpoints"), "--save-interval", "4"]
     recover = ["--recover", "--recover-log-dir", str(tmp_path / "run")]
-    run = forkserver.run(4, [*script, *TRAINING[1:], *flags, *recover], tmp_path / "run", timeout=240)
+    run = forkserver.run(4, [*script, *flags, *recover], tmp_path / "run", timeout=240)
     assert run.codes == [1, 0, 1, 0], run.tail()
     for worker in (0, 2):
         said = run.logs[worker].read_text()

@@ -4,7 +4,6 @@ they end the run."""
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ MOE = Layout(
     "--disable-bias-linear",
 )  # fmt: skip
 PLAIN = Layout("pp2-dp3", 3, pipeline=2)
-REACHING = str(Path(__file__).with_name("reaching.py"))
 
 
 @pytest.mark.parametrize("layout", [MTP, MOE], ids=lambda layout: layout.name)
@@ -38,7 +36,7 @@ def test_what_only_some_stages_log_kills_nobody(
 
 def test_a_death_in_what_one_stage_sums_while_the_other_waits_for_it(runs: Runs) -> None:
     """Worker 3 is the second stage of one replica; the others sum without it, on the input that they had."""
-    case = replace(Case(PLAIN, iterations=4), train_with=(REACHING, "log"), doomed=(3,))
+    case = Case(PLAIN, iterations=4, doomed=(3,)).altered("instruments.reaching", "log")
     result = runs.check(case)
     lost = next(replica for replica, workers in enumerate(PLAIN.grid.replicas) if 3 in workers)
     for replica, workers in enumerate(PLAIN.grid.replicas):
@@ -57,12 +55,14 @@ def test_a_death_in_what_one_stage_sums_while_the_other_waits_for_it(runs: Runs)
 def test_what_reaches_over_replicas_in_a_step_ends_the_run_and_is_named(
     forkserver: ForkServer, tmp_path: Path, where: str, steps: int
 ) -> None:
-    case = replace(Case(PLAIN, iterations=4), train_with=(REACHING, where))
+    case = Case(PLAIN, iterations=4).altered("instruments.reaching", where)
     ended = forkserver.run(PLAIN.grid.world, case.argv(tmp_path), tmp_path, timeout=200)
     result = Result(case, ended, tmp_path)
     assert ended.codes == [EXIT_SAME_FAULT] * PLAIN.grid.world, result.told()
     for worker in range(PLAIN.grid.world):
-        cause = re.compile(r"allreduce at \S*reaching\.py:\d+ \(\w+\) reaches over replicas \(group \S+ of 3 workers\)")
+        cause = re.compile(
+            r"allreduce at \S*instruments\.py:\d+ \(\w+\) reaches over replicas \(group \S+ of 3 workers\)"
+        )
         assert cause.search(result.log(worker)), result.told()
     path = tmp_path / "steps.jsonl"
     assert [step.iteration for step in read_steps(path)] == list(range(1, steps + 1)) if steps else True

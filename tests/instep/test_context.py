@@ -12,6 +12,7 @@ import pytest
 
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
+from tests.instep.altered import altered
 from tests.instep.conftest import Runs
 from tests.instep.runs import (
     CONTEXT_LAYOUTS,
@@ -23,7 +24,7 @@ from tests.instep.runs import (
     Layout,
     Strike,
 )
-from tests.megatron_hooks.tiny import NO_DROPOUT, losses
+from tests.megatron_hooks.tiny import NO_DROPOUT, OURS, losses
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ SPLIT = {
 """What goes with --context-parallel-size, and must not see it."""
 NEAR = {"further tokens": 1e-3}
 """Megatron takes the mean of their losses over the ranks' means, and one of the ranks has a token less."""
-SCRIPT = str(Path(__file__).with_name("unwarmed.py"))
+SCRIPT = (*altered("instruments.unwarmed"), OURS)
 
 
 @pytest.mark.parametrize("name", some("split", list(SPLIT), 1))
@@ -54,7 +55,9 @@ def test_a_split_context_changes_nothing_but_rounding(forkserver: ForkServer, tm
     for size in (1, 2, 4):
         out = tmp_path / str(size)
         argv = [*MODEL, *Layout(name, 1, context=size, samples=4, flags=SPLIT[name]).argv, *NO_DROPOUT, *NO_EVALUATION]
-        run = forkserver.run(size, [SCRIPT, *argv, "--train-iters", "4"], out, losses=out / "losses.jsonl", timeout=240)
+        run = forkserver.run(
+            size, [*SCRIPT, *argv, "--train-iters", "4"], out, losses=out / "losses.jsonl", timeout=240
+        )
         assert run.ok, run.tail()
         found[size] = losses(out / "losses.jsonl")
     assert len(found[1]) == 4

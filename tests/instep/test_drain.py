@@ -5,9 +5,6 @@ What is compared is what test_equality.py compares; see ``runs``.  The command i
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
 from recover_megatron.run_log.events import read_events
@@ -34,7 +31,7 @@ NO_SHADOWS = ("--recover-shadow-shards", "0")
 def draining(when: str, layout: Layout, nodes: tuple[str, ...], *strikes: Strike, **more: object) -> Case:
     """A run in which nodes are drained; ``when``: see ``draining``."""
     case = Case(layout, strikes, nodes=nodes, **{"model": MODEL, **more})  # type: ignore[arg-type]
-    return replace(case, train_with=(str(Path(__file__).with_name("draining.py")), when, case.script))
+    return case.altered("pacing.draining", when)
 
 
 def said(result: Result, order: int = 0) -> tuple[str, int]:

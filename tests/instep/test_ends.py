@@ -74,8 +74,7 @@ def test_an_exception_of_one_worker_is_told_with_its_traceback_and_the_run_goes_
 
 def test_an_orphan_with_a_broken_device_ends_as_any_dead_worker_and_the_run_goes_on(runs: Runs) -> None:
     """It does not wait as a spare, which nobody would replace."""
-    script = str(Path(__file__).with_name("broken_device.py"))
-    case = Case(TP2, (Strike(1, 1, 3, "forward"),), train_with=(script,))
+    case = Case(TP2, (Strike(1, 1, 3, "forward"),)).altered("faulty.broken_device")
     result = runs(case)
     struck = case.strikes[0].worker(TP2)
     (mate,) = set(TP2.grid.replicas[1]) - {struck}
@@ -175,8 +174,7 @@ def test_a_full_checkpoint_disk_ends_the_run_with_its_cause_and_the_last_good_ch
     case = Case(Layout(f"dp{replicas}", replicas)).with_flags(
         "--save", str(save), "--save-interval", "2", "--ckpt-format", form, *how.split()
     )
-    argv = [str(Path(__file__).with_name("full.py")), str(small_disk), *case.argv(tmp_path)[1:]]
-    result = Result(case, forkserver.run(replicas, argv, tmp_path), tmp_path)
+    result = case.altered("faulty.full", small_disk).run(forkserver, tmp_path)
     assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
     (stop,) = [event for event in result.events if event["event"] == "stop"]
     assert stop["code"] == EXIT_SAME_FAULT
@@ -191,9 +189,7 @@ def test_a_full_checkpoint_disk_ends_the_run_with_its_cause_and_the_last_good_ch
 
 def poisoned(forkserver: ForkServer, out: Path, layout: Layout, what: str, *flags: str) -> tuple[Result, list[str]]:
     """Train with ``poison.py``; the run, which has ended with the code of a fault of the work, and what each said."""
-    case = Case(layout).with_flags(*flags)
-    argv = [str(Path(__file__).with_name("poison.py")), what, str(ROTTEN), *case.argv(out)[1:]]
-    result = Result(case, forkserver.run(4, argv, out, training=out / "training"), out)
+    result = Case(layout).with_flags(*flags).altered("faulty.poison", what, ROTTEN).run(forkserver, out)
     assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
     assert [step.iteration for step in read_steps(out / "steps.jsonl")] == [1, 2]
     return result, [result.log(worker) for worker in range(4)]

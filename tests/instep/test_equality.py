@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -60,8 +58,7 @@ def test_a_worker_that_hears_of_a_commit_before_it_goes_on_does_what_the_others_
     any more, and then it is: 2 is told before it looks.
     """
     case = Case(TP2, (Strike(2, 0, 3, phase),))
-    script = (str(Path(__file__).with_name("slow.py")), slow)
-    runs.check(replace(case, train_with=script))
+    runs.check(case.altered("pacing.slow", slow))
 
 
 def test_who_repeats_what_is_committed_meanwhile_goes_on_with_its_mates_when_the_epoch_ends(runs: Runs) -> None:
@@ -70,8 +67,7 @@ def test_who_repeats_what_is_committed_meanwhile_goes_on_with_its_mates_when_the
     Then 3 dies, while 0 has not come to its sums once more. 1 goes on to the update, for which it needs 0.
     """
     case = Case(TP2, (Strike(2, 1, 3, "reduce-scatter"), Strike(1, 1, 3, "optimizer")))
-    script = (str(Path(__file__).with_name("slow.py")), "reduce-scatter@5=0.2,again@0=1.5")
-    runs.check(replace(case, train_with=script))
+    runs.check(case.altered("pacing.slow", "reduce-scatter@5=0.2,again@0=1.5"))
 
 
 def test_the_workers_of_a_replica_begin_an_evaluation_together_though_one_of_them_knows_that_the_epoch_is_over(
@@ -79,23 +75,20 @@ def test_the_workers_of_a_replica_begin_an_evaluation_together_though_one_of_the
 ) -> None:
     """When 2 has died in it, 3 begins it again and waits for its mate 0, which comes when 1 has died, too."""
     case = Case(PP2, (Strike(2, 0, 3, "eval"), Strike(1, 0, 3, "eval", visit=3)))
-    script = (str(Path(__file__).with_name("slow.py")), "met@0=2")
-    runs.check(replace(case, train_with=script))
+    runs.check(case.altered("pacing.slow", "met@0=2"))
 
 
 def test_a_worker_that_has_not_taken_up_the_first_plan_yet_survives_another_ones_death(runs: Runs) -> None:
     """Before the first step all meet; there worker 1 dies, when worker 3 has been told that the run has begun."""
     case = Case(DP4, (Strike(1, 0, 1, "agree"),))
-    script = (str(Path(__file__).with_name("slow.py")), "joined@3=2")
-    runs.check(replace(case, train_with=script))
+    runs.check(case.altered("pacing.slow", "joined@3=2"))
 
 
 @pytest.mark.parametrize("layout", [DP4, PP2], ids=lambda layout: layout.name)
 def test_with_64_bits_nothing_is_left_of_the_difference(runs: Runs, layout: Layout) -> None:
     """So it was rounding: an error in the sum would be there with any number of bits."""
     deaths = (Strike(1, 0, 2, "reduce-scatter"), Strike(0, 0, 4, "forward", visit=2))
-    script = str(Path(__file__).with_name("double.py"))
-    case = Case(layout, deaths, dropout=True, script=script)
+    case = Case(layout, deaths, dropout=True).throughout("instruments.double")
     result, its = runs(case), runs.reference(case)
     check(result, its)
     assert {tensor.dtype for tensor in its.left[0]["parameters"].values()} == {torch.float64}

@@ -75,10 +75,10 @@ def run(server: ForkServer, out: Path, late: Late) -> Result:
     spec = ",".join([replace(late.strike, kind="stop").spec(layout), *(each.spec(layout) for each in late.others)])
     whole = layout.replicas - len(late.others)
     # Whoever stops takes its time before: the coordinator must have heard by a heartbeat that it is in a step.
-    pace = (str(Path(__file__).with_name("slow.py")), f"forward@{late.strike.worker(layout)}=0.1")
+    pace = f"forward@{late.strike.worker(layout)}=0.1"
     doomed = tuple(each.worker(layout) for each in late.others)
-    case = Case(layout, iterations=10, model=late.model, doomed=doomed, train_with=pace)
-    case = case.patient(f"{last + 2}-:{whole}")
+    case = Case(layout, iterations=10, model=late.model, doomed=doomed)
+    case = case.altered("pacing.slow", pace).patient(f"{last + 2}-:{whole}")
     case = replace(case, flags=(*case.flags, *GRACE.split(), "--recover-inject", spec))
     with woken(out, late):
         return case.run(server, out)
@@ -165,8 +165,7 @@ def test_a_replica_that_is_slow_and_never_stops_is_taken_over_again_and_again(ru
     back before the last one.
     """
     slow = ",".join(f"forward@{worker}={1 if worker == 1 else 0.3}" for worker in range(4))
-    script = (str(Path(__file__).with_name("slow.py")), slow)
-    case = Case(DP4, iterations=4, train_with=script).patient("4-:4")
+    case = Case(DP4, iterations=4).altered("pacing.slow", slow).patient("4-:4")
     case = replace(case, flags=(*case.flags, *GRACE.split()))
     result = runs(case)
     check_audit(result, case.iterations)

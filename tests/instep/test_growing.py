@@ -16,6 +16,7 @@ from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.drain import DrainExit
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
+from tests.instep.altered import altered
 from tests.instep.conftest import Reference, Runs
 from tests.instep.layouts import ADAM, INTERLEAVED, ROPE, SPREAD
 from tests.instep.runs import NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Result, check, check_evaluations
@@ -192,18 +193,15 @@ def test_a_grown_run_goes_back_to_the_snapshots_that_it_has_taken_since(runs: Ru
 
 
 def test_spares_that_are_asked_for_stay_spares(runs: Runs) -> None:
-    case = grown(DP2, 2, "3-17:3", "0@18:backward:kill,1@18:backward:kill")
-    when = case.train_with[1] + ",20-:2"
-    case = replace(case, flags=(*case.flags, "--recover-spares", "1"), train_with=(case.train_with[0], when, OURS))
-    result = equal(runs, case)
+    case = grown(DP2, 2, "3-17:3,20-:2", "0@18:backward:kill,1@18:backward:kill")
+    result = equal(runs, replace(case, flags=(*case.flags, "--recover-spares", "1")))
     assert max(result.replicas) == 3, result.replicas
     assert result.replicas[-1] == 2, "the spare has taken the place of one of the launch"
 
 
 def test_a_node_with_replicas_that_have_come_is_drained(runs: Runs) -> None:
     case = replace(grown(DP2, 2, "3-18:4"), nodes=("a", "b"))
-    script = (*case.train_with[:2], str(Path(__file__).with_name("draining.py")), "19:b", OURS)
-    result = equal(runs, replace(case, train_with=script))
+    result = equal(runs, case.altered("pacing.draining", "19:b"))
     assert max(result.replicas) == 4, result.replicas
     assert result.replicas[-1] == 1, "the newcomers are on the last node"
     assert said(result)[1] == DrainExit.DRAINED
@@ -215,10 +213,9 @@ def test_stock_megatron_resumes_at_the_launchs_size_what_a_grown_run_saved(
 ) -> None:
     training = [OURS, *TINY, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "16", *flags.split()]
     training += ["--save", str(tmp_path / "checkpoints"), "--save-interval", "12"]
-    patient = str(Path(__file__).with_name("patient.py"))
     recover = ["--recover", "--recover-log-dir", str(tmp_path), "--recover-max-replicas", "4"]
     recover += SLOW_TO_SEE_A_HANG
-    assert forkserver.run(2, [patient, "3-11:4", *training, *recover], tmp_path, spares=2).ok
+    assert forkserver.run(2, [*altered("pacing.patient", "3-11:4"), *training, *recover], tmp_path, spares=2).ok
     steps = list(read_steps(tmp_path / "steps.jsonl"))
     assert [audit_problem(step) for step in steps] == [None] * 16
     assert steps[11].replicas == 4

@@ -12,7 +12,7 @@ import pytest
 from recover_megatron.instep.decision import Decision
 from recover_megatron.instep.rendezvous import Boundary
 from tests.harness.waiting import DEADLINE
-from tests.instep.holding import hold
+from tests.instep.pacing import hold
 
 NEXT = 7
 """The number of the step that follows."""

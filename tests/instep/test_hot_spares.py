@@ -31,7 +31,7 @@ def hot(layout: Layout, spares: int, *strikes: Strike, model: tuple[str, ...] = 
     workers = range(layout.grid.world, layout.grid.world + spares)
     ready = ";".join(f"worker-{worker}.log:worker {worker} is ready for position" for worker in workers)
     when = f"2-{STRUCK}:{ready}"
-    case = replace(case, train_with=(str(Path(__file__).with_name("awaiting.py")), when, case.script))
+    case = case.altered("pacing.awaiting", when)
     return case if _at_once(case) else case.patient(f"{STRUCK + 2}-:{_left(case)}")
 
 

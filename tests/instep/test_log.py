@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.drawn import some
-from tests.harness import REPOSITORY
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference
 from tests.instep.logged import Numbers, console, differences, scalars
@@ -20,7 +19,6 @@ from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 pytestmark = pytest.mark.slow
 
 DP4, TP2 = LAYOUTS[0], LAYOUTS[2]
-SCRIPT = str(REPOSITORY / "tests" / "instep" / "with_wandb.py")
 
 
 @pytest.mark.parametrize("saving", some("progress", ["", ASYNCHRONOUSLY], 1))
@@ -53,7 +51,7 @@ class Log:
 def tell(server: ForkServer, case: Case, out: Path) -> tuple[Result, Log]:
     board = ["--tensorboard-dir", str(out / "board"), "--tensorboard-log-interval", "1"]
     wandb = ["--wandb-project", "tests", "--wandb-exp-name", "log", "--wandb-save-dir", str(out / "wandb")]
-    case = replace(case, script=SCRIPT, flags=(*board, *wandb))
+    case = replace(case, flags=(*board, *wandb)).throughout("instruments.with_wandb")
     if case.restarts:
         case = case.patient(f"{case.strikes[-1].iteration + 3}-:{case.layout.replicas}")
     result = case.run(server, out)

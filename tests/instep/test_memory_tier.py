@@ -43,10 +43,10 @@ SHARDS = part_of(PP2.grid.replicas[1][1], range(4), 2)
 """The part of a snapshot that has a shard of position 1."""
 
 
-def corrupted(part: int) -> tuple[str, ...]:
-    """Of a part that a worker of node b gives, the copy on node a."""
+def corrupted(case: Case, part: int) -> Case:
+    """With, of a part that a worker of node b gives, the copy on node a corrupted."""
     (keeper,) = (worker for worker in COPIES[part] if NODES[worker] == "a")
-    return str(Path(__file__).with_name("corrupt.py")), f"snapshot-{part}", str(keeper), "6"
+    return case.altered("faulty.corrupt", f"snapshot-{part}", keeper, 6)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ SCENARIOS = [
     Scenario("after the step", replace(LOST, strikes=IN_THE_UPDATE), 1, (2, 4)),
     Scenario("in the first iterations", replace(LOST, strikes=AT_ONCE, model=(*MODEL, *ADAM)), 1, (0, 2)),
     Scenario(
-        "a corrupted chunk", replace(LOST, train_with=corrupted(1), model=(*MODEL, *ADAM)), 1, (2,),
+        "a corrupted chunk", corrupted(replace(LOST, model=(*MODEL, *ADAM)), 1), 1, (2,),
         said="chunks [0] of the own copy of part 1 of the snapshot after iteration 4 are corrupted",
     ),
     Scenario(
@@ -89,7 +89,7 @@ SCENARIOS = [
     ),
     Scenario(
         "copied when the update waits for it",
-        replace(LOST, train_with=(str(Path(__file__).with_name("late_copy.py")),)), 1, (2, 4),
+        LOST.altered("pacing.late_copy"), 1, (2, 4),
     ),
 ]  # fmt: skip
 SPREAD = replace(LOST, model=SHARDED)
@@ -115,7 +115,7 @@ SHARD_SCENARIOS = [
     Scenario("nobody comes", SPREAD, 1, (2, 4)),
     Scenario("while a snapshot travels", replace(SPREAD, strikes=TRAVELLING), 1, (2, 4)),
     Scenario(
-        "a corrupted chunk", replace(SPREAD, train_with=corrupted(SHARDS)), 1, (2,),
+        "a corrupted chunk", corrupted(SPREAD, SHARDS), 1, (2,),
         said=f"copy of part {SHARDS} of the snapshot after iteration 4 are corrupted",
     ),
     Scenario(
@@ -197,8 +197,8 @@ def test_where_no_node_has_all_of_a_position_nothing_is_kept(runs: Runs) -> None
 
 
 def test_a_host_without_the_memory_for_it_is_refused_at_the_start(forkserver: ForkServer, tmp_path: Path) -> None:
-    poor = (str(Path(__file__).with_name("poor_host.py")), "2")
-    result = replace(LOST, strikes=(), iterations=3, train_with=poor).run(forkserver, tmp_path)
+    case = replace(LOST, strikes=(), iterations=3).altered("faulty.poor_host", 2)
+    result = case.run(forkserver, tmp_path)
     assert 0 not in result.ended.codes, result.told()
     assert result.steps == []
     assert "GiB of host memory a worker, which a host does not have: none is taken" in result.said

@@ -89,13 +89,12 @@ GLITCH = 2 * SAMPLES + 5
 
 
 def test_a_worker_that_alone_finds_an_unexpected_result_ends_and_its_microbatch_runs_elsewhere(runs: Runs) -> None:
-    script = str(Path(__file__).with_name("poison.py"))
-    case = Case(DP4, train_with=(script, "glitch", str(GLITCH)), flags=("--rerun-mode", "validate_results"))
+    plain = Case(DP4, flags=("--rerun-mode", "validate_results"))
+    case = plain.altered("faulty.poison", "glitch", GLITCH)
     result = runs(case)
     assert list(result.ended.codes) == [0, 1, 0, 0], result.told()
     assert "found NaN in local forward loss calculation" in result.log(1)
     assert "--rerun-mode validate_results: a worker that finds an unexpected result ends" in result.log(0)
-    plain = replace(case, train_with=())
     check_audit(result, case.iterations)
     check_steps(result, runs.reference(plain))
     check_parameters(result, runs.reference(plain))

@@ -147,16 +147,15 @@ def test_who_builds_a_model_after_a_resume_goes_on_with_what_the_checkpoint_has_
         "0.01",
         "--end-weight-decay",
     )
-    script = str(Path(__file__).with_name("double.py"))
-    saved = Case(TP2, (), 4, script=script, model=(*changing, "0.5", "--lr-decay-iters", "40"))
+    saved = Case(TP2, (), 4, model=(*changing, "0.5", "--lr-decay-iters", "40")).throughout("instruments.double")
     saving = saved.with_flags("--save", str(tmp_path / "saved"), "--save-interval", "4").run(forkserver, tmp_path / "1")
     assert saving.ended.ok, saving.told()
     resuming = ("--load", str(tmp_path / "saved"), "--use-checkpoint-opt_param-scheduler")
     strikes = (Strike(1, 1, 6, "backward"), Strike(2, 1, 6, "forward"))
     case = Case(
-        TP2, strikes if moved else strikes[:1], LONG + 4, script=script, restarts=int(not moved),
+        TP2, strikes if moved else strikes[:1], LONG + 4, restarts=int(not moved),
         model=(*changing, "0.1", "--lr-decay-iters", "400", *resuming),
-    )  # fmt: skip
+    ).throughout("instruments.double")  # fmt: skip
     undisturbed = case.failure_free.run(forkserver, tmp_path / "2")
     result = case.patient("8-:2" if moved else "8-:3").run(forkserver, tmp_path / "3")
     assert [step.iteration for step in result.steps] == list(range(5, LONG + 5)), result.told()
@@ -189,14 +188,13 @@ def test_another_death_while_a_replica_is_put_together(runs: Runs, victim: str) 
 def test_a_worker_whose_session_connected_late_outlives_its_mate(runs: Runs) -> None:
     """What an orphan shuts when it leaves its replica are the replica's connections, not its own to the coordinator."""
     case = Case(TP2, (Strike(0, 0, 4, "forward"),), 6)
-    runs.check(replace(case, train_with=(str(Path(__file__).with_name("late_session.py")),)))
+    runs.check(case.altered("pacing.late_session"))
 
 
 def test_a_newcomer_that_dies_before_it_has_a_place_costs_nothing(runs: Runs) -> None:
     world = TP2.grid.world
     case = Case(TP2, (Strike(1, 1, 3, "backward"),), LONG, restarts=2, doomed=(world,))
-    case = replace(case, train_with=(str(Path(__file__).with_name("newcomer.py")), str(world)))
-    result = equal(runs, case, when="5-:3")
+    result = equal(runs, case.altered("faulty.newcomer", world), when="5-:3")
     assert result.ended.more[world] == -9, result.told()
     assert result.replicas[-1] == 3, result.replicas
 
@@ -234,8 +232,7 @@ def test_what_users_combine_is_put_together_as_well(runs: Runs, feature: str) ->
 
 
 def test_a_state_that_differs_from_that_of_its_column_is_found_and_mended(runs: Runs) -> None:
-    script = (str(Path(__file__).with_name("corrupt.py")), "parameter", "3", "3")
-    case = replace(Case(TP2, flags=("--recover-verify-interval", "4")), train_with=script)
+    case = Case(TP2, flags=("--recover-verify-interval", "4")).altered("faulty.corrupt", "parameter", 3, 3)
     result = equal(runs, case)
     assert [plan["mended"] for plan in result.plans.values() if plan["mended"]] == [[3]]
     assert "differs from that of its column" in result.log(3)

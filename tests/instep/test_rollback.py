@@ -28,8 +28,6 @@ MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
 BOTH = (Strike(0, 1, 6, "backward"), Strike(1, 1, 6, "forward"))
 """All that hold the state of position 1, at once."""
 ALL_BUT_ONE = (Strike(0, 0, 6, "forward"), Strike(0, 1, 6, "forward"), Strike(1, 1, 6, "forward"))
-SPOILED = (str(Path(__file__).with_name("spoil.py")), "0", "6")
-LATE = (str(Path(__file__).with_name("late.py")),)
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,11 @@ SCENARIOS = [
     ),
     Scenario("a position with its shards", Case(TP2, BOTH, 10, model=SHARDED), 1),
     Scenario(
-        "one orphan is left", replace(Case(TP2, ALL_BUT_ONE, 10, restarts=3), train_with=LATE), 1, TORCH,
+        "one orphan is left", Case(TP2, ALL_BUT_ONE, 10, restarts=3).altered("pacing.late"), 1, TORCH,
         said="waits up to 300 s for other workers",
     ),
     Scenario(
-        "the newest cannot be read", replace(Case(TP2, BOTH, 10), train_with=SPOILED), 1, TORCH, to=(2,),
+        "the newest cannot be read", Case(TP2, BOTH, 10).altered("faulty.spoil", 0, 6), 1, TORCH, to=(2,),
         said="cannot load the checkpoint of iteration 4 in",
     ),
     # Two are left, both needed: one dies, and a newcomer takes its part.

@@ -16,7 +16,6 @@ from tests.drawn import some
 from tests.instep.conftest import Runs
 from tests.instep.hsdp import TWO
 from tests.instep.runs import Case, Layout
-from tests.megatron_hooks.tiny import OURS
 
 NOBODY: Any = SimpleNamespace(check=lambda: None, leave_if_broken=lambda: None)
 HOOKS: Any = SimpleNamespace(log=lambda *unused, **unused_too: None)
@@ -77,10 +76,9 @@ def test_who_hears_of_a_death_first_leaves_its_mate_of_a_section_waiting_for_nob
     """Worker 0 dies; in the other replica the second waits for the first, which never begins that attempt."""
     layout, kind, flags = PARTED[name]
     late, begins = layout.grid.replicas[1]
-    script = (str(Path(__file__).with_name("parted.py")), f"{kind}:0:{begins}:{late}", OURS)
     saving = ("--save", str(tmp_path / "saved")) if kind == "checkpoint" else ()
-    case = Case(layout, flags=(*saving, *flags), train_with=script, doomed=(0,))
-    result = runs.check(case)
+    case = Case(layout, flags=(*saving, *flags), doomed=(0,))
+    result = runs.check(case.altered("pacing.parted", kind, 0, begins, late))
     assert result.replicas == [2, 2, 2, *[1] * 5], result.replicas
     if saving:
         assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "8"

@@ -21,6 +21,7 @@ import torch
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import EVERYTHING, SEED, some
 from tests.harness.forkserver import ForkServer
+from tests.instep.altered import altered
 from tests.instep.cells import (
     BEFORE_THE_COMMIT,
     IN_THE_RING,
@@ -34,6 +35,7 @@ from tests.instep.cells import (
 from tests.instep.conftest import Reference, Runs
 from tests.instep.runs import MODEL, NO_EVALUATION, Case, Layout, Strike, check_steps_until
 from tests.instep.units import check_sharded
+from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
 
@@ -153,8 +155,7 @@ def test_a_column_that_had_reported_its_update_waits_for_its_members_when_anothe
 ) -> None:
     """Column 0 has all parameters when a worker of column 1 dies; worker 4, of column 0, is late to begin again."""
     case = Case(TP2, (Strike(1, 1, 3, "update", visit=2),), 8, model=SHARDED)
-    script = (str(Path(__file__).with_name("slow.py")), "met@4=0.5")
-    runs.check(replace(case, train_with=script), by=check_sharded)
+    runs.check(case.altered("pacing.slow", "met@4=0.5"), by=check_sharded)
 
 
 @pytest.mark.parametrize("at", [1, 4, 8], ids=["first", "later", "last"])
@@ -178,8 +179,8 @@ def test_parameters_that_a_dead_worker_would_have_sent_are_fetched_in_the_middle
 def test_who_learns_of_the_update_from_a_later_plan_fetches_what_the_others_gathered(runs: Runs) -> None:
     """All but a worker of the replica that breaks have reported the update when its mate dies: see test_equality."""
     case = Case(OVERLAPPED_TP2, (Strike(2, 0, 3, "update", visit=2),), 8, model=SHARDED)
-    script = (str(Path(__file__).with_name("slow.py")), "update@4=0.5,agree@5=0.25,met@2=0.5")
-    result = runs.check(replace(case, train_with=script), by=check_sharded)
+    case = case.altered("pacing.slow", "update@4=0.5,agree@5=0.25,met@2=0.5")
+    result = runs.check(case, by=check_sharded)
     assert all("bytes of parameters were fetched" in result.log(worker) for worker in range(4)), result.told()
 
 
@@ -275,9 +276,8 @@ def test_who_lost_its_place_while_megatron_gathers_no_parameters_in_forward_pass
 def test_a_shadow_that_differs_is_found_and_made_anew_before_it_is_needed(runs: Runs, layout: Layout) -> None:
     """Worker 1 (2) is the shadow of its predecessor in the ring, whose death then would make the difference count."""
     shadow = layout.positions
-    script = (str(Path(__file__).with_name("corrupt.py")), "shadow", str(shadow), "3")
     case = Case(layout, (Strike(0, 0, 6, "update"),), 8, model=SHARDED, flags=("--recover-verify-interval", "4"))
-    result = runs.check(replace(case, train_with=script), by=check_sharded)
+    result = runs.check(case.altered("faulty.corrupt", "shadow", shadow, 3), by=check_sharded)
     assert "the shadows of workers [0] differ" in result.log(shadow), result.told()
 
 
@@ -372,8 +372,8 @@ def test_a_checkpoint_after_deaths_holds_the_state_of_the_failure_free_run_and_l
     states = []
     for name in (broken, whole):
         out = tmp_path / f"state-{name.name}"
-        loader = str(Path(__file__).with_name("loaded_state.py"))
-        argv = [loader, str(out / "state.json"), *MODEL, *layout.argv, *SHARDED, *NO_EVALUATION, *flags]
+        loader = [*altered("instruments.loaded_state", out / "state.json"), OURS]
+        argv = [*loader, *MODEL, *layout.argv, *SHARDED, *NO_EVALUATION, *flags]
         argv += ["--train-iters", "8", "--load", str(name / "saved")]
         run = forkserver.run(2, argv, out, timeout=240)
         assert run.ok, run.tail()

@@ -6,8 +6,6 @@ Until one replica is left; or with another worker started in place of each: the 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,6 @@ from tests.drawn import EVERYTHING, SEED, some
 from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, row, visits
 from tests.instep.conftest import Runs
 from tests.instep.runs import NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike
-from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +30,8 @@ def test_kills_down_to_the_last_replica_change_nothing_but_rounding(runs: Runs, 
 REJOINED = [Layout("tp2-dp4", 4, tensor=2), Layout("tp2-pp2-dp2", 2, tensor=2, pipeline=2)]
 REJOINED_SEEDS = range(SEED, SEED + (10 if EVERYTHING else 1))
 MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
-SCRIPT = OURS
 if EVERYTHING:  # A long run at the others' pace amplifies any rounding difference a millionfold, whoever dies.
-    MODEL, SCRIPT = (*NO_EVALUATION, "--lr", "0.03", "--min-lr", "0.01"), str(Path(__file__).with_name("double.py"))
+    MODEL = (*NO_EVALUATION, "--lr", "0.03", "--min-lr", "0.01")
 
 
 def deaths(source: random.Random, layout: Layout) -> Case:
@@ -58,18 +54,16 @@ def deaths(source: random.Random, layout: Layout) -> Case:
         gap = source.randrange(1, iterations // count - 10)  # at least, from the last one
         iteration = (strikes[-1].iteration if strikes else 1) + gap
         strikes.append(Strike(*victim, iteration, source.choice(phases), until=iterations - 12))
-    return Case(
-        layout, tuple(strikes), iterations, restarts=len(strikes), model=MODEL, script=SCRIPT, flags=SLOW_TO_SEE_A_HANG
-    )
+    case = Case(layout, tuple(strikes), iterations, restarts=len(strikes), model=MODEL, flags=SLOW_TO_SEE_A_HANG)
+    return case.throughout("instruments.double") if EVERYTHING else case
 
 
 @pytest.mark.parametrize("seed", REJOINED_SEEDS)
 @pytest.mark.parametrize("layout", some("rejoined", REJOINED, 1), ids=lambda layout: layout.name)
 def test_with_others_in_their_place_the_run_ends_whole_and_nothing_changes_but_rounding(
-    runs: Runs, tmp_path: Path, layout: Layout, seed: int
+    runs: Runs, layout: Layout, seed: int
 ) -> None:
     case = deaths(random.Random(f"rejoin {layout.name} {seed}"), layout)
     order = ",".join(str(strike.worker(layout)) for strike in case.strikes)
-    in_turn = (str(Path(__file__).with_name("whole.py")), str(tmp_path), str(layout.replicas), order, SCRIPT)
-    result = runs.check(replace(case, train_with=in_turn))
+    result = runs.check(case.altered("pacing.whole", layout.replicas, order))
     assert result.replicas[-1] == layout.replicas, result.replicas

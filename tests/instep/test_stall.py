@@ -17,7 +17,6 @@ from tests.drawn import EVERYTHING
 from tests.harness.waiting import meanwhile, written_lines
 from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, QUICK_TO_SEE_A_HANG, Case, Layout, Strike
-from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
 
@@ -69,9 +68,8 @@ def test_a_worker_that_waits_for_its_data_for_longer_than_the_hang_timeout_is_no
 ) -> None:
     """Of a shared disk that stalls one worker's reads are the first to be missed: the others have read ahead."""
     case = Case(TP2).with_flags(*QUICK_TO_SEE_A_HANG)
-    blocked = (str(Path(__file__).with_name("blocked.py")), str(tmp_path), "2", OURS)
     with when_stalled(tmp_path, lambda events: (tmp_path / "go").touch()):
-        result = runs.check(replace(case, train_with=blocked))
+        result = runs.check(case.altered("pacing.blocked", tmp_path, 2))
     assert not [event for event in result.events if event["event"] == "fault"]
     said = next(event["reason"] for event in result.events if event["event"] == "stalled")
     assert "worker 2" in said

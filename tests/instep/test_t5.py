@@ -14,7 +14,7 @@ from tests.instep.stock import check_stock
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = str(Path(__file__).with_name("t5.py"))
+SCRIPT = (str(Path(__file__).with_name("t5.py")),)
 T5 = "--decoder-seq-length 12"
 TP2 = Layout("t5-tp2-dp3", 3, tensor=2, flags=T5)
 CASES = [

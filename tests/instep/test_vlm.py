@@ -14,7 +14,7 @@ from tests.instep.stock import check_stock
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = str(Path(__file__).with_name("vlm.py"))
+SCRIPT = (str(Path(__file__).with_name("vlm.py")),)
 SHARDED = "--use-distributed-optimizer --optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4"
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 2000"
 TP2 = Layout("vlm-tp2-dp3", 3, tensor=2)
