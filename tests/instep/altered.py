@@ -1,6 +1,6 @@
-"""Runs a training script in a process where something is altered first: altered.py MODULE.FUNCTION ARGUMENT... SCRIPT flags...
+"""Runs a training script when something is altered: altered.py MODULE.FUNCTION ARGUMENT... SCRIPT flags...
 
-The function is one of ``pacing``, ``faulty`` or ``instruments``; it gets as many arguments as it takes.  The script may
+The function is one of ``pacing``, ``faulty`` or ``instruments`` and gets as many arguments as it takes.  The script may
 be this one again.
 """
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from tests.harness.forkserver import ForkServer
 from tests.harness.forkserver import Run as Ended
 from tests.harness.patience import patient
 from tests.instep.altered import altered
-from tests.megatron_hooks.tiny import OURS
+from tests.megatron_hooks.tiny import OURS, losses
 
 SAMPLES = 12
 """Global batch, in microbatches of one sample: whole shares for 4, 3, 2 and 1 replicas."""
@@ -244,6 +245,11 @@ class Result:
         path = self.out / "steps.jsonl"
         return list(read_steps(path)) if path.exists() else []
 
+    @property
+    def recorded(self) -> list[SimpleNamespace]:
+        """See ``recorded``."""
+        return recorded(self.out)
+
     @cached_property
     def events(self) -> list[dict[str, object]]:
         """The coordinator's."""
@@ -293,6 +299,11 @@ class Result:
         logs = sorted(self.out.glob("worker-*.log"))
         tails = [f"--- {log.stem}:\n" + "\n".join(log.read_text().splitlines()[-12:]) for log in logs]
         return f"{self.case}, {self.out}: exit codes {self.ended.codes} {self.ended.more}\n" + "\n".join(tails)
+
+
+def recorded(out: Path) -> list[SimpleNamespace]:
+    """Loss and gradient norm of each iteration of a run without --recover."""
+    return [SimpleNamespace(**row) for row in losses(out / "losses.jsonl")]
 
 
 def check(result: Result, reference: Result, near: float = 1.0) -> None:
@@ -349,18 +360,23 @@ def check_audit(result: Result, iterations: int) -> None:
 
 def check_steps(result: Result, reference: Result, near: float = 1.0) -> None:
     """Loss and gradient norm of each iteration."""
-    check_steps_until(result, reference, result.case.iterations, near)
+    check_rows(result.steps, reference.steps, near, str(result.case))
 
 
 def check_steps_until(result: Result, reference: Result, last: int, near: float = 1.0) -> None:
     """The same of a run that ended after iteration ``last``."""
-    for ours, theirs in zip(result.steps, reference.steps[:last], strict=True):
+    check_rows(result.steps, reference.steps[:last], near, str(result.case))
+
+
+def check_rows(ours: Iterable[Any], theirs: Iterable[Any], near: float = 1.0, told: str = "") -> None:
+    """Losses and gradient norms: of steps, or of what a run without --recover has recorded."""
+    for mine, its in zip(ours, theirs, strict=True):
         for name, bound in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
-            mine, its = getattr(ours, name), getattr(theirs, name)
-            if mine is None or its is None:  # a step that was skipped has no norm
-                assert mine is its, (str(result.case), ours.iteration, name, mine, its)
-                continue
-            assert math.isclose(mine, its, rel_tol=near * bound), (str(result.case), ours.iteration, name, mine, its)
+            one, other = getattr(mine, name), getattr(its, name)
+            if one is None or other is None:  # a step that was skipped has no norm
+                assert one is other, (told, name, mine, its)
+            else:
+                assert math.isclose(one, other, rel_tol=near * bound), (told, name, mine, its)
 
 
 def check_parameters(result: Result, reference: Result, bound: float = PARAMETERS) -> None:
@@ -375,6 +391,22 @@ def check_parameters(result: Result, reference: Result, bound: float = PARAMETER
             other = result.left[worker]["parameters"]
             different = [name for name in first if not torch.equal(first[name], other[name])]
             assert not different, (str(result.case), column, different)
+
+
+def check_sharded(result: Result, reference: Result, near: float = 1.0) -> None:
+    """``check``, and that all who hold a part of a state that is spread over workers hold the same bits at the end."""
+    check(result, reference, near)
+    flags = result.case.layout.flags
+    instances = "instances" in flags and "fsdp" not in flags  # units are shards then, else workers
+    told: dict[tuple[int, int, int], set[int]] = {}
+    for worker, left in result.left.items():
+        place = next(workers.index(worker) for workers in result.grid.values() if worker in workers)
+        for (optimizer, unit), digest in left["units"].items():
+            told.setdefault((optimizer, unit, place if instances else -1), set()).add(digest)
+    units = {unit for _, unit, _ in told}
+    if result.steps[-2].epoch == max(result.plans):  # else somebody's last place had nothing to hold yet
+        assert units == {0, 1} if instances else units >= set(result.left), (str(result.case), told)
+    assert all(len(digests) == 1 for digests in told.values()), (str(result.case), told)
 
 
 def check_evaluations(result: Result, reference: Result) -> None:

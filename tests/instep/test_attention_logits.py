@@ -11,7 +11,7 @@ import pytest
 
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference, Runs
+from tests.instep.conftest import Runs
 from tests.instep.logged import differences
 from tests.instep.runs import LATENT, LAYOUTS, NO_EVALUATION, PARAMETERS, Case, Layout, Result, Strike, check, distance
 from tests.instep.test_log import tell
@@ -49,9 +49,7 @@ CASES = [
 @pytest.mark.parametrize("case", some("attention logits", CASES, 2), ids=str)
 def test_weights_are_clipped_by_the_largest_logits_of_the_whole_batch(runs: Runs, case: Case) -> None:
     case = case.throughout("instruments.maxima")
-    result, expected = runs(case), runs.reference(case)
-    check(result, expected, NEAR)
-    ours, theirs = maxima(result), maxima(expected)
+    ours, theirs = maxima(runs.check(case, NEAR)), maxima(runs.reference(case))
     assert {iteration for iteration, *_ in theirs} == set(range(1, case.iterations + 1))
     assert ours.keys() == theirs.keys()
     near = {at: MAXIMA if at[0] <= 10 else LATER for at in ours}
@@ -59,17 +57,13 @@ def test_weights_are_clipped_by_the_largest_logits_of_the_whole_batch(runs: Runs
 
 
 @pytest.mark.parametrize("case", some("stock clipping", CASES, 1), ids=lambda case: case.layout.name)
-def test_weights_are_clipped_as_stock_megatron_does(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, case: Case
-) -> None:
+def test_weights_are_clipped_as_stock_megatron_does(runs: Runs, case: Case) -> None:
     # Stock Megatron counts an evaluation for the next step.
     case = Case(case.layout).throughout("instruments.maxima")
-    argv = [word for word in case.argv(tmp_path) if not word.startswith("--recover")]
-    argv.remove(str(tmp_path))
-    ended = forkserver.run(case.layout.grid.world, argv, tmp_path, training=tmp_path / "training")
-    assert ended.ok, ended.tail()
-    stock, clipped = Result(case, ended, tmp_path), reference(case)
-    unclipped = reference(replace(case, layout=replace(case.layout, flags=case.layout.flags.replace("--qk-clip ", ""))))
+    stock, clipped = runs.stock(case), runs.reference(case)
+    unclipped = runs.reference(
+        replace(case, layout=replace(case.layout, flags=case.layout.flags.replace("--qk-clip ", "")))
+    )
     for worker, left in stock.left.items():
         its, other = clipped.left[worker]["parameters"], unclipped.left[worker]["parameters"]
         apart = distance(its, left["parameters"])

@@ -12,9 +12,8 @@ from recover_megatron.status.drain import DrainExit
 from tests.drawn import some
 from tests.harness.waiting import eventually, written_lines
 from tests.instep.conftest import Runs
-from tests.instep.runs import LAYOUTS, NO_EVALUATION, Case, Layout, Result, Strike, check
+from tests.instep.runs import LAYOUTS, NO_EVALUATION, Case, Layout, Result, Strike, check, check_sharded
 from tests.instep.test_sharded import OVERLAP, SHARDED
-from tests.instep.units import check_sharded
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,17 @@ from tests.harness.forkserver import ForkServer
 from tests.instep.altered import altered
 from tests.instep.conftest import Reference, Runs
 from tests.instep.layouts import ADAM, INTERLEAVED, ROPE, SPREAD
-from tests.instep.runs import NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Result, check, check_evaluations
+from tests.instep.runs import (
+    NO_EVALUATION,
+    SLOW_TO_SEE_A_HANG,
+    Case,
+    Layout,
+    Result,
+    check,
+    check_evaluations,
+    check_sharded,
+)
 from tests.instep.test_drain import said
-from tests.instep.units import check_sharded
 from tests.megatron_hooks.tiny import MOCK, NO_DROPOUT, OURS, SCHEDULE, losses
 from tests.megatron_hooks.tiny import MODEL as TINY
 

@@ -13,9 +13,8 @@ import pytest
 
 from tests.drawn import some
 from tests.instep.conftest import Runs
-from tests.instep.runs import LAYOUTS, NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike, check
+from tests.instep.runs import LAYOUTS, NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike, check, check_sharded
 from tests.instep.test_sharded import SHARDED
-from tests.instep.units import check_sharded
 
 pytestmark = pytest.mark.slow
 

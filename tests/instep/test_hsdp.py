@@ -7,7 +7,6 @@ failure-free run's: losses, norms, every worker's shards of the parameters, the 
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,8 @@ from recover_megatron.errors import UserError
 from recover_megatron.megatron_hooks.fsdp import mesh
 from recover_megatron.megatron_hooks.fsdp.refused import cannot_shard_model
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
 from tests.instep.cells import PHASES
-from tests.instep.conftest import Reference, Runs
+from tests.instep.conftest import Runs
 from tests.instep.hsdp import (
     ASKED_FOR_ONE,
     BIASES,
@@ -37,9 +35,9 @@ from tests.instep.hsdp import (
     drawn,
     with_flags,
 )
-from tests.instep.runs import GRAD_NORM, LOSS, Case, Layout, Strike, check
+from tests.instep.runs import Case, Layout, Strike, check_rows
 from tests.instep.test_routers import check_biases
-from tests.megatron_hooks.tiny import OURS, STOCK, losses
+from tests.megatron_hooks.tiny import OURS, STOCK
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MTP = "--mtp-num-layers 1 --position-embedding-type rope"
@@ -47,25 +45,15 @@ MTP = "--mtp-num-layers 1 --position-embedding-type rope"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", some("hsdp parity", LAYOUTS, 1), ids=lambda layout: layout.name)
-def test_without_a_death_every_number_is_that_of_megatron_alone(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
-) -> None:
-    case = Case(layout)
-    argv = case.argv(tmp_path)
+def test_without_a_death_every_number_is_that_of_megatron_alone(runs: Runs, layout: Layout) -> None:
     # The plain script does not split a context.
-    argv = [OURS if layout.context > 1 else STOCK, *argv[1 : argv.index("--recover")]]
-    run = forkserver.run(layout.grid.world, argv, tmp_path, losses=tmp_path / "losses.jsonl")
-    assert run.ok, run.tail()
-    rows = losses(tmp_path / "losses.jsonl")
-    for step, row in zip(reference(case).steps, rows, strict=True):
-        assert math.isclose(step.loss, row["loss"], rel_tol=1e-6), (step, row)
-        assert math.isclose(step.grad_norm, row["grad_norm"], rel_tol=1e-5), (step, row)
+    runs.check_stock(Case(layout), near=0.1, script=OURS if layout.context > 1 else STOCK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", drawn("hsdp faults", LAYOUTS, PHASES, 2), ids=str)
 def test_a_fault_in_a_shard_group_changes_nothing_but_rounding(runs: Runs, case: Case) -> None:
-    check(runs(case), runs.reference(case), NEAR.get(case.layout, 1.0))
+    runs.check(case, NEAR.get(case.layout, 1.0))
 
 
 WITH_FLAGS = {
@@ -91,12 +79,11 @@ WITH_FLAGS = {
 @pytest.mark.parametrize("name", some("hsdp flags", list(WITH_FLAGS), 1))
 def test_with_what_else_is_taken_a_death_changes_nothing_but_rounding(runs: Runs, name: str) -> None:
     case = WITH_FLAGS[name]
-    result, expected = runs(case), runs.reference(case)
-    check(result, expected)
+    result = runs.check(case)
     if case.layout is ASKED_FOR_ONE:
         assert "--use-megatron-fsdp with one shard group: there are two" in result.log(0)
     if case.layout is BIASES:
-        check_biases(result, expected)
+        check_biases(result, runs.reference(case))
 
 
 ROWS = {
@@ -110,8 +97,7 @@ ROWS = {
 @pytest.mark.parametrize("row", some("hsdp rows", list(ROWS), 1))
 @pytest.mark.parametrize("layout", some("hsdp row layouts", [THREE, OPTIMIZER_THREE], 1), ids=lambda its: its.name)
 def test_two_deaths_change_nothing_but_rounding(runs: Runs, layout: Layout, row: str) -> None:
-    case = Case(layout, ROWS[row])
-    runs.check(case)
+    runs.check(Case(layout, ROWS[row]))
 
 
 @pytest.mark.slow
@@ -124,20 +110,15 @@ def test_the_workers_left_of_two_shard_groups_make_a_whole_one(runs: Runs) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", some("hsdp checkpoints", [TWO, GRADIENTS, OPTIMIZER], 1), ids=lambda its: its.name)
 def test_a_checkpoint_that_is_written_after_a_death_loads_in_megatron_alone(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
+    runs: Runs, tmp_path: Path, layout: Layout
 ) -> None:
     folder = tmp_path / "checkpoints"
     saving = ("--save", str(folder), "--save-interval", "4")
     case = Case(layout, (Strike(1, 1, 3, "backward"),), flags=saving)
-    check(case.run(forkserver, tmp_path / "dying"), reference(case))
+    runs.check(case)
     (folder / "latest_checkpointed_iteration.txt").write_text("4")
-    argv = Case(layout).argv(tmp_path)
-    argv = [STOCK, *argv[1 : argv.index("--recover")], "--load", str(folder)]
-    run = forkserver.run(layout.grid.world, argv, tmp_path / "stock", losses=tmp_path / "losses.jsonl")
-    assert run.ok, run.tail()
-    for step, row in zip(reference(case).steps[4:], losses(tmp_path / "losses.jsonl"), strict=True):
-        assert math.isclose(step.loss, row["loss"], rel_tol=LOSS), (step, row)
-        assert math.isclose(step.grad_norm, row["grad_norm"], rel_tol=GRAD_NORM), (step, row)
+    resumed = runs.stock(Case(layout), "--load", str(folder), script=STOCK)
+    check_rows(runs.reference(case).steps[4:], resumed.recorded)
 
 
 @pytest.mark.slow

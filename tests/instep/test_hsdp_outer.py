@@ -7,19 +7,16 @@ does with this flag is not what plain data parallelism does, so the numbers are 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference, Runs
 from tests.instep.hsdp import ALL_PHASES, NEAR, OUTER_SIXTEEN, OUTER_THREE, OUTER_TWO, UNSHARDED, drawn
-from tests.instep.runs import GRAD_NORM, LOSS, Case, Layout, Strike
-from tests.instep.units import check_sharded
-from tests.megatron_hooks.tiny import STOCK, losses
+from tests.instep.runs import Case, Layout, Strike, check_rows, check_sharded, check_steps
+from tests.megatron_hooks.tiny import STOCK
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +27,7 @@ TWO_SHADOWS = ("--recover-shadow-shards", "2")
 def test_without_a_death_every_number_is_that_of_shard_groups_that_have_all_of_the_state(
     reference: Reference, layout: Layout
 ) -> None:
-    pairs = zip(reference(Case(layout)).steps, reference(Case(UNSHARDED[layout])).steps, strict=True)
-    for ours, its in pairs:
-        assert math.isclose(ours.loss, its.loss, rel_tol=1e-6 * NEAR.get(layout, 1.0)), (ours, its)
-        assert math.isclose(ours.grad_norm, its.grad_norm, rel_tol=1e-5 * NEAR.get(layout, 1.0)), (ours, its)
+    check_steps(reference(Case(layout)), reference(Case(UNSHARDED[layout])), 0.1 * NEAR.get(layout, 1.0))
 
 
 CELLS = drawn("outer faults", list(UNSHARDED), ALL_PHASES, 1)
@@ -48,7 +42,7 @@ ROWS = [
 
 @pytest.mark.parametrize("case", [*CELLS, *some("outer rows", ROWS, 1)], ids=str)
 def test_a_fault_at_any_point_changes_nothing_but_rounding(runs: Runs, case: Case) -> None:
-    check_sharded(runs(case), runs.reference(case), NEAR.get(case.layout, 1.0))
+    runs.check(case, NEAR.get(case.layout, 1.0), by=check_sharded)
 
 
 def test_when_the_last_copy_goes_the_run_ends_and_says_so(runs: Runs) -> None:
@@ -68,31 +62,21 @@ TOGETHER = {
 @pytest.mark.parametrize("way", some("outer places", list(TOGETHER), 1))
 def test_who_takes_a_place_in_a_shard_group_gets_its_part_of_the_state(runs: Runs, way: str) -> None:
     case = TOGETHER[way]
-    result = runs(case.patient("5-:2"))
-    check_sharded(result, runs.reference(case), NEAR.get(case.layout, 1.0))
+    result = runs.check(case.patient("5-:2"), NEAR.get(case.layout, 1.0), by=check_sharded)
     assert result.replicas[-1] == 2, result.replicas
 
 
 @pytest.mark.parametrize("layout", some("outer saved", [OUTER_TWO, OUTER_SIXTEEN], 1), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("reader", some("outer readers", ["megatron alone", "spread again"], 1))
 def test_a_checkpoint_that_is_written_after_a_death_goes_on_as_the_failure_free_run_did(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, reader: str
+    runs: Runs, tmp_path: Path, layout: Layout, reader: str
 ) -> None:
     folder, near = tmp_path / "checkpoints", NEAR.get(layout, 1.0)
     case = Case(layout, (Strike(1, 1, 3, "backward"),), flags=("--save", str(folder), "--save-interval", "4"))
-    check_sharded(case.run(forkserver, tmp_path / "dying"), reference(case), near)
+    runs.check(case, near, by=check_sharded)
     (folder / "latest_checkpointed_iteration.txt").write_text("4")
     if reader == "spread again":
-        again = Case(layout, (Strike(0, 0, 7, "update"),), flags=("--load", str(folder))).run(
-            forkserver, tmp_path / "again"
-        )
-        rows = [{"loss": step.loss, "grad_norm": step.grad_norm} for step in again.steps]
+        rows = runs(Case(layout, (Strike(0, 0, 7, "update"),), flags=("--load", str(folder))), "again").steps
     else:
-        argv = Case(UNSHARDED[layout]).argv(tmp_path)
-        argv = [STOCK, *argv[1 : argv.index("--recover")], "--load", str(folder)]
-        run = forkserver.run(layout.grid.world, argv, tmp_path / "stock", losses=tmp_path / "losses.jsonl")
-        assert run.ok, run.tail()
-        rows = losses(tmp_path / "losses.jsonl")
-    for step, row in zip(reference(case).steps[4:], rows, strict=True):
-        assert math.isclose(step.loss, row["loss"], rel_tol=near * LOSS), (step, row)
-        assert math.isclose(step.grad_norm, row["grad_norm"], rel_tol=near * GRAD_NORM), (step, row)
+        rows = runs.stock(Case(UNSHARDED[layout]), "--load", str(folder), script=STOCK).recorded
+    check_rows(runs.reference(case).steps[4:], rows, near)

@@ -5,7 +5,6 @@ A few of ``layouts.RECIPES`` are drawn a run, all of them with RECOVER_MATRIX=al
 
 from __future__ import annotations
 
-import math
 import random
 import shlex
 from pathlib import Path
@@ -19,8 +18,18 @@ from tests.drawn import SEED, some
 from tests.harness.forkserver import ForkServer, Run
 from tests.instep.layouts import RECIPES, Recipe, faults_of
 from tests.instep.logged import checkpoint, console, differences, scalars
-from tests.instep.runs import GRAD_NORM, LOSS, MODEL, NO_EVALUATION, PARAMETERS, QUICK_TO_SEE_A_HANG, Strike, distance
-from tests.megatron_hooks.tiny import OURS, STOCK, losses
+from tests.instep.runs import (
+    GRAD_NORM,
+    MODEL,
+    NO_EVALUATION,
+    PARAMETERS,
+    QUICK_TO_SEE_A_HANG,
+    Strike,
+    check_rows,
+    distance,
+    recorded,
+)
+from tests.megatron_hooks.tiny import OURS, STOCK
 
 pytestmark = pytest.mark.slow
 
@@ -111,10 +120,7 @@ def test_deaths_change_no_number_that_is_logged_and_no_tensor_that_is_saved(
     if "batch" not in recipe.name:
         assert violations(steps, recipe.layout.samples) == [], told
     if not recipe.dropout:
-        rows = losses(stock / "losses.jsonl")
-        for step, row in zip(steps, rows, strict=True):
-            assert math.isclose(step.loss, row["loss"], rel_tol=recipe.near * LOSS), (told, step, row)
-            assert math.isclose(step.grad_norm, row["grad_norm"], rel_tol=recipe.near * GRAD_NORM), (told, step, row)
+        check_rows(steps, recorded(stock), recipe.near, told)
     near = recipe.near * GRAD_NORM
     theirs = console(sorted(stock.glob("worker-*.log")))
     assert theirs, expected.tail()

@@ -17,8 +17,7 @@ from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.instep import hsdp
 from tests.instep.conftest import Runs
-from tests.instep.runs import NO_EVALUATION, Case, Layout, Result, Strike, check
-from tests.instep.units import check_sharded
+from tests.instep.runs import NO_EVALUATION, Case, Layout, Result, Strike, check, check_sharded
 
 pytestmark = pytest.mark.slow
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference, Runs
+from tests.instep.conftest import Runs
 from tests.instep.runs import (
-    GRAD_NORM,
     LAYOUTS,
-    LOSS,
     SAMPLES,
     Case,
     Layout,
@@ -25,7 +20,7 @@ from tests.instep.runs import (
     check_parameters,
     check_steps,
 )
-from tests.megatron_hooks.tiny import STOCK, losses
+from tests.megatron_hooks.tiny import STOCK
 
 pytestmark = pytest.mark.slow
 
@@ -126,16 +121,9 @@ def test_muon_whose_layers_would_be_spread_is_survived_with_all_state_in_every_w
 
 
 @pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs the Python package emerging-optimizers")
-def test_muon_without_a_death_is_stock_megatrons(forkserver: ForkServer, reference: Reference, tmp_path: Path) -> None:
-    case = Case(DP4, model=MUON)
-    argv = case.argv(tmp_path)
-    # Not with its layers spread: gloo gathers parts of one size alone.
-    argv = [STOCK, *argv[1 : argv.index("--recover")]]
-    run = forkserver.run(case.layout.grid.world, argv, tmp_path, losses=tmp_path / "losses.jsonl")
-    assert run.ok, run.tail()
-    for step, row in zip(reference(case).steps, losses(tmp_path / "losses.jsonl"), strict=True):
-        assert math.isclose(step.loss, row["loss"], rel_tol=LOSS), (step, row)
-        assert math.isclose(step.grad_norm, row["grad_norm"], rel_tol=GRAD_NORM), (step, row)
+def test_muon_without_a_death_is_stock_megatrons(runs: Runs) -> None:
+    """Not with its layers spread: gloo gathers parts of one size alone."""
+    runs.check_stock(Case(DP4, model=MUON), script=STOCK)
 
 
 HALF_CASES = [

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference, Runs
-from tests.instep.runs import Case, Layout, Result, Strike, check
+from tests.instep.conftest import Runs
+from tests.instep.runs import Case, Layout, Result, Strike
 
 pytestmark = pytest.mark.slow
 
@@ -42,21 +40,13 @@ ITERATIONS = 7
 @pytest.mark.parametrize(("case", "near"), some("routers", CASES, 2), ids=str)
 def test_biases_of_routers_are_those_of_the_run_without_deaths(runs: Runs, case: Case, near: float) -> None:
     case = replace(case, iterations=max(ITERATIONS, case.iterations * bool(case.restarts)))
-    result, expected = runs(case), runs.reference(case)
-    check(result, expected, near)
-    check_biases(result, expected)
+    check_biases(runs.check(case, near), runs.reference(case))
 
 
 @pytest.mark.parametrize("layout", some("stock routers", [case.layout for case, _ in CASES], 1), ids=str)
-def test_biases_of_routers_are_stock_megatrons(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout
-) -> None:
+def test_biases_of_routers_are_stock_megatrons(runs: Runs, layout: Layout) -> None:
     case = Case(layout, iterations=ITERATIONS)
-    argv = [word for word in case.argv(tmp_path) if not word.startswith("--recover")]
-    argv.remove(str(tmp_path))
-    ended = forkserver.run(layout.grid.world, argv, tmp_path, training=tmp_path / "training")
-    assert ended.ok, ended.tail()
-    check_biases(reference(case), Result(case, ended, tmp_path))
+    check_biases(runs.reference(case), runs.stock(case))
 
 
 def check_biases(result: Result, expected: Result) -> None:

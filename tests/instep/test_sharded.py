@@ -33,8 +33,7 @@ from tests.instep.cells import (
     visits,
 )
 from tests.instep.conftest import Reference, Runs
-from tests.instep.runs import MODEL, NO_EVALUATION, Case, Layout, Strike, check_steps_until
-from tests.instep.units import check_sharded
+from tests.instep.runs import MODEL, NO_EVALUATION, Case, Layout, Strike, check_sharded, check_steps_until
 from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,6 @@ import pytest
 from tests.drawn import some
 from tests.instep.conftest import Runs
 from tests.instep.runs import Case, Layout, Strike
-from tests.instep.stock import check_stock
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +32,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", some("t5", CASES, 2), ids=str)
 def test_an_encoder_and_a_decoder_train_as_without_deaths(runs: Runs, case: Case) -> None:
-    case = replace(case, script=SCRIPT)
-    runs.check(case)
+    runs.check(replace(case, script=SCRIPT))
 
 
 def test_without_a_death_it_is_stock_megatrons(runs: Runs) -> None:
-    check_stock(runs, Case(TP2, script=SCRIPT))
+    runs.check_stock(Case(TP2, script=SCRIPT))

@@ -10,7 +10,6 @@ import pytest
 from tests.drawn import some
 from tests.instep.conftest import Runs
 from tests.instep.runs import Case, Layout, Strike
-from tests.instep.stock import check_stock
 
 pytestmark = pytest.mark.slow
 
@@ -41,10 +40,9 @@ CASES = [
 
 @pytest.mark.parametrize("case", some("vlm", CASES, 2), ids=str)
 def test_images_and_text_train_as_without_deaths(runs: Runs, case: Case) -> None:
-    case = replace(case, script=SCRIPT)
-    runs.check(case)
+    runs.check(replace(case, script=SCRIPT))
 
 
 def test_without_a_death_it_is_stock_megatrons(runs: Runs) -> None:
     """With microbatches among them of which Megatron runs no backward pass."""
-    check_stock(runs, Case(FROZEN, script=SCRIPT))
+    runs.check_stock(Case(FROZEN, script=SCRIPT))
