@@ -44,6 +44,13 @@ MODEL = (
 ).split()
 EVALUATE = "--eval-interval 1 --eval-iters 2".split()
 NO_EVALUATION = "--eval-interval 1000 --eval-iters 0".split()
+CLIPPED = (*NO_EVALUATION, "--clip-grad", "0.2")
+"""Evaluation takes most of the time, and others test it.  The gradients are clipped in every iteration: only then does
+their norm, which the workers of a replica find between them, have an effect."""
+ADAM = tuple("--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear".split())
+"""With an epsilon well above rounding: see the text above.  Without the biases of attention keys."""
+SHARDED = (*ADAM, "--use-distributed-optimizer")
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 QUICK_TO_SEE_A_HANG = ["--recover-heartbeat-interval", "0.5", "--recover-heartbeat-timeout", f"{patient(6):g}"]
 QUICK_TO_SEE_A_HANG += ["--recover-hang-timeout", f"{patient(6):g}"]
 SLOW_TO_SEE_A_HANG = ("--recover-hang-timeout", f"{patient(200):g}")
@@ -169,7 +176,7 @@ class Case:
 
     def with_flags(self, *flags: str) -> Case:
         """The same with further flags, which the failure-free run does without."""
-        return replace(self, flags=flags)
+        return replace(self, flags=(*self.flags, *flags))
 
     def altered(self, function: str, *arguments: object) -> Case:
         """The same, in which something is altered by a function of ``pacing``, ``faulty`` or ``instruments``."""
@@ -181,7 +188,7 @@ class Case:
 
     def patient(self, when: str) -> Case:
         """The same, waiting for replicas that are put together; ``when``: see ``pacing.patient``."""
-        return replace(self.altered("pacing.patient", when), flags=(*self.flags, *SLOW_TO_SEE_A_HANG))
+        return self.altered("pacing.patient", when).with_flags(*SLOW_TO_SEE_A_HANG)
 
     def until_struck(self, iteration: int, *workers: int) -> Case:
         """The same, waiting before ``iteration`` until a fault of each of these has struck; to be called first.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -312,3 +314,13 @@ def test_options_of_a_group_that_is_made_anew_are_those_given_but_for_what_an_ab
     options = abortable_options(given)
     assert options.is_high_priority_stream
     assert (options.config.max_ctas, options.config.net_name, options.config.blocking) == (8, "Socket", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["messages", "collectives"])
+def test_whoever_waits_inside_a_broken_replica_comes_out(tmp_path: Path, kind: str) -> None:
+    """Twenty-four pairs of workers: without the guard three of them, by the average, are stuck."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.instep.pairs", str(tmp_path), kind]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -25,7 +25,7 @@ from recover_megatron.instep.timelines import covered, kept
 from recover_megatron.network.peer_store import PeerStoreServer
 from recover_megatron.workload.snapshots import FIRST_INTERVAL
 from tests.harness.waiting import DEADLINE
-from tests.instep.test_transfer import same
+from tests.instep.test_states import same
 
 SECRET = b"what the workers of the test share"
 STAGES = launch_grid(4, tensor=1, context=1, pipeline=2, inner_ranks=1)

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
+from recover_megatron.collectives.epoch import PeerLost
+from recover_megatron.instep.assignment import Assignment
 from recover_megatron.instep.decision import Decision, JoinStatus
+from recover_megatron.instep.grid import launch_grid
+from recover_megatron.instep.hooks import FIRST_SECONDS, ProgressReports
+from recover_megatron.instep.no_place import MOST, PAUSE_SECONDS, UntakenPlaces
 from recover_megatron.instep.orphan import Orphan
 from recover_megatron.instep.spare import BUILD_SECONDS, STUCK_SECONDS, Mirror, Over, Rebuild, Spare
 from recover_megatron.membership.records import CoordinatorLost, EpochRevoked
@@ -194,3 +199,79 @@ def test_an_orphan_may_take_as_long_to_leave_as_its_last_mark_allows(allowed: fl
     session.ends.put(None)
     assert orphan._spare is not None
     assert isinstance(orphan._spare.arrive(), Over)
+
+
+class Told:
+    """In place of the session: the seconds that were allowed beyond the hang timeout, mark by mark."""
+
+    def __init__(self) -> None:
+        self.allowed: list[float] = []
+        self.revoked, self.epoch = False, 3
+
+    def mark(self, iteration: int, phase: str, microbatch: Any, waiting: bool, allow: float) -> None:
+        self.allowed.append(allow)
+
+    def agree(self, number: int) -> None:
+        """All agree at once."""
+
+
+HOOKS: Any = SimpleNamespace(iteration=lambda: 1, inject=lambda phase, iteration: None)
+
+
+@pytest.mark.parametrize(("mates", "allowed"), [((1, 4), FIRST_SECONDS), ((1, 2), 0.0)])
+def test_mates_of_a_newcomer_may_wait_until_its_kernels_are_compiled(mates: tuple[int, ...], allowed: float) -> None:
+    """Worker 1 has trained for long; the newcomer, worker 4 of a run of four, compiles in its first step."""
+    session: Any = Told()
+    progress = ProgressReports(session, HOOKS)
+    progress.agree(1)
+    grid = launch_grid(4, tensor=2, context=1, pipeline=1, inner_ranks=1)
+    comm_config: Any = None
+    mine = Assignment(session, 1, grid, comm_config)
+    decision: Any = SimpleNamespace(
+        epoch=3,
+        at=7,
+        grid={0: mates},
+        place=lambda me: (0, 0),
+        peer_stores_by_slot=lambda grid: {},
+    )
+    nothing: Any = SimpleNamespace(settled=lambda: None)
+    orphan = Orphan(session, HOOKS, progress, mine, nothing, nothing, nothing, at_launch=True)
+    mine.take_up = lambda given: (mine.stand(0, 0), setattr(mine, "taken_up", given))  # type: ignore[method-assign, assignment]
+    orphan.come_back(decision)
+    progress.mark("forward")
+    progress.agree(7)
+    progress.mark("forward")
+    assert session.allowed[-3:] == [allowed, allowed, 0.0]
+
+
+BESIDE = Decision(5, {0: (0, 1), 1: (2, 3)}, (), fresh=(1,))
+ALL_NEW = Decision(5, {1: (2, 3)}, (), fresh=(1,))
+
+
+def pauses(*errors: Exception, decision: Decision = BESIDE) -> list[float]:
+    """Before each further offer; -1: there is none."""
+    untaken = UntakenPlaces()
+    found = []
+    for error in errors:
+        untaken.failed(error, decision)
+        found.append(-1.0 if untaken.aside else untaken.pause)
+    return found
+
+
+def test_the_same_failure_three_times_in_a_row_is_enough_whatever_its_numbers() -> None:
+    lost = [PeerLost(f"{number} of gloo's connections are gone already") for number in (1, 8, 3)]
+    assert pauses(*lost) == [0.0, PAUSE_SECONDS, -1.0]
+    assert pauses(lost[0], lost[1], TimeoutError("nobody came"), lost[2]) == [0.0, PAUSE_SECONDS, 0.0, 0.0]
+
+
+def test_what_ends_by_another_or_where_the_run_is_at_stake_counts_for_nothing() -> None:
+    lost = PeerLost("it is gone")
+    assert pauses(*[EpochRevoked(5)] * 4) == [0.0] * 4
+    assert pauses(*[lost] * 4, decision=ALL_NEW) == [0.0] * 4
+    assert pauses(lost, EpochRevoked(5), lost, EpochRevoked(5), lost)[-1] == -1.0
+    untaken = UntakenPlaces()
+    for _ in range(MOST - 1):
+        untaken.failed(lost, BESIDE)
+    untaken.taken()
+    untaken.failed(lost, BESIDE)
+    assert not untaken.aside
