@@ -104,9 +104,11 @@ LAYOUTS = [
     Layout("pp2-dp3", 3, pipeline=2),
     Layout("tp2-pp2-dp2", 2, tensor=2, pipeline=2),
 ]
+ROPE = "--position-embedding-type rope --no-rope-fusion"
+INTERLEAVED = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 8 --q-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
-    "--position-embedding-type rope --no-rope-fusion --qk-layernorm"
+    f"{ROPE} --qk-layernorm"
 )
 DEEPSEEK = (
     f"{LATENT} --normalization RMSNorm --untie-embeddings-and-output-weights --disable-bias-linear --mtp-num-layers 1 "

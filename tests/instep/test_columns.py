@@ -15,11 +15,11 @@ from recover_megatron.run_log.steps import read_steps
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Reference, Runs
-from tests.instep.runs import Case, Layout, Result, Strike, check
+from tests.instep.runs import ROPE, Case, Layout, Result, Strike, check
 
 pytestmark = pytest.mark.slow
 
-MTP = Layout("mtp", 2, pipeline=2, flags="--mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion")
+MTP = Layout("mtp", 2, pipeline=2, flags=f"--mtp-num-layers 1 {ROPE}")
 MOE = Layout(
     "moe", 2, pipeline=2,
     flags="--num-layers 4 --num-experts 4 --moe-layer-freq [0]*2+[1]*2 --moe-z-loss-coeff 1e-3 --moe-router-topk 2 "

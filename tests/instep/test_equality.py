@@ -27,20 +27,30 @@ from tests.instep.cells import (
     visits,
 )
 from tests.instep.conftest import Runs
-from tests.instep.runs import LAYOUTS, NO_EVALUATION, SLOW_TO_SEE_A_HANG, Case, Layout, Strike, check, check_parameters
+from tests.instep.runs import (
+    CLIPPED,
+    INTERLEAVED,
+    LAYOUTS,
+    NO_EVALUATION,
+    SLOW_TO_SEE_A_HANG,
+    Case,
+    Layout,
+    Strike,
+    check,
+    check_parameters,
+)
 
 pytestmark = pytest.mark.slow
 
 DP4, OVERLAP, TP2, PP2, TP2_PP2 = LAYOUTS
-CHUNKS = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
-VPP = Layout("vpp2-pp2-dp4", 4, pipeline=2, flags=CHUNKS, samples=16)
+VPP = Layout("vpp2-pp2-dp4", 4, pipeline=2, flags=INTERLEAVED, samples=16)
 """Four replicas of two stages with two chunks of layers each; a rank of the launch runs four microbatches."""
 VPP_OVERLAP = Layout("vpp2-pp2-dp4-overlap", 4, pipeline=2, samples=16,
-                 flags=f"{CHUNKS} --overlap-grad-reduce --ddp-bucket-size 2000")  # fmt: skip
+                 flags=f"{INTERLEAVED} --overlap-grad-reduce --ddp-bucket-size 2000")  # fmt: skip
 GROUPS = Layout("vpp2-pp2-dp4-groups-of-3", 4, pipeline=2, samples=20,
-                flags=f"{CHUNKS} --microbatch-group-size-per-virtual-pipeline-stage 3")  # fmt: skip
+                flags=f"{INTERLEAVED} --microbatch-group-size-per-virtual-pipeline-stage 3")  # fmt: skip
 CELLS = cells() if EVERYTHING else drawn(SEED)
-INTERLEAVED = [
+INTERLEAVED_CELLS = [
     Cell(layout, phase, position, when, False)
     for layout in (VPP, VPP_OVERLAP, GROUPS)
     for phase in PHASES
@@ -57,7 +67,7 @@ AT_ONCE = Case(TP2, (Strike(0, 1, 3, "backward"), Strike(2, 0, 3, "backward")))
 ROWS = [AT_ONCE, *itertools.islice(rows(SEED), 100 if EVERYTHING else 3)]
 
 
-@pytest.mark.parametrize("cell", [*CELLS, *some("interleaved cells", INTERLEAVED, 1)], ids=str)
+@pytest.mark.parametrize("cell", [*CELLS, *some("interleaved cells", INTERLEAVED_CELLS, 1)], ids=str)
 def test_a_death_at_any_phase_changes_nothing_but_rounding(runs: Runs, cell: Cell) -> None:
     runs.check(case_of(cell, SEED))
 
@@ -135,9 +145,8 @@ def test_kills_down_to_the_last_replica_change_nothing_but_rounding(runs: Runs, 
 
 REJOINED = [Layout("tp2-dp4", 4, tensor=2), Layout("tp2-pp2-dp2", 2, tensor=2, pipeline=2)]
 REJOINED_SEEDS = range(SEED, SEED + (10 if EVERYTHING else 1))
-MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
-if EVERYTHING:  # A long run at the others' pace amplifies any rounding difference a millionfold, whoever dies.
-    MODEL = (*NO_EVALUATION, "--lr", "0.03", "--min-lr", "0.01")
+# A long run at the others' pace amplifies any rounding difference a millionfold, whoever dies.
+MODEL = (*NO_EVALUATION, "--lr", "0.03", "--min-lr", "0.01") if EVERYTHING else CLIPPED
 
 
 def deaths(source: random.Random, layout: Layout) -> Case:
@@ -175,7 +184,7 @@ def test_with_others_in_their_place_the_run_ends_whole_and_nothing_changes_but_r
     assert result.replicas[-1] == layout.replicas, result.replicas
 
 
-EXPERTS = Layout("vpp2-pp2-ep2-dp3", 3, pipeline=2, inner_ranks=2, samples=24, flags=f"{CHUNKS} --num-experts 4 "
+EXPERTS = Layout("vpp2-pp2-ep2-dp3", 3, pipeline=2, inner_ranks=2, samples=24, flags=f"{INTERLEAVED} --num-experts 4 "
                  "--moe-router-topk 2 --disable-bias-linear --expert-model-parallel-size 2")  # fmt: skip
 ADAM = ("--use-distributed-optimizer", *"--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4".split())
 

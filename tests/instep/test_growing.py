@@ -12,35 +12,134 @@ from typing import Any
 
 import pytest
 
+from recover_megatron.run_log.events import read_events
 from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.drain import DrainExit
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
+from tests.harness.waiting import eventually, written_lines
 from tests.instep.altered import altered
 from tests.instep.conftest import Reference, Runs
-from tests.instep.layouts import ADAM, INTERLEAVED, ROPE, SPREAD
 from tests.instep.runs import (
-    NO_EVALUATION,
+    CLIPPED,
+    INTERLEAVED,
+    LAYOUTS,
+    OVERLAP,
+    ROPE,
+    SHARDED,
     SLOW_TO_SEE_A_HANG,
     Case,
     Layout,
     Result,
+    Strike,
     check,
     check_evaluations,
     check_sharded,
 )
-from tests.instep.test_drain import said
+from tests.instep.test_layouts import ADAM as RECIPE_ADAM
+from tests.instep.test_layouts import SPREAD
 from tests.megatron_hooks.tiny import MOCK, NO_DROPOUT, OURS, SCHEDULE, losses
 from tests.megatron_hooks.tiny import MODEL as TINY
+
+DP4, TP3, PP3 = LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]
+SHARDED_DP4, SHARDED_TP3 = Layout("sharded-dp4", 4), Layout("sharded-tp2-dp3", 3, tensor=2)
+OVERLAPPED = Layout("sharded-overlap", 4, flags=OVERLAP)
+INSTANCES = Layout("sharded-instances", 4, flags="--num-distributed-optimizer-instances 2")
+NODES = ("a", "a", "b", "c")
+PAIRS = ("a", "a", "b", "b", "c", "c")
+NO_SHADOWS = ("--recover-shadow-shards", "0")
+
+
+def draining(when: str, layout: Layout, nodes: tuple[str, ...], *strikes: Strike, **more: object) -> Case:
+    """A run in which nodes are drained; ``when``: see ``draining``."""
+    case = Case(layout, strikes, nodes=nodes, **{"model": CLIPPED, **more})  # type: ignore[arg-type]
+    return case.altered("pacing.draining", when)
+
+
+def said(result: Result, order: int = 0) -> tuple[str, int]:
+    """What the command of an order has said, and its exit code."""
+    path = result.out / f"drain-{order}.txt"
+    eventually(lambda: written_lines(path)[-1:] != [] and written_lines(path)[-1].isdecimal(), path.name)
+    *lines, code = written_lines(path)
+    return "\n".join(lines), int(code)
+
+
+ORDERLY = {
+    "of-one-worker": (draining("3@forward:b", DP4, NODES), 3),
+    "of-two-workers": (draining("3@forward:b", TP3, PAIRS), 2),
+    "with-a-mate-on-another-node": (draining("3:b", PP3, ("a", "b", "c", "a", "c", "c")), 2),
+    "two-nodes-at-once": (draining("3:b,3:c", DP4, NODES), 2),
+}
+SPREAD_DRAINS = {
+    "no-other-copy": (draining("3@forward:b", SHARDED_DP4, ("a", "a", "b", "b"), model=SHARDED, flags=NO_SHADOWS), 2),
+    "overlapped": (draining("3@forward:b", OVERLAPPED, NODES, model=SHARDED), 3),
+    "instances": (draining("3:b", INSTANCES, ("a", "b", "c", "c"), model=SHARDED), 3),
+    "shadows": (draining("3:b", SHARDED_TP3, PAIRS, model=SHARDED), 2),
+}
+
+
+@pytest.mark.parametrize("name", some("drains", [*ORDERLY, *SPREAD_DRAINS], 1))
+def test_a_drained_node_costs_no_step_and_no_microbatch(runs: Runs, name: str) -> None:
+    case, left = (ORDERLY | SPREAD_DRAINS)[name]
+    result = runs.check(case, by=check_sharded if name in SPREAD_DRAINS else check)
+    assert result.replicas == [case.layout.replicas] * 3 + [left] * 5
+    assert not any(event.get("reran") for event in read_events(result.out / "events.jsonl"))
+    told, code = said(result)
+    assert code == DrainExit.DRAINED, told
+    assert told.splitlines()[-1] == "b is drained: it may be switched off"
+    there = [worker for worker, node in enumerate(case.nodes) if node == "b"]
+    assert all(
+        f"worker {worker} ends, and the run goes on: node b is drained" in result.log(worker) for worker in there
+    )
+    assert {event["event"] for event in result.events} & {"fault", "exception"} == set()
+
+
+def test_what_cannot_be_drained_is_refused_with_the_reason_and_what_is_drained_stays_so(runs: Runs) -> None:
+    case = draining("2:nowhere,3:b,5:b,6:c,8:a", DP4, NODES, iterations=10)
+    result = runs.check(case)
+    assert result.replicas == [4] * 3 + [3] * 3 + [2] * 4
+    told = [said(result, order) for order in range(5)]
+    assert [code for _, code in told] == [3, 0, 0, 0, 3], told
+    assert "the run has no node and no host of this name; its nodes: a, b, c" in told[0][0]
+    assert told[2][0] == "b is drained: it may be switched off"
+    assert "no whole replica would be left, one is needed: 2 of 2 have workers on a" in told[4][0]
+
+
+ACROSS = ("a", "b", "c", "a", "c", "c")
+"""Replica 1 of PP3: its first stage is on node b, its last one on node c."""
+DEATHS = {
+    "in-the-step-of-the-order": (draining("3@forward:b", DP4, NODES, Strike(0, 0, 3, "backward")), 2),
+    "of-one-that-leaves": (draining("3@forward:b", DP4, NODES, Strike(2, 0, 3, "agree")), 3),
+    "at-the-boundary": (draining("3@forward:b", DP4, NODES, Strike(3, 0, 4, "recovery")), 2),
+    "of-one-that-leaves-at-the-boundary": (draining("3@forward:b", DP4, NODES, Strike(2, 0, 4, "recovery")), 3),
+    "of-its-mate": (draining("3@forward:b", PP3, ACROSS, Strike(1, 1, 3, "backward")), 2),
+    "in-the-step-after-it": (draining("3@forward:b", DP4, NODES, Strike(1, 0, 4, "reduce-scatter")), 2),
+}
+SPREAD_DEATHS = {
+    "while-the-state-changes-hands": (
+        draining("3@forward:b", SHARDED_DP4, NODES, Strike(0, 0, 4, "repartition"), model=SHARDED), 2,
+    ),
+    "of-one-that-leaves-while-its-state-changes-hands": (
+        draining("3@forward:b", SHARDED_DP4, NODES, Strike(2, 0, 4, "repartition"), model=SHARDED), 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some("deaths in drains", [*DEATHS, *SPREAD_DEATHS], 1))
+def test_a_death_while_a_node_is_drained(runs: Runs, name: str) -> None:
+    case, left = (DEATHS | SPREAD_DEATHS)[name]
+    result = runs.check(case, by=check_sharded if name in SPREAD_DEATHS else check)
+    assert result.replicas[-1] == left, result.replicas
+    told, code = said(result)
+    assert (told.splitlines()[-1], code) == ("b is drained: it may be switched off", DrainExit.DRAINED)
+
 
 pytestmark = pytest.mark.slow
 
 DP2 = Layout("dp2", 2)
 TP2 = Layout("tp2-dp2", 2, tensor=2)
 PP2 = Layout("pp2-dp2", 2, pipeline=2)
-MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
-SHARDED = (*MODEL, *ADAM.split(), "--use-distributed-optimizer")
-OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
+SHARDED_MODEL = (*CLIPPED, *RECIPE_ADAM.split(), "--use-distributed-optimizer")
 
 
 def grown(
@@ -50,7 +149,7 @@ def grown(
     deaths: str = "",
     most: int = 6,
     iterations: int = 22,
-    model: tuple[str, ...] = MODEL,
+    model: tuple[str, ...] = CLIPPED,
 ) -> Case:
     """A run of at most ``most`` replicas, to which ``newcomers`` workers come.
 
@@ -121,7 +220,7 @@ def test_a_run_grows_and_shrinks_whoever_dies_and_trains_the_same(runs: Runs, na
 
 
 def sharded(layout: Layout, newcomers: int, when: str, deaths: str = "", iterations: int = 22) -> Case:
-    return grown(layout, newcomers, when, deaths, iterations=iterations, model=SHARDED)
+    return grown(layout, newcomers, when, deaths, iterations=iterations, model=SHARDED_MODEL)
 
 
 ONE_AFTER_THE_OTHER = "0@17:backward:kill,3@18:update:kill,5@19:param-gather:kill"
@@ -150,7 +249,7 @@ def test_the_distributed_optimizer_is_spread_over_all_that_have_come_and_over_th
 def with_flags(name: str, flags: str, *, sharded: bool = False, **fields: Any) -> Case:
     """Two replicas that become four and are three at the end."""
     layout = Layout(f"grown-{name}", 2, flags=flags, **fields)
-    model = SHARDED if sharded else MODEL
+    model = SHARDED_MODEL if sharded else CLIPPED
     first = 2 * layout.positions
     deaths = f"0@17:backward:kill,{first}@18:reduce-scatter:kill"
     return grown(layout, first, "3-16:4", deaths, model=model)
@@ -167,15 +266,15 @@ FEATURES = {
     "overlap": with_flags("overlap", "--overlap-grad-reduce --ddp-bucket-size 2000"),
     "dropout": replace(with_flags("dropout", ""), dropout=True),
     "balanced": replace(case := with_flags("balanced", ""), flags=(*case.flags, "--recover-balance")),
-    "evaluated": replace(case := with_flags("evaluated", ""), model=MODEL[4:], evaluated=True),
+    "evaluated": replace(case := with_flags("evaluated", ""), model=CLIPPED[4:], evaluated=True),
     "evaluated by some": replace(
-        case := with_flags("evaluated-by-some", "--eval-global-batch-size 2"), model=MODEL[4:], evaluated=True
+        case := with_flags("evaluated-by-some", "--eval-global-batch-size 2"), model=CLIPPED[4:], evaluated=True
     ),
     "evaluated by some pipelines": replace(
         case := with_flags(
             "evaluated-by-some-vpp", f"{INTERLEAVED} --eval-global-batch-size 4", pipeline=2, samples=24
         ),
-        model=MODEL[4:],
+        model=CLIPPED[4:],
         evaluated=True,
     ),
     "verified": replace(case := with_flags("verified", ""), flags=(*case.flags, "--recover-verify-interval", "1")),
@@ -232,3 +331,55 @@ def test_stock_megatron_resumes_at_the_launchs_size_what_a_grown_run_saved(
     assert forkserver.run(2, stock, out, losses=out / "losses.jsonl").ok
     expected = [step.loss for step in steps[12:]]
     assert [step["loss"] for step in losses(out / "losses.jsonl")] == pytest.approx(expected, rel=1e-5)
+
+
+STRUCK = 5
+"""The run waits for the spares before it."""
+
+
+def hot(layout: Layout, spares: int, *strikes: Strike, model: tuple[str, ...] = CLIPPED) -> Case:
+    case = Case(layout, strikes, spares=spares, model=model, flags=SLOW_TO_SEE_A_HANG)
+    workers = range(layout.grid.world, layout.grid.world + spares)
+    ready = ";".join(f"worker-{worker}.log:worker {worker} is ready for position" for worker in workers)
+    when = f"2-{STRUCK}:{ready}"
+    case = case.altered("pacing.awaiting", when)
+    return case if filled_at_once(case) else case.patient(f"{STRUCK + 2}-:{replicas_left(case)}")
+
+
+def filled_at_once(case: Case) -> bool:
+    """Whether whoever takes a place only waits for it, and nothing else is lost: so it is there at the boundary."""
+    lost = {strike.replica for strike in case.strikes}
+    return len(lost) == 1 and len(case.strikes) == case.layout.positions
+
+
+def replicas_left(case: Case) -> int:
+    """The replicas at the end."""
+    return case.layout.replicas - max(0, len(case.strikes) - case.spares)
+
+
+HOT = {
+    phase: hot(DP4, 1, Strike(1, 0, STRUCK, phase))
+    for phase in ("data", "forward", "backward", "reduce-scatter", "all-gather", "agree", "optimizer")
+} | {
+    "sharded": hot(SHARDED_DP4, 1, Strike(2, 0, STRUCK, "backward"), model=SHARDED),
+    "a-donor-dies": hot(DP4, 1, Strike(1, 0, STRUCK, "backward"), Strike(0, 0, STRUCK + 1, "transfer")),
+    "another-dies-at-the-boundary": hot(DP4, 2, Strike(1, 0, STRUCK, "backward"), Strike(2, 0, STRUCK + 1, "recovery")),
+}
+HOT["node"] = replace(
+    hot(TP3, 2, Strike(1, 0, STRUCK, "forward"), Strike(1, 1, STRUCK, "forward")), nodes=("a", "a", "b", "b", "c", "c")
+)
+"""All that a node had: the spares, on another one, are a whole replica."""
+HOT["mate"] = replace(hot(TP3, 2, Strike(1, 1, STRUCK, "backward")), iterations=14)
+"""Its mate must come out of the training first: a boundary or two later."""
+
+
+@pytest.mark.parametrize("name", some("hot spares", list(HOT), 1))
+def test_a_hole_is_filled_at_the_next_boundary_and_nothing_is_built_for_it(runs: Runs, name: str) -> None:
+    case = HOT[name]
+    result = runs.check(case, by=check_sharded if name == "sharded" else check)
+    world = case.layout.grid.world
+    logs = [(result.out / f"worker-{worker}.log").read_text() for worker in range(world + case.spares)]
+    assert [log.count("builds the model of position") for log in logs] == [0] * world + [1] * case.spares
+    if filled_at_once(case):
+        assert result.replicas[STRUCK:] == [case.layout.replicas] * 3, result.replicas
+    assert result.replicas[-1] == replicas_left(case), result.replicas

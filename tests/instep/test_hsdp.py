@@ -42,7 +42,7 @@ from tests.instep.hsdp import (
     with_flags,
 )
 from tests.instep.runs import Case, Layout, Strike, check_rows, check_sharded, check_steps
-from tests.instep.test_routers import check_biases
+from tests.instep.test_features import check_biases
 from tests.megatron_hooks.tiny import OURS, STOCK
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.membership.records import EXIT_STATE_LOST
-from tests.drawn import EVERYTHING, SEED
+from tests.drawn import EVERYTHING, SEED, some
 from tests.harness.forkserver import ForkServer
 from tests.instep.conftest import Runs
 from tests.instep.runs import (
+    CLIPPED,
     CONTEXT_LAYOUTS,
+    INTERLEAVED,
     LAYOUTS,
-    NO_EVALUATION,
     Case,
     Layout,
     Result,
@@ -40,9 +41,6 @@ PP4 = Layout("pp4-dp2", 2, pipeline=4, flags="--num-layers 4")
 TP2_DP4 = Layout("tp2-dp4", 4, tensor=2)
 DP4, TP2, PP2 = LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]
 PREDICTING = next(layout for layout in CONTEXT_LAYOUTS if layout.name == "deepseek-pp2-dp3")
-MODEL = (*NO_EVALUATION, "--clip-grad", "0.2")
-"""Evaluation takes most of the time, and others test it.  The gradients are clipped in every iteration: only then does
-their norm, which the workers of a replica find between them, have an effect."""
 LONG = 10
 """Iterations of a run in which somebody builds a model: the training waits for it (``Case.patient``)."""
 
@@ -53,7 +51,7 @@ def drawn(cases: list[Case], number: int) -> list[Case]:
 
 
 def equal(runs: Runs, case: Case, near: float = 1.0, when: str = "") -> Result:
-    case = replace(case, model=(*case.model, *MODEL))
+    case = replace(case, model=(*case.model, *CLIPPED))
     return runs.check(case.patient(when) if when else case, near)
 
 
@@ -138,7 +136,7 @@ def test_who_builds_a_model_after_a_resume_goes_on_with_what_the_checkpoint_has_
     """The schedules of learning rate and weight decay; with 64 bits, so that nothing else can differ."""
     moved = who == "moved"
     changing = (
-        *MODEL,
+        *CLIPPED,
         "--ckpt-format",
         "torch",
         "--weight-decay-incr-style",
@@ -175,9 +173,7 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize(
-    "victim", list(SECOND) if EVERYTHING else random.Random(f"second {SEED}").sample(list(SECOND), 3)
-)
+@pytest.mark.parametrize("victim", some("second", list(SECOND), 3))
 def test_another_death_while_a_replica_is_put_together(runs: Runs, victim: str) -> None:
     second = SECOND[victim]
     case = Case(TP2_DP4, (*TWO, second), 14).until_struck(second.until, second.worker(TP2_DP4))
@@ -207,7 +203,7 @@ FEATURES = {
     "adam": Case(PP2, BROKEN, model=ADAM),
     "tied embeddings": Case(PP2, BROKEN),
     "interleaved": Case(
-        Layout("pp2-interleaved", 3, pipeline=2, flags="--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
+        Layout("pp2-interleaved", 3, pipeline=2, flags=INTERLEAVED),
         BROKEN,
     ),
     "experts": Case(
@@ -221,9 +217,7 @@ FEATURES = {
 NEAR = {"adam": 10.0}
 
 
-@pytest.mark.parametrize(
-    "feature", list(FEATURES) if EVERYTHING else random.Random(f"features {SEED}").sample(list(FEATURES), 3)
-)
+@pytest.mark.parametrize("feature", some("features", list(FEATURES), 3))
 def test_what_users_combine_is_put_together_as_well(runs: Runs, feature: str) -> None:
     case = FEATURES[feature]
     when = f"5-:{case.layout.replicas}" if case.restarts else "6-:2"
@@ -242,7 +236,7 @@ def test_a_state_that_differs_from_that_of_its_column_is_found_and_mended(runs: 
 def test_a_position_whose_state_nobody_holds_ends_the_run_and_names_the_checkpoint(
     runs: Runs, tmp_path: Path, second: Case
 ) -> None:
-    case = Case(PP4, (Strike(0, 1, 3, "backward"), *second.strikes), 12, model=MODEL)
+    case = Case(PP4, (Strike(0, 1, 3, "backward"), *second.strikes), 12, model=CLIPPED)
     checkpoints = tmp_path / "checkpoints"  # one from which the run could not go on: without the optimizer's state
     saving = ("--save", str(checkpoints), "--save-interval", "2", "--no-save-optim")
     result = runs(case.with_flags(*saving))
@@ -257,3 +251,23 @@ def test_a_position_whose_state_nobody_holds_ends_the_run_and_names_the_checkpoi
         said = result.log(worker)
         assert "nobody holds the state of one of its positions any more" in said, said
         assert f"iteration {saved} in {checkpoints}" in said, said
+
+
+PAIRS = Layout("tp2-dp2", 2, tensor=2)
+NCCLS = {
+    "2.29, errors at once": {"version": [2, 29, 7], "errors": 0},
+    "2.29, errors never": {"version": [2, 29, 7], "errors": 2},
+    "2.27, errors late": {"version": [2, 27, 7], "errors": 1},
+}
+OVER_NCCL = [(collective, nccl) for collective in ("native", "ring") for nccl in NCCLS]
+
+
+@pytest.mark.parametrize(("collective", "nccl"), some("over NCCL", OVER_NCCL, 1))
+def test_two_deaths_and_two_newcomers_leave_the_training_equal(runs: Runs, collective: str, nccl: str) -> None:
+    """Of each replica one worker dies; what is left makes a whole one, and newcomers the second one."""
+    case = Case(PAIRS, (Strike(0, 1, 3, "backward"), Strike(1, 0, 8, "forward")), 30, restarts=2)
+    case = replace(case.over_nccl(collective, **NCCLS[nccl], seed=1), model=CLIPPED)
+    result = runs.check(case)
+    assert result.replicas[0] == result.replicas[-1] == 2, result.replicas
+    calls = [line for log in result.ended.logs for line in log.read_text().splitlines() if "NCCL's double:" in line]
+    assert sum(line.endswith("init") for line in calls) >= 4, "every worker of the launch has made one"

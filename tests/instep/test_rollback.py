@@ -16,12 +16,12 @@ import pytest
 from recover_megatron.run_log.steps import read_steps
 from recover_megatron.workload.snapshots import Spread, copies, part_of
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
 from tests.instep import hsdp
 from tests.instep.conftest import Runs
 from tests.instep.runs import (
     ADAM,
     CLIPPED,
+    INTERLEAVED,
     NO_EVALUATION,
     OVERLAP,
     SHARDED,
@@ -66,8 +66,7 @@ class Scenario:
     def run(self, runs: Runs, case: Case, by: Callable[..., None] = check) -> Result:
         """Run ``case``, the scenario's with further flags; it must be the failure-free run in the end."""
         near = max(self.near, 10.0 if "adam" in case.model else 1.0)
-        result = runs(case.patient(self.when) if self.when else case)
-        by(result, runs.reference(replace(case, nodes=())), near)
+        result = runs.check(case.patient(self.when) if self.when else case, near, by)
         assert self.said in result.said, result.told()
         return result
 
@@ -213,7 +212,7 @@ SHARD_SCENARIOS = [
            restarts=1),
     spread("without shadows", Layout("sharded-alone", 4, flags="--recover-shadow-shards 0"), "abcd", (2,), 3),
     spread("interleaved", Layout("sharded-interleaved", 2, pipeline=2,
-                                 flags=f"--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 {OVERLAP}"),
+                                 flags=f"{INTERLEAVED} {OVERLAP}"),
            "aabb", (2, 3), 1),
 ]  # fmt: skip
 
@@ -263,15 +262,13 @@ def goes_back(runs: Runs, scenario: Scenario) -> None:
 
 def test_where_no_node_has_all_of_a_position_nothing_is_kept(runs: Runs) -> None:
     case = replace(LOST, strikes=(), iterations=3, nodes=("a", "b", "a", "b"))
-    result: Result = runs(case)
-    check(result, runs.reference(replace(case, nodes=())))
+    result = runs.check(case)
     assert result.said.count("memory tier: off: no node or other domain has all that hold a part of the state") == 1
     assert "memory tier: snapshots" not in result.said
 
 
-def test_a_host_without_the_memory_for_it_is_refused_at_the_start(forkserver: ForkServer, tmp_path: Path) -> None:
-    case = replace(LOST, strikes=(), iterations=3).altered("faulty.poor_host", 2)
-    result = case.run(forkserver, tmp_path)
+def test_a_host_without_the_memory_for_it_is_refused_at_the_start(runs: Runs) -> None:
+    result = runs(replace(LOST, strikes=(), iterations=3).altered("faulty.poor_host", 2))
     assert 0 not in result.ended.codes, result.told()
     assert result.steps == []
     assert "GiB of host memory a worker, which a host does not have: none is taken" in result.said

@@ -33,14 +33,22 @@ from tests.instep.cells import (
     visits,
 )
 from tests.instep.conftest import Reference, Runs
-from tests.instep.runs import MODEL, NO_EVALUATION, Case, Layout, Strike, check_sharded, check_steps_until
+from tests.instep.runs import (
+    INTERLEAVED,
+    MODEL,
+    NO_EVALUATION,
+    OVERLAP,
+    SHARDED,
+    Case,
+    Layout,
+    Strike,
+    check_sharded,
+    check_steps_until,
+)
 from tests.megatron_hooks.tiny import OURS
 
 pytestmark = pytest.mark.slow
 
-ADAM = "--optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4 --disable-bias-linear"
-SHARDED = (*ADAM.split(), "--use-distributed-optimizer")
-OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
 DP4 = Layout("sharded-dp4", 4)
 TP2 = Layout("sharded-tp2-dp3", 3, tensor=2)
 PP2 = Layout("sharded-pp2-dp3", 3, pipeline=2)
@@ -328,8 +336,8 @@ FEATURES = {
         Layout("sharded-experts", 3, inner_ranks=2, flags="--num-experts 4 --expert-model-parallel-size 2 "
                f"--moe-router-topk 2 {OVERLAP}"), "1@3:norm,5@5:param-gather", 1.0),
     "interleaved": (
-        Layout("sharded-interleaved", 2, pipeline=2, flags="--num-layers 4 "
-               "--num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce --overlap-param-gather"),
+        Layout("sharded-interleaved", 2, pipeline=2, flags=f"{INTERLEAVED} --overlap-grad-reduce "
+               "--overlap-param-gather"),
         "2@4:update#2", 1.0),
     "instances": (
         Layout("sharded-instances", 4, flags=f"--num-distributed-optimizer-instances 2 {OVERLAP}"),

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recover_megatron.instep.decision import Beyond, JoinStatus, Rollback, Rules
-from recover_megatron.instep.grid import launch_grid
+from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.timelines import MOST, merged
@@ -143,6 +144,20 @@ def test_what_a_rollback_loses_is_told_by_the_next_one_if_it_was_not_carried_out
     assert decide(13, over, TWO).rollback == Rollback(4, "save", lost=0), "one knows that it was: it is told of once"
 
 
+def played(join: Any, me: int, grid: LaunchGrid, committed: int) -> tuple[Planner, Any]:
+    """A planner of worker ``me``, and its session, in which only ``join`` does something."""
+    session: Any = SimpleNamespace(
+        opened_members=frozenset(), left=frozenset(), note=print, answer_drain=lambda *_: None, committed=committed,
+        join=join,
+    )  # fmt: skip
+    mine: Any = SimpleNamespace(me=me, grid=grid, replica=0, placed=True, lock=threading.Lock(), taken_up=None)
+    hooks: Any = SimpleNamespace(checkpoints=lambda: ((), ()), log=lambda *_, **__: None, describe=lambda decision: {})
+    edges: Any = SimpleNamespace(look=lambda *_: (), told=lambda *_: None)
+    snapshots: Any = SimpleNamespace(told=dict, follow=lambda decision: None)
+    where: Any = {"node": "a", "domains": (), "device": None, "peer_store": "", "min_replicas": 1}
+    return Planner(session, hooks, mine, edges, Rules(), snapshots=snapshots, **where), session
+
+
 def test_a_rollback_is_undone_until_it_is_committed_whoever_has_logged_its_plan() -> None:
     """Another epoch may come before all have loaded, and what this one goes back to may not be readable."""
     told: list[JoinStatus] = []
@@ -152,14 +167,7 @@ def test_a_rollback_is_undone_until_it_is_committed_whoever_has_logged_its_plan(
         every = {str(worker): its.to_json() for worker, its in joined.items()}
         return SimpleNamespace(epoch=12, data={"statuses": every}, committed=session.committed)
 
-    session: Any = SimpleNamespace(opened_members=frozenset(), left=frozenset(), note=print, committed=6, join=join)
-    hooks: Any = SimpleNamespace(checkpoints=lambda: ((), ()), log=lambda *_, **__: None, describe=lambda decision: {})
-    mine: Any = SimpleNamespace(me=4, grid=TWO, replica=0, placed=True, lock=threading.Lock(), taken_up=None)
-    edges: Any = SimpleNamespace(look=lambda *_: (), told=lambda *_: None)
-    snapshots: Any = SimpleNamespace(told=dict, follow=lambda decision: None)
-    where: Any = {"node": "a", "domains": (), "device": None, "peer_store": "", "min_replicas": 1}
-    planner = Planner(session, hooks, mine, edges, Rules(), snapshots=snapshots, **where)
-
+    planner, session = played(join, me=4, grid=TWO, committed=6)
     joined = ONLY_FIRST | {4: JoinStatus(None, 1, ready=True), 5: JoinStatus(None, 1, ready=True)}
     for _ in range(3):
         decision, _lost = planner.meet(orphan(4), "asked for")
@@ -196,3 +204,96 @@ def test_who_came_between_a_rollback_and_its_commit_knows_of_it_too() -> None:
     assert (decision.rollback, decision.undone) == (None, 7), "position 1 is missing"
     both = {worker: orphan(worker, **{**now, "undone": decision.undone}) for worker in (0, 1)}
     assert decide(14, both, TWO).rollback == Rollback(4, "save", lost=2)
+
+
+FOUR = launch_grid(4, tensor=1, context=1, pipeline=1, inner_ranks=1)
+NODES = "aabc"
+STEP = {
+    worker: JoinStatus(worker, 0, at=3, step=True, total=4, ran=(worker,), version=2, node=NODES[worker])
+    for worker in range(4)
+}
+BOUNDARY = {w: replace(s, at=4, step=False, ran=(), total=0, boundary=True, version=3) for w, s in STEP.items()}
+
+
+def knowing(statuses: dict[int, JoinStatus], *nodes: str) -> dict[int, JoinStatus]:
+    return {worker: replace(status, draining=nodes) for worker, status in statuses.items()}
+
+
+def test_in_a_step_it_changes_nothing_but_what_comes_at_the_boundary() -> None:
+    decision = decide(2, STEP, FOUR, drain=["b"])
+    assert (decision.draining, sorted(decision.leaving), decision.regroup) == (("b",), [2], True)
+    assert list(decision.grid) == [0, 1, 2, 3]
+    assert not any(ids for by_rank in decision.rerun.values() for ids in by_rank)
+
+
+def test_at_the_boundary_who_has_come_knowing_it_has_no_place() -> None:
+    decision = decide(3, knowing(BOUNDARY, "b"), FOUR)
+    assert (list(decision.grid), decision.spares) == ([0, 1, 3], (2,))
+    assert (decision.draining, decision.leaving, decision.regroup) == (("b",), frozenset(), False)
+
+
+def test_an_order_that_comes_at_the_boundary_waits_for_the_next_one() -> None:
+    """Nobody has given away yet what only the node holds."""
+    decision = decide(3, knowing(BOUNDARY, "b"), FOUR, drain=["c"])
+    assert (list(decision.grid), sorted(decision.leaving), decision.regroup) == ([0, 1, 3], [3], True)
+    assert decision.draining == ("b", "c")
+
+
+def test_a_spare_takes_the_place_in_the_same_epoch_but_none_of_a_drained_node() -> None:
+    spares = {4: JoinStatus(None, 0, node="b", ready=True), 5: JoinStatus(None, 0, node="d", ready=True)}
+    decision = decide(3, knowing(BOUNDARY | spares, "b"), FOUR)
+    assert (decision.grid[2], decision.fresh, decision.spares) == ((5,), (2,), (2, 4))
+    assert decision.transfers.keys() == {5}
+    assert not {2, 4} & {holder for holders in decision.holders.values() for holder in holders}
+
+
+def test_a_death_may_make_it_impossible_and_then_the_node_stays() -> None:
+    left = {worker: status for worker, status in knowing(BOUNDARY, "b").items() if worker == 2}
+    decision = decide(4, left, FOUR)
+    assert (list(decision.grid), decision.draining) == ([2], ())
+    assert "no whole replica would be left" in decision.undrained["b"]
+
+
+def test_as_many_replicas_are_left_as_are_wanted() -> None:
+    rules = Rules(min_replicas=3)
+    assert decide(2, STEP, FOUR, rules, drain=["b"]).draining == ("b",)
+    assert (
+        "2 of 4 whole replicas would be left, 3 are wanted" in decide(2, STEP, FOUR, rules, drain=["a"]).undrained["a"]
+    )
+
+
+def met(*epochs: tuple[dict[int, JoinStatus], set[int]]) -> list[bool]:
+    """What the planner of worker 0 thinks in each epoch of whether anybody has finished.
+
+    An epoch: with what all join it, and who has left in order before.
+    """
+    planner, session = played(None, me=0, grid=FOUR, committed=3)
+    found = []
+    for epoch, (statuses, left) in enumerate(epochs, start=2):
+        data = {"statuses": {str(worker): status.to_json() for worker, status in statuses.items()}}
+        plan = SimpleNamespace(epoch=epoch, data=data, committed=3)
+        session.join = partial(lambda its, *_: its, plan)
+        session.left = frozenset(left)
+        planner.meet(statuses[0], "asked for")
+        found.append(planner.finished)
+    return found
+
+
+def test_who_left_since_its_node_was_drained_had_not_finished() -> None:
+    """Else a spare takes it for the end of the run when, much later, no replica is whole for a moment."""
+    after = {worker: status for worker, status in knowing(BOUNDARY, "b").items() if worker != 2}
+    assert met((knowing(STEP, "b"), set()), (after, {2}), (after, {2})) == [False, False, False]
+    assert met((after, {2})) == [False], "a newcomer, which never met it"
+    last = {worker: status for worker, status in after.items() if worker != 3}
+    assert met((knowing(STEP, "b"), set()), (after, {2}), (last, {2, 3})) == [False, False, True]
+    assert met((STEP, set()), ({0: BOUNDARY[0]}, {1, 2, 3})) == [False, True]
+
+
+def test_replicas_leave_when_all_that_have_come_to_the_boundary_know_it_not_some_of_them() -> None:
+    """The coordinator has died while it told the plan: who did not get it has given away nothing yet."""
+    some = BOUNDARY | knowing({0: BOUNDARY[0], 2: BOUNDARY[2]}, "b")
+    decision = decide(3, some, FOUR)
+    assert (list(decision.grid), sorted(decision.leaving), decision.regroup) == ([0, 1, 2, 3], [2], True)
+    newcomer = {4: JoinStatus(None, 0, node="d", ready=True)}
+    assert list(decide(4, knowing(BOUNDARY, "b") | newcomer, FOUR).grid) == [0, 1, 2, 3]
+    assert decide(4, knowing(BOUNDARY, "b") | newcomer, FOUR).grid[2] == (4,), "a newcomer need not know it"

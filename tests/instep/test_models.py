@@ -15,11 +15,13 @@ from tests.harness.forkserver import ForkServer
 from tests.instep.altered import altered
 from tests.instep.conftest import Runs
 from tests.instep.runs import (
+    CLIPPED,
     CONTEXT_LAYOUTS,
     DEEPSEEK,
     LATENT,
     MODEL,
     NO_EVALUATION,
+    ROPE,
     Case,
     Layout,
     Strike,
@@ -28,7 +30,6 @@ from tests.megatron_hooks.tiny import NO_DROPOUT, OURS, losses
 
 pytestmark = pytest.mark.slow
 
-ROPE = "--position-embedding-type rope --no-rope-fusion"
 SPLIT = {
     "learned positions": "",
     "rope": ROPE,
@@ -89,6 +90,67 @@ BUILT = [
 @pytest.mark.parametrize("case", some("contexts put together", [*REGROUPED, *BUILT], 1), ids=str)
 def test_replicas_that_split_the_context_are_put_together_again(runs: Runs, case: Case) -> None:
     replicas = 3 if case.restarts else 2
-    case = replace(case, model=(*NO_EVALUATION, "--clip-grad", "0.2"))
+    case = replace(case, model=CLIPPED)
     result = runs.check(case.patient(f"5-:{replicas}" if case.iterations == LONG else f"7-:{replicas}"))
     assert result.replicas[-1] == replicas, result.replicas
+
+
+T5_SCRIPT = (str(Path(__file__).with_name("t5.py")),)
+T5 = "--decoder-seq-length 12"
+T5_TP2 = Layout("t5-tp2-dp3", 3, tensor=2, flags=T5)
+T5_CASES = [
+    Case(Layout("t5-dp4", 4, flags=T5), (Strike(1, 0, 3, "backward", visit=2), Strike(2, 0, 5, "all-gather"))),
+    Case(Layout("t5-dp3-overlap", 3, flags=f"{T5} --overlap-grad-reduce --ddp-bucket-size 2000"),
+         (Strike(0, 0, 2, "reduce-scatter"), Strike(2, 0, 6, "optimizer"))),
+    Case(Layout("t5-dp3-per-token", 3, flags=f"{T5} --calculate-per-token-loss"),
+         (Strike(0, 0, 4, "agree"), Strike(1, 0, 6, "eval")), dropout=True),
+    Case(Layout("t5-sharded-dp3", 3, flags=f"{T5} --use-distributed-optimizer --optimizer adam --lr 0.01 "
+                "--min-lr 0.003 --adam-eps 1e-4"),
+         (Strike(1, 0, 3, "update"), Strike(0, 0, 5, "backward"))),
+    Case(T5_TP2, (Strike(1, 1, 3, "forward", visit=2), Strike(2, 0, 5, "reduce-scatter"))),
+    Case(T5_TP2, (Strike(1, 1, 3, "optimizer"), Strike(2, 0, 3, "backward")), 30, restarts=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", some("t5", T5_CASES, 2), ids=str)
+def test_an_encoder_and_a_decoder_train_as_without_deaths(runs: Runs, case: Case) -> None:
+    runs.check(replace(case, script=T5_SCRIPT))
+
+
+def test_without_a_death_an_encoder_and_a_decoder_are_stock_megatrons(runs: Runs) -> None:
+    runs.check_stock(Case(T5_TP2, script=T5_SCRIPT))
+
+
+VLM_SCRIPT = (str(Path(__file__).with_name("vlm.py")),)
+VLM_SHARDED = "--use-distributed-optimizer --optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4"
+VLM_OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 2000"
+VLM_TP2 = Layout("vlm-tp2-dp3", 3, tensor=2)
+FROZEN = Layout("vlm-tp2-dp2-frozen-lm-text-too", 2, tensor=2, flags="--freeze-LM --text-only 3")
+VLM_CASES = [
+    Case(Layout("vlm-dp4-frozen-vit", 4, flags="--freeze-ViT"),
+         (Strike(1, 0, 3, "backward", visit=2), Strike(2, 0, 5, "all-gather"))),
+    Case(Layout("vlm-dp3-frozen-vit-overlap", 3, flags=f"--freeze-ViT {VLM_OVERLAP}"),
+         (Strike(0, 0, 2, "reduce-scatter"), Strike(2, 0, 6, "optimizer"))),
+    Case(Layout("vlm-dp3-text-too", 3, flags="--text-only 3 --calculate-per-token-loss"),
+         (Strike(0, 0, 4, "agree"), Strike(1, 0, 6, "eval")), dropout=True),
+    Case(Layout("vlm-dp3-frozen-lm-text-too", 3, flags="--freeze-LM --text-only 3"),
+         (Strike(0, 0, 4, "checkpoint"), Strike(1, 0, 6, "forward", visit=2))),
+    Case(Layout("vlm-sharded-dp3-frozen-vit", 3, flags=f"--freeze-ViT {VLM_SHARDED}"),
+         (Strike(1, 0, 3, "update"), Strike(0, 0, 5, "backward"))),
+    Case(Layout("vlm-pp2-dp3-frozen-vit", 3, pipeline=2, flags="--freeze-ViT"),
+         (Strike(1, 1, 3, "forward", visit=2), Strike(2, 0, 5, "reduce-scatter"))),
+    Case(Layout("vlm-pp2-dp2-frozen-lm-text-too", 2, pipeline=2, flags="--freeze-LM --text-only 3"),
+         (Strike(1, 1, 3, "backward", visit=2),)),
+    Case(VLM_TP2, (Strike(1, 1, 3, "forward", visit=2), Strike(2, 0, 5, "reduce-scatter"))),
+    Case(VLM_TP2, (Strike(1, 1, 3, "optimizer"), Strike(2, 0, 3, "backward")), 30, restarts=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", some("vlm", VLM_CASES, 2), ids=str)
+def test_images_and_text_train_as_without_deaths(runs: Runs, case: Case) -> None:
+    runs.check(replace(case, script=VLM_SCRIPT))
+
+
+def test_without_a_death_images_and_text_are_stock_megatrons(runs: Runs) -> None:
+    """With microbatches among them of which Megatron runs no backward pass."""
+    runs.check_stock(Case(FROZEN, script=VLM_SCRIPT))
