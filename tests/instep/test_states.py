@@ -174,12 +174,17 @@ STATE = {
 
 
 class Holder:
-    """A worker in this process that offers a state."""
+    """A worker in this process that offers a state; ``shared``: of its tensors; more than there are: all."""
 
-    def __init__(self, worker: int = 0) -> None:
+    def __init__(self, tree: Any = None, worker: int = 0, shared: int = 1 << 30) -> None:
         self.worker = worker
         self.peer_store = PeerStoreServer("127.0.0.1", SECRET)
         self.offers = Offers(self.peer_store.streams)
+        if tree is not None:
+            self.given = self.offer(tree, shared)
+
+    def offer(self, tree: Any, shared: int = 1 << 30) -> Offer:
+        return self.offers.put(KEY, Offer(tree, min(shared, len(flatten(tree)[1]))))
 
     def source(self, patience: Callable[[], None] = lambda: None) -> Source:
         return source(self.worker, self.peer_store.address, patience)
@@ -194,10 +199,6 @@ def fetch(sources: Sequence[Source], shared: int = 1 << 30, place: Any = new_mem
     """``shared``: of the tree's tensors; more than there are: all."""
     named = {"stay": lambda: None, "awaited": lambda: None} | named
     return Receiver(sources, place, **named).fetch(lambda tree: min(shared, len(flatten(tree)[1])))
-
-
-def offer(tree: Any, shared: int = 1 << 30) -> Offer:
-    return Offer(tree, min(shared, len(flatten(tree)[1])))
 
 
 @pytest.fixture
@@ -225,18 +226,16 @@ def test_chunks_hold_every_byte_once_and_in_order(sizes: list[int]) -> None:
 @pytest.mark.parametrize("tree", [STATE, {}, [torch.empty(0, 3)], {"only": 1}], ids=["state", "empty", "none", "plain"])
 @pytest.mark.parametrize("shared", [0, 2, 1 << 30], ids=["own", "some", "all"])
 def test_a_state_arrives_as_it_is_held(tree: Any, shared: int) -> None:
-    holder = Holder()
-    given = holder.offers.put(KEY, offer(tree, shared))
+    holder = Holder(tree, shared=shared)
     found, size = fetch([holder.source()], shared)
     assert same(found, tree)
     assert size == sum(tensor.nbytes for tensor in flatten(tree)[1])
-    given.wait(lambda: None)  # the holder has been told
+    holder.given.wait(lambda: None)  # the holder has been told
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_it_is_received_into_the_memory_that_is_named() -> None:
-    holder, mine = Holder(), state_of(1, 3)
-    holder.offers.put(KEY, offer(state_of(2, 3)))
+    holder, mine = Holder(state_of(2, 3)), state_of(1, 3)
     before = [tensor.data_ptr() for tensor in mine["column"]]
     found, _ = fetch([holder.source()], place=lambda path, shape, dtype: mine["column"][int(path[1])])
     assert [tensor.data_ptr() for tensor in found["column"]] == before
@@ -245,11 +244,10 @@ def test_it_is_received_into_the_memory_that_is_named() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_all_holders_share_the_work() -> None:
-    holders = [Holder(worker) for worker in range(3)]
-    offers = [holder.offers.put(KEY, offer(state_of(1, 8))) for holder in holders]
-    asked: list[set[int]] = [set() for _ in offers]
+    holders = [Holder(state_of(1, 8), worker) for worker in range(3)]
+    asked: list[set[int]] = [set() for _ in holders]
     everybody = threading.Barrier(3)
-    for place, its in enumerate(offers):
+    for place, its in enumerate(holder.given for holder in holders):
 
         def parts(number: int, place: int = place, original: Any = its.parts) -> list[torch.Tensor]:
             if not asked[place]:
@@ -269,7 +267,7 @@ def test_a_state_that_is_offered_late_is_waited_for() -> None:
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(fetch, [holder.source()], awaited=waits.set)
         assert waits.wait(DEADLINE)
-        holder.offers.put(KEY, offer(STATE))
+        holder.offer(STATE)
         assert same(fetching.result(DEADLINE)[0], STATE)
 
 
@@ -302,8 +300,7 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced(
     """It is killed when the receiver has a chunk of it and has asked for more; the rest comes from the other one."""
     count = 512  # eight chunks
     victim, address = processes(count)
-    mate = Holder(1)
-    mate.offers.put(KEY, offer(state_of(1, count)))
+    mate = Holder(state_of(1, count), 1)
     killed = threading.Event()
     original = state_receiver._Link.chunk
 
@@ -330,23 +327,21 @@ def test_the_first_holders_death_before_it_has_told_anything_is_survived() -> No
 
             return Source(self.worker, connect)
 
-    mate = Holder(1)
-    mate.offers.put(KEY, offer(STATE))
+    mate = Holder(STATE, 1)
     assert same(fetch([Gone().source(), mate.source()])[0], STATE)
 
 
 def test_when_no_holder_is_left_the_receiver_is_told() -> None:
-    holder = Holder()
-    given = holder.offers.put(KEY, offer(STATE))
+    holder = Holder(STATE)
 
     def dies(number: int) -> list[torch.Tensor]:
         raise IndexError(number)
 
-    given.parts = dies  # type: ignore[method-assign]
+    holder.given.parts = dies  # type: ignore[method-assign]
     with pytest.raises(PeerLost):
         fetch([holder.source()])
     with pytest.raises(PeerLost):
-        given.wait(lambda: None)
+        holder.given.wait(lambda: None)
 
 
 # ---- what is not to be believed
@@ -370,8 +365,7 @@ def altering(monkeypatch: pytest.MonkeyPatch, sender: Holder) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_corrupted_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = Holder()
-    holder.offers.put(KEY, offer(STATE))
+    holder = Holder(STATE)
     altering(monkeypatch, holder)
     with pytest.raises(Disagreement):
         fetch([holder.source()])
@@ -379,22 +373,20 @@ def test_a_corrupted_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_what_one_holder_corrupts_comes_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    holders = [Holder(worker) for worker in range(2)]
-    for holder in holders:
-        holder.offers.put(KEY, offer(state_of(1, 8)))
+    holders = [Holder(state_of(1, 8), worker) for worker in range(2)]
     altering(monkeypatch, holders[0])
     assert same(fetch([holder.source() for holder in holders])[0], state_of(1, 8))
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_what_is_read_while_the_state_changes_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    holder, state = Holder(), [torch.zeros(2000), torch.zeros(2000)]
-    given = holder.offers.put(KEY, offer(state))
+    state = [torch.zeros(2000), torch.zeros(2000)]
+    holder = Holder(state)
     original, sent = SocketTransport.send, []
 
     def send(self: SocketTransport, parts: Sequence[torch.Tensor]) -> int:
         if len(sent) == 5:
-            given.withdraw()
+            holder.given.withdraw()
             state[0] += 1
         sent.append(parts)
         return original(self, parts)
@@ -408,13 +400,12 @@ def test_what_is_read_while_the_state_changes_is_not_believed(monkeypatch: pytes
 def test_what_changes_between_its_check_sum_and_the_wire_was_withdrawn_not_corrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    holder = Holder()
-    given = holder.offers.put(KEY, offer(STATE))
+    holder = Holder(STATE)
     original = SocketTransport.send
 
     def send(self: SocketTransport, parts: Sequence[torch.Tensor]) -> int:
         right = original(self, parts)
-        given.withdraw()
+        holder.given.withdraw()
         return right ^ 1
 
     monkeypatch.setattr(SocketTransport, "send", send)
@@ -423,18 +414,15 @@ def test_what_changes_between_its_check_sum_and_the_wire_was_withdrawn_not_corru
 
 
 def test_who_does_not_know_the_secret_is_given_nothing_and_believed_nothing() -> None:
-    holder = Holder()
-    holder.offers.put(KEY, offer(STATE))
+    holder = Holder(STATE)
     stranger = source(0, holder.peer_store.address, secret=b"another one")
     with pytest.raises(PeerLost):
         fetch([stranger])
 
 
 def test_a_holder_of_another_shape_is_not_asked() -> None:
-    holders = [Holder(worker) for worker in range(2)]
-    holders[0].offers.put(KEY, offer(state_of(1, 200)))
-    other = holders[1].offers.put(KEY, offer(state_of(1, 199)))
-    other.parts = lambda number: pytest.fail("it was asked")  # type: ignore[method-assign]
+    holders = [Holder(state_of(1, 200)), Holder(state_of(1, 199), 1)]
+    holders[1].given.parts = lambda number: pytest.fail("it was asked")  # type: ignore[method-assign]
     assert same(fetch([holder.source() for holder in holders])[0], state_of(1, 200))
 
 
@@ -459,9 +447,8 @@ def test_who_waits_for_an_offer_is_woken_by_the_end_of_the_epoch() -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more() -> None:
-    holder, middle, go_on = Holder(), threading.Event(), threading.Event()
-    given, into = holder.offers.put(KEY, offer(state_of(1, 4))), state_of(2, 4)
-    original = given.parts
+    holder, middle, go_on = Holder(state_of(1, 4)), threading.Event(), threading.Event()
+    into, original = state_of(2, 4), holder.given.parts
 
     def parts(number: int) -> list[torch.Tensor]:
         if number == 9:
@@ -473,13 +460,13 @@ def test_who_may_not_stay_is_woken_in_the_middle_and_nothing_is_written_any_more
         if middle.is_set():
             raise EpochRevoked(5, "the test ends it")
 
-    given.parts = parts  # type: ignore[method-assign]
+    holder.given.parts = parts  # type: ignore[method-assign]
     with pytest.raises(EpochRevoked):
         fetch([holder.source()], place=lambda path, shape, dtype: into["column"][int(path[1])], stay=stay)
     after = [tensor.clone() for tensor in into["column"]]
     go_on.set()
     with pytest.raises(PeerLost):
-        given.wait(lambda: None)  # the holder has noticed, and has sent what it had to send
+        holder.given.wait(lambda: None)  # the holder has noticed, and has sent what it had to send
     assert same(into["column"], after)
 
 
