@@ -18,19 +18,17 @@ from recover_megatron.instep.grid import LaunchGrid, launch_grid
 from recover_megatron.instep.plan import decide
 from recover_megatron.instep.planner import Planner
 from recover_megatron.instep.timelines import MOST, merged
+from tests.instep.test_plan import THREE, TWO, orphan
 
-TWO = launch_grid(4, tensor=2, context=1, pipeline=1, inner_ranks=1)
-THREE = launch_grid(6, tensor=2, context=1, pipeline=1, inner_ranks=1)
 KEPT = ((4, "save"), (2, "save"))
 
 
-def orphan(position: int | None, **fields: Any) -> JoinStatus:
+def survivor(position: int | None, **fields: Any) -> JoinStatus:
     """One that the loss of iteration 7 has left, in the first timeline."""
-    told = {"ready": True, "iteration": 7, "version": 6, "at": 7, "checkpoints": KEPT}
-    return JoinStatus(None, position, **{**told, **fields})
+    return orphan(position, **{"checkpoints": KEPT, **fields})
 
 
-ONLY_FIRST = {0: orphan(0), 2: orphan(0, version=7)}
+ONLY_FIRST = {0: survivor(0), 2: survivor(0, version=7)}
 
 
 def test_without_a_checkpoint_the_state_is_lost() -> None:
@@ -61,10 +59,10 @@ def test_newcomers_that_have_the_position_are_taken() -> None:
 
 
 def test_nobody_goes_back_before_those_are_out_of_the_training_who_may_hold_the_state() -> None:
-    coming = orphan(1, ready=False, version=None)
+    coming = survivor(1, ready=False, version=None)
     decision = decide(5, {**ONLY_FIRST, 4: JoinStatus(None, 1, ready=True), 3: coming}, TWO)
     assert (decision.grid, decision.rollback, decision.state_lost) == ({}, None, "")
-    assert decide(6, {**ONLY_FIRST, 3: orphan(1)}, TWO).rollback is None, "it has come, and holds it"
+    assert decide(6, {**ONLY_FIRST, 3: survivor(1)}, TWO).rollback is None, "it has come, and holds it"
 
 
 def test_a_checkpoint_that_somebody_could_not_read_is_not_tried_again() -> None:
@@ -80,18 +78,18 @@ def test_what_a_worker_holds_of_what_was_left_behind_is_of_no_use() -> None:
     """Both positions are there in iteration 6, but not of one timeline."""
     back = (9, 4)
     now = {"timeline": back, "state_of": 9, "iteration": 7, "version": 6}
-    statuses = {0: orphan(0, **now), 1: orphan(1), 3: orphan(1, timeline=back)}
+    statuses = {0: survivor(0, **now), 1: survivor(1), 3: survivor(1, timeline=back)}
     decision = decide(12, statuses, TWO)
     assert decision.rollback == Rollback(4, "save", lost=2)
     assert decision.timeline == (12, 4)
-    both = decide(12, {**statuses, 5: orphan(1, **now)}, TWO)
+    both = decide(12, {**statuses, 5: survivor(1, **now)}, TWO)
     assert (both.rollback, both.version, both.timeline, list(both.grid.values())) == (None, 6, back, [(0, 5)])
 
 
 def test_an_iteration_of_before_does_not_count() -> None:
     """A spare that has not heard of it says iteration 70; the run is at 6, and 5 of it is held."""
     now = {"timeline": (9, 4), "state_of": 9, "iteration": 6, "version": 5}
-    decision = decide(12, {0: orphan(0, **now), 1: orphan(1, **now), 2: orphan(0, iteration=70)}, TWO)
+    decision = decide(12, {0: survivor(0, **now), 1: survivor(1, **now), 2: survivor(0, iteration=70)}, TWO)
     assert (decision.rollback, decision.version, decision.iteration) == (None, 5, 6)
 
 
@@ -109,7 +107,7 @@ def test_all_go_back_to_the_newest_that_anybody_knows_and_everybody_could_read(
     known: list[tuple[tuple[int, str], ...]], unreadable: list[set[int]]
 ) -> None:
     statuses = {
-        worker: orphan(worker, version=None, checkpoints=merged(its), unreadable=tuple(bad))
+        worker: survivor(worker, version=None, checkpoints=merged(its), unreadable=tuple(bad))
         for worker, (its, bad) in enumerate(zip(known, unreadable, strict=True))
     }
     told = {checkpoint for status in statuses.values() for checkpoint in status.checkpoints}
@@ -124,7 +122,7 @@ def test_all_go_back_to_the_newest_that_anybody_knows_and_everybody_could_read(
         assert decision.state_lost
 
 
-@given(st.builds(orphan, st.none(), checkpoints=checkpoints, unreadable=st.tuples(st.integers(1, 9))))
+@given(st.builds(survivor, st.none(), checkpoints=checkpoints, unreadable=st.tuples(st.integers(1, 9))))
 def test_a_status_is_the_same_after_its_way(status: JoinStatus) -> None:
     assert JoinStatus.from_json(json.loads(json.dumps(status.to_json()))) == status
 
@@ -134,7 +132,7 @@ def test_what_a_rollback_loses_is_told_by_the_next_one_if_it_was_not_carried_out
     first = decide(12, ONLY_FIRST | {4: JoinStatus(None, 1, ready=True), 5: JoinStatus(None, 1, ready=True)}, TWO)
     assert first.rollback == Rollback(4, "save", lost=2)
     now = {"timeline": first.timeline, "iteration": 5, "version": None, "state_of": 12, "undone": 7}
-    heard = {0: orphan(0, **now), 4: orphan(1, **now)}
+    heard = {0: survivor(0, **now), 4: survivor(1, **now)}
     assert decide(13, heard, TWO).rollback == Rollback(4, "save", lost=2)
     still = {worker: replace(status, iteration=7) for worker, status in heard.items()}
     assert decide(13, still, TWO).rollback == Rollback(4, "save", lost=2), "nobody had carried it out"
@@ -170,11 +168,11 @@ def test_a_rollback_is_undone_until_it_is_committed_whoever_has_logged_its_plan(
     planner, session = played(join, me=4, grid=TWO, committed=6)
     joined = ONLY_FIRST | {4: JoinStatus(None, 1, ready=True), 5: JoinStatus(None, 1, ready=True)}
     for _ in range(3):
-        decision, _lost = planner.meet(orphan(4), "asked for")
+        decision, _lost = planner.meet(survivor(4), "asked for")
         assert decision.rollback == Rollback(4, "save", lost=2)
         planner.log(decision, None, 0.0)
     session.committed = decision.at
-    planner.meet(orphan(4), "asked for")
+    planner.meet(survivor(4), "asked for")
     assert [status.undone for status in told] == [0, 7, 7, 0]
 
 
@@ -193,16 +191,16 @@ def test_an_iteration_whose_step_was_committed_is_lost_too_whatever_of_it_was_st
 def test_a_step_of_what_was_left_behind_is_not_counted_once_more() -> None:
     """Worker 0 has slept through a rollback from iteration 7 to 4."""
     now = {"timeline": (9, 4), "state_of": 9, "iteration": 6, "version": 5, "last_step": (6, 30)}
-    statuses = {0: orphan(0, last_step=(7, 21)), 2: orphan(0, **now), 4: JoinStatus(None, 1, ready=True)}
+    statuses = {0: survivor(0, last_step=(7, 21)), 2: survivor(0, **now), 4: JoinStatus(None, 1, ready=True)}
     assert decide(12, statuses, TWO, beyond=Beyond(29)).rollback == Rollback(4, "save", lost=1)
 
 
 def test_who_came_between_a_rollback_and_its_commit_knows_of_it_too() -> None:
     """It is in the timeline then, and joins the next epoch with what it was told."""
     now = {"timeline": (12, 4), "iteration": 5, "version": None, "state_of": 12, "undone": 7}
-    decision = decide(13, {0: orphan(0, **now), 4: JoinStatus(None, 0, ready=True)}, TWO)
+    decision = decide(13, {0: survivor(0, **now), 4: JoinStatus(None, 0, ready=True)}, TWO)
     assert (decision.rollback, decision.undone) == (None, 7), "position 1 is missing"
-    both = {worker: orphan(worker, **{**now, "undone": decision.undone}) for worker in (0, 1)}
+    both = {worker: survivor(worker, **{**now, "undone": decision.undone}) for worker in (0, 1)}
     assert decide(14, both, TWO).rollback == Rollback(4, "save", lost=2)
 
 
