@@ -77,10 +77,18 @@ class Runs:
         """Assert that the failure-free run is what Megatron alone trains."""
         check_rows(self.reference(case).steps, self.stock(case, script=script).recorded, near, str(case))
 
-    def check(self, case: Case, near: float = 1.0, by: Callable[[Result, Result, float], None] = check) -> Result:
-        """Run it, and assert ``by`` that it is the failure-free one but for rounding."""
+    def check(
+        self,
+        case: Case,
+        near: float = 1.0,
+        by: Callable[[Result, Result, float], None] = check,
+        replicas: int | None = None,
+    ) -> Result:
+        """Run it, and assert ``by`` that it is the failure-free one but for rounding, with so many replicas at the
+        end."""
         result = self(case)
         by(result, self.reference(case), near)
+        assert replicas in (None, result.replicas[-1]), result.replicas
         return result
 
 

@@ -1,7 +1,6 @@
-"""A run that grows beyond the replicas of its launch, and shrinks again: what is trained stays the same.
+"""Replicas that come and go in order: a run grows beyond its launch and shrinks, spares are hot, nodes are drained.
 
-What is compared is what test_equality.py compares; see ``runs``.  Newcomers have the ids that follow the launch's; who
-dies is in the case's flags (``grown``).
+What is trained stays the same: see ``runs``.  Newcomers have the ids that follow the launch's.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from tests.instep.runs import (
     CLIPPED,
     INTERLEAVED,
     LAYOUTS,
+    NO_EVALUATION,
     OVERLAP,
     ROPE,
     SHARDED,
@@ -40,6 +40,8 @@ from tests.instep.test_layouts import ADAM as RECIPE_ADAM
 from tests.instep.test_layouts import SPREAD
 from tests.megatron_hooks.tiny import MOCK, NO_DROPOUT, OURS, SCHEDULE, losses
 from tests.megatron_hooks.tiny import MODEL as TINY
+
+pytestmark = pytest.mark.slow
 
 DP4, TP3, PP3 = LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]
 SHARDED_DP4, SHARDED_TP3 = Layout("sharded-dp4", 4), Layout("sharded-tp2-dp3", 3, tensor=2)
@@ -128,13 +130,10 @@ SPREAD_DEATHS = {
 @pytest.mark.parametrize("name", some("deaths in drains", [*DEATHS, *SPREAD_DEATHS], 1))
 def test_a_death_while_a_node_is_drained(runs: Runs, name: str) -> None:
     case, left = (DEATHS | SPREAD_DEATHS)[name]
-    result = runs.check(case, by=check_sharded if name in SPREAD_DEATHS else check)
-    assert result.replicas[-1] == left, result.replicas
+    result = runs.check(case, by=check_sharded if name in SPREAD_DEATHS else check, replicas=left)
     told, code = said(result)
     assert (told.splitlines()[-1], code) == ("b is drained: it may be switched off", DrainExit.DRAINED)
 
-
-pytestmark = pytest.mark.slow
 
 DP2 = Layout("dp2", 2)
 TP2 = Layout("tp2-dp2", 2, tensor=2)
@@ -168,16 +167,16 @@ def grown(
     return case.patient(when)
 
 
-def equal(runs: Runs, case: Case) -> Result:
-    return runs.check(case, by=check_sharded if "--use-distributed-optimizer" in case.model else check)
+def equal(runs: Runs, case: Case, replicas: int | None = None) -> Result:
+    by = check_sharded if "--use-distributed-optimizer" in case.model else check
+    return runs.check(case, by=by, replicas=replicas)
 
 
 @pytest.mark.parametrize("layout", some("joining", [DP2, TP2, PP2], 1), ids=lambda layout: layout.name)
 def test_workers_that_join_a_whole_run_make_a_replica_more(runs: Runs, layout: Layout) -> None:
     case = grown(layout, layout.positions, "3-:3")
-    result = equal(runs, case)
+    result = equal(runs, case, replicas=3)
     assert result.replicas[0] == 2, result.replicas
-    assert result.replicas[-1] == 3, result.replicas
 
 
 def at(worker: int, phase: str, first: int = 2, last: int = 19) -> str:
@@ -200,18 +199,15 @@ CASES = {
     "a newcomer is replaced": (replace(grown(DP2, 2, "3-16:4,22-:4", "2@17:backward:kill", 4, 28), restarts=1), 4, 4),
     "all of the launch die": (grown(DP2, 4, "3-16:6", "0@17:backward:kill,1@17:agree:kill"), 6, 4),
     "all of the launch and a newcomer die one after the other": (
-        grown(DP2, 4, "3-16:6", "1@17:optimizer:kill,0@18:all-gather:kill,2@19:agree:kill"),
-        6,
-        3,
+        grown(DP2, 4, "3-16:6", "1@17:optimizer:kill,0@18:all-gather:kill,2@19:agree:kill"), 6, 3,
     ),
-}
+}  # fmt: skip
 """Name -> the run, the most replicas that it must have had (0: that is a matter of time), those at its end."""
 
 
 def grows(runs: Runs, case: Case, most: int, last: int) -> None:
-    result = equal(runs, case)
+    result = equal(runs, case, replicas=last)
     assert not most or max(result.replicas) == most, result.replicas
-    assert result.replicas[-1] == last, result.replicas
 
 
 @pytest.mark.parametrize("name", some("growing", list(CASES), 2))
@@ -246,38 +242,31 @@ def test_the_distributed_optimizer_is_spread_over_all_that_have_come_and_over_th
     grows(runs, *SHARDED_CASES[name])
 
 
-def with_flags(name: str, flags: str, *, sharded: bool = False, **fields: Any) -> Case:
-    """Two replicas that become four and are three at the end."""
+def featured(name: str, flags: str = "", model: tuple[str, ...] = CLIPPED, more: Any = (), **fields: Any) -> Case:
+    """Two replicas that become four and are three at the end; ``more``: further fields of the case."""
     layout = Layout(f"grown-{name}", 2, flags=flags, **fields)
-    model = SHARDED_MODEL if sharded else CLIPPED
     first = 2 * layout.positions
     deaths = f"0@17:backward:kill,{first}@18:reduce-scatter:kill"
-    return grown(layout, first, "3-16:4", deaths, model=model)
+    return replace(grown(layout, first, "3-16:4", deaths, model=model), **dict(more))
 
 
+EVALUATED: Any = {"model": CLIPPED[len(NO_EVALUATION) :], "more": {"evaluated": True}}
+SOME, SOME_VPP = "--eval-global-batch-size 2", f"{INTERLEAVED} --eval-global-batch-size 4"
 FEATURES = {
-    "experts": with_flags("ep2", SPREAD, inner_ranks=2),
-    "experts, sharded": with_flags("ep2-sharded", SPREAD, sharded=True, inner_ranks=2),
-    "context": with_flags("cp2", f"{ROPE} --normalization RMSNorm", context=2),
-    "interleaved": with_flags("interleaved", INTERLEAVED, pipeline=2, samples=24),
-    "averaged": with_flags("averaged", "--ddp-average-in-collective"),
-    "per token": with_flags("per-token", "--calculate-per-token-loss"),
-    "growing batch": with_flags("rampup", "--rampup-batch-size 2 2 24"),
-    "overlap": with_flags("overlap", "--overlap-grad-reduce --ddp-bucket-size 2000"),
-    "dropout": replace(with_flags("dropout", ""), dropout=True),
-    "balanced": replace(case := with_flags("balanced", ""), flags=(*case.flags, "--recover-balance")),
-    "evaluated": replace(case := with_flags("evaluated", ""), model=CLIPPED[4:], evaluated=True),
-    "evaluated by some": replace(
-        case := with_flags("evaluated-by-some", "--eval-global-batch-size 2"), model=CLIPPED[4:], evaluated=True
-    ),
-    "evaluated by some pipelines": replace(
-        case := with_flags(
-            "evaluated-by-some-vpp", f"{INTERLEAVED} --eval-global-batch-size 4", pipeline=2, samples=24
-        ),
-        model=CLIPPED[4:],
-        evaluated=True,
-    ),
-    "verified": replace(case := with_flags("verified", ""), flags=(*case.flags, "--recover-verify-interval", "1")),
+    "experts": featured("ep2", SPREAD, inner_ranks=2),
+    "experts, sharded": featured("ep2-sharded", SPREAD, SHARDED_MODEL, inner_ranks=2),
+    "context": featured("cp2", f"{ROPE} --normalization RMSNorm", context=2),
+    "interleaved": featured("interleaved", INTERLEAVED, pipeline=2, samples=24),
+    "averaged": featured("averaged", "--ddp-average-in-collective"),
+    "per token": featured("per-token", "--calculate-per-token-loss"),
+    "growing batch": featured("rampup", "--rampup-batch-size 2 2 24"),
+    "overlap": featured("overlap", "--overlap-grad-reduce --ddp-bucket-size 2000"),
+    "dropout": featured("dropout", more={"dropout": True}),
+    "balanced": featured("balanced").with_flags("--recover-balance"),
+    "evaluated": featured("evaluated", **EVALUATED),
+    "evaluated by some": featured("evaluated-by-some", SOME, **EVALUATED),
+    "evaluated by some pipelines": featured("evaluated-by-some-vpp", SOME_VPP, **EVALUATED, pipeline=2, samples=24),
+    "verified": featured("verified").with_flags("--recover-verify-interval", "1"),
 }
 
 
@@ -376,10 +365,9 @@ HOT["mate"] = replace(hot(TP3, 2, Strike(1, 1, STRUCK, "backward")), iterations=
 @pytest.mark.parametrize("name", some("hot spares", list(HOT), 1))
 def test_a_hole_is_filled_at_the_next_boundary_and_nothing_is_built_for_it(runs: Runs, name: str) -> None:
     case = HOT[name]
-    result = runs.check(case, by=check_sharded if name == "sharded" else check)
+    result = runs.check(case, by=check_sharded if name == "sharded" else check, replicas=replicas_left(case))
     world = case.layout.grid.world
     logs = [(result.out / f"worker-{worker}.log").read_text() for worker in range(world + case.spares)]
     assert [log.count("builds the model of position") for log in logs] == [0] * world + [1] * case.spares
     if filled_at_once(case):
         assert result.replicas[STRUCK:] == [case.layout.replicas] * 3, result.replicas
-    assert result.replicas[-1] == replicas_left(case), result.replicas

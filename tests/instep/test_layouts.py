@@ -35,6 +35,8 @@ from tests.instep.runs import (
 )
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY, OURS, STOCK
 
+pytestmark = pytest.mark.slow
+
 ADAM = "--optimizer adam --adam-eps 1e-2 --lr 0.01 --min-lr 0.003"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"
 SPREAD = f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
@@ -223,9 +225,6 @@ def faults_of(recipe: Recipe, source: random.Random) -> tuple[tuple[Strike, ...]
         kind = "stop" if source.random() < 0.1 else "kill"
         strikes.append(Strike(replica, position, iteration, phase, kind))
     return tuple(strikes), source.choice([0, len(strikes)])
-
-
-pytestmark = pytest.mark.slow
 
 
 FEW = {"-few": 15, "-fewer": 8}
