@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.membership.records import EXIT_SAME_FAULT
-from recover_megatron.run_log.steps import read_steps
 from tests.drawn import some
 from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference, Runs
-from tests.instep.runs import ROPE, Case, Layout, Result, Strike, check
+from tests.instep.conftest import Runs
+from tests.instep.runs import ROPE, Case, Layout, Strike
 
 pytestmark = pytest.mark.slow
 
@@ -29,12 +28,9 @@ PLAIN = Layout("pp2-dp3", 3, pipeline=2)
 
 
 @pytest.mark.parametrize("layout", [MTP, MOE], ids=lambda layout: layout.name)
-def test_what_only_some_stages_log_kills_nobody(
-    forkserver: ForkServer, reference: Reference, layout: Layout, tmp_path: Path
-) -> None:
+def test_what_only_some_stages_log_kills_nobody(runs: Runs, layout: Layout) -> None:
     """Neither in the reference, where nobody dies, nor where one does."""
-    case = Case(layout, (Strike(1, 1, 3, "backward"),), iterations=4)
-    check(case.run(forkserver, tmp_path), reference(case))
+    runs.check(Case(layout, (Strike(1, 1, 3, "backward"),), iterations=4))
 
 
 def test_a_death_in_what_one_stage_sums_while_the_other_waits_for_it(runs: Runs) -> None:
@@ -55,20 +51,14 @@ def test_a_death_in_what_one_stage_sums_while_the_other_waits_for_it(runs: Runs)
 
 
 @pytest.mark.parametrize(("where", "steps"), [("loss", 0), ("optimizer", 2)])
-def test_what_reaches_over_replicas_in_a_step_ends_the_run_and_is_named(
-    forkserver: ForkServer, tmp_path: Path, where: str, steps: int
-) -> None:
-    case = Case(PLAIN, iterations=4).altered("instruments.reaching", where)
-    ended = forkserver.run(PLAIN.grid.world, case.argv(tmp_path), tmp_path, timeout=200)
-    result = Result(case, ended, tmp_path)
-    assert ended.codes == [EXIT_SAME_FAULT] * PLAIN.grid.world, result.told()
+def test_what_reaches_over_replicas_in_a_step_ends_the_run_and_is_named(runs: Runs, where: str, steps: int) -> None:
+    result = runs(Case(PLAIN, iterations=4).altered("instruments.reaching", where))
+    assert result.ended.codes == [EXIT_SAME_FAULT] * PLAIN.grid.world, result.told()
+    place = r"allreduce at \S*instruments\.py:\d+ \(\w+\)"
+    cause = re.compile(place + r" reaches over replicas \(group \S+ of 3 workers\)")
     for worker in range(PLAIN.grid.world):
-        cause = re.compile(
-            r"allreduce at \S*instruments\.py:\d+ \(\w+\) reaches over replicas \(group \S+ of 3 workers\)"
-        )
         assert cause.search(result.log(worker)), result.told()
-    path = tmp_path / "steps.jsonl"
-    assert [step.iteration for step in read_steps(path)] == list(range(1, steps + 1)) if steps else True
+    assert [step.iteration for step in result.steps] == list(range(1, steps + 1))
 
 
 PROGRAM = str(Path(__file__).with_name("columns.py"))

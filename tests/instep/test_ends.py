@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from recover_megatron.membership.records import EXIT_NO_REPLICA, EXIT_SAME_FAULT
-from recover_megatron.run_log.steps import read_steps
 from tests.drawn import EVERYTHING
-from tests.harness.forkserver import ForkServer
-from tests.instep.conftest import Reference, Runs
+from tests.instep.conftest import Runs
 from tests.instep.runs import LAYOUTS, SAMPLES, Case, Layout, Result, Strike, check_steps, check_steps_until
 from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 
@@ -123,10 +121,10 @@ POISONS = [
 
 @pytest.mark.parametrize(("layout", "what", "loading", "error"), POISONS, ids=lambda part: getattr(part, "name", part))
 def test_a_sample_that_no_worker_survives_ends_the_run_with_its_cause(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, layout: Layout, what: str, loading: int, error: str
+    runs: Runs, layout: Layout, what: str, loading: int, error: str
 ) -> None:
     """``loading``: processes of the data loader; in one the error has another text than on the spot."""
-    result, said = poisoned(forkserver, tmp_path, layout, what, "--num-workers", str(loading))
+    result, said = poisoned(runs, layout, what, "--num-workers", str(loading))
     victims = [worker for worker in range(4) if "ends by an exception of its own" in said[worker]]
     assert 2 <= len({worker // layout.positions for worker in victims}) <= 3, result.told()
     for worker in victims:
@@ -135,18 +133,14 @@ def test_a_sample_that_no_worker_survives_ends_the_run_with_its_cause(
     told = [worker for worker in set(range(4)) - set(victims) if cause.search(said[worker])]
     assert told == sorted(set(range(4)) - set(victims)), result.told()
     assert any(cause.search(str(event.get("reason"))) for event in result.events if event["event"] == "stop")
-    check_steps_until(result, reference(Case(layout)), 2)
 
 
-def test_a_sample_that_ends_every_worker_in_other_words_ends_the_run_with_all_of_them(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path
-) -> None:
-    result, said = poisoned(forkserver, tmp_path, DP4, "words")
+def test_a_sample_that_ends_every_worker_in_other_words_ends_the_run_with_all_of_them(runs: Runs) -> None:
+    _, said = poisoned(runs, DP4, "words")
     victims = [worker for worker in range(4) if "ends by an exception of its own" in said[worker]]
-    assert len(victims) == 3, result.told()
+    assert len(victims) == 3, said
     (left,) = set(range(4)) - set(victims)
     assert "microbatch 5 of iteration 3 ends every worker that runs it, each by another error" in said[left]
-    check_steps_until(result, reference(Case(DP4)), 2)
 
 
 @pytest.fixture
@@ -168,13 +162,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     ids=["torch", "torch-alone", "torch_dist", "torch_dist-asynchronously"],
 )
 def test_a_full_checkpoint_disk_ends_the_run_with_its_cause_and_the_last_good_checkpoint(
-    forkserver: ForkServer, tmp_path: Path, small_disk: Path, form: str, replicas: int, how: str
+    runs: Runs, small_disk: Path, form: str, replicas: int, how: str
 ) -> None:
     save = small_disk / "checkpoints"
     case = Case(Layout(f"dp{replicas}", replicas)).with_flags(
         "--save", str(save), "--save-interval", "2", "--ckpt-format", form, *how.split()
     )
-    result = case.altered("faulty.full", small_disk).run(forkserver, tmp_path)
+    result = runs(case.altered("faulty.full", small_disk))
     assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
     (stop,) = [event for event in result.events if event["event"] == "stop"]
     assert stop["code"] == EXIT_SAME_FAULT
@@ -187,9 +181,10 @@ def test_a_full_checkpoint_disk_ends_the_run_with_its_cause_and_the_last_good_ch
     assert held == 0, "space is held by what failed"
 
 
-def poisoned(forkserver: ForkServer, out: Path, layout: Layout, what: str, *flags: str) -> tuple[Result, list[str]]:
-    """Train with ``poison.py``; the run, which has ended with the code of a fault of the work, and what each said."""
-    result = Case(layout).with_flags(*flags).altered("faulty.poison", what, ROTTEN).run(forkserver, out)
+def poisoned(runs: Runs, layout: Layout, what: str, *flags: str) -> tuple[Result, list[str]]:
+    """Train with ``faulty.poison``; the run, which has ended by a fault of the work, and what each worker said."""
+    result = runs(Case(layout).with_flags(*flags).altered("faulty.poison", what, ROTTEN))
     assert set(result.ended.codes) == {EXIT_SAME_FAULT}, result.told()
-    assert [step.iteration for step in read_steps(out / "steps.jsonl")] == [1, 2]
+    assert [step.iteration for step in result.steps] == [1, 2]
+    check_steps_until(result, runs.reference(Case(layout)), 2)
     return result, [result.log(worker) for worker in range(4)]

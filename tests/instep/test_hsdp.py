@@ -1,7 +1,6 @@
 """Megatron-FSDP: a shard group is a replica, and a death in one changes nothing but rounding.
 
-As in the rest of the matrix a kill is a signal to a real process, and the whole trajectory is compared with the
-failure-free run's: losses, norms, every worker's shards of the parameters, the audit.
+Every worker's shards of the parameters are compared.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from recover_megatron.status.folder import candidates
 from tests.harness.forkserver import ForkServer
 from tests.harness.processes import free_port
 from tests.instep.altered import altered
+from tests.instep.conftest import Runs
 from tests.instep.runs import Case, Layout
 from tests.megatron_hooks.tiny import MOCK, MODEL, NO_DROPOUT, OURS, SCHEDULE
 from tests.test_end_to_end import PATIENCE, launch, wait_until_iteration
@@ -84,7 +85,7 @@ def test_a_launcher_that_joins_with_another_learning_rate_is_turned_away_and_the
 
 
 @pytest.mark.slow
-def test_a_launch_whose_workers_have_different_flags_does_not_begin(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_a_launch_whose_workers_have_different_flags_does_not_begin(runs: Runs, tmp_path: Path) -> None:
     script = tmp_path / "other.py"
     script.write_text(
         "import os, runpy, sys\n"
@@ -93,7 +94,7 @@ def test_a_launch_whose_workers_have_different_flags_does_not_begin(forkserver: 
         "    sys.argv[sys.argv.index('--lr') + 1] = '0.1'\n"
         "runpy.run_path(script, run_name='__main__')\n"
     )
-    result = Case(Layout("dp3", 3), train_with=(str(script),)).run(forkserver, tmp_path)
+    result = runs(Case(Layout("dp3", 3), train_with=(str(script),)))
     assert result.ended.codes == [EXIT_REFUSED] * 3, result.told()
     said = "was started with other flags than worker 0, which has the run's: --lr 0.1 (the run: 0.3)"
     assert all(said in result.log(worker) for worker in range(3)), result.told()

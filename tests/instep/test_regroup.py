@@ -1,6 +1,6 @@
 """Replicas rebuilt around failed ranks: orphans, spares and newcomers are put together, and training stays the same.
 
-What is compared is what test_equality.py compares; see ``runs``.  Where the position of a new replica's workers is
+Where the position of a new replica's workers is
 named here, it is that of the launch: ``Strike(replica, position, ..)``.
 
 When a new replica begins is a matter of time: its workers must have come out of what they were in.  So the tests say

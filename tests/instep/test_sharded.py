@@ -1,10 +1,6 @@
 """The distributed optimizer: a death at any point of its iteration changes nothing but rounding.
 
-As in the rest of the matrix a kill is a signal to a real process, and the whole trajectory is compared: losses, norms,
-parameters, the audit.  And of the state that is spread over the workers: all holders of a part have the same bits.
-
-The optimizer is Adam, the only one that Megatron shards, with an epsilon well above rounding: else a parameter whose
-true gradient is zero would move by the sign of its noise.
+And all holders of a part of the state have the same bits.  The optimizer is Adam, the only one that Megatron shards.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import torch
 
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import EVERYTHING, SEED, some
-from tests.harness.forkserver import ForkServer
 from tests.instep.altered import altered
 from tests.instep.cells import (
     BEFORE_THE_COMMIT,
@@ -33,7 +28,7 @@ from tests.instep.cells import (
     cells,
     visits,
 )
-from tests.instep.conftest import Reference, Runs
+from tests.instep.conftest import Runs
 from tests.instep.runs import (
     INTERLEAVED,
     MODEL,
@@ -334,25 +329,23 @@ def test_each_feature_with_deaths_in_it_trains_as_without(runs: Runs, tmp_path: 
 
 @pytest.mark.parametrize("form", ["dp-reshardable", "fully-reshardable"])
 def test_a_checkpoint_after_deaths_holds_the_state_of_the_failure_free_run_and_loads_in_stock_megatron(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, form: str
+    runs: Runs, form: str
 ) -> None:
     """At another data-parallel size; all of the optimizer's state is compared, as stock Megatron has loaded it."""
     flags = ("--dist-ckpt-optim-fully-reshardable",) if form == "fully-reshardable" else ()
     saving = ("--save-interval", "4", *flags)
-    layout = OVERLAPPED
-    case = sharded(layout, Strike(1, 0, 2, "update"), Strike(0, 0, 4, "update", visit=2))
-    broken, whole = tmp_path / "broken", tmp_path / "whole"
-    result = case.with_flags(*saving, "--save", str(broken / "saved")).run(forkserver, broken)
-    check_sharded(result, reference(case))
-    plain = case.failure_free.with_flags(*saving, "--save", str(whole / "saved"))
-    assert plain.run(forkserver, whole).ended.ok
+    case = sharded(OVERLAPPED, Strike(1, 0, 2, "update"), Strike(0, 0, 4, "update", visit=2))
+    saved = {name: str(runs.out / name / "saved") for name in ("broken", "whole")}
+    result = runs(case.with_flags(*saving, "--save", saved["broken"]), "broken")
+    check_sharded(result, runs.reference(case))
+    assert runs(case.failure_free.with_flags(*saving, "--save", saved["whole"]), "whole").ended.ok
     states = []
-    for name in (broken, whole):
-        out = tmp_path / f"state-{name.name}"
+    for name, folder in saved.items():
+        out = runs.out / f"state-{name}"
         loader = [*altered("instruments.loaded_state", out / "state.json"), OURS]
-        argv = [*loader, *MODEL, *layout.argv, *SHARDED, *NO_EVALUATION, *flags]
-        argv += ["--train-iters", "8", "--load", str(name / "saved")]
-        run = forkserver.run(2, argv, out, timeout=240)
+        argv = [*loader, *MODEL, *OVERLAPPED.argv, *SHARDED, *NO_EVALUATION, *flags]
+        argv += ["--train-iters", "8", "--load", folder]
+        run = runs.forkserver.run(2, argv, out, timeout=240)
         assert run.ok, run.tail()
         states.append(json.loads((out / "state.json").read_text()))
     ours, theirs = states

@@ -36,23 +36,20 @@ class Parts:
         self.extras_of_all, self.seconds = torch.zeros(1), dict[int, float]()
         self.over = NUMBER - 1
 
+    def quiet(self, *args: object, **named: object) -> None:
+        """What is of no interest here."""
+
+    pending = mark = inject = check = settle = stream = hold = fill = quiet
+
     # progress, assignment, orphan
     def begin(self) -> int:
         return NUMBER
-
-    def pending(self, number: int) -> None: ...
 
     def share(self, total: int) -> list[list[int]]:
         return [list(range(total // 2))]
 
     def committed(self, number: int) -> bool:
         return self.over >= number
-
-    def mark(self, phase: str, *, waiting: bool = False) -> None: ...
-
-    def inject(self, phase: str) -> None: ...
-
-    def check(self) -> None: ...
 
     def agree(self, number: int) -> None:
         self.calls.append(f"agree {number}")
@@ -69,16 +66,10 @@ class Parts:
     def compute(self, ids: list[int], *, again: bool) -> None:
         self.calls.append(f"compute {ids}" + " again" * again)
 
-    def settle(self) -> None: ...
-
     def extras(self) -> torch.Tensor:
         return torch.zeros(1)
 
     # gradients and the tail
-    def stream(self, groups: object, live: object) -> None: ...
-
-    def hold(self) -> None: ...
-
     def pull(self, groups: object, live: object, tail: object) -> None:
         self.calls.append("pull")
 
@@ -90,8 +81,6 @@ class Parts:
         self.calls.append("sum")
         if self._sums in self._revoked:
             raise EpochRevoked("worker 1 died")
-
-    def fill(self, replica: int, ran: list[int], extras: object, share: float, pace: float) -> None: ...
 
     def verify(self) -> dict[int, list[int]]:
         return {0: [0, 1], 1: [2, 3]}
