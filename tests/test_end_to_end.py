@@ -80,8 +80,7 @@ def awaiting(iteration: int) -> tuple[str, ...]:
 
 
 def test_a_run_leaves_its_audit_its_workers_and_their_logs(tmp_path: Path) -> None:
-    run = launch(tmp_path, "--nproc-per-node", "2", OURS, *MODEL, *SCHEDULE, *MOCK, "--recover")
-    said = finished(run)
+    said = finished(launch(tmp_path, "--nproc-per-node", "2", OURS, *MODEL, *SCHEDULE, *MOCK, "--recover"))
     steps = list(read_steps(tmp_path / "steps.jsonl"))
     assert [step.iteration for step in steps] == list(range(1, 21))
     assert [audit_problem(step) for step in steps] == [None] * 20
@@ -94,13 +93,11 @@ def test_checkpoints_written_by_a_spawned_writer_are_whole(tmp_path: Path) -> No
     save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "3", "--train-iters", "6"]
     writer = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *save, *writer, "--recover"]
-    run = launch(tmp_path, "--nproc-per-node", "2", *argv)
-    finished(run)
+    finished(launch(tmp_path, "--nproc-per-node", "2", *argv))
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "6"
     before = list(read_steps(tmp_path / "steps.jsonl"))
     again = [*argv, "--load", str(tmp_path / "checkpoints"), "--ckpt-step", "3"]
-    run = launch(tmp_path, "--nproc-per-node", "2", *again)
-    finished(run)
+    finished(launch(tmp_path, "--nproc-per-node", "2", *again))
     after = list(read_steps(tmp_path / "steps.jsonl"))
     assert [(step.iteration, step.loss) for step in after] == [(step.iteration, step.loss) for step in before]
 
@@ -147,8 +144,7 @@ def test_a_run_survives_its_coordinator_and_a_worker_killed_from_outside(tmp_pat
     """Two pipelines of two stages: the leading coordinator first, then, when another one leads, a worker."""
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--pipeline-model-parallel-size", "2", "--recover"]
     argv += ["--train-iters", "120", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
-    undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "4", *argv)
-    finished(undisturbed)
+    finished(launch(tmp_path / "undisturbed", "--nproc-per-node", "4", *argv))
     out = tmp_path / "killed"
     run = launch(out, "--nproc-per-node", "4", *awaiting(100), *argv, "--recover-log-dir", str(out))
     wait_until_iteration(out, 4)
@@ -169,8 +165,7 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
     """Three launchers on this host stand for three nodes; node 0 also has the coordinator that leads."""
     argv = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--recover", "--train-iters", "30"]
     argv += ["--global-batch-size", "12", "--recover-heartbeat-interval", "0.2", *TIMEOUT]
-    undisturbed = launch(tmp_path / "undisturbed", "--nproc-per-node", "3", *argv)
-    finished(undisturbed)
+    finished(launch(tmp_path / "undisturbed", "--nproc-per-node", "3", *argv))
     out = tmp_path / "killed"
     nodes = ["--nproc-per-node", "1", "--nnodes", "3", "--master-port", str(free_port())]
     secret = {"RECOVER_SECRET": "one that all nodes of the test share"}
@@ -188,8 +183,7 @@ def test_the_launcher_with_the_store_and_its_workers_are_killed_and_the_other_no
 
 def test_refused_flags_are_told_once_and_nothing_is_left_running(tmp_path: Path) -> None:
     bad = [*MODEL, *SCHEDULE, "--data-path", "/nowhere/corpus", "--tensor-model-parallel-size", "2"]
-    run = launch(tmp_path, "--nproc-per-node", "3", OURS, *bad)
-    said = finished(run, 2)
+    said = finished(launch(tmp_path, "--nproc-per-node", "3", OURS, *bad), 2)
     assert said.count("cannot hold whole replicas of 2") == 1
     assert said.count("no /nowhere/corpus.bin") == 1
     assert "Traceback" not in said

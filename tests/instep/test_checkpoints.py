@@ -1,4 +1,7 @@
-"""A checkpoint written after a death is like any other: stock Megatron resumes from it, on any number of workers."""
+"""A checkpoint written after a death is like any other: stock Megatron resumes from it, on any number of workers.
+
+Whoever comes or goes while one is written, nobody waits for ever, and none is missing.
+"""
 
 from __future__ import annotations
 

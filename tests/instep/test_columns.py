@@ -1,5 +1,5 @@
-"""Operations over replicas that only some pipeline stages make: between two steps they are whose they are, and in one
-they end the run."""
+"""Operations over replicas that only some pipeline stages make: between two steps they are whose they are, and made once
+whoever dies in them; in a step they end the run."""
 
 from __future__ import annotations
 

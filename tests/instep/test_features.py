@@ -1,4 +1,8 @@
-"""What Megatron users combine: each feature with a death in it trains as without the death."""
+"""What Megatron users combine, flags of NVIDIA's configurations among it: a death changes nothing but rounding.
+
+Nor the biases of routers, moved by what the whole batch has counted, nor the largest attention logits of all, by which
+weights are clipped.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +136,6 @@ OFF = tuple(
     "--use-sharp --use-nccl-ub --log-straggler --log-max-attention-logit --error-injection-rate 1 "
     "--rerun-mode validate_results".split()
 )
-EIGHT_BITS = ("--fp8-param-gather", "--fp4-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag")
 HALF = ("--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale", "1048576", "--hysteresis", "1")
 """The first steps overflow and are skipped."""
 DECREASED = "--global-batch-size 14 --decrease-batch-size-if-needed --eval-global-batch-size 12"

@@ -1,7 +1,7 @@
-"""--recover-grace: a replica that is late is left out of its iteration, lives, and comes back: never counted twice.
+"""Replicas that are late: with --recover-grace taken over and back, never counted twice; where most are, waited for.
 
-Workers are stopped (SIGSTOP) at a phase of an iteration, are set aside by the coordinator, and go on (SIGCONT) when the
-others have come so far as the test says, so in the middle of the take-over or after it.
+Workers are stopped (SIGSTOP) at a phase of an iteration, and go on (SIGCONT) when the coordinator has set them aside and
+the others have come so far as the test says, in the middle of the take-over or after it; or when it tells of a stall.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An operation over replicas inside a step is known, or ends the run with the place that made it."""
+"""Operations over replicas: known, or the end of the run with the place that made them; made on copies; their groups."""
 
 from __future__ import annotations
 
@@ -24,21 +24,15 @@ from recover_megatron.network.peer_store import PeerStoreServer
 REPLICAS = (0, 1, 2)
 
 
-class Session:
-    def __init__(self) -> None:
-        self.said: list[tuple[int, str]] = []
-
-    def give_up(self, code: int, reason: str) -> None:
-        self.said.append((code, reason))
-
-
 @pytest.fixture
 def traffic() -> Traffic:
     """Of worker 1 in three replicas of one worker, inside a step; it knows of nothing."""
     grid = launch_grid(3, tensor=1, context=1, pipeline=1, inner_ranks=1)
     assignment = SimpleNamespace(started=False, grid=grid, replica=1)
+    said: list[tuple[int, str]] = []
+    session = SimpleNamespace(said=said, give_up=lambda code, reason: said.append((code, reason)))
     traffic = Traffic(1, Mode.STEP)
-    traffic.recovery = SimpleNamespace(session=Session(), assignment=assignment)  # type: ignore[assignment]
+    traffic.recovery = SimpleNamespace(session=session, assignment=assignment)  # type: ignore[assignment]
     return traffic
 
 

@@ -1,6 +1,11 @@
 """What users combine, each with deaths, against the same flags without --recover: every number and every tensor.
 
-A few of ``layouts.RECIPES`` are drawn a run, all of them with RECOVER_MATRIX=all; faults are drawn by RECOVER_SEED.
+    Recipe.flags   what is added to ``runs.MODEL``; the last one of a flag counts
+    faults_of      which faults may be drawn for it
+
+A few of more than eighty recipes are drawn a run, all of them with RECOVER_MATRIX=all.  Adam divides by the size of a
+gradient, which turns the rounding noise of a gradient that is zero into a step; with a large epsilon a rounding
+difference stays one.
 """
 
 from __future__ import annotations
@@ -8,6 +13,7 @@ from __future__ import annotations
 import random
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -70,25 +76,21 @@ class Recipe:
         return self.name
 
 
-def dp(replicas: int) -> Layout:
-    return Layout(f"dp{replicas}", replicas)
+def dp(replicas: int, name: str = "", samples: int = 12, **sizes: int) -> Layout:
+    return Layout(f"{name}dp{replicas}", replicas, samples=samples, **sizes)
 
 
-def tp(replicas: int) -> Layout:
-    return Layout(f"tp2-dp{replicas}", replicas, tensor=2)
+tp = partial(dp, name="tp2-", tensor=2)
+ep = partial(dp, name="ep2-", inner_ranks=2)
 
 
 def pp(replicas: int, samples: int = 12) -> Layout:
-    return Layout(f"pp2-dp{replicas}", replicas, pipeline=2, samples=samples)
-
-
-def ep(replicas: int) -> Layout:
-    return Layout(f"ep2-dp{replicas}", replicas, inner_ranks=2)
+    return dp(replicas, "pp2-", samples, pipeline=2)
 
 
 def cp(replicas: int, *, pipeline: int = 1, tensor: int = 1) -> Layout:
-    name = "cp2" + f"-tp{tensor}" * (tensor > 1) + f"-pp{pipeline}" * (pipeline > 1)
-    return Layout(f"{name}-dp{replicas}", replicas, tensor=tensor, pipeline=pipeline, context=2)
+    name = "cp2-" + f"tp{tensor}-" * (tensor > 1) + f"pp{pipeline}-" * (pipeline > 1)
+    return dp(replicas, name, tensor=tensor, pipeline=pipeline, context=2)
 
 
 RECIPES = [

@@ -1,4 +1,5 @@
-"""A worker of a broken replica leaves its groups over NCCL, or ends; on a double of torch's group."""
+"""A worker of a broken replica leaves its groups, whatever gloo tells it; over NCCL, on a double of torch's group, it
+does so or ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What Megatron tells of a run, on the console, TensorBoard, W&B, in its progress log, whoever is left to tell it."""
+"""What Megatron tells of a run, on the console, TensorBoard, W&B, in its progress log, whoever is left to tell it.
+
+And a run whose log files cannot be written is the run without failures all the same.
+"""
 
 from __future__ import annotations
 

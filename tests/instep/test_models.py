@@ -1,6 +1,7 @@
-"""Context parallelism and multi-latent attention: what the host device computes, and replicas put together again.
+"""Other models than a GPT on whole contexts: split contexts, latent attention, T5, vision; all survive deaths.
 
-Deaths at each phase of these layouts are cells of ``test_equality.py``; what is logged of them is in ``layouts.py``.
+Deaths at each phase of the first two are cells of ``test_equality.py``; what is logged of them: ``test_layouts.py``.
+T5 and the vision-language model are trained by scripts of their own through a patched Megatron.
 """
 
 from __future__ import annotations

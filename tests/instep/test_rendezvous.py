@@ -1,4 +1,4 @@
-"""Sections in which the workers of a replica need each other: who hears of a death first leaves nobody behind."""
+"""Who hears of a death first leaves nobody behind in a section; a training that is held goes on where others wait for it."""
 
 from __future__ import annotations
 
@@ -89,6 +89,8 @@ def test_who_hears_of_a_death_first_leaves_its_mate_of_a_section_waiting_for_nob
         assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "8"
 
 
+# ---- a training that waits before an iteration (``pacing.hold``)
+
 NEXT = 7
 """The number of the step that follows."""
 
@@ -115,6 +117,11 @@ class Held:
         (answer,) = self.answers
         return answer
 
+    def starts_to_wait(self) -> None:
+        self.thread.start()
+        self.thread.join(0.1)
+        assert self.answers == []
+
 
 @pytest.fixture(autouse=True)
 def holding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +143,7 @@ ALONE = Decision(3, {0: (0,)}, (1,), at=NEXT - 1)
 
 def test_it_waits_until_what_it_waits_for_is_there() -> None:
     held = Held(ALONE)
-    held.thread.start()
-    held.thread.join(0.1)
-    assert held.answers == []
+    held.starts_to_wait()
     held.assignment.decision = Decision(4, {0: (0,), 1: (1,)}, (), at=NEXT, version=2)
     held.thread.join(DEADLINE)
     assert held.answers == [False]
@@ -157,9 +162,7 @@ def test_new_replicas_make_the_step_that_others_wait_for_and_no_further_one() ->
     fresh = Decision(4, {0: (1,)}, (), at=NEXT, version=2, fresh=(0,))
     assert Held(fresh).answer() is False
     later = Held(Decision(4, {0: (1,)}, (), at=NEXT - 1, version=2, fresh=(0,)))
-    later.thread.start()
-    later.thread.join(0.1)
-    assert later.answers == []
+    later.starts_to_wait()
     later.assignment.decision = fresh
     later.thread.join(DEADLINE)
 

@@ -292,36 +292,31 @@ def test_kills_down_to_the_last_replica_change_nothing_but_rounding(runs: Runs, 
     runs.check(sharded(layout, *strikes, iterations=iterations), by=check_sharded)
 
 
+BF16 = (Strike(2, 0, 3, "update", visit=2), Strike(0, 0, 5, "param-gather"))
 FEATURES = {
-    "bf16": (Layout("sharded-bf16", 4, flags=f"--bf16 {OVERLAP}"), "2@3:update#2,0@5:param-gather", 300.0),
+    "bf16": (Layout("sharded-bf16", 4, flags=f"--bf16 {OVERLAP}"), BF16, 300.0),
     "bf16-shadows-in-host-memory": (
         Layout("sharded-bf16-host", 4, flags=f"--bf16 {OVERLAP} --recover-shadow-device cpu"),
-        "2@3:update#2,0@5:param-gather", 300.0),
+        BF16, 300.0),
     "experts": (
         Layout("sharded-experts", 3, inner_ranks=2, flags="--num-experts 4 --expert-model-parallel-size 2 "
-               f"--moe-router-topk 2 {OVERLAP}"), "1@3:norm,5@5:param-gather", 1.0),
+               f"--moe-router-topk 2 {OVERLAP}"), (Strike(0, 1, 3, "norm"), Strike(2, 1, 5, "param-gather")), 1.0),
     "interleaved": (
         Layout("sharded-interleaved", 2, pipeline=2, flags=f"{INTERLEAVED} --overlap-grad-reduce "
                "--overlap-param-gather"),
-        "2@4:update#2", 1.0),
+        (Strike(0, 1, 4, "update", visit=2),), 1.0),
     "instances": (
         Layout("sharded-instances", 4, flags=f"--num-distributed-optimizer-instances 2 {OVERLAP}"),
-        "1@3:param-gather,0@5:update#2", 1.0),
+        (Strike(1, 0, 3, "param-gather"), Strike(0, 0, 5, "update", visit=2)), 1.0),
     "tied-embeddings-per-token-loss": (
-        Layout("sharded-per-token", 3, pipeline=2, flags="--calculate-per-token-loss"), "1@4:shadow", 1.0),
+        Layout("sharded-per-token", 3, pipeline=2, flags="--calculate-per-token-loss"),
+        (Strike(1, 0, 4, "shadow"),), 1.0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", some("sharded features", list(FEATURES), 2))
 def test_each_feature_with_deaths_in_it_trains_as_without(runs: Runs, tmp_path: Path, name: str) -> None:
-    layout, deaths, near = FEATURES[name]
-    strikes = []
-    for death in deaths.split(","):
-        where, rest = death.split("@")
-        iteration, phase = rest.split(":")
-        phase, _, visit = phase.partition("#")
-        replica, position = layout.grid.place(int(where))
-        strikes.append(Strike(replica, position, int(iteration), phase, visit=int(visit or 1)))
+    layout, strikes, near = FEATURES[name]
     case = sharded(layout, *strikes, flags=("--recover-verify-interval", "3"))
     runs.check(case, near, by=check_sharded)
     assert not any("shadows differ" in path.read_text() for path in tmp_path.glob("events*.jsonl"))

@@ -1,4 +1,7 @@
-"""The copies that count: a worker that has been away holds nothing, whatever the layout says."""
+"""The copies of a state that count, and what a worker gives of its parameters to one that misses them.
+
+A worker that has been away holds nothing, whatever the layout says.
+"""
 
 from __future__ import annotations
 

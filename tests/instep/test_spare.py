@@ -1,4 +1,4 @@
-"""A spare's manners, with a session that is played: it asks for no epoch while fresh replicas get their state."""
+"""Spares and orphans, with sessions that are played: what they ask for, how long they may take, when they are put aside."""
 
 from __future__ import annotations
 
@@ -142,10 +142,9 @@ def test_who_keeps_the_state_of_the_last_replica_does_so_as_long_as_the_epoch_la
 ) -> None:
     """The main thread is in a mirror's work all the while: it does not count as stuck, however long that takes."""
     session = Epochs()
-    played: Any = session
     last = Decision(5, {0: (0, 1)}, (4,), at=7, mirrors={4: 0})
     without = Decision(6, {0: (0, 1)}, (4,), at=8)
-    spare = Spare(planner_of(last, without), played, 4, JoinStatus(None, position=0))
+    spare = Spare(planner_of(last, without), session, 4, JoinStatus(None, position=0))
     arriving: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=lambda: arriving.put(spare.arrive(version=6)), daemon=True).start()
     spare.start()
@@ -185,15 +184,10 @@ def wait_until(spare: Spare, done: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("allowed", [0.0, 600.0])
 def test_an_orphan_may_take_as_long_to_leave_as_its_last_mark_allows(allowed: float) -> None:
     """It compiles, or waits for storage: the run would have waited for it as long, had its replica not broken."""
-    session = Epochs()
-    played: Any = session
-    mine: Any = SimpleNamespace(lock=threading.RLock(), me=4)
-    progress: Any = SimpleNamespace(at=3, allowed=allowed)
-    nothing: Any = None
-    orphan = Orphan(
-        played, nothing, progress, mine, planner_of(Decision(5, {0: (0, 1)}, (4,), at=7)), nothing, nothing,
-        at_launch=True,
-    )  # fmt: skip
+    session, mine = Epochs(), SimpleNamespace(lock=threading.RLock(), me=4)
+    progress = SimpleNamespace(at=3, allowed=allowed)
+    planner = planner_of(Decision(5, {0: (0, 1)}, (4,), at=7))
+    orphan = Orphan(session, None, progress, mine, planner, None, None, at_launch=True)
     orphan._be_spare("its replica is broken")
     assert allowed < (session.waits.get(timeout=DEADLINE) or 0) <= STUCK_SECONDS + allowed
     session.ends.put(None)

@@ -1,4 +1,4 @@
-"""States that change hands: all arrives, where it belongs, whoever of its holders dies; nothing false is taken."""
+"""A worker's state as text and tensors, its digest, and its way: all arrives, whoever of its holders dies, nothing false."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from tests.instep.states import KEY, state_of
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8,
 ]  # fmt: skip
-SIXTY_FOUR_BITS = 1 << 64
 
 
 def tensor_of(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""When nobody holds the state any more: what the plan goes back to, and with whom; what is left behind.  Pure."""
+"""When nobody holds the state any more: what the plan goes back to, and with whom.  And drained nodes.  Pure."""
 
 from __future__ import annotations
 
