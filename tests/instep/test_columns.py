@@ -1,4 +1,4 @@
-"""Operations over replicas that only some pipeline stages make: between two steps they are whose they are, and made once
+"""Operations over replicas that only some pipeline stages make: between two steps they are made once,
 whoever dies in them; in a step they end the run."""
 
 from __future__ import annotations

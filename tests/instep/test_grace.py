@@ -1,7 +1,7 @@
 """Replicas that are late: with --recover-grace taken over and back, never counted twice; where most are, waited for.
 
-Workers are stopped (SIGSTOP) at a phase of an iteration, and go on (SIGCONT) when the coordinator has set them aside and
-the others have come so far as the test says, in the middle of the take-over or after it; or when it tells of a stall.
+Workers are stopped (SIGSTOP) at a phase of an iteration.  They go on (SIGCONT) when they are set aside and the others
+have come so far as the test says, in the middle of the take-over or after it; or when the coordinator tells of a stall.
 """
 
 from __future__ import annotations

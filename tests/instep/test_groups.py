@@ -1,4 +1,4 @@
-"""Operations over replicas: known, or the end of the run with the place that made them; made on copies; their groups."""
+"""Operations over replicas: known, or the end of the run with their place; on copies; and their groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who hears of a death first leaves nobody behind in a section; a training that is held goes on where others wait for it."""
+"""Sections, in which a worker that hears of a death first leaves nobody behind; boundaries at which a training is held."""
 
 from __future__ import annotations
 

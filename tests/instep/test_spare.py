@@ -1,4 +1,4 @@
-"""Spares and orphans, with sessions that are played: what they ask for, how long they may take, when they are put aside."""
+"""Spares and orphans, with sessions that are played: what they ask for, how long they may take, what puts them aside."""
 
 from __future__ import annotations
 

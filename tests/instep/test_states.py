@@ -1,4 +1,4 @@
-"""A worker's state as text and tensors, its digest, and its way: all arrives, whoever of its holders dies, nothing false."""
+"""A worker's state as text and tensors, its digest, its way: all arrives whoever of its holders dies, nothing false."""
 
 from __future__ import annotations
 
