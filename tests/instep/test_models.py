@@ -95,7 +95,6 @@ def test_replicas_that_split_the_context_are_put_together_again(runs: Runs, case
     runs.check(case.patient(f"5-:{replicas}" if case.iterations == LONG else f"7-:{replicas}"), replicas=replicas)
 
 
-T5_SCRIPT = (str(Path(__file__).with_name("t5.py")),)
 T5 = "--decoder-seq-length 12"
 T5_TP2 = Layout("t5-tp2-dp3", 3, tensor=2, flags=T5)
 T5_CASES = [
@@ -112,16 +111,6 @@ T5_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some("t5", T5_CASES, 2), ids=str)
-def test_an_encoder_and_a_decoder_train_as_without_deaths(runs: Runs, case: Case) -> None:
-    runs.check(replace(case, script=T5_SCRIPT))
-
-
-def test_without_a_death_an_encoder_and_a_decoder_are_stock_megatrons(runs: Runs) -> None:
-    runs.check_stock(Case(T5_TP2, script=T5_SCRIPT))
-
-
-VLM_SCRIPT = (str(Path(__file__).with_name("vlm.py")),)
 VLM_SHARDED = "--use-distributed-optimizer --optimizer adam --lr 0.01 --min-lr 0.003 --adam-eps 1e-4"
 VLM_OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 2000"
 VLM_TP2 = Layout("vlm-tp2-dp3", 3, tensor=2)
@@ -146,11 +135,18 @@ VLM_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some("vlm", VLM_CASES, 2), ids=str)
-def test_images_and_text_train_as_without_deaths(runs: Runs, case: Case) -> None:
-    runs.check(replace(case, script=VLM_SCRIPT))
+def by_its_script(case: Case) -> Case:
+    """By t5.py or vlm.py, as the name of its layout begins."""
+    name = case.layout.name.partition("-")[0]
+    return replace(case, script=(str(Path(__file__).with_name(f"{name}.py")),))
 
 
-def test_without_a_death_images_and_text_are_stock_megatrons(runs: Runs) -> None:
-    """With microbatches among them of which Megatron runs no backward pass."""
-    runs.check_stock(Case(FROZEN, script=VLM_SCRIPT))
+@pytest.mark.parametrize("case", [*some("t5", T5_CASES, 2), *some("vlm", VLM_CASES, 2)], ids=str)
+def test_models_of_scripts_of_their_own_train_as_without_deaths(runs: Runs, case: Case) -> None:
+    runs.check(by_its_script(case))
+
+
+@pytest.mark.parametrize("layout", [T5_TP2, FROZEN], ids=lambda layout: layout.name)
+def test_without_a_death_it_is_stock_megatrons(runs: Runs, layout: Layout) -> None:
+    """In FROZEN with microbatches among them of which Megatron runs no backward pass."""
+    runs.check_stock(by_its_script(Case(layout)))

@@ -1,4 +1,4 @@
-"""Sections, in which a worker that hears of a death first leaves nobody behind; boundaries at which a training is held."""
+"""Sections, in which a worker that hears of a death first leaves nobody behind; boundaries where a training is held."""
 
 from __future__ import annotations
 

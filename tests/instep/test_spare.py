@@ -1,4 +1,4 @@
-"""Spares and orphans, with sessions that are played: what they ask for, how long they may take, what puts them aside."""
+"""Spares and orphans, with sessions that are played: what they ask for, how long they may take, who is put aside."""
 
 from __future__ import annotations
 

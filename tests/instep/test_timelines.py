@@ -29,6 +29,8 @@ def survivor(position: int | None, **fields: Any) -> JoinStatus:
 
 
 ONLY_FIRST = {0: survivor(0), 2: survivor(0, version=7)}
+THERE = {**ONLY_FIRST, 4: JoinStatus(None, 1, ready=True)}
+"""With a newcomer in the position that is missing."""
 
 
 def test_without_a_checkpoint_the_state_is_lost() -> None:
@@ -66,10 +68,9 @@ def test_nobody_goes_back_before_those_are_out_of_the_training_who_may_hold_the_
 
 
 def test_a_checkpoint_that_somebody_could_not_read_is_not_tried_again() -> None:
-    there = {**ONLY_FIRST, 4: JoinStatus(None, 1, ready=True)}
-    decision = decide(5, {**there, 2: replace(there[2], unreadable=(4,))}, TWO)
+    decision = decide(5, {**THERE, 2: replace(THERE[2], unreadable=(4,))}, TWO)
     assert decision.rollback == Rollback(2, "save", lost=4)
-    decision = decide(5, {**there, 2: replace(there[2], unreadable=(4, 2))}, TWO)
+    decision = decide(5, {**THERE, 2: replace(THERE[2], unreadable=(4, 2))}, TWO)
     assert decision.state_lost, "there is no other"
     assert decision.enough == 0
 
@@ -178,8 +179,7 @@ def test_a_rollback_is_undone_until_it_is_committed_whoever_has_logged_its_plan(
 
 def test_an_iteration_whose_step_was_committed_is_lost_too_whatever_of_it_was_still_to_be_done() -> None:
     """An evaluation, a checkpoint, the update: the iteration under way is still 7, whose step is decision 21."""
-    there = {**ONLY_FIRST, 4: JoinStatus(None, 1, ready=True)}
-    there[2] = replace(there[2], last_step=(7, 21))
+    there = {**THERE, 2: replace(THERE[2], last_step=(7, 21))}
     before, after = (decide(5, there, TWO, beyond=Beyond(committed)).rollback for committed in (20, 21))
     assert before == Rollback(4, "save", lost=2)
     assert after == Rollback(4, "save", lost=3, committed=True)
