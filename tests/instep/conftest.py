@@ -16,6 +16,7 @@ from tests.harness.forkserver import ForkServer, Run
 from tests.instep.runs import Case, Result, check, check_rows
 
 Reference = Callable[[Case], Result]
+Check = Callable[[Result, Result, float], None]
 
 
 @pytest.fixture(scope="session")
@@ -77,13 +78,7 @@ class Runs:
         """Assert that the failure-free run is what Megatron alone trains."""
         check_rows(self.reference(case).steps, self.stock(case, script=script).recorded, near, str(case))
 
-    def check(
-        self,
-        case: Case,
-        near: float = 1.0,
-        by: Callable[[Result, Result, float], None] = check,
-        replicas: int | None = None,
-    ) -> Result:
+    def check(self, case: Case, near: float = 1.0, by: Check = check, replicas: int | None = None) -> Result:
         """Run it, and assert ``by`` that it is the failure-free one but for rounding, with so many replicas at the
         end."""
         result = self(case)

@@ -10,14 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.drawn import SEED, some
-from tests.instep.cells import (
-    BEFORE_THE_COMMIT,
-    PHASES,
-    SHARDED_PHASES,
-    WHEN,
-    Cell,
-    case_of,
-)
+from tests.instep.cells import BEFORE_THE_COMMIT, PHASES, SHARDED_PHASES, WHEN, Cell, case_of
 from tests.instep.runs import Case, Layout
 
 FSDP = (

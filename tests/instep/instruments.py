@@ -17,6 +17,12 @@ import torch.distributed as dist
 from tests.instep.faulty import kill_me
 
 
+def other_flag(worker: str, flag: str, value: str) -> None:
+    """Have a worker be started with another value of a flag than the others."""
+    if os.environ["RANK"] == worker:
+        sys.argv[sys.argv.index(flag) + 1] = value
+
+
 def double() -> None:
     """Have parameters and gradients in float64, for which Megatron has no flag."""
     from megatron.core.optimizer import optimizer

@@ -144,9 +144,7 @@ def test_norms_of_parameters_and_their_hashes_are_taken_among_who_lives(runs: Ru
         assert differences(ours, theirs, near * GRAD_NORM) == [], str(case)
 
 
-def test_replicas_spares_epochs_and_recoveries_are_told_even_when_the_worker_that_tells_them_dies(
-    runs: Runs,
-) -> None:
+def test_replicas_spares_epochs_and_recoveries_are_told_even_when_the_worker_that_tells_them_dies(runs: Runs) -> None:
     """The last rank writes: first worker 3, then worker 2, which opens a writer of its own."""
     board = runs.out / "board"
     flags = ("--tensorboard-dir", str(board), "--tensorboard-queue-size", "1", "--tensorboard-log-interval", "1")

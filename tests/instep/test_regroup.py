@@ -176,23 +176,15 @@ def test_a_newcomer_that_dies_before_it_has_a_place_costs_nothing(runs: Runs) ->
 
 ADAM = ("--optimizer", "adam", "--lr", "1e-3", "--min-lr", "1e-4")
 BROKEN = (Strike(0, 0, 3, "backward"), Strike(1, 1, 3, "forward"))
+SPREAD = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear"
 FEATURES = {
     "balanced": Case(DP4, (Strike(1, 0, 3, "backward"),), LONG, restarts=1, flags=("--recover-balance",)),
     "dropout": Case(TP2, BROKEN, dropout=True),
     "adam": Case(PP2, BROKEN, model=ADAM),
     "tied embeddings": Case(PP2, BROKEN),
-    "interleaved": Case(
-        Layout("pp2-interleaved", 3, pipeline=2, flags=INTERLEAVED),
-        BROKEN,
-    ),
-    "experts": Case(
-        Layout(
-            "ep2-dp3", 3, inner_ranks=2,
-            flags="--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear",
-        ),
-        BROKEN,
-    ),
-}  # fmt: skip
+    "interleaved": Case(Layout("pp2-interleaved", 3, pipeline=2, flags=INTERLEAVED), BROKEN),
+    "experts": Case(Layout("ep2-dp3", 3, inner_ranks=2, flags=SPREAD), BROKEN),
+}
 NEAR = {"adam": 10.0}
 
 

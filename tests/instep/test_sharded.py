@@ -18,16 +18,7 @@ import torch
 from recover_megatron.membership.records import EXIT_STATE_LOST
 from tests.drawn import EVERYTHING, SEED, some
 from tests.instep.altered import altered
-from tests.instep.cells import (
-    BEFORE_THE_COMMIT,
-    IN_THE_RING,
-    PHASES,
-    SHARDED_PHASES,
-    Cell,
-    case_of,
-    cells,
-    visits,
-)
+from tests.instep.cells import BEFORE_THE_COMMIT, IN_THE_RING, PHASES, SHARDED_PHASES, Cell, case_of, cells, visits
 from tests.instep.conftest import Runs
 from tests.instep.runs import (
     INTERLEAVED,

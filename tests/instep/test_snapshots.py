@@ -58,10 +58,7 @@ def orphan(worker: int, position: int | None, *snapshots: tuple[int, ...], **fie
     return JoinStatus(None, position, **{**told, **fields})
 
 
-LEFT = {
-    0: orphan(0, 0, told(0, 4, 0), told(0, 6, 0)),
-    1: orphan(1, 1, told(1, 4, 0), told(1, 6, 0), version=None),
-}
+LEFT = {0: orphan(0, 0, told(0, 4, 0), told(0, 6, 0)), 1: orphan(1, 1, told(1, 4, 0), told(1, 6, 0), version=None)}
 """Node b is lost; worker 1 has built the position that was lost with it."""
 
 

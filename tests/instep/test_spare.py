@@ -222,11 +222,7 @@ def test_mates_of_a_newcomer_may_wait_until_its_kernels_are_compiled(mates: tupl
     comm_config: Any = None
     mine = Assignment(session, 1, grid, comm_config)
     decision: Any = SimpleNamespace(
-        epoch=3,
-        at=7,
-        grid={0: mates},
-        place=lambda me: (0, 0),
-        peer_stores_by_slot=lambda grid: {},
+        epoch=3, at=7, grid={0: mates}, place=lambda me: (0, 0), peer_stores_by_slot=lambda grid: {}
     )
     nothing: Any = SimpleNamespace(settled=lambda: None)
     orphan = Orphan(session, HOOKS, progress, mine, nothing, nothing, nothing, at_launch=True)
