@@ -28,6 +28,8 @@ PHASES = (
     "data", "forward", "backward", "reduce-scatter", "all-gather", "agree", "optimizer", "recovery", "eval",
     "checkpoint",
 )  # fmt: skip
+SHARDED_PHASES = ("shadow", "norm", "update", "param-gather")
+"""What the distributed optimizer adds."""
 WHEN = ("first", "later", "last")
 BEFORE_THE_COMMIT = ("data", "forward", "backward", "reduce-scatter", "all-gather", "agree")
 IN_A_MICROBATCH = ("data", "forward", "backward")
@@ -46,13 +48,8 @@ class Cell:
     kind: str = "kill"
 
     def __str__(self) -> str:
-        return (
-            f"{self.layout.name}-{self.phase}-{self.place}-{self.when}{'-dropout' if self.dropout else ''}-{self.kind}"
-        )
-
-
-SHARDED_PHASES = ("shadow", "norm", "update", "param-gather")
-"""What the distributed optimizer adds."""
+        dropout = "-dropout" * self.dropout
+        return f"{self.layout.name}-{self.phase}-{self.place}-{self.when}{dropout}-{self.kind}"
 
 
 def visits(layout: Layout, position: int, phase: str) -> bool:

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 
 TRAINING = [OURS, *MODEL, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "8"]
 PIPELINE = ["--pipeline-model-parallel-size", "2"]
+DP4 = LAYOUTS[0]
 
 
 @pytest.mark.parametrize(
@@ -141,12 +142,9 @@ def test_loaders_killed_while_a_checkpoint_is_written_cost_their_workers_and_not
     assert complete(tmp_path) == [4, 8]
 
 
-DP4 = LAYOUTS[0]
-
-
 def saving(case: Case, out: Path, interval: int) -> Case:
-    flags = ("--save", str(out / "saved"), "--save-interval", str(interval), *ASYNCHRONOUSLY.split())
-    return replace(case, flags=(*case.flags, *flags))
+    saved = str(out / "saved")
+    return case.with_flags("--save", saved, "--save-interval", str(interval), *ASYNCHRONOUSLY.split())
 
 
 def held(case: Case, out: Path, pattern: str) -> Case:
@@ -169,8 +167,7 @@ def check_saved(result: Result, iterations: list[int]) -> dict[str, torch.Tensor
 def test_a_replica_that_comes_while_a_checkpoint_is_written_costs_neither_that_nor_a_hang(runs: Runs) -> None:
     """It comes while all but one look whether that of iteration 5 is written, and it is when the newcomer is ready."""
     case = Case(DP4, (Strike(0, 0, 2, "backward"),), 12, restarts=1).patient(f"6-:{DP4.replicas}")
-    result = runs.check(saving(held(case, runs.out, "is a spare, and ready"), runs.out, 5))
-    assert result.replicas[-1] == DP4.replicas
+    result = runs.check(saving(held(case, runs.out, "is a spare, and ready"), runs.out, 5), replicas=DP4.replicas)
     assert not abandoned(result)
     check_saved(result, [5, 10, 12])
 
@@ -230,7 +227,6 @@ def test_a_part_that_cannot_be_written_in_the_background_ends_the_run_with_the_r
 def test_a_worker_without_a_part_in_a_checkpoint_is_waited_for_by_nobody(runs: Runs) -> None:
     """Rank 0 writes everything.  That was worker 1, until a newcomer stood before it."""
     case = Case(DP4, (Strike(0, 0, 2, "backward"),), 8, restarts=1).patient(f"5-:{DP4.replicas}")
-    case = replace(case, flags=(*case.flags, "--no-ckpt-fully-parallel-save"))
-    result = runs.check(saving(case, runs.out, 4))
+    result = runs.check(saving(case.with_flags("--no-ckpt-fully-parallel-save"), runs.out, 4))
     assert sorted(result.grid.items()) == [(0, [4]), (1, [1]), (2, [2]), (3, [3])]
     check_saved(result, [4, 8])

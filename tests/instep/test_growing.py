@@ -282,7 +282,7 @@ def test_what_users_combine_grows_as_well(runs: Runs, name: str) -> None:
 def test_a_grown_run_goes_back_to_the_snapshots_that_it_has_taken_since(runs: Runs) -> None:
     """The newcomers are on the node of worker 1, which is lost as a whole: it held shards with all their shadows."""
     case = sharded(DP2, 2, "3-16:4", "1@20:forward:kill,2@20:forward:kill,3@20:forward:kill")
-    case = replace(case, nodes=("a", "b"), flags=(*case.flags, "--recover-memory-interval", "1"))
+    case = replace(case, nodes=("a", "b")).with_flags("--recover-memory-interval", "1")
     result = runs.check(case, by=check_sharded)
     assert [plan["rollback"]["source"] for plan in result.plans.values() if plan["rollback"]][:1] == ["memory"]
     assert (max(result.replicas), result.replicas[-1]) == (4, 1), result.replicas
@@ -290,7 +290,7 @@ def test_a_grown_run_goes_back_to_the_snapshots_that_it_has_taken_since(runs: Ru
 
 def test_spares_that_are_asked_for_stay_spares(runs: Runs) -> None:
     case = grown(DP2, 2, "3-17:3,20-:2", "0@18:backward:kill,1@18:backward:kill")
-    result = equal(runs, replace(case, flags=(*case.flags, "--recover-spares", "1")))
+    result = equal(runs, case.with_flags("--recover-spares", "1"))
     assert max(result.replicas) == 3, result.replicas
     assert result.replicas[-1] == 2, "the spare has taken the place of one of the launch"
 
