@@ -6,19 +6,15 @@ What is trained stays the same: see ``runs``.  Newcomers have the ids that follo
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recover_megatron.run_log.events import read_events
-from recover_megatron.run_log.steps import audit_problem, read_steps
 from recover_megatron.status.drain import DrainExit
 from tests.drawn import some
-from tests.harness.forkserver import ForkServer
 from tests.harness.waiting import eventually, written_lines
-from tests.instep.altered import altered
-from tests.instep.conftest import Reference, Runs
+from tests.instep.conftest import Runs
 from tests.instep.runs import (
     CLIPPED,
     INTERLEAVED,
@@ -34,12 +30,11 @@ from tests.instep.runs import (
     Strike,
     check,
     check_evaluations,
+    check_rows,
     check_sharded,
 )
 from tests.instep.test_layouts import ADAM as RECIPE_ADAM
 from tests.instep.test_layouts import SPREAD
-from tests.megatron_hooks.tiny import MOCK, NO_DROPOUT, OURS, SCHEDULE, losses
-from tests.megatron_hooks.tiny import MODEL as TINY
 
 pytestmark = pytest.mark.slow
 
@@ -138,7 +133,8 @@ def test_a_death_while_a_node_is_drained(runs: Runs, name: str) -> None:
 DP2 = Layout("dp2", 2)
 TP2 = Layout("tp2-dp2", 2, tensor=2)
 PP2 = Layout("pp2-dp2", 2, pipeline=2)
-SHARDED_MODEL = (*CLIPPED, *RECIPE_ADAM.split(), "--use-distributed-optimizer")
+ADAM_MODEL = (*CLIPPED, *RECIPE_ADAM.split())
+SHARDED_MODEL = (*ADAM_MODEL, "--use-distributed-optimizer")
 
 
 def grown(
@@ -303,23 +299,14 @@ def test_a_node_with_replicas_that_have_come_is_drained(runs: Runs) -> None:
     assert said(result)[1] == DrainExit.DRAINED
 
 
-@pytest.mark.parametrize("flags", some("resuming", ["", "--use-distributed-optimizer"], 1))
-def test_stock_megatron_resumes_at_the_launchs_size_what_a_grown_run_saved(
-    forkserver: ForkServer, reference: Reference, tmp_path: Path, flags: str
-) -> None:
-    training = [OURS, *TINY, *SCHEDULE, *MOCK, *NO_DROPOUT, "--train-iters", "16", *flags.split()]
-    training += ["--save", str(tmp_path / "checkpoints"), "--save-interval", "12"]
-    recover = ["--recover", "--recover-log-dir", str(tmp_path), "--recover-max-replicas", "4"]
-    recover += SLOW_TO_SEE_A_HANG
-    assert forkserver.run(2, [*altered("pacing.patient", "3-11:4"), *training, *recover], tmp_path, spares=2).ok
-    steps = list(read_steps(tmp_path / "steps.jsonl"))
-    assert [audit_problem(step) for step in steps] == [None] * 16
-    assert steps[11].replicas == 4
-    out = tmp_path / "resumed"
-    stock = [*training, "--load", str(tmp_path / "checkpoints"), "--ckpt-step", "12"]
-    assert forkserver.run(2, stock, out, losses=out / "losses.jsonl").ok
-    expected = [step.loss for step in steps[12:]]
-    assert [step["loss"] for step in losses(out / "losses.jsonl")] == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("model", some("resuming", [ADAM_MODEL, SHARDED_MODEL], 1), ids=lambda model: model[-1])
+def test_stock_megatron_resumes_at_the_launchs_size_what_a_grown_run_saved(runs: Runs, model: tuple[str, ...]) -> None:
+    folder = str(runs.out / "checkpoints")
+    case = grown(DP2, 2, "3-11:4", most=4, iterations=16, model=model)
+    result = equal(runs, case.with_flags("--save", folder, "--save-interval", "12"))
+    assert result.replicas[11] == 4, result.replicas
+    resumed = runs.stock(Case(DP2, iterations=16, model=model), "--load", folder, "--ckpt-step", "12")
+    check_rows(result.steps[12:], resumed.recorded)
 
 
 STRUCK = 5

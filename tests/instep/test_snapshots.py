@@ -315,7 +315,7 @@ def test_memory_that_no_part_is_written_to_again_is_given_back(monkeypatch: pyte
     assert worker.store.finish(1, _nothing)[0]
 
 
-def test_nothing_is_begun_in_an_epoch_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_begun_in_an_epoch_that_is_over() -> None:
     """A worker's replica is broken: its spare's thread has told what is held, while its main thread was about to begin
     one more.  What was told of must be there when the plan counts on it, and nothing else is."""
     worker = Worker()
@@ -372,7 +372,7 @@ def spoil(worker: Worker, position: int) -> None:
     one.tree["state"]["column"]["parameters"][0].view(torch.uint8)[17] ^= 1
 
 
-def test_what_could_not_be_copied_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_copied_leaves_nobody_waiting() -> None:
     workers = first, second = pair()
     complete(workers, 0)
 
