@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from recover_megatron.collectives.epoch import CancelToken
 from recover_megatron.collectives.gloo.swappable_group import COLLECTIVES, AbortableWork, AbortableWorks, SwappableGroup
 from recover_megatron.instep.process_group import EpochGroup
+
+
+@pytest.fixture
+def pair() -> Iterator[dist.ProcessGroup]:
+    """Rank 0 of two of gloo's in this process; rank 1 is connected, and sends nothing."""
+    store, limit = dist.HashStore(), timedelta(seconds=1)
+    with ThreadPoolExecutor(1) as other:
+        ends = other.submit(dist.ProcessGroupGloo, store, 1, 2, limit)
+        inner = dist.ProcessGroupGloo(store, 0, 2, limit)
+    group = dist.ProcessGroup(store, 0, 2)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, inner)
+    silent = ends.result()
+    yield group
+    del silent
 
 
 def test_operations_are_guarded_and_plain_questions_are_not() -> None:
@@ -37,6 +56,31 @@ def test_collectives_are_carried_another_way_for_a_while_and_messages_are_not() 
         assert group.barrier() == "over the epoch"
     assert group.allreduce([]) == "renewed"
     assert "barrier" not in vars(group), "the inner group has none: torch's own answers"
+
+
+ONE, TWO = torch.ones(1), torch.ones(2)
+SENT: dict[str, Callable[[Any], dist.Work]] = {
+    "allreduce": lambda group: group.allreduce([ONE]),
+    "all_gather_single_coalesced": lambda group: group.all_gather_single_coalesced([TWO], [ONE]),
+    "reduce_scatter": lambda group: group.reduce_scatter([ONE], [[ONE, ONE]]),
+    "reduce_scatter_single": lambda group: group.reduce_scatter_single(ONE, TWO),
+    "reduce_scatter_single_coalesced": lambda group: group.reduce_scatter_single_coalesced([ONE], [TWO]),
+    "recv": lambda group: group.recv([ONE], 1, 0),
+}
+
+
+@pytest.mark.parametrize("send", SENT.values(), ids=SENT)
+def test_an_operation_of_a_broken_replica_is_left_though_its_mate_says_nothing(
+    pair: dist.ProcessGroup, send: Callable[[Any], dist.Work]
+) -> None:
+    token = CancelToken(1)
+    group = SwappableGroup(pair, [4, 6], 4, "tp", "gloo")
+    group.guard_by(AbortableWorks(token))
+    work = send(group)
+    token.cancel("a death")
+    with pytest.raises(dist.DistBackendError, match="was left") as left:
+        work.wait()
+    assert "transport" not in str(left.value.__context__), "gloo's own time limit ended the wait; in a run it has none"
 
 
 def test_all_that_may_be_carried_another_way_is_carried_out_over_replicas() -> None:

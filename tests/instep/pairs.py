@@ -1,6 +1,6 @@
 """Pairs of workers that communicate without a pause until a thread ends their groups.
 
-    pairs.py FOLDER messages|collectives
+    pairs.py FOLDER messages|collectives|scattered
 
 Each pair must come out of it by an error of communication; else this ends with exit code 1 and says what happened.
 """
@@ -45,6 +45,12 @@ def collectives(rank: int, source: random.Random) -> Callable[[], object]:
     tensor = torch.ones(source.choice([10, 1000, 100_000]))
     parts = [torch.empty_like(tensor), torch.empty_like(tensor)]
     return lambda: (dist.all_reduce(tensor), dist.all_gather(parts, tensor))
+
+
+def scattered(rank: int, source: random.Random) -> Callable[[], object]:
+    del rank
+    tensor = torch.ones(source.choice([10, 1000, 100_000]))
+    return lambda: dist.reduce_scatter_single(torch.empty(tensor.numel() // 2), tensor)
 
 
 def member(rank: int, folder: Path, kind: Callable[..., Callable[[], object]], seed: int) -> None:
@@ -99,4 +105,4 @@ def run(folder: Path, kind: Callable[..., Callable[[], object]]) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), {"messages": messages, "collectives": collectives}[sys.argv[2]])
+    run(Path(sys.argv[1]), {"messages": messages, "collectives": collectives, "scattered": scattered}[sys.argv[2]])

@@ -319,7 +319,7 @@ def test_options_of_a_group_that_is_made_anew_are_those_given_but_for_what_an_ab
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["messages", "collectives"])
+@pytest.mark.parametrize("kind", ["messages", "collectives", "scattered"])
 def test_whoever_waits_inside_a_broken_replica_comes_out(tmp_path: Path, kind: str) -> None:
     """Twenty-four pairs of workers: without the guard three of them, by the average, are stuck."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

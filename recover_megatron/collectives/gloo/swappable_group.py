@@ -26,7 +26,11 @@ from recover_megatron.collectives.torch_nccl import make_group, register
 POLL = timedelta(seconds=0.25)
 """How long a worker of a broken replica may go on waiting for a collective."""
 
-_MESSAGES = ("send", "recv", "recv_anysource")
+_NOT_IN_PIECES = (
+    "send", "recv", "recv_anysource", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced",
+)  # fmt: skip
+"""Operations whose wait ends at no time limit, or breaks the group when it does."""
 
 
 class AbortableWorks:
@@ -35,9 +39,10 @@ class AbortableWorks:
     ``cancel_token``: cancelled when the replica is broken, after its connections have been shut.  That wakes its
     workers, but gloo does not always pass it on, and then its wait never returns (why: ``gloo.groups.Waiter``).
 
-        collective   the wait is cut in pieces: it begins again as long as the replica is whole
-        message      can't be waited for in pieces (a time that runs out shuts gloo's connections): a thread waits, and
-                     is left behind
+        collective      the wait is cut in pieces: it begins again as long as the replica is whole
+        message         can't be waited for in pieces (a time that runs out shuts gloo's connections): a thread waits,
+                        and is left behind
+        reduce-scatter  likewise (torch 2.13 makes one of other works, and its wait takes no notice of a time limit)
 
     What is left behind holds its tensors.
     """
@@ -48,7 +53,7 @@ class AbortableWorks:
 
     def method(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, a method of a gloo group, with a work that can be left."""
-        wait = self._wait_for_message if name in _MESSAGES else self._wait_for_collective
+        wait = self._wait_in_thread if name in _NOT_IN_PIECES else self._wait_in_pieces
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
@@ -56,14 +61,14 @@ class AbortableWorks:
 
         return guarded
 
-    def _wait_for_message(self, work: Any) -> bool:
+    def _wait_in_thread(self, work: Any) -> bool:
         try:
             self._waiter.wait(work)
         except EpochRevoked as over:
             raise _left() from over
         return True
 
-    def _wait_for_collective(self, work: Any) -> bool:
+    def _wait_in_pieces(self, work: Any) -> bool:
         while True:
             try:
                 return bool(work.wait(POLL))
