@@ -19,8 +19,7 @@ from tests.megatron_hooks.tiny import ASYNCHRONOUSLY
 pytestmark = pytest.mark.slow
 
 DP4 = LAYOUTS[0]
-TP2 = Layout("tp2-dp2", 2, tensor=2)
-PP2 = Layout("pp2-dp2", 2, pipeline=2)
+TP2, PP2 = Layout("tp2-dp2", 2, tensor=2), Layout("pp2-dp2", 2, pipeline=2)
 ENDS = list(itertools.product([TP2, PP2], ["forward", "agree", "recovery"]))
 
 

@@ -36,7 +36,6 @@ from tests.instep.runs import (
     Case,
     Layout,
     Strike,
-    check,
     check_parameters,
 )
 
@@ -125,8 +124,7 @@ def test_with_64_bits_nothing_is_left_of_the_difference(runs: Runs, layout: Layo
     """So it was rounding: an error in the sum would be there with any number of bits."""
     deaths = (Strike(1, 0, 2, "reduce-scatter"), Strike(0, 0, 4, "forward", visit=2))
     case = Case(layout, deaths, dropout=True).throughout("instruments.double")
-    result, its = runs(case), runs.reference(case)
-    check(result, its)
+    result, its = runs.check(case), runs.reference(case)
     assert {tensor.dtype for tensor in its.left[0]["parameters"].values()} == {torch.float64}
     check_parameters(result, its, bound=1e-10)
 

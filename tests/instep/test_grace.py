@@ -198,6 +198,7 @@ def test_a_replica_that_is_slow_and_never_stops_is_taken_over_again_and_again(ru
     assert min(result.replicas) < 4  # in an iteration at least it has counted nothing
 
 
+# ---- most replicas stop together, as by a disk or a switch that they share
 PAIRS = Layout("tp2-dp2", 2, tensor=2)
 STALLS = [
     (DP4, (Strike(0, 0, 3, "forward"), Strike(1, 0, 3, "data"), Strike(3, 0, 3, "backward"))),

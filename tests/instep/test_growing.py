@@ -38,6 +38,7 @@ from tests.instep.test_layouts import SPREAD
 
 pytestmark = pytest.mark.slow
 
+# ---- nodes that are drained, by the real command
 DP4, TP3, PP3 = LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]
 SHARDED_DP4, SHARDED_TP3 = Layout("sharded-dp4", 4), Layout("sharded-tp2-dp3", 3, tensor=2)
 OVERLAPPED = Layout("sharded-overlap", 4, flags=OVERLAP)
@@ -130,9 +131,8 @@ def test_a_death_while_a_node_is_drained(runs: Runs, name: str) -> None:
     assert (told.splitlines()[-1], code) == ("b is drained: it may be switched off", DrainExit.DRAINED)
 
 
-DP2 = Layout("dp2", 2)
-TP2 = Layout("tp2-dp2", 2, tensor=2)
-PP2 = Layout("pp2-dp2", 2, pipeline=2)
+# ---- growth beyond the replicas of the launch
+DP2, TP2, PP2 = Layout("dp2", 2), Layout("tp2-dp2", 2, tensor=2), Layout("pp2-dp2", 2, pipeline=2)
 ADAM_MODEL = (*CLIPPED, *RECIPE_ADAM.split())
 SHARDED_MODEL = (*ADAM_MODEL, "--use-distributed-optimizer")
 
@@ -309,6 +309,7 @@ def test_stock_megatron_resumes_at_the_launchs_size_what_a_grown_run_saved(runs:
     check_rows(result.steps[12:], resumed.recorded)
 
 
+# ---- hot spares: their models are built before anybody is lost
 STRUCK = 5
 """The run waits for the spares before it."""
 

@@ -173,6 +173,7 @@ def test_what_was_not_tried_is_refused_with_its_flag(changed: dict[str, object],
     assert said in found[0]
 
 
+# ---- --outer-dp-sharding-strategy optim
 TWO_SHADOWS = ("--recover-shadow-shards", "2")
 
 

@@ -95,6 +95,7 @@ def test_replicas_that_split_the_context_are_put_together_again(runs: Runs, case
     runs.check(case.patient(f"5-:{replicas}" if case.iterations == LONG else f"7-:{replicas}"), replicas=replicas)
 
 
+# ---- scripts of their own
 T5 = "--decoder-seq-length 12"
 T5_TP2 = Layout("t5-tp2-dp3", 3, tensor=2, flags=T5)
 T5_CASES = [
